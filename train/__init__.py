@@ -1,0 +1,1 @@
+"""rankup: one PyTorch training job, written once, started anywhere."""
