@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from train.errors import DataError
+from train.sources.cache import cached, visible, writable_cache
+from train.sources.fetch import Remote, Say, fetch
 from train.sources.idx import read_idx
 from train.sources.sets import ImageSet
 
@@ -26,6 +30,10 @@ class Family:
     classes: tuple[str, ...]
     mean: float
     std: float
+    counts: Mapping[bool, int]  # images to train on (True) and to test on, as published
+    debian_dir: Path | None = None
+    debian_package: str | None = None
+    attributes: Mapping[str, Any] | None = None  # of torchvision's class, where not its own
 
 
 FASHION = Family(
@@ -46,12 +54,77 @@ FASHION = Family(
     ),
     mean=0.2860,
     std=0.3530,
+    counts={True: 60_000, False: 10_000},
+    debian_dir=Path("/usr/share/datasets/fashion-mnist"),
+    debian_package="dataset-fashion-mnist",
 )
-MNIST = Family(name="mnist", title="MNIST", folder="MNIST", classes=DIGIT_NAMES, mean=0.1307, std=0.3081)
-DIGITS = Family(name="digits", title="digits", folder="digits", classes=DIGIT_NAMES, mean=0.2873, std=0.3537)
-
-DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")  # of the package dataset-fashion-mnist
+MNIST = Family(
+    name="mnist",
+    title="MNIST",
+    folder="MNIST",
+    classes=DIGIT_NAMES,
+    mean=0.1307,
+    std=0.3081,
+    counts={True: 60_000, False: 10_000},
+)
+DIGITS = Family(
+    name="digits",
+    title="digits",
+    folder="digits",
+    classes=DIGIT_NAMES,
+    mean=0.2873,
+    std=0.3537,
+    counts={True: 1_438, False: 359},
+)
 DIGITS_DIR = Path(__file__).parents[1] / "samples" / "digits"
+
+
+def locate(family: Family, *, data_dir: str | None, timeout_s: float, say: Say) -> Path:
+    """The folder that holds the four files, fetched if need be.
+
+    In data_dir if it is given: found there, or downloaded to it if it is empty or not there yet. Otherwise in
+    Debian's place, then in the cache, then downloaded to the cache.
+    Raises NotFetched if the set can be had from nowhere, DataError for a folder that holds something else or half.
+    """
+    remote = _remote(family)
+    if data_dir is not None:
+        root = Path(data_dir).expanduser()
+        others = visible(root)
+        # Listed before: a set that is renamed into place in between is then found, not taken for a stranger
+        folder = find_files(root, family)
+        if folder is None and others:
+            names = ", ".join(name for pair in FILES.values() for name in pair)
+            raise DataError(
+                f"{root}: holds none of the files of {family.title} ({names}; plain or .gz), but {others[0]}. "
+                "Set data_dir to the folder that holds them, or to an empty one to download to."
+            )
+        return folder or fetch(remote, root, timeout_s=timeout_s, say=say) / "raw"
+    if family.debian_dir is not None:
+        folder = find_files(family.debian_dir, family)
+        if folder is not None:
+            return folder
+    there = cached(family.folder)
+    folder = find_files(there, family) if there is not None else None
+    return folder or fetch(remote, writable_cache(), timeout_s=timeout_s, say=say) / "raw"
+
+
+def _remote(family: Family) -> Remote:
+    def check(folder: Path) -> None:
+        for train, count in family.counts.items():
+            found = len(load_family(folder / "raw", family, train=train))
+            if found != count:
+                raise DataError(f"{folder / 'raw'}: {FILES[train][0]} holds {found} images, not {count}.")
+
+    return Remote(
+        title=family.title,
+        folder=family.folder,
+        torchvision=family.folder,
+        check=check,
+        package=family.debian_package,
+        place=str(family.debian_dir).lstrip("/"),
+        package_folder="raw",
+        attributes=family.attributes or {},
+    )
 
 
 def find_files(root: Path, family: Family) -> Path | None:

@@ -64,19 +64,16 @@ class FileSet:
         path = self.paths[index]
         size = self.image_size
         try:
-            with Image.open(path) as image:
+            with Image.open(path) as file:
                 # JPEG alone can decode at 1/2, 1/4, 1/8; never below the size asked for
-                image.draft("RGB", (size, size))
+                file.draft("RGB", (size, size))
                 # PIL warns when it drops the transparency of a palette, unless it passes through RGBA
-                if "transparency" in image.info:
-                    image = image.convert("RGBA")
-                image = image.convert("RGB")
+                image = file.convert("RGBA").convert("RGB") if "transparency" in file.info else file.convert("RGB")
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise DataError(f"{path}: has too many pixels to be decoded safely. Make it smaller.") from error
-        # PIL's decoders raise all of these for damaged files: SyntaxError for PNG, struct.error (a ValueError's
-        # cousin) for TIFF, IndexError for GIF
         except FileNotFoundError as error:
             raise DataError(f"{path}: is gone since the folder was listed.") from error
+        # Everything: PIL's decoders also let SyntaxError, struct.error and IndexError out for damaged files
         except Exception as error:
             raise DataError(
                 f"{path}: is no image that can be decoded ({_one_line(error)}). Remove it or mend it."

@@ -1,0 +1,69 @@
+"""Where downloaded data are kept when the user names no place."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from train.errors import DataError
+
+
+def visible(root: Path) -> list[str]:
+    """The names in a folder, sorted, without hidden ones (locks and unfinished downloads are hidden); [] if none.
+
+    Raises DataError if it is no folder or cannot be listed.
+    """
+    try:
+        return sorted(name for name in os.listdir(root) if not name.startswith("."))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"{root}: data_dir must be a folder that can be read ({error.strerror}).") from error
+
+
+def cache_roots() -> list[Path]:
+    """RANKUP_CACHE alone if it is set; otherwise XDG_CACHE_HOME/rankup or ~/.cache/rankup, then one in /tmp."""
+    if os.environ.get("RANKUP_CACHE"):
+        return [Path(os.environ["RANKUP_CACHE"])]
+    roots = []
+    if os.environ.get("XDG_CACHE_HOME"):
+        roots.append(Path(os.environ["XDG_CACHE_HOME"]) / "rankup")
+    else:
+        home = Path(os.path.expanduser("~"))
+        # ~ stays as it is for a user without a home
+        if home.is_absolute():
+            roots.append(home / ".cache" / "rankup")
+    return [*roots, Path(tempfile.gettempdir()) / f"rankup-{os.geteuid()}"]
+
+
+def cached(name: str) -> Path | None:
+    """The first cache folder that has an entry of this name: it need not be writable."""
+    return next((root for root in cache_roots() if _ours(root) and (root / name).is_dir()), None)
+
+
+def writable_cache() -> Path:
+    """The first cache folder that can be written, made if need be. Raises DataError if there is none."""
+    roots = cache_roots()
+    for root in roots:
+        try:
+            # In a shared temporary folder nobody else should write into ours
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if _ours(root) and os.access(root, os.W_OK | os.X_OK):
+            return root
+    raise DataError(
+        f"{' and '.join(map(str, roots))}: cannot be written, so data cannot be downloaded. "
+        "Set RANKUP_CACHE or data_dir to a folder that can."
+    )
+
+
+def _ours(root: Path) -> bool:
+    # /tmp is open to all: a folder of our name there, made by another user, is not trusted
+    if root.parent != Path(tempfile.gettempdir()):
+        return True
+    try:
+        return root.lstat().st_uid == os.geteuid()
+    except OSError:
+        return False

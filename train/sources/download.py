@@ -1,0 +1,139 @@
+"""The part of fetching that can hang, as a process of its own, so that it can be ended. Started by fetch.py only.
+
+    python -P download.py torchvision CLASS ATTRIBUTES FOLDER
+    python -P download.py apt PACKAGE PLACE FOLDER
+
+The first lets torchvision.datasets.CLASS download into the folder, with the class attributes of a JSON object set
+before. The second unpacks PLACE of a Debian package there, without root. Failing, it prints the reason as its last
+line and exits 1.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import warnings
+from pathlib import Path
+from typing import NoReturn
+
+STALL_S = 30.0  # give up when nothing has arrived for so long
+CONNECT_S = 10.0
+# apt has no lists of packages, as in a container image, or old ones
+NO_LISTS = ("Unable to locate package", "no installation candidate", "Can't find a source", "404")
+
+
+def main(task: str, *arguments: str) -> None:
+    # The parent holds the other end of our standard input: it closes when the parent ends, however it ends
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if task == "torchvision":
+        _torchvision(*arguments)
+    else:
+        _apt(*arguments)
+
+
+def _torchvision(name: str, attributes: str, folder: str) -> None:
+    import torchvision
+
+    _watch(Path(folder))
+    # torchvision opens its connections without a timeout of their own
+    socket.setdefaulttimeout(CONNECT_S)
+    # numpy >= 2.4 warns of the way in which the pickles of CIFAR spell a dtype
+    warnings.simplefilter("ignore")
+    dataset = getattr(torchvision.datasets, name)
+    for attribute, value in json.loads(attributes).items():
+        setattr(dataset, attribute, value)
+    try:
+        dataset(root=folder, download=True)
+    except (RuntimeError, urllib.error.URLError, OSError, EOFError, ValueError) as error:
+        _fail(f"{error}")
+
+
+def _apt(package: str, place: str, folder: str) -> None:
+    root = Path(folder)
+    _watch(root)
+    # apt gives up its rights for a user who may not write here, unless told to stay the one it is
+    quick = ["-o", "APT::Sandbox::User=root", "-o", "Acquire::Retries=0"]
+    quick += [part for kind in ("http", "https") for part in ("-o", f"Acquire::{kind}::Timeout={CONNECT_S:.0f}")]
+    failure = _call(["apt-get", *quick, "download", package], root)
+    if failure and any(symptom in failure for symptom in NO_LISTS):
+        # Fetch lists to a place of our own, which needs no root
+        for name in ("lists/partial", "cache/archives/partial"):
+            (root / name).mkdir(parents=True)
+        own = ["-o", f"Dir::State::Lists={root}/lists", "-o", f"Dir::Cache={root}/cache"]
+        unlisted = _call(["apt-get", *own, *quick, "update"], root)
+        # Some of the lists may do, so try even if others could not be had
+        failure = _call(["apt-get", *own, *quick, "download", package], root)
+        failure = failure and (unlisted or failure)
+    if failure:
+        _fail(failure)
+    archives = list(root.glob("*.deb"))
+    if len(archives) != 1:
+        _fail(f"apt-get download {package} left {len(archives)} packages")
+    failure = _call(["dpkg", "-x", str(archives[0]), str(root / "unpacked")], root)
+    if failure:
+        _fail(failure)
+    found = root / "unpacked" / place
+    if not found.is_dir():
+        _fail(f"the package {package} holds no {place}")
+    shutil.move(found, root / "found")
+
+
+def _call(command: list[str], folder: Path) -> str | None:
+    """Run a command in the folder; None if it worked, otherwise its complaints."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"},
+        check=False,
+    )
+    if done.returncode == 0:
+        return None
+    complaints = [line for line in done.stdout.splitlines() if line.startswith(("E:", "Err:", "dpkg"))]
+    return f"{' '.join(command[:1])}: {' '.join(complaints[-2:]) or done.stdout[-200:]}"
+
+
+def _watch(folder: Path) -> None:
+    threading.Thread(target=_end_when_stalled, args=(folder,), daemon=True).start()
+
+
+def _end_when_stalled(folder: Path) -> None:
+    size, since = -1, time.monotonic()
+    while time.monotonic() - since < STALL_S:
+        time.sleep(0.5)
+        now = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        if now != size:
+            size, since = now, time.monotonic()
+    print(f"nothing arrived for {STALL_S:.0f} s", flush=True)
+    _end_group()
+
+
+def _end_with_parent() -> None:
+    # Not sys.stdin: a thread that sits in its buffer aborts the interpreter when that ends
+    os.read(0, 1)
+    _end_group()
+
+
+def _end_group() -> NoReturn:
+    # We lead a group of our own: apt-get and what it started end with us
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def _fail(reason: str) -> NoReturn:
+    print(" ".join(reason.split()), flush=True)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
