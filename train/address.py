@@ -10,12 +10,12 @@ from train.errors import LaunchError
 # The kernel hands these out to outgoing connections, so that a port among them may be taken at any moment.
 DEFAULT_EPHEMERAL = range(32768, 61000)
 _EPHEMERAL_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# Below DEFAULT_EPHEMERAL on every system that did not change it, above the ports that need root.
-_PORTS = range(10000, 30000)
 # Services one meets on cluster nodes: Webmin, kubelet, memcached, Ollama, RabbitMQ, MicroK8s, PyTorchJob's own default,
 # GlusterFS, Redis Sentinel, FlexLM, MongoDB and torch's own default.
 _TAKEN = {10000, 10250, 10255, 10256, 11211, 11434, 15672, 16443, 23456, 24007, 24008, 26379, 29500}
 _TAKEN |= set(range(27000, 27020))
+# Below DEFAULT_EPHEMERAL on every system that did not change it, above the ports that need root.
+_PORTS = [port for port in range(10000, 30000) if port not in _TAKEN]
 _MAX_HOSTS = 65536
 
 
@@ -82,12 +82,11 @@ def port_for(job_id: str, restart: int, ephemeral: range, *, step: int = 0) -> i
     still hold its port. Nodes whose ephemeral ranges differ agree unless the first choice lies in one of them.
     """
     start = int(job_id) + 7919 * restart + 3571 * step  # primes, so that neighbouring jobs, restarts and steps differ
-    ports = [port for port in _PORTS if port not in _TAKEN]
-    for distance in range(len(ports)):
-        port = ports[(start + distance * 4999) % len(ports)]
+    for distance in range(len(_PORTS)):
+        port = _PORTS[(start + distance * 4999) % len(_PORTS)]
         if port not in ephemeral and port not in DEFAULT_EPHEMERAL:
             return port
-    return ports[start % len(ports)]  # the site gave every port to outgoing connections: nothing is better than this
+    return _PORTS[start % len(_PORTS)]  # the site gave every port to outgoing connections: nothing is better than this
 
 
 def is_loopback(host: str) -> bool:
