@@ -63,7 +63,9 @@ def test_launch_is_known_by_its_mark_although_torchs_agent_leaves_its_own():
 
 @pytest.mark.parametrize(("value", "expected"), [("True", True), ("False", False)])
 def test_agent_store_is_torchs_own_word(value: str, expected: bool):
-    assert read_env({**AGENT, "TORCHELASTIC_USE_AGENT_STORE": value}).agent_store is expected
+    agent = {**AGENT, "TORCHELASTIC_USE_AGENT_STORE": value}
+    assert read_env(agent).agent_store is expected
+    assert read_env({**agent, "RANKUP_LAUNCH": "1"}).agent_store is expected
 
 
 def test_agent_store_of_another_torchrun_is_not_believed():

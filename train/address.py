@@ -10,8 +10,8 @@ from train.errors import LaunchError
 # The kernel hands these out to outgoing connections, so that a port among them may be taken at any moment.
 DEFAULT_EPHEMERAL = range(32768, 61000)
 _EPHEMERAL_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# Services one meets on cluster nodes: Webmin, kubelet, memcached, Ollama, RabbitMQ, MicroK8s, PyTorchJob's own default,
-# GlusterFS, Redis Sentinel, FlexLM, MongoDB and torch's own default.
+# Services one meets on cluster nodes: Webmin, node agents, memcached, Ollama, RabbitMQ, API servers, the default of a
+# training operator, GlusterFS, Redis Sentinel, FlexLM, MongoDB and torch's own default.
 _TAKEN = {10000, 10250, 10255, 10256, 11211, 11434, 15672, 16443, 23456, 24007, 24008, 26379, 29500}
 _TAKEN |= set(range(27000, 27020))
 # Below DEFAULT_EPHEMERAL on every system that did not change it, above the ports that need root.

@@ -61,7 +61,7 @@ def check(found: Found, run_name: str | None, *, who_sets_them: str) -> Launch:
     mistakes: list[str] = []
     if missing := [name for name in REQUIRED if name not in found.values]:
         mistakes.append(_incomplete(found.values, missing, who_sets_them))
-    found.add("LOCAL_RANK", 0, "default")  # torchrun sets it; PyTorchJob does not: one process a pod
+    found.add("LOCAL_RANK", 0, "default")  # torchrun sets it per process; who sets RANK per pod does not
     numbers = {name: _number(name, found, mistakes) for name in NAMES if name != "MASTER_ADDR"}
     mistakes += _contradictions(numbers)
     host = found.values.get("MASTER_ADDR")
