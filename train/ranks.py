@@ -23,7 +23,7 @@ class Launch:
     node_rank: int | None
     master_addr: str
     master_port: int  # 0 only for a single process, which listens nowhere
-    launcher: str  # python, torchrun, launch, slurm, open mpi, environment
+    launcher: str  # "python" (none), "environment" (by hand), or the one that env.py recognised
     run_name: str | None  # named by the scheduler's job, so that a requeued job resumes the same run
     origins: dict[str, str]  # variable -> who set it
     warnings: tuple[str, ...]
