@@ -47,7 +47,12 @@ def read_env(environ: Mapping[str, str]) -> Launch:
         return single(run_name, found.warnings)
     launch = check(found, run_name, who_sets_them=_WHO_SETS_THEM)
     if launch.launcher in {"torchrun", "launch"}:
-        return replace(launch, agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+        restarts = environ.get("RANKUP_RESTART") or environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+        return replace(
+            launch,
+            agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            restart_count=int(restarts) if restarts.isdecimal() else 0,
+        )
     ports = ephemeral_range()
     if launch.origins["MASTER_PORT"] == "environment" and launch.master_port in ports:
         warning = (

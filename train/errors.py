@@ -36,9 +36,10 @@ class JoinError(RuntimeError):
 
 
 class PeerLost(RuntimeError):
-    """Another rank died or a deadline passed, exit code 171."""
+    """Another rank died or a deadline passed, exit code 171, or the code that the lost rank told."""
 
     code = PEER_LOST
+    suspect: int | None = None
 
 
 class Stopped(Exception):

@@ -27,6 +27,7 @@ class Launch:
     run_name: str | None  # named by the scheduler's job, so that a requeued job resumes the same run
     origins: dict[str, str]  # variable -> who set it
     warnings: tuple[str, ...]
+    restart_count: int = 0  # restarts by torchrun or launch; the requeues of a scheduler are not among them
     agent_store: bool = False  # torch's agent already listens on master_port: rank 0 connects to it like the others
 
     @property

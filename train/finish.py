@@ -1,0 +1,66 @@
+"""The end of a run that succeeded: pictures, `result.json`, and the table."""
+
+import platform
+from typing import Any
+
+import torch
+from torch import nn
+
+from train import checkpoint, parallel
+from train.config import Config
+from train.evaluation import Result
+from train.group import Group
+from train.record import Progress, Record, Speed, table
+from train.status import write_json
+from train.workloads import Workload
+
+
+def finish(
+    config: Config, group: Group, record: Record, workload: Workload, model: nn.Module, progress: Progress, speed: Speed,
+    *, steps_per_epoch: int, seconds: float,
+) -> dict[str, Any]:  # fmt: skip
+    """Write and print the result; rank 0 alone, the others wait at the end of the group."""
+    result = {
+        "attempt": group.attempt,
+        "run": str(record.directory),
+        "step": progress.step,
+        "steps_per_epoch": steps_per_epoch,
+        "metrics": progress.metrics or {},
+        "images_per_s": round(speed.at(progress.step), 1),
+        "seconds": round(seconds, 1),
+        "world_size": group.world_size,
+        "hosts": sorted(set(group.hosts)),
+        "digest": checkpoint.digest(model.state_dict()),
+        "data": workload.data_name,
+        "way": parallel.way(config, group.world_size),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+    if not group.is_main:
+        return result
+    assert record.metrics is not None
+    if workload.pictures is not None and config.tensorboard and record.tables:
+        model.eval()
+        record.metrics.pictures(progress.step, workload.pictures(model, record.tables, group.device))
+    record.metrics.hyperparameters(config.model_dump(), progress.metrics or {})
+    write_json(record.directory / "result.json", result)
+    group.log.say(_table(result))
+    return result
+
+
+def _table(result: dict[str, Any]) -> str:
+    metrics = result["metrics"]
+    rows = {name.replace("_", " "): f"{metrics[name]:.4f}" for name in sorted(metrics)}
+    rows |= {
+        "images/s": f"{result['images_per_s']:,.0f} (training alone)",
+        "seconds": f"{result['seconds']:.1f}",
+        "world size": f"{result['world_size']} on {', '.join(result['hosts'])}",
+        "weights digest": result["digest"][:16],
+        "outputs": f"{result['run']}/ (result.json, checkpoints/, tensorboard/)",
+    }
+    return f"finished after {result['step']} steps\n{table(rows)}"
+
+
+def evaluation_table(result: Result, *, step: int, digest: str) -> str:
+    rows = {name.replace("_", " "): f"{value:.4f}" for name, value in sorted(result.metrics.items())}
+    rows |= {"samples": str(result.count), "step": str(step), "weights digest": digest[:16]}
+    return table(rows)

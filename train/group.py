@@ -1,0 +1,364 @@
+"""The group of ranks: device, backend, process group as a context manager, and the few collectives the loop needs.
+
+The process group is always left in an orderly way: a rank that fails says so to the others and exits at once (torch's
+own teardown may wait for the dead); after success rank 0, which hosts the store, leaves last.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch exports these under a condition that mypy does not follow
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from train.config import Config
+from train.env import Launch
+from train.errors import FAULT, JoinError, LaunchError, PeerLost, Stopped, UserError
+from train.log import Log
+from train.network import interface_of, is_loopback, local_ip_towards
+from train.rendezvous import Meeting, Member, meet
+from train.status import End, new_attempt, state_of, write_end, write_summary
+from train.stop import StopRequest
+from train.watch import Watch, describe
+
+# gloo's and nccl's own timeouts lie behind ours, which know the phase and name the rank.
+BEHIND_OURS_S = 120.0
+# What a collective says when the other side is gone. torch raises these as plain RuntimeError, without a class.
+LOST = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|Read error|"
+    r"Write error|NCCL|gloo|recvValue|sendBytes|timed out waiting for|Connection refused|failed to (recv|send)",
+    re.IGNORECASE,
+)
+
+
+class Group:
+    """This rank's place among all, and the collectives over host memory that keep the ranks in step."""
+
+    def __init__(
+        self, launch: Launch, device: torch.device, log: Log, watch: Watch, stop: StopRequest, *, attempt: str,
+        run_dir: Path,
+    ) -> None:  # fmt: skip
+        self.launch, self.device, self.log, self.watch, self.stop = launch, device, log, watch, stop
+        self.rank, self.world_size = launch.rank, launch.world_size
+        self.attempt, self.run_dir = attempt, run_dir
+        self.hosts: list[str] = [log.host] * launch.world_size
+        self.meeting: Meeting | None = None
+        self.step = 0
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def agree(self, value: int) -> int:
+        """The largest `value` of all ranks: 0 means that nobody objects. Waits on the host, never on the device."""
+        if self.world_size == 1:
+            return value
+        tensor = torch.tensor(value, dtype=torch.int32)
+        self._collective(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX))
+        return int(tensor.item())
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a host tensor over all ranks, in place."""
+        if self.world_size > 1:
+            self._collective(lambda: dist.all_reduce(tensor))
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in the order of the ranks."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        self._collective(lambda: dist.all_gather_object(values, value))
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's `value` on all ranks; bytes of any size included."""
+        if self.world_size == 1:
+            return value
+        holder = [value]
+        self._collective(lambda: dist.broadcast_object_list(holder, src=0, device=torch.device("cpu")))
+        return holder[0]
+
+    def must_match(self, what: str, value: str, *, remedy: str) -> None:
+        """Raises UserError on every rank where `value` differs between ranks, naming the first that differs."""
+        values = self.gather(value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise UserError(
+                    f"{what} must be the same on all ranks, got {values[0]} on rank 0 ({self.hosts[0]}) and {other} on "
+                    f"rank {rank} ({self.hosts[rank]}). {remedy}"
+                )
+
+    def _collective(self, call: Any) -> None:
+        self.watch.wait_for_others(True)
+        call()
+        self.watch.wait_for_others(False)
+
+    # Ends -----------------------------------------------------------------------------------------------------
+
+    def tell(self, code: int, why: str, *, suspect: int | None = None) -> None:
+        """Record how this rank ends: in `status/`, and in the store, where the others look for the cause."""
+        end = End(self.rank, self.log.host, state_of(code), code, why, self.step, suspect)
+        with contextlib.suppress(OSError):  # a full disk must not hide the reason that is being told
+            write_end(self.run_dir, self.attempt, end)
+            if self.is_main:
+                write_summary(
+                    self.run_dir, self.attempt, state=end.state, world_size=self.world_size, ends=self._ends(end)
+                )
+        if self.meeting is not None:
+            with contextlib.suppress(RuntimeError):
+                self.meeting.store.set(f"end/{self.rank}", end.to_json())
+                if end.state == "failed" and not isinstance(suspect, int):
+                    self.meeting.store.set("failed", str(self.rank))
+
+    def _ends(self, own: End) -> list[End]:
+        ends = [own]
+        if self.meeting is not None:
+            store = self.meeting.store
+            with contextlib.suppress(RuntimeError):
+                others = [f"end/{rank}" for rank in range(self.world_size) if rank != self.rank]
+                ends += [End.from_json(store.get(key)) for key in others if store.check([key])]
+        return ends
+
+    def linger(self, timeout_s: float) -> None:
+        """Rank 0 hosts the store: it stays until all others have told their end, or `timeout_s` at most."""
+        if self.meeting is None or not self.meeting.hosts_store:
+            return
+        until_s = time.monotonic() + timeout_s
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < until_s:
+                if all(self.meeting.store.check([f"end/{r}"]) for r in range(1, self.world_size)):
+                    break
+                time.sleep(0.02)
+
+
+def pick_device(wanted: str, local_rank: int, *, distributed: bool) -> torch.device:
+    """The device of this rank: "auto" takes the accelerator if there is one, else the CPU.
+
+    CUDA numbers devices in the order of CUDA_VISIBLE_DEVICES. Raises LaunchError where there is none to take.
+    """
+    if wanted == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        # Apple's mps has no backend that reduces over ranks.
+        wanted = "cpu" if found is None or (found.type == "mps" and distributed) else found.type
+    kind, _, index = wanted.partition(":")
+    if kind == "cpu":
+        return torch.device("cpu")
+    module = getattr(torch, kind, None)
+    count = int(module.device_count()) if module is not None and hasattr(module, "device_count") else 0
+    if count == 0:
+        raise LaunchError(f'device must be one this machine has, got "{wanted}". Use --device auto or cpu.')
+    number = int(index) if index else local_rank
+    if number >= count:
+        # Slurm's --gpus-per-task=1 shows each task one device, numbered 0. Two ranks on one device are found later.
+        if count > 1 or index:
+            raise LaunchError(
+                f"local rank {local_rank} must have a device of its own, got {count} visible {kind} devices. Start at most "
+                f"{count} processes on this node, or look at CUDA_VISIBLE_DEVICES."
+            )
+        number = 0
+    device = torch.device(kind, number)
+    torch.accelerator.set_device_index(number)
+    return device
+
+
+def pick_backend(wanted: str, device: torch.device) -> str:
+    """gloo for host memory always, beside the device's own: flags and checkpoints travel without the device."""
+    if device.type == "cpu":
+        return "gloo"
+    own = wanted if wanted != "auto" else dist.get_default_backend_for_device(device)
+    return "gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
+
+
+@contextlib.contextmanager
+def join(config: Config, launch: Launch, *, log: Log, stop: StopRequest, run_dir: Path, attempt: str) -> Iterator[Group]:
+    """Be one of the group for the length of the block.
+
+    Raises JoinError (170) if it does not come together, PeerLost (171) if it falls apart, and whatever the block raises;
+    each is told to the other ranks first.
+    """
+    watch = Watch(log, rank=launch.rank, world_size=launch.world_size)
+    device = pick_device(config.device, launch.local_rank, distributed=launch.world_size > 1)
+    group = Group(launch, device, log, watch, stop, attempt=attempt or new_attempt(), run_dir=run_dir)
+    watch.before_exit = group.tell
+    stop.before_leaving = lambda why: group.tell(Stopped.code, why)
+    try:
+        if launch.world_size > 1:
+            _come_together(config, group)
+        elif config.parallel == "ddp":
+            dist.init_process_group(pick_backend(config.backend, device), store=HashStore(), rank=0, world_size=1)
+        if group.is_main:
+            write_summary(run_dir, group.attempt, state="running", world_size=group.world_size, ends=[])
+        yield group
+        _part(group)
+    except BaseException as error:
+        failure = explain(group, error)
+        # Tell before leaving: the others look here for the cause when their collectives break.
+        code, why = code_of(failure)
+        group.tell(code, why, suspect=getattr(failure, "suspect", None))
+        group.linger(3.0)
+        watch.end()
+        if failure is error:
+            raise
+        raise failure from error
+
+
+def _come_together(config: Config, group: Group) -> None:
+    launch, watch, log = group.launch, group.watch, group.log
+    watch.enter("join", config.join_timeout_s + 10.0)
+    backend = pick_backend(config.backend, group.device)
+    meeting = meet(
+        launch, traits=traits(config, backend), attempt=group.attempt, timeout_s=config.join_timeout_s, stop=group.stop,
+        log=log,
+    )  # fmt: skip
+    group.meeting, group.attempt = meeting, meeting.attempt
+    group.hosts = [member.host for member in meeting.members]
+    watch.connect(meeting.beat_store, group.hosts, agent_store=launch.agent_store)
+    choose_interface(meeting.members, launch.rank, log)
+    longest_s = max(config.setup_timeout_s, config.step_timeout_s, config.eval_timeout_s, config.save_timeout_s)
+    try:
+        dist.init_process_group(
+            backend, store=meeting.store, rank=launch.rank, world_size=launch.world_size,
+            timeout=timedelta(seconds=longest_s + BEHIND_OURS_S),
+        )  # fmt: skip
+        dist.barrier() if backend == "gloo" else group.agree(0)
+    except (RuntimeError, ValueError) as error:
+        problem = str(error).splitlines()[0][:300]
+        meeting.store.set("failed", str(launch.rank))
+        raise JoinError(
+            f"all {launch.world_size} ranks reached {launch.master_addr}:{launch.master_port} but could not connect to "
+            f"each other: {problem}. They use any high port, over the interface "
+            f"{os.environ.get('GLOO_SOCKET_IFNAME', 'of the host name')}: open the ports between the nodes, or name another "
+            "interface in GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME)."
+        ) from None
+    _check_devices(group)
+
+
+def _check_devices(group: Group) -> None:
+    """One device for each rank: nccl would report "Duplicate GPU detected" much later, and gloo would just be slow."""
+    if group.device.type != "cuda":
+        return
+    uuid = str(torch.cuda.get_device_properties(group.device).uuid)
+    owners: dict[str, int] = {}
+    for rank, other in enumerate(group.gather(uuid)):
+        if other in owners:
+            raise LaunchError(
+                f"ranks {owners[other]} and {rank} must each have a device of their own, got the same GPU on "
+                f"{group.hosts[rank]}. Start as many processes as there are GPUs, or set LOCAL_RANK."
+            )
+        owners[other] = rank
+
+
+def choose_interface(members: list[Member], rank: int, log: Log) -> None:
+    """Have gloo, nccl and tensorpipe use the interface that routes to the others, unless the user named one.
+
+    gloo takes the address that the host's own name resolves to: 127.0.1.1 on a Debian machine, which breaks one side
+    and keeps the other waiting five times as long as it was told.
+    """
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+    own = members[rank].local_ip
+    if not own or is_loopback(own):
+        # Rank 0's own view of its address is no help: take the one the others reached it at, or route to one of them.
+        seen = [m.master_ip for m in members if m.rank != rank and m.master_ip and not is_loopback(m.master_ip)]
+        far = [m.local_ip for m in members if m.rank != rank and m.local_ip and not is_loopback(m.local_ip)]
+        mine = [ip for ip in seen if interface_of(ip)]
+        own = mine[0] if mine and rank == 0 else local_ip_towards(far[0]) if far else "127.0.0.1"
+    chosen = interface_of(own)
+    for name in names:
+        if name in os.environ:
+            wanted = os.environ[name].lstrip("^=").split(",")[0].split(":")[0]
+            known = [interface for _, interface in _interfaces()]
+            if name == "GLOO_SOCKET_IFNAME" and wanted not in known:
+                raise LaunchError(
+                    f"{name} must name an interface of {log.host}, got {wanted}. There are: {', '.join(known)}. Unset, the "
+                    "one that routes to the master is taken."
+                )
+        elif chosen:
+            os.environ[name] = chosen
+    log.keep(f"interface {os.environ.get('GLOO_SOCKET_IFNAME', '(by host name)')}, own address {own}")
+
+
+def _interfaces() -> list[tuple[int, str]]:
+    import socket
+
+    return socket.if_nameindex()
+
+
+def traits(config: Config, backend: str) -> dict[str, str]:
+    """What has to be the same on all ranks, by name. Paths may differ from node to node, and so may what is shown."""
+    own = {"data_dir", "run_dir", "tensorboard", "progress", "report_every_s", "num_workers", "prefetch_factor"}
+    settings = {f"setting {k}": json.dumps(v) for k, v in config.model_dump().items() if k not in own}
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    if ":" in config.workload:
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(config.workload.partition(":")[0])
+            if spec and spec.origin:
+                digest.update(Path(spec.origin).read_bytes())
+    code = digest.hexdigest()[:12]
+    return {"torch version": torch.__version__, "program code": code, "backend": backend, **settings}
+
+
+def _part(group: Group) -> None:
+    """Leave after success: all arrive here, then rank 0, whose process the others' connections end in, goes last."""
+    group.agree(0)
+    group.tell(0, "finished")
+    group.linger(10.0)
+    if group.is_main:
+        write_summary(
+            group.run_dir, group.attempt, state="finished", world_size=group.world_size,
+            ends=group._ends(End(0, group.log.host, "finished", 0, "finished", group.step)),
+        )  # fmt: skip
+    group.watch.end()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def explain(group: Group, error: BaseException) -> BaseException:
+    """The failure behind an error: what a collective raises when a peer is gone says nothing of who and why."""
+    lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and LOST.search(str(error)))
+    if isinstance(error, JoinError | PeerLost) or not lost or group.meeting is None:
+        return error
+    # Tell at once that this rank is a victim: that leaves the culprit as the only one that told nothing.
+    victim = End(group.rank, group.log.host, "failed", PeerLost.code, "a peer was lost", group.step)
+    with contextlib.suppress(RuntimeError):
+        group.meeting.store.set(f"end/{group.rank}", victim.to_json())
+    suspects = group.watch.suspects_within(6.0)
+    failure = PeerLost(f"lost a peer at step {group.step}: {describe(suspects, group.hosts)}")
+    if suspects:
+        failure.suspect = suspects[0].rank
+        end = suspects[0].end
+        # The cause decides whether trying again helps: a user's mistake or a fault on one rank ends all as such.
+        if end is not None and 0 < end.code < 128:
+            failure.code = end.code
+    group.log.keep(f"{type(error).__name__}: {error}")
+    return failure
+
+
+def code_of(error: BaseException) -> tuple[int, str]:
+    """The exit code of an error, and why in one line."""
+    if isinstance(error, SystemExit):
+        return (error.code if isinstance(error.code, int) else FAULT), "exit"
+    code = getattr(error, "code", FAULT)
+    text = str(error) or type(error).__name__
+    return code if isinstance(code, int) else FAULT, text if code != FAULT else f"{type(error).__name__}: {text}"
+
+
+def leave(code: int) -> None:
+    """End this process now. Threads inside torch, DataLoader workers and gloo's teardown may wait for a dead peer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

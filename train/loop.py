@@ -1,0 +1,263 @@
+"""The loop, top to bottom: group, data, model, optimizer, resume, step, report-evaluate-save, stop."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from train import checkpoint, parallel
+from train.checkpoint import Checkpoint
+from train.config import Config, check_world_size
+from train.data import Feed, Order, mix, seed_everything, to_device
+from train.env import Launch
+from train.errors import DataError, Stopped, UserError
+from train.evaluation import evaluate
+from train.finish import finish
+from train.group import Group, join
+from train.log import Log
+from train.optim import build_optimizer, peak_rate, rate_at, set_rate
+from train.record import Progress, Speed, start_record
+from train.stop import StopRequest
+from train.workloads import Workload, load
+
+
+def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: StopRequest, attempt: str) -> None:
+    """Train to the end, or to where a stop was asked for.
+
+    Raises UserError (code 2), Stopped (143), JoinError (170), PeerLost (171); see `train.errors`.
+    """
+    began_s = time.monotonic()
+    check_world_size(config, launch.world_size)
+    torch.set_num_threads(config.num_threads)
+    torch.use_deterministic_algorithms(config.deterministic)
+
+    # Group ------------------------------------------------------------------------------------------------------
+    with (
+        join(config, launch, log=log, stop=stop, run_dir=run_dir, attempt=attempt) as group,
+        start_record(config, group) as record,
+    ):
+        if record.finished:
+            return
+        watch = group.watch
+        watch.enter("setup", config.setup_timeout_s)
+
+        # Data ---------------------------------------------------------------------------------------------------
+        seed_everything(mix(config.seed))
+        workload = load(config)
+        order = _order(config, group, workload)
+        per_epoch = order.steps_per_epoch
+        total_steps = config.max_steps or config.epochs * per_epoch
+        log.say(_describe(config, group, workload, order))
+
+        # Model --------------------------------------------------------------------------------------------------
+        if config.init_from and record.checkpoint is None:
+            checkpoint.init_from(workload.model, Path(config.init_from), log.say)
+        plain = parallel.prepare(workload.model, config, group.device)
+        _must_fit(group, plain)
+
+        # Optimizer ----------------------------------------------------------------------------------------------
+        optimizer = build_optimizer(plain, config, group.device)
+        scaler = parallel.build_scaler(config, group.device)
+
+        # Resume -------------------------------------------------------------------------------------------------
+        progress = Progress()
+        if record.checkpoint is not None:
+            progress = _resume(record.checkpoint, plain, optimizer, scaler, group, workload)
+        group.step = progress.step
+        model = parallel.wrap(plain, config, group)
+        group.must_match("the initial weights", checkpoint.digest(plain.state_dict())[:16], remedy="Look at init_from.")
+        feed = Feed(
+            workload.train, order.keys(progress.step, total_steps), device=group.device, stop=stop,
+            num_workers=config.num_workers, prefetch_factor=config.prefetch_factor,
+        )  # fmt: skip
+        _warm_up(config, group, workload, model, order)
+        metrics = record.open_metrics(progress.step)
+        log.start_progress(
+            kind=config.progress, total_steps=total_steps, step=progress.step, every_s=config.report_every_s
+        )
+        log.say(f"ready after {time.monotonic() - began_s:.1f} s")
+        speed = Speed(config.batch_size, progress.step)
+        saved = (progress.step, progress.evaluated)
+
+        def save() -> None:
+            nonlocal saved
+            if saved == (progress.step, progress.evaluated):
+                return
+            watch.enter("save", config.save_timeout_s, step=progress.step)
+            training = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+            record.save(model=plain, training=training, state={**progress.state(), "data": workload.data_name})
+            saved = (progress.step, progress.evaluated)
+
+        def stop_here() -> Stopped:
+            """Save; all ranks come here at the same step."""
+            save()
+            reason = stop.signal_name or "another rank's signal"
+            return Stopped(f"{reason}: saved at step {progress.step} of {total_steps}. The same command goes on from it.")
+
+        try:
+            while True:
+                # Report, evaluate, save -------------------------------------------------------------------------
+                at_end = progress.step >= total_steps
+                if progress.step > progress.evaluated and (at_end or progress.step % per_epoch == 0):
+                    speed.pause()
+                    watch.enter("evaluation", config.eval_timeout_s, step=progress.step)
+                    result = evaluate(config, group, workload, plain)
+                    if result is None:
+                        raise stop_here()
+                    progress.evaluated, progress.metrics = progress.step, result.metrics
+                    record.tables = result.tables
+                    metrics.evaluation(progress.step, result.metrics)
+                    log.say(_evaluated(progress.step / per_epoch, result.metrics, result.count))
+                    save()
+                    speed.resume()
+                elif config.save_every_steps and progress.step and progress.step % config.save_every_steps == 0:
+                    speed.pause()
+                    save()
+                    speed.resume()
+                if at_end:
+                    break
+
+                # Step -------------------------------------------------------------------------------------------
+                watch.enter("step", config.step_timeout_s, step=progress.step)
+                rate = rate_at(config, progress.step, total_steps=total_steps, steps_per_epoch=per_epoch)
+                set_rate(optimizer, rate)
+                loss = step(config, group, workload, model, optimizer, scaler, feed, number=progress.step)
+
+                # Stop -------------------------------------------------------------------------------------------
+                if loss is None:
+                    raise stop_here()
+                progress.step += 1
+                group.step = progress.step
+                if progress.step % config.log_every_steps == 0 or progress.step == total_steps:
+                    # .cpu() and the sum wait for the device: only when we report
+                    mean = group.sum(loss.double().cpu()).item() / group.world_size
+                    metrics.training(progress.step, mean, rate, speed.at(progress.step))
+                log.progress(progress.step, metrics.line(progress.step, total_steps) if log.progress_due() else "")
+        finally:
+            feed.close()
+            log.end_progress()
+        watch.enter("end", config.save_timeout_s, step=progress.step)
+        seconds = time.monotonic() - began_s
+        finish(config, group, record, workload, plain, progress, speed, steps_per_epoch=per_epoch, seconds=seconds)
+
+
+def step(
+    config: Config, group: Group, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler, feed: Feed, *, number: int,
+) -> torch.Tensor | None:  # fmt: skip
+    """One optimizer update from `accumulate` micro-batches.
+
+    Returns this rank's mean loss, a scalar on the device, or None if any rank was asked to stop: all agree on that before
+    the first gradient is exchanged, and a rank that still waits for data agrees without it.
+    """
+    batches: list[Any] = []
+    while len(batches) < config.accumulate and (batch := feed.next()) is not None:
+        batches.append(batch)
+    if group.agree(int(group.stop.asked or len(batches) < config.accumulate)):
+        return None
+    # A random state of each step's and rank's own: a resumed run needs none of the past, and no two ranks drop the same
+    seed_everything(mix(config.seed, number, group.rank))
+    total = torch.zeros((), device=group.device)
+    for part, batch in enumerate(batches):
+        with parallel.without_sync(model, last=part == config.accumulate - 1):
+            with parallel.autocast(config, group.device):
+                loss = workload.loss(model, batch) / config.accumulate
+            group.watch.wait_for_others(True)  # backward holds the all-reduce of the gradients
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            group.watch.wait_for_others(False)
+        total += loss.detach()
+    if config.clip_norm > 0:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(parallel.unwrap(model).parameters(), config.clip_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return total
+
+
+def _order(config: Config, group: Group, workload: Workload) -> Order:
+    group.must_match(
+        "the data", f"{workload.data_name}, {len(workload.train)} + {len(workload.evaluation)} samples",
+        remedy="Give all nodes the same files, or set --data-dir.",
+    )  # fmt: skip
+    if len(workload.train) < config.batch_size:
+        raise DataError(
+            f"batch_size must be at most the number of training samples, {len(workload.train)}, got "
+            f"{config.batch_size}. Set a smaller --batch-size."
+        )
+    return Order(
+        len(workload.train), config.batch_size, config.seed, group.rank, group.world_size, config.accumulate
+    )  # fmt: skip
+
+
+def _describe(config: Config, group: Group, workload: Workload, order: Order) -> str:
+    split = f" = {group.world_size} ranks x {config.batch_size // group.world_size}" if group.world_size > 1 else ""
+    split += f" in {config.accumulate} parts" if config.accumulate > 1 else ""
+    parameters = sum(p.numel() for p in workload.model.parameters())
+    name = config.model if config.workload == "images" else config.workload
+    return (
+        f"data   {workload.data_name}, {len(workload.train)} + {len(workload.evaluation)} samples"
+        f"{f', {workload.data_origin}' if workload.data_origin else ''}\n"
+        f"model  {name}, {parameters:,} parameters, {config.precision} on {group.device}, "
+        f"{parallel.way(config, group.world_size)}\n"
+        f"batch  {config.batch_size} global{split}, peak learning rate {peak_rate(config):g}, "
+        f"{order.steps_per_epoch} steps an epoch"
+    )
+
+
+def _evaluated(epoch: float, metrics: dict[str, float], count: int) -> str:
+    values = ", ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items()))
+    return f"epoch {epoch:g}: {values} on {count} samples"
+
+
+def _must_fit(group: Group, model: nn.Module) -> None:
+    """DDP would compare sizes only, by number. Different code on one node shows here, before anything is exchanged."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for rank, other in enumerate(group.gather(shapes)):
+        if other != shapes:
+            name = next(n for n in [*shapes, *other] if shapes.get(n) != other.get(n))
+            raise UserError(
+                f"the model must be the same on all ranks, got {name} {shapes.get(name)} on rank {group.rank} and "
+                f"{other.get(name)} on rank {rank} ({group.hosts[rank]}). Put the same code on all nodes."
+            )
+
+
+def _resume(
+    earlier: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, group: Group,
+    workload: Workload,
+) -> Progress:  # fmt: skip
+    """Put back what a checkpoint holds, and say where it goes on. Raises UserError for one of other data or model."""
+    state = earlier.state
+    if state["data"] != workload.data_name:
+        raise UserError(f"{earlier.path} was trained on {state['data']}, got {workload.data_name} now. Set --data-dir.")
+    try:
+        model.load_state_dict(earlier.model_state())
+        training = earlier.training_state()
+        optimizer.load_state_dict(training["optimizer"])
+        scaler.load_state_dict(training["scaler"]) if training["scaler"] else None
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{earlier.path} does not fit this model: {reason}. Set --fresh or another --name.") from None
+    group.log.say(f"resumed from {Path(earlier.path).name}")
+    for what, then, now in (
+        ("world size", state["world_size"], group.world_size),
+        ("torch", state["versions"]["torch"], torch.__version__),
+    ):
+        if then != now:
+            group.log.say(f"  {what} was {then}, is {now}: the run goes on, but its last bits will differ")
+    return Progress(earlier.step, int(state["evaluated"]), state["metrics"])
+
+
+def _warm_up(config: Config, group: Group, workload: Workload, model: nn.Module, order: Order) -> None:
+    """The throwaway passes see the first micro-batch of the first epoch on every start, whatever the position."""
+    epoch, indices = next(order.keys(0, 1))
+    batch = to_device(workload.train.batch(indices, epoch), group.device)
+    seed_everything(mix(config.seed, -1, group.rank))
+
+    def run() -> torch.Tensor:
+        with parallel.autocast(config, group.device):
+            return workload.loss(model, batch)
+
+    parallel.warm_up(model, run, find_unused=config.find_unused_parameters or config.compile)

@@ -1,0 +1,163 @@
+"""The one program: `python -m train.main COMMAND`, `torchrun -m train.main train`, `rankup train`.
+
+The whole line is understood before anything runs; torch is imported by the command that needs it. Every end has its exit
+code: see `train.errors`.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+if not __package__:
+    # Started as a file: Python put this folder on the path, where `log` or `data` would be taken for the user's own
+    _here = Path(__file__).resolve().parent
+    sys.path[:] = [str(_here.parent), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
+
+from train import env
+from train.config import Config, Extra, Parsed, help_text, load_config, parse_args, to_yaml
+from train.errors import FAULT, FINISHED, USER_MISTAKE, ConfigError, Stopped, UserError
+from train.log import Log
+from train.stop import StopRequest, die_with_parent
+
+COMMANDS = {
+    "train": "Train; the same command again goes on where it stopped.",
+    "evaluate": "Evaluate a checkpoint on the test data, exactly, with any number of processes.",
+    "predict": "Write input, label and probability of each sample to a CSV or JSONL file.",
+    "show": "Print all settings as they would be used, with help, range and unit.",
+    "launch": "Start several processes of `train` on this node; keeps exit codes, restarts what it helps.",
+}
+EXTRA = {
+    "nproc": Extra(int, 1, "Processes on this node.", ("launch",), metavar="N"),
+    "nnodes": Extra(int, 1, "Nodes; run the same command on each.", ("launch",), metavar="N"),
+    "node_rank": Extra(int, 0, "Which of the nodes this is, from 0.", ("launch",), metavar="N"),
+    "master_addr": Extra(str, "", "Name or address of node 0, the same on all nodes.", ("launch",), metavar="HOST"),
+    "master_port": Extra(int, 0, "Port on node 0; 0 takes 29400, or a free one on a single node.", ("launch",)),
+    "max_restarts": Extra(int, 3, "Restarts after a lost rank, at most.", ("launch",), metavar="N"),
+    "checkpoint": Extra(str, "", "Checkpoint directory; by default the newest good one of the run.",
+                        ("evaluate", "predict"), metavar="DIR"),
+    "input": Extra(str, "", "Image file or folder to predict; by default the test data.", ("predict",), metavar="PATH"),
+    "output": Extra(str, "predictions.csv", "Where to write, .csv or .jsonl.", ("predict",), metavar="FILE"),
+}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Understand the line, run its command, and return its exit code."""
+    log = Log()
+    try:
+        launch = env.read_env(os.environ)
+        log = Log(rank=launch.rank, world_size=launch.world_size)
+    except UserError as error:
+        launch = None
+        mistake = error
+    parsed = parse_args(sys.argv[1:] if argv is None else argv, extra=EXTRA, commands=tuple(COMMANDS))
+    if parsed.help or (parsed.command is None and not parsed.mistakes and not parsed.settings):
+        print(help_text(COMMANDS, extra=EXTRA), end="")
+        return FINISHED if parsed.help else USER_MISTAKE
+    try:
+        config = load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
+        if parsed.command is None:
+            raise ConfigError(f"a command is missing: {', '.join(COMMANDS)}.")
+        if parsed.command == "show":
+            print(to_yaml(config), end="")
+            return FINISHED
+        if launch is None:
+            raise mistake
+        return _run(parsed, config, launch, log)
+    except BaseException as error:
+        return _report(error, log)
+
+
+def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log) -> int:
+    # Before torch: a process stopped while it imports must not die of the signal, nor sit out a grace period
+    stop = StopRequest().install()
+    if parent := os.environ.get("RANKUP_PARENT") or (os.getppid() if launch.launcher == "torchrun" else None):
+        die_with_parent(int(parent))
+    env.check_loopback(launch, config.simulated_nodes)
+    run_dir = Path(config.run_dir) / (config.name or launch.run_name or f"{config.dataset}-{config.model}")
+    if parsed.command == "launch":
+        return _launch(parsed, config, run_dir, stop, log)
+    log.open(run_dir)
+    for warning in launch.warnings:
+        log.warn(warning)
+    if launch.distributed:
+        log.say(env.describe(launch))
+    if parsed.command == "train":
+        from train.loop import train
+
+        train(config, launch, run_dir=run_dir, log=log, stop=stop, attempt=os.environ.get("RANKUP_ATTEMPT", ""))
+        return FINISHED
+    from train.apply import evaluate_command, predict_command
+
+    command = evaluate_command if parsed.command == "evaluate" else predict_command
+    command(config, parsed, launch, run_dir=run_dir, log=log, stop=stop)
+    return FINISHED
+
+
+def _launch(parsed: Parsed, config: Config, run_dir: Path, stop: StopRequest, log: Log) -> int:
+    from train.config import check_world_size
+    from train.launch import Nodes, launch
+
+    extra = parsed.extra
+    nproc, num_nodes, node_rank = extra["nproc"], extra["nnodes"], extra["node_rank"]
+    mistakes = [f"--{n.replace('_', '-')} must be >= 1, got {extra[n]}." for n in ("nproc", "nnodes") if extra[n] < 1]
+    if not 0 <= node_rank < max(1, num_nodes):
+        mistakes.append(f"--node-rank must be from 0 to {num_nodes - 1}, got {node_rank}.")
+    if num_nodes > 1 and not extra["master_addr"]:
+        mistakes.append("--master-addr must name node 0's machine when there are several nodes, got nothing.")
+    if extra["max_restarts"] < 0:
+        mistakes.append(f"--max-restarts must be >= 0, got {extra['max_restarts']}.")
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    check_world_size(config, nproc * num_nodes)
+    address = extra["master_addr"] or "127.0.0.1"
+    port = extra["master_port"] or (29400 if num_nodes > 1 else 0)
+    nodes = Nodes(nproc, num_nodes, node_rank, address, port)
+    return launch(
+        _arguments(parsed), nodes, max_restarts=extra["max_restarts"], run_dir=run_dir, stop=stop, log=log
+    )  # fmt: skip
+
+
+def _arguments(parsed: Parsed) -> list[str]:
+    """The line of one rank: `train` and the settings as they were given."""
+    words = ["train", *(["--config", parsed.config_file] if parsed.config_file else [])]
+    return words + [f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
+                    for name, value in parsed.settings.items()]  # fmt: skip
+
+
+def _report(error: BaseException, log: Log) -> int:
+    """Print an end that is no success, as its kind deserves, and return its code."""
+    record_for_torchrun(error)
+    code = getattr(error, "code", FAULT)
+    code = code if isinstance(code, int) else FAULT
+    if isinstance(error, Stopped):
+        log.say(str(error))
+    elif isinstance(error, UserError) or code > 128:
+        log.warn(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
+    else:
+        # The rank and host stand before each line: in a heap of logs this is the one to find
+        log.warn("".join(traceback.format_exception(error)).rstrip())
+    return code
+
+
+def record_for_torchrun(error: BaseException) -> None:
+    """torchrun's summary says "error_file: <N/A>" for a worker that did not write one (pytorch issue 113546)."""
+    if not os.environ.get("TORCHELASTIC_ERROR_FILE") or "torch" not in sys.modules:
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if isinstance(error, Exception):
+        get_error_handler().record_exception(error)
+
+
+def entry(run: Callable[[], int] = main) -> None:
+    """The process's end: at once. Threads inside torch, workers of a stuck disk and gloo's teardown may wait for ever."""
+    code = run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    entry()

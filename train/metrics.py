@@ -1,0 +1,87 @@
+"""Numbers of a run: `metrics.jsonl` for programs, TensorBoard for people. One writer a run, on rank 0."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Metrics:
+    """Appends to `directory/metrics.jsonl` and `directory/tensorboard/`; without a directory it only remembers."""
+
+    def __init__(self, directory: Path | None, *, step: int, tensorboard: bool) -> None:
+        self.directory = directory
+        self.last: dict[str, float] = {}
+        self._writer: Any = None
+        self._file = None
+        if directory is None:
+            return
+        path = directory / "metrics.jsonl"
+        keep_until(path, step)
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # half a second: only where it is used
+
+            # What a killed attempt showed past its checkpoint is purged
+            self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def training(self, step: int, loss: float, rate: float, images_per_s: float) -> None:
+        self.last |= {"loss": loss, "images_per_s": images_per_s, "rate": rate}
+        self._write(step, {"train/loss": loss, "train/lr": rate, "train/images_per_s": images_per_s})
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self._write(step, {f"eval/{name}": value for name, value in metrics.items()})
+
+    def pictures(self, step: int, pictures: dict[str, torch.Tensor]) -> None:
+        for name, picture in pictures.items():
+            if self._writer is not None:
+                self._writer.add_image(name, picture, step)
+
+    def hyperparameters(self, settings: dict[str, Any], metrics: dict[str, float]) -> None:
+        """TensorBoard's HPARAMS tab: the settings of the run beside its final metrics."""
+        if self._writer is None:
+            return
+        plain = {k: v if isinstance(v, bool | int | float | str) else json.dumps(v) for k, v in settings.items()}
+        finals = {f"final/{name}": value for name, value in metrics.items()}
+        self._writer.add_hparams(plain, finals, run_name=".")
+
+    def line(self, step: int, total_steps: int) -> str:
+        """Where the run stands, for the terminal."""
+        if "loss" not in self.last:
+            return f"step {step}/{total_steps}"
+        return f"step {step}/{total_steps}  loss {self.last['loss']:.4f}  {self.last['images_per_s']:,.0f} images/s"
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        if self._file is not None:
+            # JSON has no NaN: a reader of the file would stop at it
+            safe = {name: value if math.isfinite(value) else None for name, value in values.items()}
+            self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **safe}) + "\n")
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Cut from a metrics file what lies past `step`, and a last line that a kill left half written."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    aside = path.with_suffix(".new")
+    aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(aside, path)

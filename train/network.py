@@ -1,0 +1,107 @@
+"""Addresses, ports and interfaces as the operating system sees them. Reads and connects, changes nothing."""
+
+import errno
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """One try to reach the master. `problem` is None on success, else "name", "refused", "silent", "route" or "other"."""
+
+    problem: str | None
+    detail: str = ""
+    local_ip: str = ""
+    master_ip: str = ""
+
+
+def try_connect(host: str, port: int, *, timeout_s: float) -> Connection:
+    """Connect once and hang up. Tells apart what torch reports with one text: no such name, refused, no answer."""
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        return Connection("name", str(getattr(error, "strerror", None) or error))
+    last = Connection("other", "no address")
+    for family, kind, protocol, _, address in addresses:
+        with socket.socket(family, kind, protocol) as sock:
+            sock.settimeout(timeout_s)
+            try:
+                sock.connect(address)
+                return Connection(None, "", sock.getsockname()[0], sock.getpeername()[0])
+            except TimeoutError:
+                last = Connection("silent")
+            except ConnectionRefusedError:
+                last = Connection("refused")
+            except OSError as error:
+                unreachable = error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
+                last = Connection("route" if unreachable else "other", error.strerror or str(error))
+    return last
+
+
+def explain_connection(attempt: Connection, host: str, port: int) -> str:
+    """The diagnosis of a failed try, one clause."""
+    return {
+        "name": f'the name "{host}" does not resolve here ({attempt.detail})',
+        "refused": f"{host}:{port} refuses the connection: the machine answers, but nothing listens on that port "
+        "(rank 0 not started or already gone, or another port)"
+        + (". A loopback address is each machine itself" if is_loopback(host) else ""),
+        "silent": f"{host}:{port} does not answer: a wrong address, a machine that is down, or a firewall that drops packets",
+        "route": f"no route to {host} ({attempt.detail})",
+    }.get(attempt.problem or "", f"{host}:{port}: {attempt.detail}")
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in ("localhost", "localhost.localdomain", "ip6-localhost")
+
+
+def is_own_address(host: str) -> bool:
+    """Whether `host` resolves to an address of this machine. True where it does not resolve: that is another message."""
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except (socket.gaierror, UnicodeError):
+        return True
+    own = {address.address.split("%")[0] for addresses in psutil.net_if_addrs().values() for address in addresses}
+    return any(address in own or ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in found)
+
+
+def interface_of(ip: str) -> str | None:
+    """The name of the interface that carries `ip`, or None."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.split("%")[0] == ip for address in addresses):
+            return name
+    return None
+
+
+def local_ip_towards(ip: str) -> str:
+    """Our own address on the route to `ip`. Connecting a datagram socket sends nothing."""
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect((ip, 9))
+        except OSError:
+            return ""
+        return str(sock.getsockname()[0])
+
+
+def port_holder(port: int) -> str:
+    """ "pid 4711 (python -m http.server)" for who listens on `port`, or "" where the system does not tell us."""
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except (psutil.Error, OSError):
+        return ""
+    for connection in connections:
+        where = connection.laddr
+        if connection.status == psutil.CONN_LISTEN and where and where.port == port and connection.pid:
+            try:
+                # The program and its first two words only: later arguments may carry what is not ours to print.
+                command = " ".join(psutil.Process(connection.pid).cmdline()[:3])
+            except psutil.Error:
+                command = "?"
+            return f"pid {connection.pid} ({command})"
+    return ""

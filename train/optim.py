@@ -1,0 +1,51 @@
+"""Optimizer, learning rate and its scaling with the global batch. The rate is a pure function of the step: a resumed run
+needs no state to go on with it."""
+
+import math
+
+import torch
+from torch import nn
+
+from train.config import Config
+
+FUSED = ("cpu", "cuda", "mps", "xpu")  # devices with a fused kernel for SGD and AdamW
+
+
+def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> torch.optim.Optimizer:
+    """SGD or AdamW over two groups: weight decay for matrices and kernels, none for norms and biases, whose scale it would
+    fight (as in Goyal et al. 2017, section 5.2)."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    fused = device.type in FUSED and all(p.is_floating_point() for p in trained)
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=peak_rate(config), fused=fused)
+    return torch.optim.SGD(groups, lr=peak_rate(config), momentum=config.momentum, fused=fused)
+
+
+def peak_rate(config: Config) -> float:
+    """`lr` scaled with the global batch over `lr_base_batch`: linearly (Goyal et al. 2017), by the square root
+    (Krizhevsky 2014), or not at all."""
+    ratio = config.batch_size / config.lr_base_batch
+    return config.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
+
+
+def rate_at(config: Config, step: int, *, total_steps: int, steps_per_epoch: int) -> float:
+    """The learning rate of step `step` (from 0): warm-up to the peak, then constant, in steps, or half a cosine to 0."""
+    peak = peak_rate(config)
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    if config.schedule == "step":
+        return float(peak * config.step_gamma ** (step // (config.step_epochs * steps_per_epoch)))
+    if config.schedule == "cosine":
+        progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+        return peak * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return peak
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate

@@ -1,0 +1,205 @@
+"""What a run leaves behind: `runs/<name>/` with settings, checkpoints, metrics, pictures and the result. Rank 0 writes."""
+
+import contextlib
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from train import checkpoint
+from train.checkpoint import Checkpoint
+from train.config import Config, changed_settings, to_yaml
+from train.errors import PeerLost, UserError
+from train.group import Group
+from train.lease import Lease
+from train.metrics import Metrics
+from train.status import read_json
+
+# How random numbers are drawn; a checkpoint of another scheme could not be continued exactly.
+RANDOM_SCHEME = "blake2b(seed, step, rank) each step; blake2b(seed, epoch) orders; splitmix64(seed, epoch, sample) augments"
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run stands. `evaluated` is the last step whose evaluation is complete, `metrics` its outcome."""
+
+    step: int = 0
+    evaluated: int = 0
+    metrics: dict[str, float] | None = None
+
+    def state(self) -> dict[str, Any]:
+        return {"step": self.step, "evaluated": self.evaluated, "metrics": self.metrics}
+
+
+@dataclass(slots=True)
+class Speed:
+    """Images per second of training alone: set-up, evaluation and saves are left out."""
+
+    batch_size: int
+    first_step: int
+    _trained_s: float = 0.0
+    _began_s: float | None = field(default_factory=time.monotonic)
+
+    def pause(self) -> None:
+        self._trained_s, self._began_s = self._seconds(), None
+
+    def resume(self) -> None:
+        self._began_s = time.monotonic()
+
+    def at(self, step: int) -> float:
+        return (step - self.first_step) * self.batch_size / max(self._seconds(), 1e-9)
+
+    def _seconds(self) -> float:
+        return self._trained_s + (time.monotonic() - self._began_s if self._began_s is not None else 0.0)
+
+
+@dataclass(slots=True)
+class Record:
+    """The run directory as this attempt found it, and how to add to it."""
+
+    config: Config
+    group: Group
+    finished: bool
+    checkpoint: Checkpoint | None
+    lease: Lease | None = field(repr=False)
+    metrics: Metrics | None = None
+    tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
+
+    @property
+    def directory(self) -> Path:
+        return self.group.run_dir
+
+    def open_metrics(self, step: int) -> Metrics:
+        """Metrics from `step` on; what a killed attempt wrote past its last checkpoint is taken out. A no-op elsewhere."""
+        directory = self.directory if self.group.is_main else None
+        self.metrics = Metrics(directory, step=step, tensorboard=self.config.tensorboard)
+        return self.metrics
+
+    def save(self, *, model: nn.Module, training: dict[str, Any], state: dict[str, Any]) -> None:
+        """One checkpoint. All ranks call this, rank 0 writes, and all raise UserError if it could not."""
+
+        def write() -> None:
+            assert self.lease is not None
+            full = {
+                **state,
+                "config": self.config.model_dump(),
+                "world_size": self.group.world_size,
+                "attempt": self.group.attempt,
+                "random": RANDOM_SCHEME,
+                "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            }
+            checkpoint.save(
+                self.directory / "checkpoints", model=model.state_dict(), training=training, state=full,
+                keep=self.config.keep, still_ours=self.lease.check,
+            )  # fmt: skip
+            self.group.log.keep(f"saved step {state['step']}")
+
+        on_main(self.group, write)
+
+
+def on_main(group: Group, work: Callable[[], Any]) -> Any:
+    """Do `work` on rank 0 and give its result to all. Its error becomes everyone's: nobody is left waiting for rank 0."""
+    outcome: tuple[str, Any] = ("", None)
+    if group.is_main:
+        try:
+            outcome = ("", work())
+        except (UserError, PeerLost) as error:
+            outcome = (type(error).__name__, str(error))
+    kind, value = group.broadcast(outcome)
+    if kind == "PeerLost":
+        raise PeerLost(value)
+    if kind:
+        raise UserError(value)
+    return value
+
+
+@contextlib.contextmanager
+def start_record(config: Config, group: Group) -> Iterator[Record]:
+    """Take the run directory for this attempt and look what is there: a finished run, a checkpoint, or nothing.
+
+    Raises UserError on all ranks where another attempt is alive, or a setting that affects the result has changed.
+    """
+    lease = Lease(group.run_dir, group.attempt) if group.is_main else None
+    directory = group.run_dir
+
+    def look() -> tuple[bool, Checkpoint | None]:
+        assert lease is not None
+        lease.__enter__()
+        if config.fresh and group.launch.restart_count == 0:  # a restart of ours goes on with what was begun afresh
+            _put_aside(directory, group.log.say)
+        earlier = checkpoint.newest_good(directory / "checkpoints", group.log.warn)
+        if earlier is not None:
+            _refuse_changes(config, earlier, directory)
+        done = read_json(directory / "result.json") or {}
+        finished = earlier is not None and done.get("step") == earlier.step and _covers(done, config)
+        if not finished:
+            (directory / "result.json").unlink(missing_ok=True)
+            (directory / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        else:
+            group.log.say(
+                f"{directory} is finished: {done['step']} steps, {_brief(done.get('metrics', {}))}. "
+                "More --epochs go on from there, --fresh starts anew, another --name leaves it."
+            )
+        return finished, earlier
+
+    def look_safely() -> tuple[bool, Checkpoint | None]:
+        try:
+            return look()
+        except OSError as error:
+            raise UserError(f"run_dir: {directory} must be writable, got {error.strerror or error}.") from None
+
+    try:
+        finished, earlier = on_main(group, look_safely)
+        record = Record(config, group, finished, earlier, lease)
+        yield record
+        if record.metrics is not None:
+            record.metrics.close()
+    finally:
+        if lease is not None:
+            lease.__exit__()
+
+
+def _covers(done: dict[str, Any], config: Config) -> bool:
+    wanted = config.max_steps or config.epochs * int(done["steps_per_epoch"])
+    return int(done["step"]) >= wanted
+
+
+def _brief(metrics: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items()) if name in ("accuracy", "loss"))
+
+
+def _refuse_changes(config: Config, earlier: Checkpoint, directory: Path) -> None:
+    changes = changed_settings(earlier.state["config"], config)
+    if changes:
+        raise UserError(
+            f"{directory} was begun with other settings: {'; '.join(changes)}. Set them back to go on, or --fresh to start "
+            "anew, or another --name."
+        )
+
+
+def _put_aside(directory: Path, say: Callable[[str], None]) -> None:
+    """Start anew without losing anything: what is there moves to `before-<time>/`."""
+    names = ("checkpoints", "tensorboard", "metrics.jsonl", "result.json", "config.yaml")
+    there = [directory / name for name in names if (directory / name).exists()]
+    if not there:
+        return
+    aside = directory / f"before-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+    aside.mkdir()
+    for path in there:
+        shutil.move(path, aside / path.name)
+    say(f"--fresh: the earlier run was moved to {aside}")
+
+
+def table(rows: dict[str, str]) -> str:
+    """Two columns, aligned."""
+    width = max(len(name) for name in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+
+

@@ -1,0 +1,79 @@
+"""How each rank ended: `status/<attempt>/rank-N.json`, and `status.json` over all of them.
+
+`status.json` carries the attempt's id. A reader that finds none, or another attempt's, has to take the run for
+failed: yesterday's success must never be read as today's.
+"""
+
+import json
+import os
+import secrets
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from train import errors
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How one rank ended. `code` is its exit code, `step` the last step it completed."""
+
+    rank: int
+    host: str
+    state: str  # finished | stopped | failed
+    code: int
+    why: str
+    step: int
+    suspect: int | None = None  # the rank that this one lost, where it knows
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "End":
+        return End(**json.loads(text))
+
+
+def state_of(code: int) -> str:
+    return {errors.FINISHED: "finished", errors.STOPPED: "stopped"}.get(code, "failed")
+
+
+def new_attempt() -> str:
+    """Sorts by time, and two attempts of one second differ."""
+    return time.strftime("%Y%m%dT%H%M%S-") + secrets.token_hex(3)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write `data` so that a reader sees the old file or the new one, never half (rename within one directory)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    os.replace(aside, path)
+
+
+def read_json(path: Path) -> Any:
+    """The file's content, or None where it is missing or not whole."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def write_end(run_dir: Path, attempt: str, end: End) -> None:
+    write_json(run_dir / "status" / attempt / f"rank-{end.rank}.json", {"attempt": attempt, **asdict(end)})
+
+
+def write_summary(run_dir: Path, attempt: str, *, state: str, world_size: int, ends: list[End]) -> None:
+    """`status.json`, by rank 0: at the start with state "running", at the end with what is known of every rank."""
+    worst = max(ends, key=lambda end: (end.state == "failed", end.code), default=None)
+    summary = {
+        "attempt": attempt,
+        "state": state,
+        "world_size": world_size,
+        "code": worst.code if worst else None,
+        "why": worst.why if worst else "",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "ranks": {str(end.rank): asdict(end) for end in sorted(ends, key=lambda end: end.rank)},
+    }
+    write_json(run_dir / "status.json", summary)

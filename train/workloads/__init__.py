@@ -1,0 +1,71 @@
+"""What is trained: a workload is a model, its samples, and functions that say what a batch means.
+
+A user's own is a module with `build(config) -> Workload`, named by import path: `--workload mypkg.job:build`.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from train.config import Config
+from train.data import Samples
+from train.errors import ConfigError
+
+# Sums over the samples of a batch, by name; "count" is their number. Scalars are divided by the count in the end, so
+# that "accuracy" is the number of right answers here; tensors, such as a confusion matrix, are only added up.
+Sums = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything the loop needs to know. `loss` and `evaluate` get a batch as `Samples.batch` made it, on the device."""
+
+    model: nn.Module
+    train: Samples
+    evaluation: Samples
+    loss: Callable[[nn.Module, Any], torch.Tensor]  # the mean over the batch, a scalar
+    evaluate: Callable[[nn.Module, Any], Sums]
+    predict: Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]] | None = None  # labels, probabilities: [B]
+    data_name: str = "own"
+    data_origin: str = ""
+    classes: tuple[str, ...] = ()
+    # Names of the samples to predict (files), and samples for a path that `predict --input` gives.
+    input_name: Callable[[int], str] = lambda index: str(index)
+    open_input: Callable[[str], tuple[Samples, Callable[[int], str]]] | None = None
+    # Pictures for TensorBoard from the evaluated sums and the model: name -> uint8 [3, H, W].
+    pictures: Callable[[nn.Module, Sums, torch.device], dict[str, torch.Tensor]] | None = None
+    notes: list[str] = field(default_factory=list)  # one line each, printed by rank 0
+
+
+def load(config: Config) -> Workload:
+    """Build the workload that the settings name. Raises ConfigError where the import path leads nowhere."""
+    if config.workload == "images":
+        from train.workloads.images import build
+
+        return build(config)
+    module_name, _, function = config.workload.partition(":")
+    # `python train/main.py` and the `rankup` command don't put the current directory on the path; `python -m` does.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise  # a missing import inside the user's own module: its traceback says where
+        raise ConfigError(
+            f'workload must be "images" or module:function, got "{config.workload}": no module "{error.name}" in '
+            f"{os.getcwd()} or on PYTHONPATH."
+        ) from None
+    build_own = getattr(module, function, None)
+    if not callable(build_own):
+        raise ConfigError(f'workload: {module_name} must have a function "{function}", got none.')
+    workload = build_own(config)
+    if not isinstance(workload, Workload):
+        raise ConfigError(f"workload: {config.workload} must return a train.workloads.Workload, got {type(workload)}.")
+    return workload
