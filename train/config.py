@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from train.errors import ConfigError
-from train.fields import KIND_WORDS, SHOW_HINT, bounds, default, facts, flag, groups, kind, limits, nearest, quoted
+from train.fields import KIND_WORDS, SHOW_HINT, bounds, default, facts, flag, groups, kind, limits, nearest
 from train.flags import Extra, Parsed, help_text, parse_args
 from train.settings import Config, contradictions
 from train.yamltext import describe, dump_value, parse_yaml, read_yaml, scalar
@@ -37,20 +38,25 @@ def load_config(
             found.append(str(error))
             file_failed = True
     for name in [name for name in values if name not in Config.model_fields]:
-        found.append(f"{file}: {_unknown(name, quoted)}")
+        found.append(f"{file}: {_unknown(name, describe)}")
         del values[name]
     raw: dict[str, str] = {}  # flags as they were written, for messages
     for name, text in argv_settings.items():
         head, _, key = name.partition(".")
         if head not in Config.model_fields or (key and head != "options") or name == "options.":
-            found.append(_unknown(name, lambda n: quoted(flag(n))))
+            found.append(_unknown(name, lambda n: describe(flag(n))))
         elif key:
+            value = scalar(text) if isinstance(text, str) else text
+            if isinstance(value, float) and not math.isfinite(value):
+                found.append(f"--{name} must be finite, got {text}.")
+                continue
             options = values.get("options", {})
             # A file whose options are no mapping keeps its mistake; it is reported below.
             if isinstance(options, dict):
-                values["options"] = {**options, key: scalar(text) if isinstance(text, str) else text}
+                values["options"] = {**options, key: value}
         else:
-            values[name], raw[name] = _from_flag(name, text), str(text)
+            values[name] = _from_flag(name, text)
+            raw[name] = text if isinstance(text, str) and text else describe(text)
 
     def label(name: str) -> str:
         return flag(name) if name in raw else f"{file}: {name}" if name in values and file else name
@@ -115,8 +121,9 @@ def check_world_size(config: Config, world_size: int) -> None:
     if config.batch_size % per_process == 0:
         return
     samples = config.batch_size // config.accumulate  # of one micro-batch, over all processes
-    worlds = [next(w for w in range(min(world_size, samples), 0, -1) if samples % w == 0)]
-    worlds += [w for w in range(world_size + 1, samples + 1) if samples % w == 0][:1]
+    small = [w for w in range(1, math.isqrt(samples) + 1) if samples % w == 0]
+    fitting = sorted({*small, *(samples // w for w in small)})
+    worlds = [w for w in fitting if w < world_size][-1:] + [w for w in fitting if w > world_size][:1]
     below = config.batch_size // per_process * per_process
     batches = [b for b in (below, below + per_process) if b > 0]
     product = f"{world_size} processes" + (f" x accumulate={config.accumulate}" if config.accumulate > 1 else "")

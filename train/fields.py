@@ -15,7 +15,7 @@ KIND_WORDS: dict[type, str] = {
 
 # What people type who come from elsewhere, where no spelling distance leads to our word.
 SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "amp": "precision", "nproc_per_node": "nproc",
-            "output_dir": "run_dir", "resume": "fresh", "num_epochs": "epochs"}
+            "output_dir": "run_dir", "num_epochs": "epochs"}
 
 
 def groups() -> dict[str, list[str]]:
@@ -88,8 +88,3 @@ def facts(name: str) -> dict[str, Any]:
 def default(name: str) -> Any:
     """A setting's default."""
     return Config.model_fields[name].get_default(call_default_factory=True)
-
-
-def quoted(text: str) -> str:
-    """`text` in double quotes."""
-    return f'"{text}"'

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from train.fields import KIND_WORDS, SHOW_HINT, bounds, default, facts, flag, groups, kind, nearest, quoted
+from train.fields import KIND_WORDS, SHOW_HINT, bounds, default, facts, flag, groups, kind, nearest
 from train.settings import Config
 from train.yamltext import describe, dump_value, scalar
 
@@ -81,8 +81,8 @@ class _Reader:
             self.value(head, value)
         elif name == "config":
             self.config_file = self.value(head, value)
-        elif not head.startswith("--"):
-            self.unknown(head, value)
+            if self.config_file == "":
+                self.mistakes.append("--config must be a file's name, got nothing.")
         elif name in self.known:
             self.take_extra(name, head, value)
         elif name.startswith("options.") and name != "options.":
@@ -127,8 +127,8 @@ class _Reader:
 
     def unknown(self, head: str, attached: str | None) -> None:
         near = nearest(head.lstrip("-"), [*Config.model_fields, *self.known, "config", "help"])
-        ending = f"; did you mean {quoted(flag(near))}?" if near else "."
-        self.mistakes.append(f"unknown setting {quoted(head)}{ending} {SHOW_HINT}")
+        ending = f"; did you mean {describe(flag(near))}?" if near else "."
+        self.mistakes.append(f"unknown setting {describe(head)}{ending} {SHOW_HINT}")
         self.skip_value(attached)
 
     def take_extra(self, name: str, head: str, attached: str | None) -> None:
@@ -148,10 +148,10 @@ class _Reader:
         command = self.positionals[0] if self.positionals else None
         if command is not None and self.commands and command not in self.commands:
             near = nearest(command, self.commands)
-            ending = f"; did you mean {quoted(near)}?" if near else _as_flag(command)
-            self.mistakes.append(f"unknown command {quoted(command)}{ending}")
+            ending = f"; did you mean {describe(near)}?" if near else _as_flag(command)
+            self.mistakes.append(f"unknown command {describe(command)}{ending}")
         for word in self.positionals[1:]:
-            self.mistakes.append(f"unexpected argument {quoted(word)}{_as_flag(word)}")
+            self.mistakes.append(f"unexpected argument {describe(word)}{_as_flag(word)}")
         for name in self.given:
             belongs = self.known[name].commands
             if belongs and command in self.commands and command not in belongs:
@@ -174,6 +174,8 @@ def help_text(commands: Mapping[str, str], *, extra: Mapping[str, Extra] = {}, u
     """What --help prints: commands, their options, and all settings in groups with unit, range and default."""
     width = min(width or shutil.get_terminal_size().columns, 120)
     lines = textwrap.wrap(usage or "usage: python -m train.main COMMAND [--config FILE] [--SETTING VALUE ...]", width)
+    note = "Flags outrank the file, the file outranks the defaults. A switch: --augment, --no-augment or --augment=false."
+    lines += textwrap.wrap(note, width)
     rows: dict[str, list[tuple[str, str]]] = {"commands": list(commands.items())}
     rows["options"] = [("--config FILE", "Settings from a YAML file; flags outrank it."), ("--help", "This text.")]
     for name, option in extra.items():

@@ -31,10 +31,16 @@ def scalar(text: str) -> Any:
         return text.lower() == "true"
     if _INT.match(text):
         base = {"0o": 8, "0x": 16}.get(text[:2], 10)
-        return int(text[2:], base) if base != 10 else int(text)
+        try:
+            return int(text[2:], base) if base != 10 else int(text)
+        except ValueError:  # Python reads no number of more than 4300 digits; whoever wanted one is told the range
+            return text
     if _FLOAT.match(text):
         return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     return text
+
+
+_CORE = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
@@ -50,18 +56,24 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    # Line breaks (U+0085 is one too) survive only in double quotes, and would leave the one line of `dump_value`.
+    return dumper.represent_scalar(_CORE + "str", text, style=None if text.isprintable() else '"')
+
+
 def _construct(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
     return scalar(str(loader.construct_scalar(node)))  # type: ignore[arg-type]
 
 
+_Dumper.add_representer(str, _represent_text)
 for _tag, _pattern, _first in (
-    ("tag:yaml.org,2002:bool", _BOOL, list("tTfF")),
-    ("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", ""]),
-    ("tag:yaml.org,2002:int", _INT, list("-+0123456789")),
-    ("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789")),
+    ("bool", _BOOL, list("tTfF")),
+    ("null", _NULL, ["~", "n", "N", ""]),
+    ("int", _INT, list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
 ):
-    _Loader.add_implicit_resolver(_tag, _pattern, _first)
-    _Loader.add_constructor(_tag, _construct)
+    _Loader.add_implicit_resolver(_CORE + _tag, _pattern, _first)
+    _Loader.add_constructor(_CORE + _tag, _construct)
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
@@ -73,19 +85,18 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
-        if root is None or root.tag == "tag:yaml.org,2002:null":
+        if root is None or (isinstance(root, yaml.ScalarNode) and root.tag == _CORE + "null"):
             return {}
         if not isinstance(root, yaml.MappingNode):
             kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
             raise ConfigError(f"{where}:{_line(root)}: settings must be lines of `name: value`, got {kind}.")
-        if mistakes := _key_mistakes(root, where):
+        if mistakes := _node_mistakes(root, where):
             raise ConfigError("\n".join(mistakes))
-        values = loader.construct_document(root)
-        assert isinstance(values, dict)
+        values: dict[str, Any] = loader.construct_document(root)
         return values
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(f"{where}:{line}: not valid YAML: character U+{ord(error.character):04X}.") from error
+        raise ConfigError(f"{where}:{line}: not valid YAML: character U+{int(error.character):04X}.") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = error.problem or error.context or "syntax"
@@ -94,10 +105,6 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}:{mark.line + 1 if mark else 1}: not valid YAML: {problem}.") from error
     except RecursionError as error:
         raise ConfigError(f"{where}: not valid YAML: nested too deeply.") from error
-    except ValueError as error:  # an explicit tag on a text that it does not fit (`!!float "0.3.1"`)
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{where}: not valid YAML: {error}.") from error
     finally:
         if loader is not None:
             loader.dispose()
@@ -106,7 +113,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 def read_yaml(file: str) -> dict[str, Any]:
     """Settings from a YAML file (UTF-8). Raises ConfigError, one line per mistake, when it cannot be read or parsed."""
     try:
-        text = Path(file).read_text(encoding="utf-8-sig")
+        text = Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not a text file in UTF-8 (byte {error.start}).") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
@@ -131,11 +138,14 @@ def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
-def _key_mistakes(root: yaml.Node, where: str) -> list[str]:
+def _node_mistakes(root: yaml.Node, where: str) -> list[str]:
     mistakes: list[str] = []
     seen: set[int] = set()  # an alias is walked once, so that aliases of aliases cost nothing
 
     def walk(node: yaml.Node, above: tuple[int, ...]) -> None:
+        if node.tag.removeprefix(_CORE) not in ("bool", "null", "int", "float", "str", "seq", "map"):
+            # Dates, sets, Python objects: no setting is one, and JSON, which the checkpoints hold, knows none.
+            mistakes.append(f"{where}:{_line(node)}: not valid YAML here: the tag {node.tag.replace(_CORE, '!!')}.")
         if id(node) in above:
             mistakes.append(f"{where}:{_line(node)}: not valid YAML: an alias that contains itself.")
         if id(node) in seen or isinstance(node, yaml.ScalarNode):
@@ -148,10 +158,11 @@ def _key_mistakes(root: yaml.Node, where: str) -> list[str]:
             return
         first: dict[str, int] = {}
         for key, value in node.value:
-            if key.tag != "tag:yaml.org,2002:str":
+            if key.tag != _CORE + "str":
                 mistakes.append(f"{where}:{_line(key)}: the name of a setting must be a word, got {_source(key)}.")
             elif key.value in first:
-                mistakes.append(f'{where}:{_line(key)}: duplicate "{key.value}", first on line {first[key.value]}.')
+                again = describe(key.value)
+                mistakes.append(f"{where}:{_line(key)}: duplicate {again}, first on line {first[key.value]}.")
             else:
                 first[key.value] = _line(key)
             walk(value, above)
