@@ -1,6 +1,6 @@
 """Make digits/*.gz from scikit-learn's copy of the UCI handwritten digits. Needs scikit-learn, nothing else here does.
 
-    python train/samples/make_digits.py [folder]      (default: digits/ beside this file)
+    python -m train.samples.make_digits [folder]      (default: digits/ beside this file)
 
 The same values come out each time. Pixels count 0..16 in the source; they are stored times 15, as 0..240. The split is
 stratified: of each class every fifth image in the order of the source goes to the test set.

@@ -1,4 +1,4 @@
-"""The part of fetching that can hang, as a process of its own, so that it can be ended. Started by fetch.py only.
+"""The part of fetching that can hang, as a process of its own, so that it can be ended. fetch.py starts it.
 
     python -P download.py torchvision CLASS ATTRIBUTES FOLDER
     python -P download.py apt PACKAGE PLACE FOLDER
@@ -8,6 +8,7 @@ before. The second unpacks PLACE of a Debian package there, without root. Failin
 line and exits 1.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -111,11 +112,22 @@ def _end_when_stalled(folder: Path) -> None:
     size, since = -1, time.monotonic()
     while time.monotonic() - since < STALL_S:
         time.sleep(0.5)
-        now = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        now = size_of(folder)
         if now != size:
             size, since = now, time.monotonic()
     print(f"nothing arrived for {STALL_S:.0f} s", flush=True)
     _end_group()
+
+
+def size_of(folder: Path) -> int:
+    """Bytes in all files below a folder, while they come and go."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            # apt renames its partial files
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(where, name)).st_size
+    return total
 
 
 def _end_with_parent() -> None:

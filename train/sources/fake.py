@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from train.errors import DataError
 from train.sources.sets import ImageSet
 
 GRID = 4  # each class is a pattern of 4 x 4 squares per channel
@@ -19,12 +20,19 @@ def load_fake(samples: int, *, num_classes: int, image_size: int, train: bool) -
     shared = torch.Generator().manual_seed(20)
     patterns = torch.randint(0, 2, (num_classes, 3, GRID, GRID), generator=shared, dtype=torch.uint8) * 64
     cell = torch.arange(image_size) * GRID // image_size
-    patterns = patterns[:, :, cell][:, :, :, cell]
 
     own = torch.Generator().manual_seed(21 if train else 22)
     labels = (torch.arange(count) % num_classes)[torch.randperm(count, generator=own)]
-    images = torch.randint(0, 192, (count, 3, image_size, image_size), generator=own, dtype=torch.uint8)
-    images += patterns[labels]
+    try:
+        images = torch.randint(0, 192, (count, 3, image_size, image_size), generator=own, dtype=torch.uint8)
+    except RuntimeError as error:
+        needed = count * 3 * image_size * image_size / 1e9
+        raise DataError(
+            f"fake_samples must be so few that they fit in memory, got {samples} ({needed:.1f} GB). Choose fewer."
+        ) from error
+    for start in range(0, count, 1024):
+        piece = patterns[labels[start : start + 1024]]
+        images[start : start + 1024] += piece[:, :, cell][:, :, :, cell]
     return ImageSet(
         images=images,
         labels=labels,

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import DataError
+from train.sources.download import size_of
 
 Say = Callable[[str], None]
 
@@ -62,6 +63,7 @@ def fetch(remote: Remote, root: Path, *, timeout_s: float, say: Say) -> Path:
     Raises NotFetched if it can be had from nowhere, DataError if `root` cannot be written or the process that
     downloads is not done in time.
     """
+    root = root.absolute()  # the commands below run in other folders
     target = root / remote.folder
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -227,8 +229,7 @@ def _run(task: list[str], folder: Path, *, until: float, title: str, say: Say) -
                 return f"not done after {now - start:.0f} s"
             if now - told >= TELL_S:
                 told = now
-                size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-                say(f"downloading {title}: {size / 1e6:.1f} MB after {now - start:.0f} s")
+                say(f"downloading {title}: {size_of(folder) / 1e6:.1f} MB after {now - start:.0f} s")
             time.sleep(0.05)
     finally:
         if child.poll() is None:

@@ -24,8 +24,7 @@ def load_folder(data_dir: str | None, *, train: bool, image_size: int) -> FileSe
     Files are listed in the order of their names, hidden ones left out; none is opened. Raises DataError, naming the
     path, for no images, an empty class, a file with another extension, or classes that differ between the halves.
     """
-    if data_dir is None:
-        raise DataError(f"data_dir must be set for dataset imagefolder. {LAYOUT}")
+    assert data_dir is not None, "Config refuses imagefolder without data_dir"
     root = Path(data_dir).expanduser()
     _folders(root)
     halves = {

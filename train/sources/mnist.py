@@ -121,7 +121,7 @@ def _remote(family: Family) -> Remote:
         torchvision=family.folder,
         check=check,
         package=family.debian_package,
-        place=str(family.debian_dir).lstrip("/"),
+        place=str(family.debian_dir).lstrip("/") if family.debian_dir else "",
         package_folder="raw",
         attributes=family.attributes or {},
     )
