@@ -15,6 +15,7 @@ class UserError(ValueError):
     """The user's mistake: printed as one line without a traceback, exit code 2."""
 
     code = USER_MISTAKE
+    echo = False  # rank 0 raises the same: this rank keeps it in its log
 
 
 class ConfigError(UserError):
@@ -39,6 +40,7 @@ class PeerLost(RuntimeError):
     """Another rank died or a deadline passed, exit code 171, or the code that the lost rank told."""
 
     code = PEER_LOST
+    echo = False
     suspect: int | None = None
 
 

@@ -96,10 +96,12 @@ class Group:
         values = self.gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
-                raise UserError(
+                error = UserError(
                     f"{what} must be the same on all ranks, got {values[0]} on rank 0 ({self.hosts[0]}) and {other} on "
                     f"rank {rank} ({self.hosts[rank]}). {remedy}"
                 )
+                error.echo = not self.is_main
+                raise error
 
     def _collective(self, call: Any) -> None:
         self.watch.wait_for_others(True)

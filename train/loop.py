@@ -1,5 +1,6 @@
 """The loop, top to bottom: group, data, model, optimizer, resume, step, report-evaluate-save, stop."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
     began_s = time.monotonic()
     check_world_size(config, launch.world_size)
     torch.set_num_threads(config.num_threads)
-    torch.use_deterministic_algorithms(config.deterministic)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS sums in one order only with it
+        torch.use_deterministic_algorithms(True)
 
     # Group ------------------------------------------------------------------------------------------------------
     with (

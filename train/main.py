@@ -17,7 +17,7 @@ if not __package__:
 
 from train import env
 from train.config import Config, Extra, Parsed, help_text, load_config, parse_args, to_yaml
-from train.errors import FAULT, FINISHED, USER_MISTAKE, ConfigError, Stopped, UserError
+from train.errors import FAULT, FINISHED, USER_MISTAKE, ConfigError, LaunchError, Stopped, UserError
 from train.log import Log
 from train.stop import StopRequest, die_with_parent
 
@@ -77,6 +77,11 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log) -> int:
     env.check_loopback(launch, config.simulated_nodes)
     run_dir = Path(config.run_dir) / (config.name or launch.run_name or f"{config.dataset}-{config.model}")
     if parsed.command == "launch":
+        if launch.distributed:
+            raise LaunchError(
+                f"launch must be started by hand, once a node, got RANK and WORLD_SIZE from {launch.launcher}, which starts "
+                "the processes already. Use the command train there."
+            )
         return _launch(parsed, config, run_dir, stop, log)
     log.open(run_dir)
     for warning in launch.warnings:
@@ -133,6 +138,8 @@ def _report(error: BaseException, log: Log) -> int:
     code = code if isinstance(code, int) else FAULT
     if isinstance(error, Stopped):
         log.say(str(error))
+    elif getattr(error, "echo", False):
+        log.keep(str(error))
     elif isinstance(error, UserError) or code > 128:
         log.warn(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
     else:

@@ -113,11 +113,11 @@ def on_main(group: Group, work: Callable[[], Any]) -> Any:
         except (UserError, PeerLost) as error:
             outcome = (type(error).__name__, str(error))
     kind, value = group.broadcast(outcome)
-    if kind == "PeerLost":
-        raise PeerLost(value)
-    if kind:
-        raise UserError(value)
-    return value
+    if not kind:
+        return value
+    failure = PeerLost(value) if kind == "PeerLost" else UserError(value)
+    failure.echo = not group.is_main
+    raise failure
 
 
 @contextlib.contextmanager
@@ -158,9 +158,11 @@ def start_record(config: Config, group: Group) -> Iterator[Record]:
     try:
         finished, earlier = on_main(group, look_safely)
         record = Record(config, group, finished, earlier, lease)
-        yield record
-        if record.metrics is not None:
-            record.metrics.close()
+        try:
+            yield record
+        finally:
+            if record.metrics is not None:
+                record.metrics.close()  # TensorBoard's writer holds two minutes of values back
     finally:
         if lease is not None:
             lease.__exit__()

@@ -15,9 +15,6 @@ from train.pictures import confusion_picture, grid_picture
 from train.sources import FileSet, ImageSet, load
 from train.workloads import Sums, Workload
 
-# Sets larger than this are streamed sample by sample even where they would fit.
-IN_MEMORY_BYTES = 4 * 2**30
-
 
 class FileSamples:
     """Image files, decoded when a batch asks for them: by DataLoader workers, as many as `num_workers` says."""
@@ -130,8 +127,7 @@ def _samples(found: ImageSet | FileSet, config: Config, *, augment: bool) -> Sam
         samples = TensorSamples(found.images, found.labels, augment=augment, mirror=mirror, seed=config.seed)
         return Streamed(samples) if config.in_memory == "never" else samples
     files = FileSamples(found, augment=augment, seed=config.seed)
-    num_bytes = len(found) * 3 * found.image_size**2
-    if config.in_memory == "always" or (config.in_memory == "auto" and num_bytes <= IN_MEMORY_BYTES // 16):
+    if config.in_memory == "always":
         images, labels = files.batch(torch.arange(len(found)), None)
         return TensorSamples(images, labels, augment=augment, seed=config.seed)
     return files
