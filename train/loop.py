@@ -103,7 +103,8 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             while True:
                 # Report, evaluate, save -------------------------------------------------------------------------
                 at_end = progress.step >= total_steps
-                if progress.step > progress.evaluated and (at_end or progress.step % per_epoch == 0):
+                due = at_end or progress.step % (per_epoch * config.evaluate_every_epochs) == 0
+                if due and progress.step > progress.evaluated:
                     speed.pause()
                     watch.enter("evaluation", config.eval_timeout_s, step=progress.step)
                     result = evaluate(config, group, workload, plain)
@@ -115,7 +116,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
                     log.say(_evaluated(progress.step / per_epoch, result.metrics, result.count))
                     save()
                     speed.resume()
-                elif config.save_every_steps and progress.step and progress.step % config.save_every_steps == 0:
+                elif progress.step % (config.save_every_steps or per_epoch) == 0:
                     speed.pause()
                     save()
                     speed.resume()
