@@ -329,7 +329,7 @@ def test_broken_file_is_reported_with_the_mistakes_of_flags():
         ({"static_graph": True, "accumulate": "2"}, "--accumulate must be 1 with static_graph, got 2. Under no_sync *"),
         ({"static_graph": True, "find_unused_parameters": True},
          "--find-unused-parameters must be false with static_graph, got true. A static graph finds *"),
-        ({"accumulate": "3"}, "batch_size must be a multiple of accumulate=3, got 128. Each step *"),
+        ({"accumulate": "3"}, "batch_size must be a multiple of accumulate=3, got 64. Each step *"),
         ({"max_steps": "10", "warmup_steps": "10"}, "--warmup-steps must be < max_steps=10, got 10. The run *"),
         ({"sync_bn": True, "device": "cpu"}, "--sync-bn must be false with device cpu, got true. *"),
         ({"backend": "nccl", "device": "cpu"}, '--backend must be gloo or auto with device cpu, got "nccl". *'),
@@ -354,7 +354,7 @@ def test_settings_that_go_together_are_taken(settings):
 
 
 def test_contradiction_with_a_wrong_value_is_not_guessed():
-    # accumulate=3 contradicts the default batch of 128, but the user gave another batch, which is wrong by itself.
+    # accumulate=3 contradicts the default batch of 64, but the user gave another batch, which is wrong by itself.
     assert mistakes({"batch_size": "x", "accumulate": "3"}) == [
         '--batch-size must be an integer >= 1, got "x".'
     ]
@@ -566,7 +566,7 @@ def test_help_shows_every_setting_with_unit_and_default_and_fits_the_width(width
     for name, field in Config.model_fields.items():
         assert f"--{name.replace('_', '-')}" in text
         assert " ".join(field.description.split()) in flat
-    assert "[samples, >= 1, default 128]" in flat
+    assert "[samples, >= 1, default 64]" in flat
     assert "[fashion-mnist, mnist, cifar10, imagefolder, digits, fake, default fashion-mnist]" in flat
     assert "--no-tensorboard" in text
     for word in [*COMMANDS, "--nproc N", "--checkpoint DIR", "--format {csv,jsonl}", "--config FILE"]:

@@ -59,18 +59,18 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=
 
     parallel: Literal["auto", "none", "ddp"] = _result("auto", "auto: ddp where there are several processes.")
     seed: int = _result(0, "Seed of weights, order and augmentation.", unit="number", ge=0, le=2**32 - 1)
-    batch_size: int = _result(128, "Global batch: samples per step over all processes.", unit="samples", ge=1, le=MANY)
+    batch_size: int = _result(64, "Global batch: samples per step over all processes.", unit="samples", ge=1, le=MANY)
     accumulate: int = _result(1, "Micro-batches per step, to fit a large batch in little memory.", unit="micro-batches",
                               ge=1, le=MANY)
     epochs: int = _setting(3, "Passes over the training data; may grow when resumed.", unit="epochs", ge=1, le=MANY)
     max_steps: int = _setting(0, "End after so many steps in all; 0: by epochs.", unit="steps", ge=0, le=MANY)
     optimizer: Literal["sgd", "adamw"] = _result("sgd", "SGD with momentum, or AdamW.")
-    lr: float = _result(0.05, "Learning rate, before lr_scaling and schedule.", unit="per step", gt=0, le=1000)
+    lr: float = _result(0.08, "Learning rate, before lr_scaling and schedule.", unit="per step", gt=0, le=1000)
     momentum: float = _result(0.9, "Momentum of SGD.", unit="fraction", ge=0, lt=1)
-    weight_decay: float = _result(5e-4, "Weight decay; never on norms and biases.", unit="per step", ge=0, le=1000)
+    weight_decay: float = _result(2e-4, "Weight decay; never on norms and biases.", unit="per step", ge=0, le=1000)
     lr_scaling: Literal["none", "linear", "sqrt"] = _result(
         "none", "Scale lr with batch_size / lr_base_batch; combine with warmup_steps.")
-    lr_base_batch: int = _result(128, "The global batch that lr was chosen for.", unit="samples", ge=1, le=MANY)
+    lr_base_batch: int = _result(64, "The global batch that lr was chosen for.", unit="samples", ge=1, le=MANY)
     schedule: Literal["constant", "step", "cosine"] = _result("cosine", "How lr falls after the warm-up.")
     warmup_steps: int = _result(0, "Raise lr linearly over the first steps.", unit="steps", ge=0, le=MANY)
     step_epochs: int = _result(1, "schedule step: multiply lr by step_gamma each so many epochs.", unit="epochs",
