@@ -25,7 +25,7 @@ from train.sources import mnist
 from train.sources.fetch import NotFetched
 
 ROOT = Path(__file__).parents[1]
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 class Mirror:
@@ -117,7 +117,7 @@ seen = []
 remote = Remote("Fashion-MNIST", "FashionMNIST", "FashionMNIST", check, attributes=json.loads(sys.argv[2]))
 print("ready", flush=True)
 try:
-    fetch(remote, pathlib.Path(sys.argv[1]), timeout_s=60, say=lambda line: print(line, flush=True))
+    fetch(remote, pathlib.Path(sys.argv[1]), timeout_s=120, say=lambda line: print(line, flush=True))
     check(pathlib.Path(sys.argv[1]) / "FashionMNIST")
     print("has", len(seen[-1]))
 except DataError as error:

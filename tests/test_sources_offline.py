@@ -24,7 +24,7 @@ from train.sources.fetch import NotFetched, Remote
 from train.sources.idx import write_idx
 
 ROOT = Path(__file__).parents[1]
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *, reasons: dict[str, str], made: Path | None = None) -> list[str]:
