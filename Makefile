@@ -1,0 +1,66 @@
+# What can be done here: set up, try it, test it. `make` alone lists it.
+# Run: make demo      (everything is installed into .venv first; a venv of your own: make test VENV=~/venv)
+# Edit: PYTHON and VENV, here or behind the command.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+# A venv of your own is used as it is; one that does not exist yet is made.
+READY := $(if $(and $(filter-out .venv,$(VENV)),$(wildcard $(VENV)/bin/python)),,$(VENV)/.ready)
+RUN := $(abspath $(VENV))/bin/
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+help: ## Print this help
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "More arguments: make demo ARGS='--epochs 3', make unit ARGS='-k data'"
+
+venv: $(READY) ## Make .venv and install the locked versions (once, about 5.6 GB)
+
+demo: $(READY) ## Train Fashion-MNIST on two simulated nodes of this machine, about a minute
+	@PATH="$(RUN):$$PATH" bash train/demo.sh $(ARGS)
+
+test: lint types unit ## All checks: lint, types, tests. This is what CI runs
+
+lint: $(READY) ## ruff: mistakes and import order
+	$(RUN)ruff check .
+
+types: $(READY) ## mypy, strict on train/
+	$(RUN)mypy
+
+unit: $(READY) ## pytest
+	$(RUN)python -m pytest $(ARGS)
+
+soak: $(READY) ## The tests with random faults, a hundred runs of each (hours)
+	RANKUP_RUNS=100 $(RUN)python -m pytest -m slow --timeout 0 $(ARGS)
+
+bench: $(READY) ## Measure images/s, start, save and load on this machine
+	$(RUN)python tests/bench/bench.py $(ARGS)
+
+lock: ## Write docker/requirements.lock anew: the newest versions that pyproject.toml allows
+	$(PYTHON) -m venv --clear build/lock
+	grep -E '^torch(vision)?==' docker/requirements.lock > build/lock/keep.txt
+	PIP_QUIET=1 build/lock/bin/pip install --editable '.[test]' --constraint build/lock/keep.txt
+	{ grep '^#' docker/requirements.lock; \
+	  build/lock/bin/pip freeze --all --exclude-editable --exclude pip --exclude wheel \
+	    | sed -E '/^(nvidia|cuda|triton)/s/$$/; platform_system == "Linux"/'; } > build/requirements.lock
+	mv build/requirements.lock docker/requirements.lock
+	rm -rf build/lock
+
+clean: ## Remove .venv and caches; runs/ stays
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.ready: docker/requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed, $(PYTHON) is not. Name one: make venv PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+		{ echo "$(PYTHON) can't make virtual environments. On Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
+	@echo "Installing PyTorch and the rest into $(VENV) (once; about 5.6 GB on Linux)"
+	$(PYTHON) -m venv $(VENV)
+	@# Silent where nobody watches: a hundred lines of "Collecting" hide the one that matters
+	@test -t 1 || export PIP_QUIET=1; set -x; $(RUN)pip install -r docker/requirements.lock
+	@# The command `rankup`; built with the setuptools just installed, so that pip looks nothing up
+	@PIP_QUIET=1 $(RUN)pip install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.PHONY: help venv demo test lint types unit soak bench lock clean

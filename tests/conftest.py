@@ -1,0 +1,70 @@
+"""What holds for all tests: a clean environment, no skips in CI, no process left behind."""
+
+import os
+import secrets
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from jobs import FOREIGN
+
+IN_CI = os.environ.get("CI") == "true"
+# Children inherit it, so that those still alive at the end can be found, whoever started them.
+SESSION = "PYTEST_SESSION_OF_CHILDREN"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """For this process and its children: nothing of a launcher, warnings are errors, one thread."""
+    for name in [name for name in os.environ if FOREIGN.match(name) and name != "RANKUP_RUNS"]:
+        del os.environ[name]
+    os.environ |= {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1", SESSION: secrets.token_hex(8)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """In CI a test that is skipped tests nothing, and nobody sees it: a failure, unless it is for GPUs."""
+    report: pytest.TestReport = yield  # type: ignore[assignment, misc]
+    if IN_CI and report.skipped and not hasattr(report, "wasxfail") and not item.get_closest_marker("gpu"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped in CI: {report.longrepr}. Have .ci/run install what the test needs."
+    return report  # type: ignore[return-value]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Iterator[None]:
+    """A file that skips itself while it is imported is a skip too."""
+    report: pytest.CollectReport = yield  # type: ignore[assignment, misc]
+    if IN_CI and report.outcome == "skipped":
+        report.outcome = "failed"
+        report.longrepr = f"skipped in CI: {report.longrepr}. Have .ci/run install what the tests need."
+    return report  # type: ignore[return-value]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """No orphan is left: every process that the tests started has ended by now, or is just ending."""
+    left = psutil.wait_procs(list(_children_left()), timeout=10)[1]
+    if left:
+        lines = "\n".join(f"  {process}" for process in left)
+        print(f"\nprocesses left behind by the tests:\n{lines}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _children_left() -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        try:
+            ours = process.environ().get(SESSION) == os.environ[SESSION]
+            if ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+        except psutil.Error:
+            continue
