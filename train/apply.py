@@ -129,4 +129,5 @@ def _opened(
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"{earlier.path} does not fit the model of these settings: {reason}.") from None
         parallel.prepare(workload.model, settings.model_copy(update={"sync_bn": False}), group.device)
+        stop.defer()
         yield settings, group, workload, earlier

@@ -70,6 +70,7 @@ def _attempt(
 
     main_file = str(Path(__file__).with_name("main.py"))
     local_ranks = range(nodes.nproc)
+    stop.defer()  # it is passed on to the ranks from here on
     context = start_processes(
         name="rankup",
         entrypoint=sys.executable,

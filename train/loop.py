@@ -80,6 +80,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         log.start_progress(
             kind=config.progress, total_steps=total_steps, step=progress.step, every_s=config.report_every_s
         )
+        stop.defer()
         log.say(f"ready after {time.monotonic() - began_s:.1f} s")
         speed = Speed(config.batch_size, progress.step)
         saved = (progress.step, progress.evaluated)
@@ -97,7 +98,9 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             """Save; all ranks come here at the same step."""
             save()
             reason = stop.signal_name or "another rank's signal"
-            return Stopped(f"{reason}: saved at step {progress.step} of {total_steps}. The same command goes on from it.")
+            where = f"saved at step {progress.step}" if progress.step else "at step 0, nothing to save,"
+            again = f"The same command{' without --fresh' if config.fresh else ''} goes on from it."
+            return Stopped(f"{reason}: {where} of {total_steps}. {again}")
 
         try:
             while True:

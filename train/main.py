@@ -7,7 +7,6 @@ code: see `train.errors`.
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 if not __package__:
@@ -15,11 +14,16 @@ if not __package__:
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parent), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
 
+from train.stop import StopRequest, die_with_parent
+
+# Before anything slow is imported: a process that is stopped while it starts must neither die of the signal, with a
+# traceback for SIGINT, nor sit out a grace period
+_stop_of_this_process = StopRequest().install() if __name__ == "__main__" else None
+
 from train import env
 from train.config import Config, Extra, Parsed, help_text, load_config, parse_args, to_yaml
 from train.errors import FAULT, FINISHED, USER_MISTAKE, ConfigError, LaunchError, Stopped, UserError
 from train.log import Log
-from train.stop import StopRequest, die_with_parent
 
 COMMANDS = {
     "train": "Train; the same command again goes on where it stopped.",
@@ -42,8 +46,8 @@ EXTRA = {
 }  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Understand the line, run its command, and return its exit code."""
+def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> int:
+    """Understand the line, run its command, and return its exit code. `stop`: already installed, by default it is here."""
     log = Log()
     try:
         launch = env.read_env(os.environ)
@@ -64,14 +68,13 @@ def main(argv: list[str] | None = None) -> int:
             return FINISHED
         if launch is None:
             raise mistake
-        return _run(parsed, config, launch, log)
+        return _run(parsed, config, launch, log, stop or StopRequest().install())
     except BaseException as error:
         return _report(error, log)
 
 
-def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log) -> int:
-    # Before torch: a process stopped while it imports must not die of the signal, nor sit out a grace period
-    stop = StopRequest().install()
+def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: StopRequest) -> int:
+    stop.say = log.say
     if parent := os.environ.get("RANKUP_PARENT") or (os.getppid() if launch.launcher == "torchrun" else None):
         die_with_parent(int(parent))
     env.check_loopback(launch, config.simulated_nodes)
@@ -158,9 +161,9 @@ def record_for_torchrun(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
-def entry(run: Callable[[], int] = main) -> None:
+def entry() -> None:
     """The process's end: at once. Threads inside torch, workers of a stuck disk and gloo's teardown may wait for ever."""
-    code = run()
+    code = main(stop=_stop_of_this_process or StopRequest().install())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

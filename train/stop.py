@@ -18,10 +18,12 @@ from train.errors import STOPPED
 # milliseconds. Slurm and Kubernetes repeat theirs after longer.
 REPEAT_WINDOW_S = 5.0
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")  # Windows has no SIGUSR1
+# A full pipe or a stuck disk must not keep a process that was told to leave.
+FAREWELL_S = 3.0
 
 
 class StopRequest:
-    """Whether, since when and by which signal this process was asked to stop.
+    """Whether and by which signal this process was asked to stop.
 
     A thread reads the signals from a wake-up socket: a main thread that waits inside a collective runs no Python
     handler, and a second signal must end it all the same.
@@ -29,7 +31,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_name = ""
+        self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
         self.before_leaving: Callable[[str], None] = lambda why: None
+        self._deferred = False
         self._asked_at_s = 0.0
         self._reader, self._writer = socket.socketpair()
 
@@ -51,6 +55,14 @@ class StopRequest:
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), lambda signum, frame: None)
 
+    def defer(self) -> None:
+        """From now on a signal only sets the flag: whoever calls this looks at it, and there is something to save.
+
+        Before that a signal ends the process at once: importing torch, joining and downloading may take minutes, and
+        nothing of them is worth a part of the time to stop.
+        """
+        self._deferred = True
+
     def _read(self) -> None:
         # Looked up once, and only these: SIGCHLD and others pass through the same socket.
         names = {int(getattr(signal, name)): name for name in SIGNALS if hasattr(signal, name)}
@@ -61,11 +73,23 @@ class StopRequest:
             now_s = time.monotonic()
             if not self.asked:
                 self.signal_name, self._asked_at_s = name, now_s
+                if not self._deferred:
+                    self._leave(f"{name} before the first step: nothing new to save. The same command starts it again.")
             elif now_s - self._asked_at_s > REPEAT_WINDOW_S:
-                why = f"{name} again, {now_s - self._asked_at_s:.0f} s after {self.signal_name}: leaving without saving"
-                print(why, file=sys.stderr, flush=True)
-                self.before_leaving(why)
-                os._exit(STOPPED)
+                waited_s = now_s - self._asked_at_s
+                self._leave(f"{name} again, {waited_s:.0f} s after {self.signal_name}: leaving without saving")
+
+    def _leave(self, why: str) -> None:
+        """End this process, after a word to the user and the other ranks."""
+
+        def farewell() -> None:
+            self.say(why)
+            self.before_leaving(why)
+
+        thread = threading.Thread(target=farewell, name="farewell", daemon=True)
+        thread.start()
+        thread.join(FAREWELL_S)
+        os._exit(STOPPED)
 
 
 def die_with_parent(expected_parent: int) -> None:
