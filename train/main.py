@@ -16,9 +16,10 @@ if not __package__:
 
 from train.stop import StopRequest, die_with_parent
 
-# Before anything slow is imported: a process that is stopped while it starts must neither die of the signal, with a
-# traceback for SIGINT, nor sit out a grace period
-_stop_of_this_process = StopRequest().install() if __name__ == "__main__" else None
+if __name__ == "__main__":
+    # Before anything slow is imported: a process that is stopped while it starts must neither die of the signal, with a
+    # traceback for SIGINT, nor sit out a grace period
+    _stop = StopRequest().install()
 
 from train import env
 from train.config import Config, Extra, Parsed, help_text, load_config, parse_args, to_yaml
@@ -161,13 +162,13 @@ def record_for_torchrun(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
-def entry() -> None:
+def entry(stop: StopRequest | None = None) -> None:
     """The process's end: at once. Threads inside torch, workers of a stuck disk and gloo's teardown may wait for ever."""
-    code = main(stop=_stop_of_this_process or StopRequest().install())
+    code = main(stop=stop or StopRequest().install())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 if __name__ == "__main__":
-    entry()
+    entry(_stop)
