@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from train.errors import UserError
+from train.errors import UserError, disk_error
 
-NAME = re.compile(r"step-(\d{8,})")
+NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+FILES = ("model.pt", "training.pt", "state.json")
 ASIDE = ".writing-"
 
 
@@ -82,15 +83,17 @@ def save(
         if problem:
             raise OSError(errno.EIO, f"read back differently: {problem}")
         still_ours()
-        if target.exists():  # left by an earlier attempt, and not chosen when this one resumed: it is damaged
-            shutil.rmtree(target)
+        if target.exists():
+            # Of the same step: damaged, or saved before its evaluation. After a kill right here it is found again.
+            replaced = target.with_name(f"{target.name}.replaced")
+            shutil.rmtree(target) if replaced.exists() else target.rename(replaced)
         # Atomic within one file system: a reader sees no checkpoint or a whole one.
         aside.rename(target)
         _sync(directory)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(_disk_problem(error, directory)) from None
-    _retain(directory, keep)
+        raise disk_error("checkpoint", directory, error) from None
+    _retain(directory, keep, newest=target)
     return target
 
 
@@ -128,29 +131,18 @@ def _sweep(directory: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _retain(directory: Path, keep: int) -> None:
-    """Remove all but the `keep` newest, counting only good ones, after the new one has appeared."""
+def _retain(directory: Path, keep: int, *, newest: Path) -> None:
+    """Remove all but the `keep` newest, counting only good ones, now that `newest` has appeared, which is known as good."""
     good = 0
-    for path in sorted(found(directory), reverse=True):
-        if good >= keep:
+    for path in reversed(found(directory)):
+        if good >= keep or path.suffix:
             # A name that ends with the removal half done must not look like a checkpoint.
             doomed = path.with_name(f"{ASIDE}{path.name}-old")
             with contextlib.suppress(OSError):
                 path.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
-        elif problem_of(path) == "":
+        elif path == newest or problem_of(path) == "":
             good += 1
-
-
-def _disk_problem(error: OSError, directory: Path) -> str:
-    free = ""
-    with contextlib.suppress(OSError):
-        free = f", {shutil.disk_usage(directory).free / 2**20:.0f} MiB free"
-    what = "has no space left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"can't be written ({error.strerror})"
-    return (
-        f"checkpoint: {directory} {what}{free}. The earlier checkpoints there are untouched; make room, or set --run-dir "
-        "elsewhere, and run the same command again."
-    )
 
 
 # Reading ------------------------------------------------------------------------------------------------------
@@ -160,43 +152,68 @@ def found(directory: Path) -> list[Path]:
     """All directories that look like a checkpoint, good or not, oldest first."""
     if not directory.is_dir():
         return []
-    return sorted(path for path in directory.iterdir() if NAME.fullmatch(path.name) and path.is_dir())
+    named = [(match, path) for path in directory.iterdir() if (match := NAME.fullmatch(path.name)) and path.is_dir()]
+    return [path for match, path in sorted(named, key=lambda pair: (int(pair[0][1]), not pair[0][2]))]
 
 
 def problem_of(path: Path) -> str:
     """Why a checkpoint can't be used, or "" if every byte is as it was written. A marker file alone proves nothing."""
-    try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        for name, expected in manifest.items():
-            data = (path / name).read_bytes()
-            if len(data) != expected["bytes"]:
-                return f"{name} has {len(data)} bytes instead of {expected['bytes']}"
-            if _sha256(data) != expected["sha256"]:
-                return f"{name} does not match its digest"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return f"can't be read ({error})"
-    return "" if {"model.pt", "training.pt", "state.json"} <= manifest.keys() else "manifest.json is incomplete"
+    return _verified(path)[1]
 
 
 def newest_good(directory: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that verifies, or None. Says which were passed over, and why."""
+    """The newest checkpoint that verifies, or None where there are none at all. Says which were passed over, and why.
+
+    Raises UserError where all are damaged: to start anew without a word would throw away the work of days.
+    """
+    damaged: list[tuple[Path, str]] = []
     for path in reversed(found(directory)):
-        problem = problem_of(path)
+        contents, problem = _verified(path)
         if problem == "":
-            return read(path)
-        say(f"checkpoint {path.name} was passed over: {problem}")
+            for other, why in damaged:
+                say(f"checkpoint {other.name} was passed over: {why}")
+            return _parsed(path, contents)
+        damaged.append((path, problem))
+    if damaged:
+        raise UserError(
+            f"checkpoint: {directory} must hold a whole checkpoint, got only damaged ones: "
+            f"{'; '.join(f'{path.name}: {why}' for path, why in damaged)}. Put one back from a copy, or set --fresh to "
+            "start anew, which keeps them aside."
+        )
     return None
 
 
 def read(path: Path) -> Checkpoint:
     """Read one checkpoint directory. Raises UserError where it is damaged or none."""
-    problem = problem_of(path)
+    contents, problem = _verified(path)
     if problem:
         raise UserError(f"checkpoint: {path} must be a whole checkpoint, got a damaged one: {problem}.")
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    return Checkpoint(str(path), state, (path / "model.pt").read_bytes(), (path / "training.pt").read_bytes())
+    return _parsed(path, contents)
+
+
+def _verified(path: Path) -> tuple[dict[str, bytes], str]:
+    """The files of a checkpoint, and what is wrong with them or "". What is used later are these very bytes."""
+    contents: dict[str, bytes] = {}
+    try:
+        manifest = json.loads((path / "manifest.json").read_bytes())
+        for name in FILES:
+            expected, data = manifest[name], (path / name).read_bytes()
+            if len(data) != expected["bytes"]:
+                return {}, f"{name} has {len(data)} bytes instead of {expected['bytes']}"
+            if _sha256(data) != expected["sha256"]:
+                return {}, f"{name} does not match its digest"
+            contents[name] = data
+    except FileNotFoundError as error:
+        return {}, f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return {}, f"can't be read ({error.strerror})"
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return {}, "manifest.json is damaged"
+    return contents, ""
+
+
+def _parsed(path: Path, contents: dict[str, bytes]) -> Checkpoint:
+    return Checkpoint(str(path), json.loads(contents["state.json"]), contents["model.pt"], contents["training.pt"])
 
 
 # Weights ------------------------------------------------------------------------------------------------------

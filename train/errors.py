@@ -3,6 +3,11 @@
 Below 128 nothing is gained by trying again, from 128 on it is; Kubeflow's ExitCode policy has the same rule.
 """
 
+import contextlib
+import errno
+import shutil
+from pathlib import Path
+
 FINISHED = 0
 FAULT = 1
 USER_MISTAKE = 2
@@ -34,6 +39,7 @@ class JoinError(RuntimeError):
     """The group did not come together within its deadline, exit code 170."""
 
     code = JOIN_FAILED
+    echo = False
 
 
 class PeerLost(RuntimeError):
@@ -48,3 +54,16 @@ class Stopped(Exception):
     """Stopped on request with a checkpoint; the same command goes on from it, exit code 143."""
 
     code = STOPPED
+
+
+def disk_error(what: str, directory: Path, error: OSError) -> UserError:
+    """A directory of the run that can't be written to any more, as the user has to hear it."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        problem = "has no space left"
+        with contextlib.suppress(OSError):
+            problem += f", {shutil.disk_usage(directory).free / 2**20:.0f} MiB free"
+    else:
+        problem = f"can't be written ({error.strerror})"
+    return UserError(
+        f"{what}: {directory} {problem}. The checkpoints there are untouched; mend it and run the same command again."
+    )

@@ -8,6 +8,7 @@ from torch import nn
 
 from train import checkpoint, parallel
 from train.config import Config
+from train.errors import disk_error
 from train.evaluation import Result
 from train.group import Group
 from train.record import Progress, Record, Speed, table
@@ -38,11 +39,17 @@ def finish(
     if not group.is_main:
         return result
     assert record.metrics is not None
+    assert record.lease is not None
+    record.lease.check()
     if workload.pictures is not None and config.tensorboard and record.tables:
         model.eval()
         record.metrics.pictures(progress.step, workload.pictures(model, record.tables, group.device))
-    record.metrics.hyperparameters(config.model_dump(), progress.metrics or {})
-    write_json(record.directory / "result.json", result)
+    record.metrics.hyperparameters(progress.step, config.model_dump(), progress.metrics or {})
+    record.metrics.flush()
+    try:
+        write_json(record.directory / "result.json", result)
+    except OSError as error:
+        raise disk_error("result.json", record.directory, error) from None
     group.log.say(_table(result))
     return result
 

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from train.errors import FAULT, JoinError, LaunchError, PeerLost, Stopped, UserE
 from train.log import Log
 from train.network import interface_of, is_loopback, local_ip_towards
 from train.rendezvous import Meeting, Member, meet
-from train.status import End, new_attempt, state_of, write_end, write_summary
+from train.status import End, new_attempt, read_json, state_of, write_end, write_summary
 from train.stop import StopRequest
 from train.watch import Watch, describe
 
@@ -346,7 +346,6 @@ def explain(group: Group, error: BaseException) -> BaseException:
         # The cause decides whether trying again helps: a user's mistake or a fault on one rank ends all as such.
         if end is not None and 0 < end.code < 128:
             failure.code = end.code
-    group.log.keep(f"{type(error).__name__}: {error}")
     return failure
 
 

@@ -57,16 +57,17 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self._released.set()
         with contextlib.suppress(OSError):
-            if self._is_ours():
+            if self.is_ours():
                 write_json(self.path, {"token": self.token, "attempt": self.attempt, "released": True})
         self._drop_lock()
 
     def check(self) -> None:
         """Raises PeerLost where another attempt took the run over: this one was frozen for longer than its life."""
-        if not self._is_ours():
+        if not self.is_ours():
             raise PeerLost(f"another attempt owns {self.run_dir} by now ({_who(read_json(self.path) or {})})")
 
-    def _is_ours(self) -> bool:
+    def is_ours(self) -> bool:
+        """Whether no other attempt has taken the run directory over."""
         return (read_json(self.path) or {}).get("token") == self.token
 
     def _take_lock(self) -> bool:
@@ -126,7 +127,7 @@ class Lease:
         while not self._released.wait(BEAT_S):
             beat += 1
             with contextlib.suppress(OSError):  # a full disk is the save's to report
-                if not self._is_ours():
+                if not self.is_ours():
                     return
                 self._write(beat)
 

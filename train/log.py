@@ -4,6 +4,7 @@ Only rank 0 writes to the terminal. Every rank's own failure is printed all the 
 "[default3]:" prefixes without a node's name are the first complaint about torchrun's logs (pytorch issue 75087).
 """
 
+import contextlib
 import socket
 import sys
 import time
@@ -58,7 +59,8 @@ class Log:
     def _keep(self, text: str) -> None:
         if self.file is not None:
             stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
-            self.file.writelines(f"{stamp} {self.host} r{self.rank} {line}\n" for line in text.splitlines())
+            with contextlib.suppress(OSError):  # a full disk is reported where something is lost by it
+                self.file.writelines(f"{stamp} {self.host} r{self.rank} {line}\n" for line in text.splitlines())
 
     def _print(self, text: str, stream: TextIO) -> None:
         if self._bar is not None:

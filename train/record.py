@@ -87,6 +87,8 @@ class Record:
 
         def write() -> None:
             assert self.lease is not None
+            assert self.metrics is not None
+            self.metrics.flush()  # what is shown of the steps up to here must not be lost with this process
             full = {
                 **state,
                 "config": self.config.model_dump(),
@@ -132,6 +134,7 @@ def start_record(config: Config, group: Group) -> Iterator[Record]:
     def look() -> tuple[bool, Checkpoint | None]:
         assert lease is not None
         lease.__enter__()
+        group.own_run(lease.is_ours)
         if config.fresh and group.launch.restart_count == 0:  # a restart of ours goes on with what was begun afresh
             _put_aside(directory, group.log.say)
         earlier = checkpoint.newest_good(directory / "checkpoints", group.log.warn)
