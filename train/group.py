@@ -56,6 +56,7 @@ class Group:
         self.hosts: list[str] = [log.host] * launch.world_size
         self.meeting: Meeting | None = None
         self.step = 0
+        self._owns_run: Callable[[], bool] | None = None
 
     @property
     def is_main(self) -> bool:
@@ -115,15 +116,28 @@ class Group:
         end = End(self.rank, self.log.host, state_of(code), code, why, self.step, suspect)
         with contextlib.suppress(OSError):  # a full disk must not hide the reason that is being told
             write_end(self.run_dir, self.attempt, end)
-            if self.is_main:
-                write_summary(
-                    self.run_dir, self.attempt, state=end.state, world_size=self.world_size, ends=self._ends(end)
-                )
+        self.summarise(end.state, self._ends(end) if self.is_main else [])
         if self.meeting is not None:
             with contextlib.suppress(RuntimeError):
                 self.meeting.store.set(f"end/{self.rank}", end.to_json())
                 if end.state == "failed" and not isinstance(suspect, int):
                     self.meeting.store.set("failed", str(self.rank))
+
+    def own_run(self, still: Callable[[], bool]) -> None:
+        """The run directory is this attempt's as long as `still` says so, and with it `status.json`. Rank 0 only."""
+        self._owns_run = still
+        self.summarise("running", [])
+
+    def summarise(self, state: str, ends: list[End]) -> None:
+        """Write `status.json`, on rank 0. An attempt that owns the run no more must not; one that does not own it yet only
+        replaces what is over, so that a second attempt leaves no trace in the first one's."""
+        if not self.is_main:
+            return
+        earlier = read_json(self.run_dir / "status.json") or {}
+        over = earlier.get("state") != "running" or earlier.get("attempt") == self.attempt
+        if self._owns_run() if self._owns_run is not None else over:
+            with contextlib.suppress(OSError):
+                write_summary(self.run_dir, self.attempt, state=state, world_size=self.world_size, ends=ends)
 
     def _ends(self, own: End) -> list[End]:
         ends = [own]
@@ -133,6 +147,11 @@ class Group:
                 others = [f"end/{rank}" for rank in range(self.world_size) if rank != self.rank]
                 ends += [End.from_json(store.get(key)) for key in others if store.check([key])]
         return ends
+
+    def leave_early(self, why: str) -> None:
+        """Tell the others that this rank leaves because it was asked to stop."""
+        self.tell(Stopped.code, why)
+        self.linger(1.0)
 
     def linger(self, timeout_s: float) -> None:
         """Rank 0 hosts the store: it stays until all others have told their end, or `timeout_s` at most."""
@@ -195,14 +214,13 @@ def join(config: Config, launch: Launch, *, log: Log, stop: StopRequest, run_dir
     device = pick_device(config.device, launch.local_rank, distributed=launch.world_size > 1)
     group = Group(launch, device, log, watch, stop, attempt=attempt or new_attempt(), run_dir=run_dir)
     watch.before_exit = group.tell
-    stop.before_leaving = lambda why: group.tell(Stopped.code, why)
+    stop.before_leaving = group.leave_early
+    group.summarise("running", [])
     try:
         if launch.world_size > 1:
             _come_together(config, group)
         elif config.parallel == "ddp":
             dist.init_process_group(pick_backend(config.backend, device), store=HashStore(), rank=0, world_size=1)
-        if group.is_main:
-            write_summary(run_dir, group.attempt, state="running", world_size=group.world_size, ends=[])
         yield group
         _part(group)
     except BaseException as error:
@@ -319,11 +337,7 @@ def _part(group: Group) -> None:
     group.agree(0)
     group.tell(0, "finished")
     group.linger(10.0)
-    if group.is_main:
-        write_summary(
-            group.run_dir, group.attempt, state="finished", world_size=group.world_size,
-            ends=group._ends(End(0, group.log.host, "finished", 0, "finished", group.step)),
-        )  # fmt: skip
+    group.summarise("finished", group._ends(End(group.rank, group.log.host, "finished", 0, "finished", group.step)))
     group.watch.end()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -339,10 +353,13 @@ def explain(group: Group, error: BaseException) -> BaseException:
     with contextlib.suppress(RuntimeError):
         group.meeting.store.set(f"end/{group.rank}", victim.to_json())
     suspects = group.watch.suspects_within(6.0)
+    group.log.keep(f"{type(error).__name__}: {error}")
     failure = PeerLost(f"lost a peer at step {group.step}: {describe(suspects, group.hosts)}")
     if suspects:
-        failure.suspect = suspects[0].rank
-        end = suspects[0].end
+        failure.suspect, end = suspects[0].rank, suspects[0].end
+        if end is not None and end.code == Stopped.code:
+            # It did not wait to save, and to stop is what was asked for: no reason to start again
+            return Stopped(f"rank {end.rank} on {end.host} left: {end.why}")
         # The cause decides whether trying again helps: a user's mistake or a fault on one rank ends all as such.
         if end is not None and 0 < end.code < 128:
             failure.code = end.code
