@@ -27,11 +27,11 @@ from train.config import Config
 from train.env import Launch
 from train.errors import FAULT, JoinError, LaunchError, PeerLost, Stopped, UserError
 from train.log import Log
-from train.network import interface_of, is_loopback, local_ip_towards
-from train.rendezvous import Meeting, Member, meet
+from train.rendezvous import Meeting, meet
 from train.status import End, new_attempt, read_json, state_of, write_end, write_summary
 from train.stop import StopRequest
 from train.watch import Watch, describe
+from train.ways import HINT, open_ways
 
 # gloo's and nccl's own timeouts lie behind ours, which know the phase and name the rank.
 BEHIND_OURS_S = 120.0
@@ -246,22 +246,21 @@ def _come_together(config: Config, group: Group) -> None:
     group.meeting, group.attempt = meeting, meeting.attempt
     group.hosts = [member.host for member in meeting.members]
     watch.connect(meeting.beat_store, group.hosts, agent_store=launch.agent_store)
-    choose_interface(meeting.members, launch.rank, log)
+    open_ways(meeting, launch.rank, log=log, stop=group.stop)
     longest_s = max(config.setup_timeout_s, config.step_timeout_s, config.eval_timeout_s, config.save_timeout_s)
+    timeout = timedelta(seconds=longest_s + BEHIND_OURS_S)
+    meeting.store.set_timeout(timeout)  # so far it was what was left of the time to join; nccl waits for its id with it
     try:
         dist.init_process_group(
-            backend, store=meeting.store, rank=launch.rank, world_size=launch.world_size,
-            timeout=timedelta(seconds=longest_s + BEHIND_OURS_S),
+            backend, store=meeting.store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
         )  # fmt: skip
         dist.barrier() if backend == "gloo" else group.agree(0)
     except (RuntimeError, ValueError) as error:
-        problem = str(error).splitlines()[0][:300]
-        meeting.store.set("failed", str(launch.rank))
+        log.keep(f"{type(error).__name__}: {error}")
+        suspects = watch.suspects_within(6.0)
         raise JoinError(
-            f"all {launch.world_size} ranks reached {launch.master_addr}:{launch.master_port} but could not connect to "
-            f"each other: {problem}. They use any high port, over the interface "
-            f"{os.environ.get('GLOO_SOCKET_IFNAME', 'of the host name')}: open the ports between the nodes, or name another "
-            "interface in GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME)."
+            f"all ranks reached each other, but could not form a group: {str(error).splitlines()[0][:300]}; "
+            f"{describe(suspects, group.hosts)}. {HINT}"
         ) from None
     _check_devices(group)
 
@@ -279,41 +278,6 @@ def _check_devices(group: Group) -> None:
                 f"{group.hosts[rank]}. Start as many processes as there are GPUs, or set LOCAL_RANK."
             )
         owners[other] = rank
-
-
-def choose_interface(members: list[Member], rank: int, log: Log) -> None:
-    """Have gloo, nccl and tensorpipe use the interface that routes to the others, unless the user named one.
-
-    gloo takes the address that the host's own name resolves to: 127.0.1.1 on a Debian machine, which breaks one side
-    and keeps the other waiting five times as long as it was told.
-    """
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-    own = members[rank].local_ip
-    if not own or is_loopback(own):
-        # Rank 0's own view of its address is no help: take the one the others reached it at, or route to one of them.
-        seen = [m.master_ip for m in members if m.rank != rank and m.master_ip and not is_loopback(m.master_ip)]
-        far = [m.local_ip for m in members if m.rank != rank and m.local_ip and not is_loopback(m.local_ip)]
-        mine = [ip for ip in seen if interface_of(ip)]
-        own = mine[0] if mine and rank == 0 else local_ip_towards(far[0]) if far else "127.0.0.1"
-    chosen = interface_of(own)
-    for name in names:
-        if name in os.environ:
-            wanted = os.environ[name].lstrip("^=").split(",")[0].split(":")[0]
-            known = [interface for _, interface in _interfaces()]
-            if name == "GLOO_SOCKET_IFNAME" and wanted not in known:
-                raise LaunchError(
-                    f"{name} must name an interface of {log.host}, got {wanted}. There are: {', '.join(known)}. Unset, the "
-                    "one that routes to the master is taken."
-                )
-        elif chosen:
-            os.environ[name] = chosen
-    log.keep(f"interface {os.environ.get('GLOO_SOCKET_IFNAME', '(by host name)')}, own address {own}")
-
-
-def _interfaces() -> list[tuple[int, str]]:
-    import socket
-
-    return socket.if_nameindex()
 
 
 def traits(config: Config, backend: str) -> dict[str, str]:

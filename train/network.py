@@ -70,12 +70,27 @@ def is_own_address(host: str) -> bool:
     return any(address in own or ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in found)
 
 
+def interfaces() -> list[str]:
+    """The names of this machine's interfaces."""
+    return list(psutil.net_if_addrs())
+
+
 def interface_of(ip: str) -> str | None:
     """The name of the interface that carries `ip`, or None."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address.split("%")[0] == ip for address in addresses):
+        if any(address.address.split("%")[0] == ip.split("%")[0] for address in addresses):
             return name
     return None
+
+
+def address_of(interface: str) -> str:
+    """The address that gloo takes of an interface, its first, of IPv4 if it has one; "" where there is none."""
+    addresses = psutil.net_if_addrs().get(interface, [])
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for address in addresses:
+            if address.family == family:
+                return str(address.address)
+    return ""
 
 
 def local_ip_towards(ip: str) -> str:
@@ -90,18 +105,17 @@ def local_ip_towards(ip: str) -> str:
 
 
 def port_holder(port: int) -> str:
-    """ "pid 4711 (python -m http.server)" for who listens on `port`, or "" where the system does not tell us."""
+    """ "pid 4711 (python -m http.server)" for who listens on `port` or connects from it, or "" where the system does not
+    tell us: other users' processes, and those of other containers."""
     try:
-        connections = psutil.net_connections(kind="tcp")
+        connections = [c for c in psutil.net_connections(kind="tcp") if c.pid and c.laddr and c.laddr.port == port]
     except (psutil.Error, OSError):
         return ""
-    for connection in connections:
-        where = connection.laddr
-        if connection.status == psutil.CONN_LISTEN and where and where.port == port and connection.pid:
-            try:
-                # The program and its first two words only: later arguments may carry what is not ours to print.
-                command = " ".join(psutil.Process(connection.pid).cmdline()[:3])
-            except psutil.Error:
-                command = "?"
-            return f"pid {connection.pid} ({command})"
+    for connection in sorted(connections, key=lambda c: c.status != psutil.CONN_LISTEN):
+        try:
+            # The program and its first two words only: later arguments may carry what is not ours to print.
+            command = " ".join(psutil.Process(connection.pid).cmdline()[:3])
+        except psutil.Error:
+            command = "?"
+        return f"pid {connection.pid} ({command})"
     return ""

@@ -3,9 +3,13 @@
 torch's own text is the same for a wrong address, a closed port and a peer that never started, it waits up to five
 times as long on one side, and a foreign service on the port makes its client wait for ever. So every rank first
 meets the others in a store, by name: rank 0 reads the roster, judges it, and tells all.
+
+The store holds generations. Rank 0 opens one each time it starts; the others introduce themselves in the newest, and wait
+for the next where it was decided without them: the store of torch's agent outlives an attempt, and so may, for
+seconds, that of a rank 0 which is on its way out.
 """
 
-import contextlib
+import concurrent.futures
 import errno
 import json
 import os
@@ -13,8 +17,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,34 +26,17 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from train.env import Launch
-from train.errors import FAULT, JOIN_FAILED, USER_MISTAKE, JoinError, LaunchError, Stopped, UserError
+from train.errors import JOIN_FAILED, USER_MISTAKE, JoinError, LaunchError, Stopped, UserError
 from train.log import Log
 from train.network import explain_connection, is_own_address, port_holder, try_connect
+from train.roster import Member, Roster, describe_claims, describe_differences, describe_missing
 from train.stop import StopRequest
 
 POLL_S = 0.1
-# Two processes with one rank are told from a rank that died while joining and came back by whether the first
-# still shows signs of life.
-LIFE_SIGN_S = 2.0
 PORT_PATIENCE_S = 5.0  # the process of the last attempt may still be on its way out
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One rank as it introduces itself. `local_ip` is its address on the route to the master."""
-
-    rank: int
-    world_size: int
-    host: str
-    pid: int
-    local_ip: str
-    master_ip: str
-    token: str
-    traits: dict[str, str]  # what has to be the same on all ranks: versions, code, settings
-
-    @property
-    def place(self) -> str:
-        return f"{self.host} (pid {self.pid})"
+HEARD_S = 3.0  # how long rank 0 stays for the others to read why there is no group
+STUCK_S = 5.0  # how long after the deadline a call into the network, which nothing can interrupt, is given up
+NOTICE_S = 20.0  # between lines that say what is being waited for
 
 
 @dataclass(slots=True)
@@ -61,7 +48,7 @@ class Meeting:
     members: list[Member]
     attempt: str
     hosts_store: bool
-    raw: Store = field(repr=False)
+    deadline_s: float  # on the monotonic clock: what is left of the time to join
 
 
 def meet(
@@ -69,159 +56,103 @@ def meet(
 ) -> Meeting:
     """Join the group, or say who and what is missing.
 
-    Raises JoinError (code 170) once `timeout_s` has passed or rank 0 found the roster impossible, LaunchError where the
-    port can't be used, Stopped on a signal.
+    Raises JoinError (code 170) once `timeout_s` has passed or rank 0 found the roster impossible, UserError where ranks
+    differ in code or settings, LaunchError where the port can't be used, Stopped on a signal. In a thread, since no
+    call may hold us longer: a resolver without an answer, or a store whose process is stopped, blocks without end.
     """
-    deadline_s = time.monotonic() + timeout_s
-    hosts_store = launch.rank == 0 and not launch.agent_store
     if launch.rank == 0:
         log.say(f"waiting for {launch.world_size} ranks at {launch.master_addr}:{launch.master_port}")
-    join = _Join(launch, dict(traits), attempt, timeout_s, deadline_s, stop, log)
-    server = join.serve() if hosts_store else None
-    while True:
-        try:
-            return join.once(server)
-        except (RuntimeError, ConnectionError) as error:
-            # The store went away: its process is ending after an earlier attempt, or died while joining. Try again.
-            if isinstance(error, JoinError):
-                raise
-            join.last_problem = f"the store at {join.address} closed the connection ({_first_line(error)})"
-            join.pause()
+    join = _Join(launch, dict(traits), attempt, timeout_s, log)
+    outcome: concurrent.futures.Future[Meeting] = concurrent.futures.Future()
+    threading.Thread(target=join.run, args=(outcome,), name="join", daemon=True).start()
+    while not concurrent.futures.wait([outcome], timeout=POLL_S).done:
+        if stop.asked:
+            join.cancelled.set()
+            raise Stopped(f"{stop.signal_name} while joining: nothing to save")
+        if time.monotonic() > join.deadline_s + STUCK_S:
+            raise join.failure(join.doing)
+    return outcome.result()
 
 
 class _Join:
-    def __init__(
-        self, launch: Launch, traits: dict[str, str], attempt: str, timeout_s: float, deadline_s: float,
-        stop: StopRequest, log: Log,
-    ) -> None:  # fmt: skip
-        self.launch, self.traits, self.attempt = launch, traits, attempt
-        self.timeout_s, self.deadline_s, self.stop, self.log = timeout_s, deadline_s, stop, log
+    def __init__(self, launch: Launch, traits: dict[str, str], attempt: str, timeout_s: float, log: Log) -> None:
+        self.launch, self.attempt, self.timeout_s, self.log = launch, attempt, timeout_s, log
+        self.deadline_s = time.monotonic() + timeout_s
+        self.hosts_store = launch.rank == 0 and not launch.agent_store
         self.address = f"{launch.master_addr}:{launch.master_port}"
-        self.last_problem = ""
-        self.token = secrets.token_hex(6)
-        self.prefix = f"rankup/{launch.restart_count}"  # an agent's store outlives the attempt
+        self.me = Member(
+            rank=launch.rank, world_size=launch.world_size, host=log.host, pid=os.getpid(), node=launch.node_rank,
+            token=secrets.token_hex(6), traits=traits,
+        )  # fmt: skip
+        self.roster = Roster()
+        self.cancelled = threading.Event()
+        self.doing = "starting"  # what the call that is under way means for the user, should it never return
+        self.problem = f"nothing was heard from rank 0 at {self.address}"  # the last one; others may follow
+        self._noticed_s = time.monotonic()
+        self._poll_s = POLL_S * min(10.0, max(1.0, launch.world_size / 64))  # the store serves all of them
 
-    def serve(self) -> TCPStore:
-        """Open the port and start the store. Raises LaunchError, naming who holds the port."""
+    def run(self, outcome: "concurrent.futures.Future[Meeting]") -> None:
+        try:
+            outcome.set_result(self._join())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    def _join(self) -> Meeting:
+        server = self._serve() if self.hosts_store else None
+        while True:
+            try:
+                if server is not None:
+                    return self._attend(server, self.me)
+                store, local_ip, master_ip = self._connect()
+                return self._attend(store, replace(self.me, local_ip=local_ip, master_ip=master_ip))
+            except (RuntimeError, ConnectionError) as error:  # torch's own errors are RuntimeErrors
+                if isinstance(error, JoinError):
+                    raise
+                # The store's process was ending after an earlier attempt, or died while joining: it may come back
+                self.problem = f"the store at {self.address} went away ({_first_line(error)})"
+                self._pause()
+
+    # The store ------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> TCPStore:
+        """Open the port and start the store. Raises JoinError, naming who holds the port, or LaunchError."""
         port = self.launch.master_port
         until_s = min(self.deadline_s, time.monotonic() + PORT_PATIENCE_S)
-        while True:
-            family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            try:
-                listener.bind(("", port))
-                listener.listen(4096)
-                break
-            except OSError as error:
-                listener.close()
-                if error.errno == errno.EADDRINUSE and time.monotonic() < until_s:
-                    self.pause()
-                    continue
-                raise self._port_problem(error) from None
+        while (listener := self._listen(port, patient=time.monotonic() < until_s)) is None:
+            self._pause()
         if not is_own_address(self.launch.master_addr):
             self.log.warn(
                 f"MASTER_ADDR={self.launch.master_addr} is no address of this machine ({self.log.host}), where rank 0 "
                 "runs and listens. Right behind a Service or NAT, a mistake elsewhere."
             )
         return TCPStore(
-            "localhost", port, None, True, timedelta(seconds=self.timeout_s),
+            "127.0.0.1", port, None, True, timedelta(seconds=self.timeout_s),
             wait_for_workers=False, master_listen_fd=listener.detach(),
         )  # fmt: skip
 
-    def _port_problem(self, error: OSError) -> Exception:
-        port = self.launch.master_port
-        if error.errno == errno.EADDRINUSE:
-            holder = port_holder(port)
-            return JoinError(
-                f"MASTER_PORT={port} is in use on {self.log.host}{f' by {holder}' if holder else ''}: another job, one "
-                "that has not ended, or a second process with RANK=0. End it, or set another MASTER_PORT on all ranks."
-            )
-        return LaunchError(f"MASTER_PORT={port} can't be opened: {error.strerror}. Choose one from 1024 to 32767.")
-
-    def once(self, server: TCPStore | None) -> Meeting:
-        raw, local_ip, master_ip = (server, "", "") if server is not None else self._connect()
-        launch = self.launch
-        store = PrefixStore(self.prefix, raw)
-        me = Member(
-            rank=launch.rank, world_size=launch.world_size, host=self.log.host, pid=os.getpid(), local_ip=local_ip,
-            master_ip=master_ip, token=self.token, traits=self.traits,
-        )  # fmt: skip
-        if store.check(["joined"]) and server is None:
-            # The store of an attempt that is under way or ending: this rank belongs to the next one.
-            raise RuntimeError("the group there is already complete")
-        store.append("roster", json.dumps(asdict(me)) + "\n")  # type: ignore[attr-defined]
-        while True:
-            store.add(f"alive/{me.token}", 1)
-            if store.check(["abort"]):
-                verdict = json.loads(store.get("abort"))
-                raise _error_of(verdict)
-            if store.check(["joined"]):
-                joined = json.loads(store.get("joined"))
-                members = [Member(**m) for m in joined["members"]]
-                if members[me.rank].token != me.token:
-                    raise RuntimeError("the group there was completed without this rank")
-                private = PrefixStore(f"{self.prefix}/{joined['attempt']}", raw)
-                beats = PrefixStore(f"{self.prefix}/{joined['attempt']}", raw.clone())
-                return Meeting(private, beats, members, joined["attempt"], server is not None, raw)
-            if launch.rank == 0 and (complete := self._judge(store)) is not None:
-                store.set("joined", json.dumps({"attempt": self.attempt, "members": [asdict(m) for m in complete]}))
-                continue
-            if time.monotonic() > self.deadline_s:
-                self._give_up(store)
-            self.pause()
-
-    def _judge(self, store: Store) -> list[Member] | None:
-        """Rank 0's look at the roster: the members in order once it is complete and consistent, else None."""
-        by_rank: dict[int, Member] = {}
-        for member in _roster(store):
-            earlier = by_rank.get(member.rank)
-            if earlier is not None and self._alive(store, earlier):
-                self._abort(
-                    store,
-                    f"rank {member.rank} was claimed twice: by {earlier.place} and by {member.place}. "
-                    "Give each process a RANK of its own, 0 to WORLD_SIZE-1.",
-                )
-            by_rank[member.rank] = member
-        for member in by_rank.values():
-            if member.world_size != self.launch.world_size:
-                self._abort(
-                    store,
-                    f"rank {member.rank} on {member.place} was started with WORLD_SIZE={member.world_size}, rank 0 on "
-                    f"{self.log.host} with WORLD_SIZE={self.launch.world_size}. Set the same on all ranks.",
-                )
-        if len(by_rank) < self.launch.world_size:
+    def _listen(self, port: int, *, patient: bool) -> socket.socket | None:
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            listener.bind(("", port))
+            listener.listen(4096)
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE:
+                raise LaunchError(
+                    f"MASTER_PORT={port} can't be opened: {error.strerror}. Choose one from 1024 to 32767."
+                ) from None
+        if patient:
             return None
-        members = [by_rank[rank] for rank in range(self.launch.world_size)]
-        if differences := _differences(members):
-            self._abort(store, differences, code=USER_MISTAKE)
-        return members
-
-    def _alive(self, store: Store, member: Member) -> bool:
-        before = store.add(f"alive/{member.token}", 0)
-        until_s = time.monotonic() + LIFE_SIGN_S
-        while time.monotonic() < until_s:
-            if store.add(f"alive/{member.token}", 0) != before:
-                return True
-            time.sleep(POLL_S)
-        return False
-
-    def _abort(self, store: Store, text: str, *, code: int = JOIN_FAILED) -> None:
-        """Tell all ranks why there will be no group, give them time to read it, and raise it here too."""
-        verdict = {"code": code, "text": text}
-        store.set("abort", json.dumps(verdict))
-        time.sleep(1.0)  # this process hosts the store: the others poll it ten times a second
-        raise _error_of(verdict)
-
-    def _give_up(self, store: Store) -> None:
-        present = {m.rank: m for m in _roster(store)}
-        missing = [rank for rank in range(self.launch.world_size) if rank not in present]
-        text = _missing_text(missing, list(present.values()), self.launch.world_size, self.timeout_s)
-        if self.launch.rank == 0:
-            self._abort(store, text)
-        raise JoinError(text)
+        holder = port_holder(port)
+        raise JoinError(
+            f"MASTER_PORT={port} is in use on {self.log.host}{f' by {holder}' if holder else ''}: another job, one that "
+            "has not ended, or a second process with RANK=0. End it, or set another MASTER_PORT on all ranks."
+        )
 
     def _connect(self) -> tuple[TCPStore, str, str]:
         """A client of the master's store, our address on the way there, and the address that answered.
@@ -229,109 +160,149 @@ class _Join:
         Name, port and store may all come up after us (a Service in Kubernetes, a container started later): each is tried
         again until the deadline, and the last problem is what the message says.
         """
-        launch = self.launch
+        host, port = self.launch.master_addr, self.launch.master_port
         while True:
-            attempt = try_connect(launch.master_addr, launch.master_port, timeout_s=2.0)
-            if attempt.problem is None:
-                store = self._client()
-                if store is not None:
-                    return store, attempt.local_ip, attempt.master_ip
-                self.last_problem = (
-                    f"something answers at {self.address} but it is no rendezvous store: another service holds the port, "
-                    "or the machine is the wrong one"
+            self.doing = f'the name "{host}" gets no answer from the resolver'
+            tried = try_connect(host, port, timeout_s=2.0)
+            if tried.problem is None:
+                self.doing = (
+                    f"something accepts connections at {self.address} but does not answer as a rendezvous store: another "
+                    "service holds the port, the machine is the wrong one, or the process of rank 0 is stopped"
                 )
+                left = timedelta(seconds=max(1.0, self.deadline_s - time.monotonic()))
+                try:
+                    return TCPStore(host, port, None, False, left, wait_for_workers=False), tried.local_ip, tried.master_ip
+                except RuntimeError:
+                    self.problem = self.doing
             else:
-                self.last_problem = explain_connection(attempt, launch.master_addr, launch.master_port)
+                self.problem = explain_connection(tried, host, port)
             if time.monotonic() > self.deadline_s:
-                raise JoinError(
-                    f"rank {launch.rank} of {launch.world_size} on {self.log.host} could not reach rank 0 within "
-                    f"{self.timeout_s:g} s: {self.last_problem}. MASTER_ADDR and MASTER_PORT have to name the machine and "
-                    "port of rank 0 on all ranks."
+                raise self.failure(self.problem)
+            self._pause()
+
+    # The roster -----------------------------------------------------------------------------------------------
+
+    def _attend(self, raw: Store, me: Member) -> Meeting:
+        """Introduce this rank in the newest generation until one is decided with it."""
+        root = PrefixStore("rankup", raw)
+        host_of_store = "the launcher's agent" if self.launch.agent_store else "the process of rank 0"
+        self.doing = f"the store at {self.address} answers no more: {host_of_store} is stopped, or its machine out of reach"
+        if me.rank == 0:
+            PrefixStore(str(root.add("generation", 0) + 1), root).set("main", me.to_json())
+            root.add("generation", 1)
+        generation, store = 0, root
+        while True:
+            if (latest := root.add("generation", 0)) != generation:
+                earlier, generation, store = generation, latest, PrefixStore(str(latest), root)
+                if me.rank == 0 and earlier:
+                    raise JoinError(describe_claims([me, Member.from_json(store.get("main"))]))
+                store.append("roster", me.to_json() + "\n")  # type: ignore[attr-defined]
+                self.problem = f"rank 0 at {self.address} is still waiting for others"
+            if generation:
+                store.add(f"alive/{me.token}", 1)
+                if store.check(["verdict"]):
+                    verdict = json.loads(store.get("verdict"))
+                    if (members := self._heed(store, verdict, me)) is not None:
+                        private, beats = (PrefixStore(f"rankup/{generation}/group", s) for s in (raw, raw.clone()))
+                        return Meeting(private, beats, members, verdict["attempt"], self.hosts_store, self.deadline_s)
+                elif me.rank == 0:
+                    self._judge(store)
+            if time.monotonic() > self.deadline_s:
+                self._give_up(store, generation)
+            self._pause()
+
+    def _heed(self, store: Store, verdict: dict[str, Any], me: Member) -> list[Member] | None:
+        """The members if this rank is one of them, the error that was meant for it, or None: it belongs to the next."""
+        if "members" not in verdict:
+            if me.token in verdict["tokens"]:
+                store.add("heard", 1)
+                raise _error_of(verdict, me.token)
+            self.problem = verdict["text"]
+            return None
+        members = [Member(**told) for told in verdict["members"]]
+        if me.rank < len(members) and members[me.rank].token == me.token:
+            return members
+        holder = f"rank {me.rank} on {members[me.rank].place}" if me.rank < len(members) else f"{len(members)} ranks"
+        self.problem = (
+            f"the group at {self.address} was complete before this rank came, with {holder}: two processes with one rank, "
+            "another job on this port, or an earlier attempt that does not end"
+        )
+        return None
+
+    def _judge(self, store: Store) -> None:
+        """Rank 0's look at the roster: decide once it is complete or impossible."""
+        self.roster.look(store)
+        for member in self.roster.living():
+            if member.world_size != self.launch.world_size:
+                self._abort(
+                    store,
+                    f"rank {member.rank} on {member.place} was started with WORLD_SIZE={member.world_size}, rank 0 on "
+                    f"{self.me.place} with WORLD_SIZE={self.launch.world_size}. Set the same on all ranks.",
                 )
-            self.pause()
+        if claims := self.roster.claimed_twice():
+            self._abort(store, describe_claims(claims))
+        members = sorted(self.roster.living(), key=lambda member: member.rank)
+        if [member.rank for member in members] != list(range(self.launch.world_size)):
+            return
+        if differences := describe_differences(members):
+            self._abort(store, differences, code=USER_MISTAKE)
+        told = [{**json.loads(member.to_json()), "traits": {}} for member in members]
+        store.set("verdict", json.dumps({"attempt": self.attempt, "members": told}))
 
-    def _client(self) -> TCPStore | None:
-        """Connect in a thread: against a foreign service the handshake is read without any deadline."""
-        made: list[TCPStore] = []
-        launch = self.launch
-        remaining_s = max(1.0, self.deadline_s - time.monotonic())
-        remaining = timedelta(seconds=remaining_s)
+    def _abort(self, store: Store, text: str, *, code: int = JOIN_FAILED) -> None:
+        """Tell all ranks why there will be no group, give them time to read it, and raise it here too."""
+        living = self.roster.living()
+        first_of_host = {member.host: member.token for member in sorted(living, key=lambda m: m.rank, reverse=True)}
+        tokens = [member.token for member in living]
+        verdict = {"code": code, "text": text, "tokens": tokens, "speakers": list(first_of_host.values())}
+        store.set("verdict", json.dumps(verdict))
+        until_s = time.monotonic() + HEARD_S
+        while time.monotonic() < until_s and store.add("heard", 0) < len(tokens) - 1:
+            time.sleep(POLL_S / 5)  # this process hosts the store
+        raise _error_of(verdict, self.me.token)
 
-        def connect() -> None:
-            with contextlib.suppress(RuntimeError):
-                made.append(
-                    TCPStore(launch.master_addr, launch.master_port, None, False, remaining, wait_for_workers=False)
-                )
+    def _give_up(self, store: Store, generation: int) -> None:
+        advice = "Was every process started, with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
+        if self.launch.rank == 0:
+            self._abort(store, f"{self._missing(self.timeout_s)}. {advice}")
+        if generation == 0:
+            self.problem = f"rank 0 never introduced itself to the store at {self.address}, is it another job's?"
+        elif not store.check(["verdict"]):
+            self.roster.look(store)
+            raise JoinError(f"{self._missing(self.timeout_s)}. {advice}")
+        raise self.failure(self.problem)
 
-        thread = threading.Thread(target=connect, daemon=True)
-        thread.start()
-        until_s = time.monotonic() + remaining_s
-        while thread.is_alive() and time.monotonic() < until_s:
-            thread.join(POLL_S)
-            self._check_stop()
-        return made[0] if made else None
+    def _missing(self, waited_s: float) -> str:
+        return describe_missing(
+            self.roster.living(), self.roster.gone(), world_size=self.launch.world_size,
+            local_world_size=self.launch.local_world_size, waited_s=waited_s,
+        )  # fmt: skip
 
-    def _check_stop(self) -> None:
-        if self.stop.asked:
-            raise Stopped(f"{self.stop.signal_name} while joining: nothing to save")
+    def failure(self, problem: str) -> JoinError:
+        return JoinError(
+            f"rank {self.launch.rank} of {self.launch.world_size} on {self.log.host} could not join within "
+            f"{self.timeout_s:g} s: {problem}. MASTER_ADDR and MASTER_PORT have to name the machine and port of rank 0 on "
+            "all ranks."
+        )
 
-    def pause(self) -> None:
-        self._check_stop()
-        if time.monotonic() > self.deadline_s + 2.0:
-            raise JoinError(f"rank {self.launch.rank} could not join within {self.timeout_s:g} s: {self.last_problem}.")
-        time.sleep(POLL_S)
-
-
-def _roster(store: Store) -> list[Member]:
-    lines = store.get("roster").decode().splitlines() if store.check(["roster"]) else []
-    latest: dict[str, Member] = {}
-    for line in lines:
-        member = Member(**json.loads(line))
-        latest[member.token] = member  # a rank that had to reconnect introduces itself again
-    return list(latest.values())
+    def _pause(self) -> None:
+        if self.cancelled.wait(self._poll_s):
+            raise JoinError("cancelled")  # nobody waits for this thread any more
+        now_s = time.monotonic()
+        if now_s - self._noticed_s > NOTICE_S:
+            self._noticed_s = now_s
+            if self.launch.rank == 0:
+                self.log.say(f"still waiting: {self._missing(round(now_s - self.deadline_s + self.timeout_s))}")
+            elif self.launch.local_rank == 0:
+                self.log.warn(f"still waiting: {self.problem}")
 
 
-def _error_of(verdict: Mapping[str, Any]) -> Exception:
-    kinds: dict[int, Callable[[str], Exception]] = {USER_MISTAKE: UserError, FAULT: RuntimeError}
-    return kinds.get(verdict["code"], JoinError)(verdict["text"])
+def _error_of(verdict: Mapping[str, Any], token: str) -> Exception:
+    """The error that rank 0 found. All raise it, one rank of each host prints it."""
+    error = (UserError if verdict["code"] == USER_MISTAKE else JoinError)(verdict["text"])
+    error.echo = token not in verdict["speakers"]
+    return error
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:120]
-
-
-def _differences(members: list[Member]) -> str:
-    """What differs between rank 0 and others, or "". Different code or settings end in garbage, not in an error:
-    an all-reduce of different sizes returned wrong numbers on one rank without a word."""
-    first = members[0]
-    found = [
-        f"{name} must be the same on all ranks, got {first.traits.get(name)} on rank 0 ({first.host}) and "
-        f"{member.traits.get(name)} on rank {member.rank} ({member.host})."
-        for member in members[1:]
-        for name in sorted(first.traits.keys() | member.traits.keys())
-        if member.traits.get(name) != first.traits.get(name)
-    ]
-    return "\n".join(found[:8])
-
-
-def ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 4, 6, 7] -> "0-2, 4, 6-7"."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
-
-
-def _missing_text(missing: list[int], present: list[Member], world_size: int, timeout_s: float) -> str:
-    who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {ranges(missing)}"
-    by_host: dict[str, list[int]] = {}
-    for member in present:
-        by_host.setdefault(member.host, []).append(member.rank)
-    joined = "; ".join(f"{ranges(ranks)} on {host}" for host, ranks in sorted(by_host.items()))
-    return (
-        f"{who} of {world_size} {'has' if len(missing) == 1 else 'have'} not joined after {timeout_s:g} s "
-        f"(joined: {joined or 'none'}). Was every process started, with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
-    )
