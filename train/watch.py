@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 # torch exports these under a condition that mypy does not follow
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from train import health
 from train.errors import JOIN_FAILED, PEER_LOST
 from train.log import Log
 from train.status import End
@@ -54,6 +56,14 @@ class Watch:
         self._ended = threading.Event()
         self._waiting = False  # inside a collective: the others are to blame, not this rank
         threading.Thread(target=self._watch_clock, name="deadlines", daemon=True).start()
+        health.report(rank, self.state, self._ended)
+
+    def state(self) -> dict[str, Any]:
+        """Where this rank stands, and since when."""
+        return {
+            "phase": self.phase, "step": self.step, "waiting": self._waiting, "entered_s": self._entered_s,
+            "timeout_s": self._timeout_s,
+        }  # fmt: skip
 
     def enter(self, phase: str, timeout_s: float, *, step: int | None = None) -> None:
         """Begin a phase, with a deadline `timeout_s` seconds from now. Entering it anew moves the deadline."""
