@@ -1,7 +1,9 @@
 """Real jobs for tests: start ranks as processes, wait for them bounded, read what they left."""
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -23,9 +25,12 @@ FOREIGN = re.compile(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free now, and that no outgoing connection of this machine will take: not one the kernel hands out."""
+    while True:
+        port = random.randrange(10000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -79,7 +84,7 @@ def start(*command: str | Path, env: Mapping[str, str] | None = None, cwd: Path 
         subprocess.Popen(
             [str(word) for word in command], env=environment(env), cwd=cwd or ROOT, text=True, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        )
     )
     return job
 

@@ -2,7 +2,8 @@
 
 import csv
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ import torch
 from train import checkpoint, parallel
 from train.checkpoint import Checkpoint
 from train.config import Config, Parsed
-from train.data import Feed, evaluation_keys, mix, seed_everything
+from train.data import Samples, mix, seed_everything
 from train.env import Launch
 from train.errors import Stopped, UserError
-from train.evaluation import evaluate
+from train.evaluation import dealt, evaluate
 from train.finish import evaluation_table
 from train.group import Group, join
 from train.log import Log
@@ -33,7 +34,7 @@ def evaluate_command(
     with _opened(config, parsed, launch, run_dir, log, stop) as (settings, group, workload, earlier):
         result = evaluate(settings, group, workload, workload.model)
         if result is None:
-            raise Stopped(f"{stop.signal_name}: evaluation stopped, nothing to save.")
+            raise Stopped(f"{stop.signal_name or 'another rank'}: evaluation stopped, nothing to save.")
         digest = checkpoint.digest(workload.model.state_dict())
         outcome = {
             "checkpoint": earlier.path, "step": earlier.step, "metrics": result.metrics, "count": result.count,
@@ -50,53 +51,62 @@ def predict_command(
 ) -> int:
     """Write input, label and probability for each sample, in order. Returns their number."""
     output = Path(parsed.extra["output"])
-    if output.suffix not in (".csv", ".jsonl"):
-        raise UserError(f"--output must end in .csv or .jsonl, got {output}.")
     with _opened(config, parsed, launch, run_dir, log, stop) as (settings, group, workload, _):
-        if workload.predict is None:
-            raise UserError(f"workload {settings.workload} has no predict function. Give its Workload one.")
-        samples, name = workload.evaluation, workload.input_name
-        if parsed.extra["input"]:
-            if workload.open_input is None:
-                raise UserError(f"workload {settings.workload} can't open --input. Give its Workload open_input.")
-            samples, name = workload.open_input(parsed.extra["input"])
-        numbered = list(evaluation_keys(len(samples), settings.eval_batch_size, group.rank, group.world_size))
-        feed = Feed(
-            samples, [key for _, key in numbered], device=group.device, stop=stop, num_workers=settings.num_workers,
-            prefetch_factor=settings.prefetch_factor,
-        )  # fmt: skip
-        workload.model.eval()
-        rows: list[tuple[int, str, float]] = []
-        with torch.no_grad():
-            for _, (_, indices) in numbered:
-                batch = feed.next()
-                if batch is None:
-                    raise Stopped(f"{stop.signal_name}: prediction stopped, nothing was written.")
-                with parallel.autocast(settings, group.device):
-                    labels, probabilities = workload.predict(workload.model, batch)
-                for index, label, probability in zip(
-                    indices.tolist(), labels.tolist(), probabilities.tolist(), strict=True
-                ):
-                    known = workload.classes[label] if label < len(workload.classes) else str(label)
-                    rows.append((index, known, probability))
+        samples, name = _input(workload, settings, parsed.extra["input"])
+        rows = _predicted(settings, group, workload, samples)
         merged = sorted(row for part in group.gather(rows) for row in part)
-        if group.is_main:
-            _write(output, [(name(int(index)), label, probability) for index, label, probability in merged])
-            log.say(f"{len(merged)} predictions in {output}")
+        lines = [(name(index), label, probability) for index, label, probability in merged]
+        on_main(group, lambda: _write(output, lines))
+        log.say(f"{len(merged)} predictions in {output}")
     return len(merged)
 
 
+def _input(workload: Workload, settings: Config, path: str) -> tuple[Samples, Callable[[int], str]]:
+    """What to predict: the samples of `path`, or those of the evaluation where it is empty. Raises UserError."""
+    if workload.predict is None:
+        raise UserError(f"workload {settings.workload} must have a predict function, got none. Give its Workload one.")
+    if not path:
+        return workload.evaluation, workload.input_name
+    if workload.open_input is None:
+        raise UserError(f"workload {settings.workload} must have open_input for --input, got none. Give its Workload one.")
+    return workload.open_input(path)
+
+
+@torch.no_grad()
+def _predicted(settings: Config, group: Group, workload: Workload, samples: Samples) -> list[tuple[int, str, float]]:
+    """This rank's (sample number, label, probability). Raises Stopped where any rank was asked to stop."""
+    assert workload.predict is not None
+    rows: list[tuple[int, str, float]] = []
+    workload.model.eval()
+    for _, indices, batch in dealt(settings, group, samples):
+        if batch is None:
+            raise Stopped(f"{group.stop.signal_name or 'another rank'}: prediction stopped, nothing was written.")
+        with parallel.autocast(settings, group.device):
+            labels, probabilities = workload.predict(workload.model, batch)
+        for index, label, probability in zip(indices.tolist(), labels.tolist(), probabilities.tolist(), strict=True):
+            known = isinstance(label, int) and 0 <= label < len(workload.classes)
+            rows.append((index, workload.classes[label] if known else str(label), probability))
+    return rows
+
+
 def _write(path: Path, rows: list[tuple[str, str, float]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        if path.suffix == ".csv":
-            writer = csv.writer(file)
-            writer.writerow(("input", "label", "probability"))
-            writer.writerows((name, label, f"{probability:.6f}") for name, label, probability in rows)
-        else:
-            for name, label, probability in rows:
-                line = {"input": name, "label": label, "probability": round(probability, 6)}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    """The whole file or none. Raises UserError where it can't be written."""
+    aside = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("w", encoding="utf-8", newline="") as file:
+            if path.suffix == ".csv":
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(("input", "label", "probability"))
+                writer.writerows((name, label, f"{probability:.6f}") for name, label, probability in rows)
+            else:
+                for name, label, probability in rows:
+                    line = {"input": name, "label": label, "probability": round(probability, 6)}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise UserError(f"--output must be a file that can be written, got {path}: {error.strerror}.") from None
 
 
 @contextmanager
@@ -104,9 +114,9 @@ def _opened(
     config: Config, parsed: Parsed, launch: Launch, run_dir: Path, log: Log, stop: StopRequest
 ) -> Iterator[tuple[Config, Group, Workload, Checkpoint]]:
     """The group, and the workload with the checkpoint's weights, built with the settings that it was trained with."""
-    torch.set_num_threads(config.num_threads)
     # Evaluating must not touch the status of the run that it looks at
     with join(config, launch, log=log, stop=stop, run_dir=run_dir / "evaluations", attempt=new_attempt()) as group:
+        group.own_run(lambda: True)  # nothing there is anybody else's
         group.watch.enter("evaluation", config.eval_timeout_s)
 
         def find() -> Checkpoint:
@@ -121,6 +131,8 @@ def _opened(
         given = set(parsed.settings) | set(read_yaml(parsed.config_file) if parsed.config_file else {})
         trained = {k: v for k, v in earlier.state["config"].items() if k in Config.model_fields and k not in given}
         settings = config.model_copy(update=trained)
+        torch.set_num_threads(settings.num_threads)
+        torch.use_deterministic_algorithms(settings.deterministic)
         seed_everything(mix(settings.seed))
         workload = load(settings)
         try:

@@ -5,14 +5,17 @@ all ranks are added (every other rank has zeros there) and only then summed in o
 A padded sampler counts some samples twice, and an average of averages is none (pytorch issue 25162).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from train import parallel
 from train.config import Config
-from train.data import Feed, evaluation_keys, num_batches
+from train.data import Feed, Samples, evaluation_keys, num_batches
+from train.errors import UserError
 from train.group import Group
 from train.workloads import Sums, Workload
 
@@ -29,34 +32,29 @@ class Result:
 @torch.no_grad()
 def evaluate(config: Config, group: Group, workload: Workload, model: nn.Module) -> Result | None:
     """Evaluate the plain module (a DDP wrapper would wait for ranks that have no batch left). All ranks take part and get
-    the same result; None if a stop was asked for."""
+    the same result; None if a stop was asked for. Raises UserError where no "count" is among the sums."""
     total = num_batches(len(workload.evaluation), config.eval_batch_size)
-    numbered = list(evaluation_keys(len(workload.evaluation), config.eval_batch_size, group.rank, group.world_size))
-    feed = Feed(
-        workload.evaluation, [key for _, key in numbered], device=group.device, stop=group.stop,
-        num_workers=config.num_workers, prefetch_factor=config.prefetch_factor,
-    )  # fmt: skip
+    parallel.share_buffers(model, group)
     rows: dict[str, torch.Tensor] = {}
     tables: Sums = {}
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        for turn in range(-(-total // group.world_size)):
-            mine = turn < len(numbered)
-            batch = feed.next() if mine else None
-            if group.agree(int(group.stop.asked or (mine and batch is None))):
+        for number, _, batch in dealt(config, group, workload.evaluation):
+            if batch is None:
                 return None
-            if not mine:
-                continue
             with parallel.autocast(config, group.device):
                 sums = workload.evaluate(model, batch)
             for name, value in sums.items():
+                value = torch.as_tensor(value)
                 if value.ndim == 0:
-                    rows.setdefault(name, torch.zeros(total, dtype=torch.float64))[numbered[turn][0]] = value.double()
+                    rows.setdefault(name, torch.zeros(total, dtype=torch.float64))[number] = value.double()
                 else:
                     tables[name] = tables[name] + value.cpu() if name in tables else value.cpu()
     finally:
-        feed.close()
-        model.train()
+        # Not model.train(): a part that the user keeps in eval mode, as a frozen batch norm, stays in it
+        for module, training in modes:
+            module.training = training
     # Rank 0 always has a batch; others may have none, and then don't know the names.
     names, shapes = group.broadcast((sorted(rows), {n: (tuple(t.shape), str(t.dtype)) for n, t in tables.items()}))
     totals = {n: float(group.sum(rows.get(n, torch.zeros(total, dtype=torch.float64))).sum()) for n in names}
@@ -64,5 +62,34 @@ def evaluate(config: Config, group: Group, workload: Workload, model: nn.Module)
         shape, dtype = shapes[name]
         own = tables.get(name, torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch."))))
         tables[name] = group.sum(own)
-    count = int(totals.pop("count"))
+    count = int(totals.pop("count", 0))
+    if count < 1:
+        raise UserError(
+            f'workload {config.workload}: evaluate must return "count", the number of samples in the batch, got '
+            f"{', '.join(names) or 'nothing'}."
+        )
     return Result({name: value / count for name, value in totals.items()}, count, tables)
+
+
+def dealt(config: Config, group: Group, samples: Samples) -> Iterator[tuple[int, torch.Tensor, Any]]:
+    """This rank's batches of `samples` without augmentation: (number of the batch, sample numbers, batch).
+
+    All ranks agree before each turn, also those that have no batch left: where any was asked to stop, the batch is None.
+    """
+    numbered = list(evaluation_keys(len(samples), config.eval_batch_size, group.rank, group.world_size))
+    feed = Feed(
+        samples, [key for _, key in numbered], device=group.device, stop=group.stop, num_workers=config.num_workers,
+        prefetch_factor=config.prefetch_factor,
+    )  # fmt: skip
+    try:
+        for turn in range(-(-num_batches(len(samples), config.eval_batch_size) // group.world_size)):
+            mine = turn < len(numbered)
+            batch = feed.next() if mine else None
+            if group.agree(int(group.stop.asked or (mine and batch is None))):
+                yield -1, torch.empty(0, dtype=torch.int64), None
+                return
+            if mine:
+                number, (_, indices) = numbered[turn]
+                yield number, indices, batch
+    finally:
+        feed.close()

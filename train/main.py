@@ -22,7 +22,7 @@ if __name__ == "__main__":
     _stop = StopRequest().install()
 
 from train import env
-from train.config import Config, Extra, Parsed, help_text, load_config, parse_args, to_yaml
+from train.config import Config, Extra, Parsed, check_world_size, help_text, load_config, parse_args, to_yaml
 from train.errors import FAULT, FINISHED, USER_MISTAKE, ConfigError, LaunchError, Stopped, UserError
 from train.log import Log
 
@@ -87,6 +87,10 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
                 "the processes already. Use the command train there."
             )
         return _launch(parsed, config, run_dir, stop, log)
+    if parsed.command == "train":
+        check_world_size(config, launch.world_size)
+    if parsed.command == "predict" and not parsed.extra["output"].endswith((".csv", ".jsonl")):
+        raise ConfigError(f"--output must end in .csv or .jsonl, got {parsed.extra['output']}.")
     log.open(run_dir)
     for warning in launch.warnings:
         log.warn(warning)
@@ -105,7 +109,6 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
 
 
 def _launch(parsed: Parsed, config: Config, run_dir: Path, stop: StopRequest, log: Log) -> int:
-    from train.config import check_world_size
     from train.launch import Nodes, launch
 
     extra = parsed.extra

@@ -1,14 +1,11 @@
 """Models for images: a small CNN, an MLP, and any torchvision classifier by name, fitted to the data."""
 
-import inspect
-
+import torch
 from torch import nn
+from torch.func import functional_call
 
 from train.config import nearest
 from train.errors import ConfigError
-
-# The smallest images that the deepest of torchvision's pools leave anything of.
-SMALLEST = {"inception_v3": 75, "alexnet": 63, "googlenet": 15, "squeezenet1_0": 21, "squeezenet1_1": 17}
 
 
 def build_model(name: str, *, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
@@ -54,31 +51,45 @@ def _torchvision(name: str, *, channels: int, size: int, num_classes: int, dropo
     if name not in known:
         close = nearest(name, ["cnn", "mlp", *known])
         raise ConfigError(
-            f'model must be cnn, mlp or a torchvision classifier, got "{name}".'
+            f'model must be cnn, mlp or a torchvision classifier, got "{name}"'
+            + (", torchvision's for another purpose." if name in models.list_models() else ".")
             + (f' Did you mean "{close}"?' if close else "")
         )
-    if size < SMALLEST.get(name, 1):
-        raise ConfigError(f"model {name} needs images of at least {SMALLEST[name]} pixels, got {size}. Set --image-size.")
-    builder = models.get_model_builder(name)
-    accepted = inspect.signature(builder).parameters
     options: dict[str, object] = {"num_classes": num_classes}
     if name in ("googlenet", "inception_v3"):
         options |= {"aux_logits": False, "init_weights": False}
     if name.startswith("vit_"):
         options["image_size"] = size
-    if dropout > 0 and "kwargs" in accepted:
+    if name.startswith("maxvit_"):
+        options["input_size"] = (size, size)
+    if dropout > 0:
         options["dropout"] = dropout
     try:
         model: nn.Module = models.get_model(name, weights=None, **options)
+        if channels != 3:
+            _first_convolution_for(model, channels)
+        _dry_run(model, channels=channels, size=size)
     except TypeError:
         if "dropout" not in options:
             raise
         raise ConfigError(f"dropout can't be set for model {name}, got {dropout:g}. Leave --dropout out.") from None
-    except ValueError as error:
-        raise ConfigError(f"model {name} does not accept images of {size} pixels: {error}. Set --image-size.") from None
-    if channels != 3:
-        _first_convolution_for(model, channels)
+    except (ValueError, AssertionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0].rstrip(".!")
+        raise ConfigError(
+            f"model {name} must get images of a size that it can take, got {size} x {size}: {reason}. "
+            "Set --image-size (224 suits every model), or choose another --model."
+        ) from None
     return model
+
+
+def _dry_run(model: nn.Module, *, channels: int, size: int) -> None:
+    """Pass shapes through the model, without data or arithmetic: too small an image would fail many minutes later, in a
+    pool deep inside."""
+    shapes = {name: tensor.to("meta") for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    model.eval()
+    with torch.no_grad():
+        functional_call(model, shapes, (torch.empty(2, channels, size, size, device="meta"),))
+    model.train()
 
 
 def _first_convolution_for(model: nn.Module, channels: int) -> None:

@@ -66,6 +66,18 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def share_buffers(model: nn.Module, group: Group) -> None:
+    """Give all ranks rank 0's buffers. Those of a batch norm differ after a step: each rank saw its own samples, and DDP
+    passes rank 0's on only before the next forward pass; an evaluation between would be of several models."""
+    buffers = dict(model.named_buffers())
+    if not buffers or group.world_size == 1:
+        return
+    first = group.broadcast({name: buffer.cpu() for name, buffer in buffers.items()} if group.is_main else None)
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(first[name])
+
+
 def without_sync(model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
     """For all micro-batches of a step but the last: gradients add up locally. Forward belongs inside as well."""
     inner = model._orig_mod if hasattr(model, "_orig_mod") else model
