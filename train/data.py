@@ -1,26 +1,18 @@
-"""Samples, their order, and the way of a batch to the device.
+"""Samples and their order.
 
 The order depends on the seed and the epoch alone; rank r takes its slice of each global batch. Augmentation draws from a
 hash of (seed, epoch, sample), so that neither the world size, nor a restart, nor a number of workers changes a pixel.
 """
 
-import contextlib
 import hashlib
-import os
-import queue
 import random
-import signal
 import sys
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
-
-from train.errors import DataError, PeerLost
-from train.stop import SIGNALS, StopRequest, die_with_parent
+from torch.utils.data import Dataset, default_collate
 
 Key = tuple[int | None, torch.Tensor]  # the epoch (None: evaluation, no augmentation) and sample numbers, int64 [B]
 
@@ -157,145 +149,3 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
-
-
-# On the way to the device -------------------------------------------------------------------------------------
-
-
-class Feed:
-    """The batches of this rank, in order; prepared ahead by worker processes where there are any.
-
-    With workers, a thread waits for them: the loop itself only ever waits for a queue, a moment at a time, and so sees a
-    stop request while a disk is slow.
-    """
-
-    def __init__(
-        self, samples: Samples, keys: Iterable[Key], *, device: torch.device, stop: StopRequest, num_workers: int,
-        prefetch_factor: int,
-    ) -> None:  # fmt: skip
-        self.device, self.stop = device, stop
-        self._samples, self._keys = samples, iter(keys)
-        self._queue: queue.Queue[Any] | None = None
-        # What lies in memory is faster taken by index than sent by a worker
-        if num_workers > 0 and not getattr(samples, "in_memory", False):
-            self._start(samples, num_workers, prefetch_factor)
-
-    def next(self) -> Any | None:
-        """The next batch on the device, or None if a stop was asked for while waiting. Raises StopIteration at the end,
-        DataError for an unreadable sample."""
-        if self._queue is None:
-            epoch, indices = next(self._keys)
-            return to_device(self._samples.batch(indices, epoch), self.device)
-        while not self.stop.asked:
-            try:
-                item = self._queue.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            if isinstance(item, BaseException):
-                raise _explained(item)
-            return to_device(item, self.device)
-        return None
-
-    def close(self) -> None:
-        self._closed.set() if self._queue is not None else None
-
-    def _start(self, samples: Samples, num_workers: int, prefetch_factor: int) -> None:
-        loader: DataLoader[Any] = DataLoader(
-            _Batches(samples),
-            sampler=self._keys,
-            batch_size=None,  # a key is a whole batch already
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            worker_init_fn=_WorkerStart(os.getpid()),
-            generator=torch.Generator().manual_seed(0),  # its base seed must not be drawn from the model's random state
-            pin_memory=self.device.type == "cuda",
-        )
-        with _signals_held():
-            iterator = iter(loader)
-        self._queue = queue.Queue(maxsize=1)
-        self._closed = threading.Event()
-        threading.Thread(target=self._pull, args=(iterator, self._queue), name="feed", daemon=True).start()
-
-    def _pull(self, iterator: Iterator[Any], ready: "queue.Queue[Any]") -> None:
-        item: Any = None
-        while not isinstance(item, BaseException) and not self._closed.is_set():
-            try:
-                item = next(iterator)
-            except BaseException as error:
-                item = error
-            while not self._closed.is_set():
-                with contextlib.suppress(queue.Full):
-                    ready.put(item, timeout=0.5)
-                    break
-
-
-class _Batches(Dataset[Any]):
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
-
-    def __getitem__(self, key: Any) -> Any:
-        epoch, indices = key
-        try:
-            return self.samples.batch(indices, epoch)
-        except DataError as error:  # as a value: torch would wrap the one line in a traceback of the worker's
-            return error
-
-
-class _WorkerStart:
-    """First thing in a worker: ignore what is meant for the loop, and die with it."""
-
-    def __init__(self, parent: int) -> None:
-        self.parent = parent
-
-    def __call__(self, worker: int) -> None:
-        for name in SIGNALS:
-            if hasattr(signal, name):
-                # A batch system signals the whole process group: a worker that died of it took the checkpoint along.
-                signal.signal(getattr(signal, name), signal.SIG_IGN)
-        if hasattr(signal, "pthread_sigmask"):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _stop_signals())
-        die_with_parent(self.parent)
-        torch.set_num_threads(1)
-
-
-def _stop_signals() -> list[signal.Signals]:
-    return [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Hold the stop signals back while workers are born: between its birth and its first line a worker would die of one."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _stop_signals())
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Move all tensors of a batch (tuple, list, dict or tensor); a DataError that a worker sent is raised here."""
-    if isinstance(batch, DataError):
-        raise batch
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {name: to_device(value, device) for name, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
-
-
-def _explained(error: BaseException) -> BaseException:
-    """What the death of a worker process means."""
-    text = str(error)
-    if "Bus error" in text or "No space left on device" in text or "shared memory" in text:
-        return DataError(
-            "/dev/shm must hold the batches of all DataLoader workers, got no space left. Enlarge it (docker run "
-            "--shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm), or set --num-workers 0."
-        )
-    if "DataLoader worker" in text and ("killed by signal" in text or "exited unexpectedly" in text):
-        return PeerLost(f"a DataLoader worker died: {text.splitlines()[0]} (out of memory is the usual reason)")
-    return error

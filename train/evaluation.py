@@ -14,8 +14,9 @@ from torch import nn
 
 from train import parallel
 from train.config import Config
-from train.data import Feed, Samples, evaluation_keys, num_batches
+from train.data import Samples, evaluation_keys, num_batches
 from train.errors import UserError
+from train.feed import Feed
 from train.group import Group
 from train.workloads import Sums, Workload
 

@@ -11,10 +11,11 @@ from torch import nn
 from train import checkpoint, parallel
 from train.checkpoint import Checkpoint
 from train.config import Config, check_world_size
-from train.data import Feed, Order, mix, seed_everything, to_device
+from train.data import Order, mix, seed_everything
 from train.env import Launch
 from train.errors import DataError, Stopped, UserError
 from train.evaluation import evaluate
+from train.feed import Feed, to_device
 from train.finish import finish
 from train.group import Group, join
 from train.log import Log
