@@ -30,7 +30,7 @@ from train.log import Log
 from train.rendezvous import Meeting, meet
 from train.status import End, new_attempt, read_json, state_of, write_end, write_summary
 from train.stop import StopRequest
-from train.watch import Watch, describe
+from train.watch import Watch, code_of_cause, describe
 from train.ways import HINT, open_ways
 
 # gloo's and nccl's own timeouts lie behind ours, which know the phase and name the rank.
@@ -240,13 +240,12 @@ def _come_together(config: Config, group: Group) -> None:
     watch.enter("join", config.join_timeout_s + 10.0)
     backend = pick_backend(config.backend, group.device)
     meeting = meet(
-        launch, traits=traits(config, backend), attempt=group.attempt, timeout_s=config.join_timeout_s, stop=group.stop,
-        log=log,
-    )  # fmt: skip
+        launch, traits=traits(config, backend), attempt=group.attempt, timeout_s=config.join_timeout_s, log=log
+    )
     group.meeting, group.attempt = meeting, meeting.attempt
     group.hosts = [member.host for member in meeting.members]
     watch.connect(meeting.beat_store, group.hosts, agent_store=launch.agent_store)
-    open_ways(meeting, launch.rank, log=log, stop=group.stop)
+    open_ways(meeting, launch.rank, log=log)
     longest_s = max(config.setup_timeout_s, config.step_timeout_s, config.eval_timeout_s, config.save_timeout_s)
     timeout = timedelta(seconds=longest_s + BEHIND_OURS_S)
     meeting.store.set_timeout(timeout)  # so far it was what was left of the time to join; nccl waits for its id with it
@@ -324,9 +323,7 @@ def explain(group: Group, error: BaseException) -> BaseException:
         if end is not None and end.code == Stopped.code:
             # It did not wait to save, and to stop is what was asked for: no reason to start again
             return Stopped(f"rank {end.rank} on {end.host} left: {end.why}")
-        # The cause decides whether trying again helps: a user's mistake or a fault on one rank ends all as such.
-        if end is not None and 0 < end.code < 128:
-            failure.code = end.code
+        failure.code = code_of_cause(suspects, failure.code)
     return failure
 
 

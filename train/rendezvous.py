@@ -26,11 +26,10 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from train.env import Launch
-from train.errors import JOIN_FAILED, USER_MISTAKE, JoinError, LaunchError, Stopped, UserError
+from train.errors import JOIN_FAILED, USER_MISTAKE, JoinError, LaunchError, UserError
 from train.log import Log
 from train.network import explain_connection, is_own_address, port_holder, try_connect
 from train.roster import Member, Roster, describe_claims, describe_differences, describe_missing
-from train.stop import StopRequest
 
 POLL_S = 0.1
 PORT_PATIENCE_S = 5.0  # the process of the last attempt may still be on its way out
@@ -51,26 +50,20 @@ class Meeting:
     deadline_s: float  # on the monotonic clock: what is left of the time to join
 
 
-def meet(
-    launch: Launch, *, traits: Mapping[str, str], attempt: str, timeout_s: float, stop: StopRequest, log: Log
-) -> Meeting:
+def meet(launch: Launch, *, traits: Mapping[str, str], attempt: str, timeout_s: float, log: Log) -> Meeting:
     """Join the group, or say who and what is missing.
 
     Raises JoinError (code 170) once `timeout_s` has passed or rank 0 found the roster impossible, UserError where ranks
-    differ in code or settings, LaunchError where the port can't be used, Stopped on a signal. In a thread, since no
-    call may hold us longer: a resolver without an answer, or a store whose process is stopped, blocks without end.
+    differ in code or settings, LaunchError where the port can't be used. In a thread, since no call may hold us longer:
+    a resolver without an answer, or a store whose process is stopped, blocks without end.
     """
     if launch.rank == 0:
         log.say(f"waiting for {launch.world_size} ranks at {launch.master_addr}:{launch.master_port}")
     join = _Join(launch, dict(traits), attempt, timeout_s, log)
     outcome: concurrent.futures.Future[Meeting] = concurrent.futures.Future()
     threading.Thread(target=join.run, args=(outcome,), name="join", daemon=True).start()
-    while not concurrent.futures.wait([outcome], timeout=POLL_S).done:
-        if stop.asked:
-            join.cancelled.set()
-            raise Stopped(f"{stop.signal_name} while joining: nothing to save")
-        if time.monotonic() > join.deadline_s + STUCK_S:
-            raise join.failure(join.doing)
+    if not concurrent.futures.wait([outcome], timeout=timeout_s + STUCK_S).done:
+        raise join.failure(join.doing)
     return outcome.result()
 
 
@@ -85,7 +78,6 @@ class _Join:
             token=secrets.token_hex(6), traits=traits,
         )  # fmt: skip
         self.roster = Roster()
-        self.cancelled = threading.Event()
         self.doing = "starting"  # what the call that is under way means for the user, should it never return
         self.problem = f"nothing was heard from rank 0 at {self.address}"  # the last one; others may follow
         self._noticed_s = time.monotonic()
@@ -286,8 +278,7 @@ class _Join:
         )
 
     def _pause(self) -> None:
-        if self.cancelled.wait(self._poll_s):
-            raise JoinError("cancelled")  # nobody waits for this thread any more
+        time.sleep(self._poll_s)
         now_s = time.monotonic()
         if now_s - self._noticed_s > NOTICE_S:
             self._noticed_s = now_s

@@ -30,6 +30,9 @@ TICK_S = 0.2
 LOCKED_GRACE_S = 60.0
 # How long the loop may take to notice by itself that a peer told it had failed: collectives on a GPU don't.
 UNNOTICED_S = 10.0
+UNNOTICED_JOINING_S = 1.0  # gloo's passive side, which waits to be called, never does
+# How long a last word may take: its store may be the very thing that hangs, or be held by the thread that does.
+LAST_WORD_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +104,9 @@ class Watch:
             except RuntimeError:
                 failed = True  # the store's process is gone
             failed_since_s = (failed_since_s or time.monotonic()) if failed else 0.0
-            if failed and time.monotonic() - failed_since_s > UNNOTICED_S and not self._ended.is_set():
-                self._leave(PEER_LOST, "a rank failed and this one did not notice by itself")
+            patience_s = UNNOTICED_JOINING_S if self.phase == "join" else UNNOTICED_S
+            if failed and time.monotonic() - failed_since_s > patience_s and not self._ended.is_set():
+                self._leave("a rank failed and this one did not notice by itself")
 
     def _watch_clock(self) -> None:
         armed_s = 0.0
@@ -115,21 +119,22 @@ class Watch:
                 armed_s = now_s
             if now_s - self._entered_s > self._timeout_s and not self._ended.is_set():
                 what = f"{self.phase} (step {self.step}) took longer than {self._timeout_s:g} s"
-                self._leave(JOIN_FAILED if self.phase == "join" else PEER_LOST, what)
+                self._leave(what)
 
-    def _leave(self, code: int, what: str) -> None:
+    def _leave(self, what: str) -> None:
         """Dump the stacks, name the suspect, tell the others, and end this process at once."""
         if self.log.file is not None:
             faulthandler.dump_traceback(self.log.file.fileno())
         suspects = self.suspects_within(5.0)
         why = f"{what}; {describe(suspects, self.hosts)}"
         self.log.warn(f"{why}. The stacks of all threads are in logs/rank-{self.rank}.log")
-        try:
-            self.before_exit(code, why)
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        code = code_of_cause(suspects, JOIN_FAILED if self.phase == "join" else PEER_LOST)
+        thread = threading.Thread(target=self.before_exit, args=(code, why), daemon=True)
+        thread.start()
+        thread.join(LAST_WORD_S)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
     # Suspects -------------------------------------------------------------------------------------------------
 
@@ -195,6 +200,12 @@ def _behind(store: Store, others: list[int]) -> list[Suspect]:
 
 def _end(store: Store, rank: int) -> End | None:
     return End.from_json(store.get(f"end/{rank}")) if store.check([f"end/{rank}"]) else None
+
+
+def code_of_cause(suspects: list[Suspect], otherwise: int) -> int:
+    """The cause decides whether trying again helps: a user's mistake or a fault on one rank ends all as such."""
+    told = [suspect.end.code for suspect in suspects[:1] if suspect.end is not None]
+    return told[0] if told and 0 < told[0] < 128 else otherwise
 
 
 def describe(suspects: list[Suspect], hosts: list[str]) -> str:

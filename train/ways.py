@@ -12,12 +12,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from train.errors import FINISHED, JOIN_FAILED, USER_MISTAKE, JoinError, LaunchError, Stopped, UserError
+from train.errors import FINISHED, JOIN_FAILED, USER_MISTAKE, JoinError, LaunchError, UserError
 from train.log import Log
 from train.network import address_of, interface_of, interfaces, is_loopback, local_ip_towards, try_connect
 from train.rendezvous import Meeting
 from train.roster import Member
-from train.stop import StopRequest
 
 POLL_S = 0.02
 # A packet that a firewall drops is sent again after one and after three seconds.
@@ -35,7 +34,7 @@ PROBLEMS = {
 }
 
 
-def open_ways(meeting: Meeting, rank: int, *, log: Log, stop: StopRequest) -> None:
+def open_ways(meeting: Meeting, rank: int, *, log: Log) -> None:
     """Choose the interface, and try the way to the next rank: around the ring that crosses every border between nodes in
     both directions, with one connection a rank.
 
@@ -43,7 +42,7 @@ def open_ways(meeting: Meeting, rank: int, *, log: Log, stop: StopRequest) -> No
     """
     members = meeting.members
     until_s = max(meeting.deadline_s, time.monotonic() + AT_LEAST_S)
-    waiting = _Waiting(meeting, until_s, stop)
+    waiting = _Waiting(meeting, until_s)
     listener, door = _open_door(members, rank, log)
     try:
         meeting.store.set(f"door/{rank}", json.dumps(door))
@@ -70,16 +69,14 @@ def open_ways(meeting: Meeting, rank: int, *, log: Log, stop: StopRequest) -> No
 
 
 class _Waiting:
-    """Looks for a key until the deadline, and for a request to stop."""
+    """Looks for a key until the deadline."""
 
-    def __init__(self, meeting: Meeting, until_s: float, stop: StopRequest) -> None:
-        self.store, self.until_s, self.stop = meeting.store, until_s, stop
+    def __init__(self, meeting: Meeting, until_s: float) -> None:
+        self.store, self.until_s = meeting.store, until_s
         self.poll_s = POLL_S * max(1.0, len(meeting.members) / 64)
 
     def get(self, key: str) -> dict[str, Any] | None:
         while not self.store.check([key]):
-            if self.stop.asked:
-                raise Stopped(f"{self.stop.signal_name} while joining: nothing to save")
             if time.monotonic() > self.until_s:
                 return None
             time.sleep(self.poll_s)
