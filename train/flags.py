@@ -170,20 +170,22 @@ def _as_flag(word: str) -> str:
     return f"; did you mean --{word}?" if equals and name.replace("-", "_") in Config.model_fields else "."
 
 
-def help_text(commands: Mapping[str, str], *, extra: Mapping[str, Extra] = {}, usage: str = "", width: int = 0) -> str:
+def help_text(
+    commands: Mapping[str, str], *, extra: Mapping[str, Extra] = {}, usage: str = "", width: int = 0, settings: bool = True
+) -> str:
     """What --help prints: commands, their options, and all settings in groups with unit, range and default."""
     width = min(width or shutil.get_terminal_size().columns, 120)
     lines = textwrap.wrap(usage or "usage: python -m train.main COMMAND [--config FILE] [--SETTING VALUE ...]", width)
     note = "Flags outrank the file, the file outranks the defaults. A switch: --augment, --no-augment or --augment=false."
     lines += textwrap.wrap(note, width)
     rows: dict[str, list[tuple[str, str]]] = {"commands": list(commands.items())}
-    rows["options"] = [("--config FILE", "Settings from a YAML file; flags outrank it."), ("--help", "This text.")]
+    rows["options"] = [("--config FILE", "Settings from a YAML file; flags outrank it."), ("--help", "All options and all settings.")]
     for name, option in extra.items():
         where = f"{', '.join(option.commands)}: " if option.commands else ""
         shown = "" if option.type is bool else f" {option.metavar or _metavar(option.type, option.choices)}"
         rest = "" if option.default in (None, False, "") else f" [default {option.default}]"
         rows["options"].append((flag(name) + shown, where + option.help + rest))
-    for title, names in groups().items():
+    for title, names in groups().items() if settings else ():
         rows[title] = [(_usage(name), _help(name)) for name in names]
     for title, entries in rows.items():
         lines += ["", f"{title}:"]

@@ -205,11 +205,12 @@ def _describe(config: Config, group: Group, workload: Workload, order: Order) ->
     split += f" in {config.accumulate} parts" if config.accumulate > 1 else ""
     parameters = sum(p.numel() for p in workload.model.parameters())
     name = config.model if config.workload == "images" else config.workload
+    way = parallel.way(config, group.world_size)
     return (
-        f"data   {workload.data_name}, {len(workload.train)} + {len(workload.evaluation)} samples"
+        f"data   {workload.data_name}, {len(workload.train):,} + {len(workload.evaluation):,} samples"
         f"{f', {workload.data_origin}' if workload.data_origin else ''}\n"
-        f"model  {name}, {parameters:,} parameters, {config.precision} on {group.device}, "
-        f"{parallel.way(config, group.world_size)}\n"
+        f"model  {name}, {parameters:,} parameters, {config.precision} on {group.device}"
+        f"{'' if way == 'none' else f', {way}'}\n"
         f"batch  {config.batch_size} global{split}, peak learning rate {peak_rate(config):g}, "
         f"{order.steps_per_epoch} steps an epoch"
     )

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         mistake = error
     parsed = parse_args(sys.argv[1:] if argv is None else argv, extra=EXTRA, commands=tuple(COMMANDS))
     if parsed.help or (parsed.command is None and not parsed.mistakes and not parsed.settings):
-        print(help_text(COMMANDS, extra=EXTRA), end="")
+        print(help_text(COMMANDS, extra=EXTRA, settings=parsed.help), end="")
         return FINISHED if parsed.help else USER_MISTAKE
     try:
         config = load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
