@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from forks import Forks
 from jobs import FOREIGN
 from pool import Pool, pool_of_ranks
 
@@ -76,3 +77,11 @@ def _children_left() -> Iterator[psutil.Process]:
                 yield process
         except psutil.Error:
             continue
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Starts ranks in a third of a second; see forks.py."""
+    server = Forks(tmp_path_factory.mktemp("forks"))
+    yield server
+    server.close()
