@@ -179,7 +179,7 @@ def help_text(
     note = "Flags outrank the file, the file outranks the defaults. A switch: --augment, --no-augment or --augment=false."
     lines += textwrap.wrap(note, width)
     rows: dict[str, list[tuple[str, str]]] = {"commands": list(commands.items())}
-    rows["options"] = [("--config FILE", "Settings from a YAML file; flags outrank it."), ("--help", "All options and all settings.")]
+    rows["options"] = [("--config FILE", "Settings from a YAML file; flags outrank it."), ("--help", "This, and all settings.")]
     for name, option in extra.items():
         where = f"{', '.join(option.commands)}: " if option.commands else ""
         shown = "" if option.type is bool else f" {option.metavar or _metavar(option.type, option.choices)}"
