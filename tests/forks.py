@@ -95,7 +95,8 @@ class Forks:
         self._started: list[int] = []
         self._processes: dict[int, Process] = {}
         self._news = threading.Condition()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def start(
         self, *arguments: str | Path, world_size: int = 1, env: Mapping[str, str] | None = None, cwds: Sequence[Path] = (),
@@ -126,8 +127,11 @@ class Forks:
 
     def close(self) -> None:
         assert self.server.stdin is not None
+        assert self.server.stdout is not None
         self.server.stdin.close()
         self.server.wait(20)
+        self._listener.join(20)
+        self.server.stdout.close()
 
     def _fork(self, arguments: list[str], env: dict[str, str], cwd: Path, preload: str) -> Process:
         assert self.server.stdin is not None
