@@ -190,6 +190,7 @@ class _Join:
                     raise JoinError(describe_claims([me, Member.from_json(store.get("main"))]))
                 store.append("roster", me.to_json() + "\n")  # type: ignore[attr-defined]
                 self.problem = f"rank 0 at {self.address} is still waiting for others"
+                self.log.keep(f"introduced to the others at {self.address}")
             if generation:
                 store.add(f"alive/{me.token}", 1)
                 if store.check(["verdict"]):
@@ -261,7 +262,10 @@ class _Join:
             self.problem = f"rank 0 never introduced itself to the store at {self.address}, is it another job's?"
         elif not store.check(["verdict"]):
             self.roster.look(store)
-            raise JoinError(f"{self._missing(self.timeout_s)}. {advice}")
+            error = JoinError(f"{self._missing(self.timeout_s)}. {advice}")
+            # One rank of each host prints it
+            error.echo = any(m.host == self.me.host and m.rank < self.me.rank for m in self.roster.living())
+            raise error
         raise self.failure(self.problem)
 
     def _missing(self, waited_s: float) -> str:

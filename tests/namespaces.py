@@ -1,0 +1,121 @@
+"""Machines made of namespaces: each its own network, host name and /etc/hosts, joined by a cable. Linux, root, iproute2.
+
+A node lives as long as its first process, and all that is in it ends with `close`: nothing of the machine itself changes.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+NEEDED = {"ip": "iproute2", "iptables": "iptables", "unshare": "util-linux", "nsenter": "util-linux"}
+NODE = "TEST_NODE_PID"  # tells a forked process which node to enter
+
+
+def missing() -> str:
+    """Why there can be no nodes here, with the command that mends it, or ""."""
+    lacking = {package for tool, package in NEEDED.items() if shutil.which(tool) is None}
+    if lacking:
+        return f"nodes of namespaces need {', '.join(sorted(lacking))}: apt-get install -y {' '.join(sorted(lacking))}"
+    if os.geteuid() != 0:
+        return "nodes of namespaces need root: sudo make test"
+    tried = subprocess.run(["unshare", "-n", "-u", "-m", "ip", "link", "add", "type", "veth"], capture_output=True, text=True)
+    if tried.returncode:
+        return f"nodes of namespaces can't be made here ({tried.stderr.strip()}): docker run --privileged"
+    return ""
+
+
+class Node:
+    """One machine. `eth0` is the cable to the other; `aux0` is up and leads nowhere."""
+
+    def __init__(self, name: str, folder: Path, *, ip: str, aux_ip: str) -> None:
+        self.name, self.ip, self.aux_ip = name, ip, aux_ip
+        self.hosts_file = folder / f"hosts-{name}"
+        # Debian's own line for a machine's name, of which gloo makes nothing good
+        self.hosts_file.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+        lookup = folder / f"nsswitch-{name}"
+        lookup.write_text("hosts: files\n")
+        script = (
+            f"hostname {name} && mount --bind {self.hosts_file} /etc/hosts && mount --bind {lookup} /etc/nsswitch.conf"
+            " && echo ready && exec sleep infinity"
+        )
+        self.first = subprocess.Popen(
+            ["unshare", "-n", "-u", "-m", "sh", "-c", script], stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
+        )
+        assert self.first.stdout is not None
+        assert self.first.stdout.readline() == "ready\n", f"no node {name}"
+        self.run("ip link set lo up")
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {NODE: str(self.first.pid)}
+
+    def run(self, *commands: str) -> str:
+        """Shell commands on the node, with their output."""
+        done = subprocess.run([*self.prefix, "sh", "-ec", "\n".join(commands)], capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, f"{self.name}: {commands}: {done.stderr}"
+        return done.stdout
+
+    @property
+    def prefix(self) -> list[str]:
+        """What stands before a command to run it on the node."""
+        return ["nsenter", "-t", str(self.first.pid), "-n", "-u", "-m"]
+
+    def know(self, name: str, ip: str) -> None:
+        """A line of /etc/hosts, in place: the file is mounted."""
+        with self.hosts_file.open("a") as file:
+            file.write(f"{ip} {name}\n")
+
+    def close(self) -> None:
+        self.first.kill()
+        self.first.wait()
+        if self.first.stdout is not None:
+            self.first.stdout.close()
+
+
+class Pair:
+    """Two machines on one cable, node0 at 192.168.77.1 and node1 at 192.168.77.2. (On 10.x gloo's fault stays hidden: the
+    lower address calls, the higher listens.)"""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.nodes: list[Node] = []
+        for number in (0, 1):
+            aux = f"172.30.{number}.9"
+            self.nodes.append(Node(f"node{number}", folder, ip=f"192.168.77.{number + 1}", aux_ip=aux))
+        one, two = self.nodes
+        cable = f"ip link add eth0 netns {one.first.pid} type veth peer name eth0 netns {two.first.pid}"
+        subprocess.run(cable.split(), check=True)
+        for node, other in ((one, two), (two, one)):
+            node.run(
+                "ip link add aux0 type veth peer name aux1",
+                f"ip addr add {node.aux_ip}/24 dev aux0",
+                "ip link set aux0 up",
+                "ip link set aux1 up",
+                f"ip addr add {node.ip}/24 dev eth0",
+                "ip link set eth0 up",
+            )
+            node.know(other.name, other.ip)
+        until_s = time.monotonic() + 10
+        while "NO-CARRIER" in one.run("ip link show eth0"):
+            assert time.monotonic() < until_s, "the cable stays dead"
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.close()
+
+
+def enter(environ: Mapping[str, str] = os.environ) -> None:
+    """Move this process, which must have a single thread, to the node that its environment names."""
+    folder = os.getcwd()
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("net", "uts", "mnt"):
+        handle = os.open(f"/proc/{environ[NODE]}/ns/{kind}", os.O_RDONLY)
+        if libc.setns(handle, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"setns to {kind} of {environ[NODE]}")
+        os.close(handle)
+    os.chdir(folder)

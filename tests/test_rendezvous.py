@@ -1,0 +1,212 @@
+"""Joining: whoever is missing, double, different or in the way is named, on every rank, within the bound, with the right code.
+
+Real processes. The failures run side by side, as each mostly waits for its deadline.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from forks import Forks, Job, Process
+from jobs import ROOT, environment, free_port, rank_env, result, start
+
+from train.log import host_name
+
+JOIN_S = 4
+# A rank that is bounded ends within 4 + 10 s; torch's own bounds begin at 300 s, and gloo waits for five times as long
+BOUND_S = 100
+TINY = ("--dataset", "fake", "--fake-samples", "24", "--batch-size", "24", "--model", "mlp", "--tensorboard", "false",
+        "--max-steps", "1")  # fmt: skip
+# What torch says when a store or a connection ends before those who use it
+NOISE = re.compile(r"recvValue|Broken pipe|destroy_process_group|Connection reset|Traceback|Warning|\[W\d|\[E\d")
+HOST = host_name()
+
+
+@dataclass
+class Rank:
+    """One rank of a case, and what it said: its output, and its log where another rank of the host spoke for it."""
+
+    process: Process
+    log: Path
+
+    @property
+    def said(self) -> str:
+        return self.process.output + (self.log.read_text() if self.log.exists() else "")
+
+    def wait_for(self, text: str) -> None:
+        until_s = time.monotonic() + BOUND_S
+        while text not in self.said:
+            assert self.process.code is None, f"ended before {text!r}:\n{self.said}"
+            assert time.monotonic() < until_s, f"no {text!r}:\n{self.said}"
+            time.sleep(0.02)
+
+    def wait(self) -> int:
+        assert self.process.ended.wait(BOUND_S), f"rank did not end:\n{self.said}"
+        assert self.process.code is not None
+        return self.process.code
+
+
+Begin = Callable[..., Rank]
+
+
+@pytest.fixture(scope="module")
+def begin(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Begin]:
+    """Start one rank: `begin(rank, world_size, port, name, *arguments, join_s=..., VARIABLE=value)`."""
+    runs = tmp_path_factory.mktemp("runs")
+    started: list[Process] = []
+
+    def one(rank: int, world_size: int, port: int, name: str, *arguments: str, join_s: float = 60, **env: str) -> Rank:
+        line = ("train", *TINY, "--run-dir", str(runs), "--name", name, "--join-timeout-s", str(join_s), *arguments)
+        job = forks.start(*line, env={**rank_env(rank, world_size, port), **env})
+        started.extend(job.processes)
+        return Rank(job.processes[0], runs / name / "logs" / f"rank-{rank}.log")
+
+    yield one
+    Job(started).kill()
+
+
+# Failures that end by themselves ------------------------------------------------------------------------------
+
+
+@dataclass
+class Failures:
+    ranks: dict[str, list[Rank]]
+    port: dict[str, int]
+
+    def of(self, name: str, code: int) -> list[str]:
+        """What each rank of a case said; all ended with `code`."""
+        codes = [rank.wait() for rank in self.ranks[name]]
+        said = [rank.said for rank in self.ranks[name]]
+        assert codes == [code] * len(codes), "\n".join(said)
+        assert not any("Traceback" in text for text in said), "\n".join(said)
+        return said
+
+
+@pytest.fixture(scope="module")
+def web_server() -> Iterator[tuple[int, int]]:
+    """Port and pid of a service that is not ours."""
+    port = free_port()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"], env=environment(),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    until_s = time.monotonic() + BOUND_S
+    while not listens(port):
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    yield port, server.pid
+    server.kill()
+    server.wait()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture(scope="module")
+def mute_service() -> Iterator[int]:
+    """The port of something that takes connections and never says a word, like a stopped process."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port()))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def failures(begin: Begin, web_server: tuple[int, int], mute_service: int) -> Failures:
+    """All cases at once."""
+    ports = {name: free_port() for name in ("missing", "closed", "double", "sizes", "larger", "settings", "device", "taken")}
+    ports |= {"web": web_server[0], "mute": mute_service}
+
+    def case(name: str, *ranks: tuple[int, int] | tuple[int, int, str], **env: str) -> list[Rank]:
+        return [begin(r[0], r[1], ports[name], name, *(r[2:] and str(r[2]).split()), join_s=JOIN_S, **env) for r in ranks]
+
+    ranks = {
+        "missing": case("missing", (0, 4), (1, 4), (2, 4)),
+        "closed": case("closed", (1, 2)),
+        "double": case("double", (0, 3), (1, 3), (1, 3)),
+        "sizes": case("sizes", (0, 2), (1, 4)),
+        "larger": case("larger", (0, 4), (1, 2)),
+        "settings": case("settings", (0, 3), (1, 3, "--lr 0.5 --seed 3"), (2, 3)),
+        "device": case("device", (0, 2), (1, 2, "--device cpu")),
+        "taken": [begin(0, 2, ports["taken"], "taken", join_s=4 * JOIN_S)],  # there when the second gives up
+        "web": case("web", (0, 2), (1, 2)),
+        "mute": case("mute", (1, 2)),
+    }
+    ranks["taken"][0].wait_for("waiting for 2 ranks")
+    ranks["taken"] += case("taken", (0, 2))
+    return Failures(ranks, ports)
+
+
+def test_a_missing_rank_is_named_by_all_others(failures: Failures):
+    for said in failures.of("missing", 170):
+        assert f"rank 3 of 4 has not joined after {JOIN_S} s (joined: 0-2 on {HOST})" in said
+
+
+def test_an_error_of_all_is_printed_by_one_rank_of_the_host(failures: Failures):
+    failures.of("missing", 170)
+    assert sum("has not joined" in rank.process.output for rank in failures.ranks["missing"]) == 1
+
+
+def test_a_closed_port_is_told_from_other_causes(failures: Failures):
+    (said,) = failures.of("closed", 170)
+    assert f"127.0.0.1:{failures.port['closed']} refuses the connection" in said
+    assert "does not answer" not in said
+
+
+def test_a_foreign_service_on_the_port_is_named(failures: Failures, web_server: tuple[int, int]):
+    first, other = failures.of("web", 170)
+    assert re.search(rf"MASTER_PORT={web_server[0]} is in use on {HOST} by pid {web_server[1]} \(.*http\.server", first)
+    assert "does not answer as a rendezvous store: another service holds the port" in other
+
+
+def test_a_service_that_never_answers_does_not_hold_a_rank(failures: Failures):
+    (said,) = failures.of("mute", 170)
+    assert "does not answer as a rendezvous store" in said
+
+
+def test_a_second_rank_0_is_told_who_holds_the_port(failures: Failures):
+    first, second = failures.of("taken", 170)
+    holder = failures.ranks["taken"][0].process.pid
+    assert f"MASTER_PORT={failures.port['taken']} is in use on {HOST} by pid {holder}" in failures.ranks["taken"][1].said
+    assert "a second process with RANK=0" in second
+    assert "rank 1 of 2 has not joined" in first
+
+
+def test_both_holders_of_one_rank_are_named(failures: Failures):
+    one, two = (rank.process.pid for rank in failures.ranks["double"][1:])
+    for said in failures.of("double", 170):
+        assert "rank 1 was claimed twice: by" in said
+        assert f"{HOST} (pid {one})" in said
+        assert f"{HOST} (pid {two})" in said
+
+
+@pytest.mark.parametrize(("case", "mine", "theirs"), [("sizes", 2, 4), ("larger", 4, 2)])
+def test_world_sizes_that_differ_are_named_with_their_ranks(failures: Failures, case: str, mine: int, theirs: int):
+    pids = [rank.process.pid for rank in failures.ranks[case]]
+    for said in failures.of(case, 170):
+        assert f"rank 1 on {HOST} (pid {pids[1]}) was started with WORLD_SIZE={theirs}" in said
+        assert f"rank 0 on {HOST} (pid {pids[0]}) with WORLD_SIZE={mine}" in said
+
+
+def test_settings_that_differ_are_named_with_ranks_and_values(failures: Failures):
+    for said in failures.of("settings", 2):
+        assert f"setting seed must be the same on all ranks, got 0 on ranks 0, 2 ({HOST}) and 3 on rank 1 ({HOST})" in said
+        assert "setting lr must be the same" in said
+        assert "setting model" not in said
+
+
+def test_one_rank_on_another_device_is_named(failures: Failures):
+    for said in failures.of("device", 2):
+        assert f'setting device must be the same on all ranks, got "auto" on rank 0 ({HOST}) and "cpu" on rank 1' in said
