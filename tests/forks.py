@@ -137,6 +137,7 @@ class Forks:
         assert self.server.stdin is not None
         self._count += 1
         output = self.folder / f"{self._count}.txt"
+        output.touch()  # whoever looks before the process has begun finds nothing, not an error
         request = {"arguments": arguments, "env": env, "cwd": str(cwd), "output": str(output), "preload": preload}
         with self._news:
             self.server.stdin.write(json.dumps(request) + "\n")
@@ -194,7 +195,6 @@ def serve() -> None:
                 if pid == 0:
                     _be(json.loads(line))
                 alive.add(pid)
-                _tell({"started": pid})
         while alive and (found := os.waitpid(-1, os.WNOHANG))[0]:
             alive.discard(found[0])
             _tell({"ended": found[0], "code": os.waitstatus_to_exitcode(found[1])})
@@ -215,6 +215,7 @@ def _be(job: dict[str, Any]) -> NoReturn:
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)
     output = os.open(job["output"], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    _tell({"started": os.getpid()})  # not before it can be signalled as a group and has an output file
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(job["env"])

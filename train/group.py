@@ -35,6 +35,7 @@ from train.ways import HINT, open_ways
 
 # gloo's and nccl's own timeouts lie behind ours, which know the phase and name the rank.
 BEHIND_OURS_S = 120.0
+UNDECIDED = "undecided"  # the state of a rank that looks for whom it lost
 # What a collective says when the other side is gone. torch raises these as plain RuntimeError, without a class.
 LOST = re.compile(
     r"closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|Read error|"
@@ -111,8 +112,11 @@ class Group:
 
     # Ends -----------------------------------------------------------------------------------------------------
 
-    def tell(self, code: int, why: str, *, suspect: int | None = None) -> None:
-        """Record how this rank ends: in `status/`, and in the store, where the others look for the cause."""
+    def tell(self, code: int, why: str, *, suspect: int | None = None, linger_s: float = 0.0) -> None:
+        """Record how this rank ends: in `status/`, and in the store, where the others look for the cause.
+
+        Rank 0 hosts the store: it stays until all others have told their end, or `linger_s` at most.
+        """
         end = End(self.rank, self.log.host, state_of(code), code, why, self.step, suspect)
         with contextlib.suppress(OSError):  # a full disk must not hide the reason that is being told
             write_end(self.run_dir, self.attempt, end)
@@ -122,6 +126,13 @@ class Group:
                 self.meeting.store.set(f"end/{self.rank}", end.to_json())
                 if end.state == "failed" and not isinstance(suspect, int):
                     self.meeting.store.set("failed", str(self.rank))
+        # After a failure under torchrun, whose agent keeps the store, nobody needs this rank
+        needed = self.meeting is not None and (self.meeting.hosts_store or end.state != "failed")
+        if self.is_main and needed:
+            until_s = time.monotonic() + linger_s
+            while not self._all_told(end) and time.monotonic() < until_s:
+                time.sleep(0.02)
+            self.summarise(end.state, self._ends(end))
 
     def own_run(self, still: Callable[[], bool]) -> None:
         """The run directory is this attempt's as long as `still` says so, and with it `status.json`. Rank 0 only."""
@@ -148,21 +159,8 @@ class Group:
                 ends += [End.from_json(store.get(key)) for key in others if store.check([key])]
         return ends
 
-    def leave_early(self, why: str) -> None:
-        """Tell the others that this rank leaves because it was asked to stop."""
-        self.tell(Stopped.code, why)
-        self.linger(1.0)
-
-    def linger(self, timeout_s: float) -> None:
-        """Rank 0 hosts the store: it stays until all others have told their end, or `timeout_s` at most."""
-        if self.meeting is None or not self.meeting.hosts_store:
-            return
-        until_s = time.monotonic() + timeout_s
-        with contextlib.suppress(RuntimeError):
-            while time.monotonic() < until_s:
-                if all(self.meeting.store.check([f"end/{r}"]) for r in range(1, self.world_size)):
-                    break
-                time.sleep(0.02)
+    def _all_told(self, own: End) -> bool:
+        return len([end for end in self._ends(own) if end.state != UNDECIDED]) == self.world_size
 
 
 def pick_device(wanted: str, local_rank: int, *, distributed: bool) -> torch.device:
@@ -214,7 +212,7 @@ def join(config: Config, launch: Launch, *, log: Log, stop: StopRequest, run_dir
     device = pick_device(config.device, launch.local_rank, distributed=launch.world_size > 1)
     group = Group(launch, device, log, watch, stop, attempt=attempt or new_attempt(), run_dir=run_dir)
     watch.before_exit = group.tell
-    stop.before_leaving = group.leave_early
+    stop.before_leaving = lambda why: group.tell(Stopped.code, why, linger_s=1.0)
     group.summarise("running", [])
     try:
         if launch.world_size > 1:
@@ -227,8 +225,7 @@ def join(config: Config, launch: Launch, *, log: Log, stop: StopRequest, run_dir
         failure = explain(group, error)
         # Tell before leaving: the others look here for the cause when their collectives break.
         code, why = code_of(failure)
-        group.tell(code, why, suspect=getattr(failure, "suspect", None))
-        group.linger(3.0)
+        group.tell(code, why, suspect=getattr(failure, "suspect", None), linger_s=3.0)
         watch.end()
         if failure is error:
             raise
@@ -298,9 +295,7 @@ def traits(config: Config, backend: str) -> dict[str, str]:
 def _part(group: Group) -> None:
     """Leave after success: all arrive here, then rank 0, whose process the others' connections end in, goes last."""
     group.agree(0)
-    group.tell(0, "finished")
-    group.linger(10.0)
-    group.summarise("finished", group._ends(End(group.rank, group.log.host, "finished", 0, "finished", group.step)))
+    group.tell(0, "finished", linger_s=10.0)
     group.watch.end()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -312,7 +307,7 @@ def explain(group: Group, error: BaseException) -> BaseException:
     if isinstance(error, JoinError | PeerLost) or not lost or group.meeting is None:
         return error
     # Tell at once that this rank is a victim: that leaves the culprit as the only one that told nothing.
-    victim = End(group.rank, group.log.host, "failed", PeerLost.code, "a peer was lost", group.step)
+    victim = End(group.rank, group.log.host, UNDECIDED, PeerLost.code, "a peer was lost", group.step)
     with contextlib.suppress(RuntimeError):
         group.meeting.store.set(f"end/{group.rank}", victim.to_json())
     suspects = group.watch.suspects_within(6.0)

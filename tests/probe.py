@@ -1,0 +1,87 @@
+"""A small workload that does something to its own process at an exact moment, named by the variable PROBE.
+
+PROBE is JSON: {"where": "loss", "call": 7, "rank": 1, "signal": "SIGTERM", "to": "group", "sleep_s": 300}. `where` is one
+of build, data, loss, eval_data, evaluate; `call` counts them from 1 in each process; without `rank` all ranks do it;
+`before_s` it waits first. The loss is called twice before the first step. Not an option of the workload: those may not
+change when a run is resumed.
+"""
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from train.config import Config
+from train.data import mix, random_numbers
+from train.workloads import Workload
+
+NUM_TRAIN, NUM_EVAL, NUM_CLASSES = 64, 21, 4
+_calls: dict[str, int] = {}
+
+
+def probe(where: str) -> None:
+    text = os.environ.get("PROBE")
+    if not text:
+        return
+    order: dict[str, Any] = json.loads(text)
+    _calls[where] = _calls.get(where, 0) + 1
+    mine = order.get("rank") in (None, int(os.environ.get("RANK", "0")))
+    if order["where"] != where or order["call"] != _calls[where] or not mine:
+        return
+    time.sleep(order.get("before_s", 0))
+    if "signal" in order:
+        number = getattr(signal, order["signal"])
+        os.killpg(os.getpgrp(), number) if order.get("to") == "group" else os.kill(os.getpid(), number)
+    time.sleep(order.get("sleep_s", 0.3))
+
+
+class Samples:
+    """Made-up points, one at a time from DataLoader workers where there are any."""
+
+    def __init__(self, count: int, *, seed: int, where: str) -> None:
+        generator = torch.Generator().manual_seed(mix(seed, count))
+        self.labels = torch.randint(NUM_CLASSES, (count,), generator=generator)
+        self.points = torch.randn(count, 8, generator=generator) + self.labels[:, None]
+        self.seed, self.where = seed, where
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, indices: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        probe(self.where)
+        points = self.points[indices]
+        if epoch is not None:
+            points = points + 0.1 * random_numbers(self.seed, epoch, indices, 8).float()
+        return points, self.labels[indices]
+
+
+def build(config: Config) -> Workload:
+    probe("build")
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        probe("loss")
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    def evaluate(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+        probe("evaluate")
+        logits = model(batch[0])
+        return {
+            "count": torch.tensor(len(batch[1])),
+            "loss": functional.cross_entropy(logits, batch[1], reduction="sum"),
+            "accuracy": (logits.argmax(1) == batch[1]).sum(),
+        }
+
+    width = int(config.options.get("width", 16))
+    return Workload(
+        model=nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, NUM_CLASSES)),
+        train=Samples(NUM_TRAIN, seed=config.seed, where="data"),
+        evaluation=Samples(NUM_EVAL, seed=config.seed + 1, where="eval_data"),
+        loss=loss,
+        evaluate=evaluate,
+        data_name="made-up points",
+    )

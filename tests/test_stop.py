@@ -1,0 +1,313 @@
+"""A stop request, whenever and wherever it comes: a checkpoint of that step, 143, and on to the same weights."""
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from forks import Forks
+from jobs import MAIN, ROOT, ended, free_port, result, start
+
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+TESTS = Path(__file__).parent
+# 8 steps an epoch, 32 in all, six batches an evaluation
+SETTINGS = (
+    "--workload", "probe:build", "--batch-size", "8", "--epochs", "4", "--eval-batch-size", "4", "--log-every-steps", "1",
+    "--tensorboard=false", "--keep", "99", "--join-timeout-s", "30",
+)  # fmt: skip
+TOTAL = 32
+
+
+def train(run: Path, *more: str) -> tuple[str, ...]:
+    return ("train", *SETTINGS, "--run-dir", str(run.parent), "--name", run.name, *more)
+
+
+def probe(where: str, call: int, **order: Any) -> dict[str, str]:
+    return {"PROBE": json.dumps({"where": where, "call": call, **order})}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """World size -> digest of the final weights of a run that nobody stopped."""
+    digests = {}
+    for world_size in (1, 2):
+        run = tmp_path_factory.mktemp("undisturbed") / "run"
+        codes, output = forks.run(*train(run), world_size=world_size)
+        assert codes == [0] * world_size, output
+        digests[world_size] = result(run)["digest"]
+    return digests
+
+
+def status(run: Path) -> dict[str, Any]:
+    return json.loads((run / "status.json").read_text())  # type: ignore[no-any-return]
+
+
+def steps(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+
+
+def assert_stopped(run: Path, codes: list[int], output: str, *, at_least: int) -> int:
+    """All ranks stopped at the same step, which is saved. Returns it."""
+    assert codes == [143] * len(codes), output
+    assert "Traceback" not in output
+    told = status(run)
+    assert (told["state"], told["code"], len(told["ranks"])) == ("stopped", 143, len(codes)), told
+    ends = [json.loads(path.read_text()) for path in (run / "status" / told["attempt"]).glob("rank-*.json")]
+    assert len(ends) == len(codes)
+    assert {end["state"] for end in ends} == {"stopped"}
+    (step,) = {end["step"] for end in ends}
+    assert at_least <= step < TOTAL
+    assert steps(run)[-1] == step
+    assert f"saved at step {step} of {TOTAL}" in output
+    return int(step)
+
+
+def assert_resumes(forks: Forks, run: Path, digests: dict[int, str], *more: str, world_size: int) -> None:
+    codes, output = forks.run(*train(run, *more), world_size=world_size)
+    assert codes == [0] * world_size, output
+    assert "resumed from step-" in output
+    assert result(run)["digest"] == digests[world_size]
+    assert [line["step"] for line in lines(run, "train/loss")] == list(range(1, TOTAL + 1))
+    assert [line["step"] for line in lines(run, "eval/loss")] == [8, 16, 24, 32]
+    assert status(run)["state"] == "finished"
+
+
+def lines(run: Path, key: str) -> list[dict[str, Any]]:
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [entry for entry in entries if key in entry]
+
+
+# Where it comes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_signal_in_training_saves_that_step(forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str) -> None:
+    run = tmp_path / "run"
+    codes, output = forks.run(*train(run), env=probe("loss", 12, signal=name))
+    assert_stopped(run, codes, output, at_least=10)
+    assert name in output
+    assert_resumes(forks, run, undisturbed, world_size=1)
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_signal_of_one_rank_stops_all_at_the_same_step(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str, rank: int
+) -> None:
+    run = tmp_path / "run"
+    codes, output = forks.run(*train(run), world_size=2, env=probe("loss", 13, signal=name, rank=rank))
+    assert_stopped(run, codes, output, at_least=11)
+    assert_resumes(forks, run, undisturbed, world_size=2)
+
+
+@pytest.mark.parametrize(("name", "rank"), [("SIGTERM", 1), ("SIGUSR1", 0), ("SIGINT", None)])
+def test_signal_in_evaluation_saves_the_step_and_evaluates_again(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str, rank: int | None
+) -> None:
+    run = tmp_path / "run"
+    # Three batches each an evaluation: the second one of the second evaluation
+    codes, output = forks.run(*train(run), world_size=2, env=probe("evaluate", 5, signal=name, rank=rank))
+    assert assert_stopped(run, codes, output, at_least=16) == 16
+    assert [line["step"] for line in lines(run, "eval/loss")] == [8]
+    assert_resumes(forks, run, undisturbed, world_size=2)
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_signal_to_the_process_group_while_waiting_for_data_saves(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str
+) -> None:
+    run = tmp_path / "run"
+    # Sent once the loop waits, by workers, who get it first and go on sleeping for longer than any test waits
+    order = probe("data", 6, signal=name, to="group", before_s=0.5, sleep_s=600)
+    codes, output = forks.run(*train(run, "--num-workers", "2"), world_size=2, env=order, timeout_s=60)
+    assert_stopped(run, codes, output, at_least=1)
+    assert_resumes(forks, run, undisturbed, "--num-workers", "1", world_size=2)
+
+
+def test_signal_of_one_rank_while_it_waits_for_data_saves(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    order = probe("data", 6, signal="SIGTERM", to="group", rank=1, before_s=0.5, sleep_s=600)
+    codes, output = forks.run(*train(run, "--num-workers", "2"), world_size=2, env=order, timeout_s=60)
+    assert_stopped(run, codes, output, at_least=1)
+    assert_resumes(forks, run, undisturbed, world_size=2)
+
+
+def test_signal_while_evaluation_waits_for_data_saves(forks: Forks, undisturbed: dict[int, str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    order = probe("eval_data", 2, signal="SIGUSR1", to="group", before_s=0.5, sleep_s=600)
+    codes, output = forks.run(*train(run, "--num-workers", "1"), world_size=2, env=order, timeout_s=60)
+    assert assert_stopped(run, codes, output, at_least=8) == 8
+    assert_resumes(forks, run, undisturbed, world_size=2)
+
+
+def test_evaluate_command_stops_on_a_signal(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert forks.run(*train(run))[0] == [0]
+    arguments = ("evaluate", *train(run)[1:])
+    codes, output = forks.run(*arguments, world_size=2, env=probe("evaluate", 2, signal="SIGTERM", rank=1))
+    assert codes == [143, 143], output
+    assert status(run)["state"] == "finished"
+
+
+# Repeats ------------------------------------------------------------------------------------------------------
+
+
+def test_repeats_within_the_window_count_as_one(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with forks.running(*train(run, "--epochs", "100000"), world_size=2) as job:
+        job.wait_for("epoch 1:")
+        for _ in range(3):
+            for process in job.processes:
+                process.signal_group("SIGTERM")
+        assert job.wait() == [143, 143], job.output
+    assert f"saved at step {steps(run)[-1]} of 800000" in job.output
+
+
+def short_window() -> None:
+    """A repeat is told from a second request after this long instead of five seconds."""
+    import train.stop
+
+    train.stop.REPEAT_WINDOW_S = 0.5
+
+
+def test_second_request_leaves_at_once_although_the_loop_waits_for_a_peer(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    # Rank 0 stays in the middle of a step, rank 1 waits for it in the collective of that step
+    order = probe("loss", 14, rank=0, sleep_s=600)
+    with forks.running(*train(run), world_size=2, env=order, preload="test_stop:short_window") as job:
+        job.wait_until(lambda: 8 in steps(run), "checkpoint of step 8")
+        job.wait_until(lambda: len(lines(run, "train/loss")) == 11, "step 11")
+        one = job.processes[1]
+        one.signal("SIGTERM")
+        assert not one.ended.wait(1.0)
+        one.signal("SIGTERM")
+        assert one.ended.wait(20), "the second request did not end a rank that waits in a collective"
+        assert one.code == 143
+        assert "leaving without saving" in (run / "logs" / "rank-1.log").read_text()
+        job.processes[0].signal("SIGTERM")
+        time.sleep(1.0)
+        job.processes[0].signal("SIGTERM")
+        assert job.wait() == [143, 143], job.output
+    assert steps(run) == [8]
+    assert_resumes(forks, run, undisturbed, world_size=2)
+
+
+def test_rank_that_left_at_once_ends_the_others_as_stopped(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    order = probe("loss", 14, rank=0, sleep_s=2)
+    with forks.running(*train(run), world_size=2, env=order, preload="test_stop:short_window") as job:
+        job.wait_until(lambda: (run / "metrics.jsonl").exists() and len(lines(run, "train/loss")) == 11, "step 11")
+        job.processes[1].signal("SIGTERM")
+        time.sleep(0.7)
+        job.processes[1].signal("SIGTERM")
+        assert job.wait() == [143, 143], job.output
+    assert "rank 1 on" in job.processes[0].output
+    assert "leaving without saving" in job.processes[0].output
+
+
+# While it starts ----------------------------------------------------------------------------------------------
+
+HOOK = """
+import os, signal, sys, time
+
+class Hook:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["HOOK_MODULE"]:
+            os.kill(os.getpid(), getattr(signal, os.environ["HOOK_SIGNAL"]))
+            time.sleep(300)
+
+if "HOOK_MODULE" in os.environ:
+    sys.meta_path.insert(0, Hook())
+"""
+
+
+@pytest.mark.parametrize("module", ["pydantic", "torch.nn", "train.workloads.images"])
+@pytest.mark.parametrize("name", SIGNALS)
+def test_signal_while_it_starts_ends_it_at_once(tmp_path: Path, name: str, module: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    env = {"HOOK_MODULE": module, "HOOK_SIGNAL": name, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    job = start(sys.executable, "-m", "train.main", "train", "--dataset", "digits", "--run-dir", str(tmp_path), env=env)
+    with ended(job):
+        assert job.wait(60) == [143], job.output
+    assert job.output.count("\n") == 1
+    assert f"{name} before the first step: nothing new to save" in job.output
+
+
+def test_signal_in_set_up_of_one_rank_ends_all_as_stopped(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    order = probe("build", 1, signal="SIGTERM", rank=1, sleep_s=600)
+    codes, output = forks.run(*train(run), world_size=2, env=order, timeout_s=60)
+    assert codes == [143, 143], output
+    assert "Traceback" not in output
+    assert status(run)["state"] == "stopped"
+
+
+def test_signal_while_joining_ends_the_rank(forks: Forks, tmp_path: Path) -> None:
+    env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with forks.running(*train(tmp_path / "run", "--join-timeout-s", "300"), env=env) as job:
+        log = tmp_path / "run" / "logs" / "rank-1.log"
+        job.wait_until(log.exists, "log file")
+        job.processes[0].signal("SIGTERM")
+        assert job.wait(60) == [143], job.output
+    assert "Traceback" not in job.output
+
+
+# Who started it -----------------------------------------------------------------------------------------------
+
+
+def test_launch_passes_a_signal_on_and_keeps_the_code(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with forks.running("launch", "--nproc", "2", *train(run, "--epochs", "100000")[1:]) as job:
+        job.wait_for("epoch 1:")
+        job.processes[0].signal("SIGUSR1")
+        assert job.wait() == [143], job.output
+    assert "starting again" not in job.output
+    # As it would have gone on after `launch`
+    stopped_at = steps(run)[-1]
+    assert f"saved at step {stopped_at}" in job.output
+    codes, output = forks.run(*train(run, "--max-steps", str(stopped_at + 3)), world_size=2)
+    assert codes == [0, 0], output
+    assert f"resumed from step-{stopped_at:08d}" in output
+
+
+def test_interrupt_key_under_launch_saves_once(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with forks.running("launch", "--nproc", "2", *train(run, "--epochs", "100000")[1:]) as job:
+        job.wait_for("epoch 1:")
+        job.processes[0].signal_group("SIGINT")
+        assert job.wait() == [143], job.output
+    assert f"saved at step {steps(run)[-1]}" in job.output
+    assert "Traceback" not in job.output
+
+
+def test_torchrun_signalled_as_schedulers_do_saves_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    # torchrun itself may warn
+    env = {"PYTHONWARNINGS": "default", "PYTHONPATH": f"{ROOT}:{TESTS}"}
+    job = start(*torchrun, MAIN, *train(run, "--epochs", "100000"), env=env)
+    with ended(job):
+        agent = psutil.Process(job.processes[0].pid)
+        until = time.monotonic() + 100
+        while not (run / "checkpoints" / "step-00000008").exists():
+            assert job.processes[0].poll() is None, job.processes[0].communicate()[0]
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        # All processes of the job, and torchrun passes its own on: each rank gets two
+        for process in [agent, *agent.children()]:
+            process.send_signal(signal.SIGTERM)
+        assert job.wait(100) != [0]  # torchrun's own code: it makes 1 of every worker's
+    told = status(run)
+    assert told["state"] == "stopped", job.output
+    assert [end["code"] for end in told["ranks"].values()] == [143, 143]
+    assert steps(run)[-1] == told["ranks"]["0"]["step"]
