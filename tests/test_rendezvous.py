@@ -210,3 +210,89 @@ def test_settings_that_differ_are_named_with_ranks_and_values(failures: Failures
 def test_one_rank_on_another_device_is_named(failures: Failures):
     for said in failures.of("device", 2):
         assert f'setting device must be the same on all ranks, got "auto" on rank 0 ({HOST}) and "cpu" on rank 1' in said
+
+
+# Coming and going ---------------------------------------------------------------------------------------------
+
+
+def finished(*ranks: Rank, noise: re.Pattern[str] = NOISE) -> None:
+    """All ended well, and said nothing that would alarm a user."""
+    codes = [rank.wait() for rank in ranks]
+    said = "\n".join(rank.said for rank in ranks)
+    assert codes == [0] * len(codes), said
+    assert not noise.search(said), said
+
+
+def test_eight_ranks_join_whatever_the_order(begin: Begin):
+    port = free_port()
+    ranks = [begin(rank, 8, port, "eight") for rank in (5, 7, 1)]
+    ranks[0].wait_for("rank 5 of 8")
+    ranks += [begin(rank, 8, port, "eight") for rank in (3, 0, 2, 6, 4)]
+    finished(*ranks)
+
+
+def test_a_rank_killed_while_joining_takes_its_place_again(begin: Begin):
+    port = free_port()
+    first, dying = begin(0, 3, port, "again"), begin(1, 3, port, "again")
+    dying.wait_for("introduced")
+    dying.process.signal("SIGKILL")
+    # The roster is full now, but for one that is dead
+    others = [begin(2, 3, port, "again"), begin(1, 3, port, "again")]
+    finished(first, *others)
+
+
+def test_rank_0_killed_while_joining_is_found_again(begin: Begin):
+    port = free_port()
+    dying, other = begin(0, 3, port, "main-again"), begin(1, 3, port, "main-again")
+    other.wait_for("introduced")
+    dying.process.signal("SIGKILL")
+    # Forked ranks imported torch before the program could tell it not to warn of the closed connection
+    finished(other, begin(2, 3, port, "main-again"), begin(0, 3, port, "main-again"), noise=re.compile("Traceback"))
+
+
+def test_a_stopped_rank_0_holds_nobody(begin: Begin):
+    port = free_port()
+    stopped, other = begin(0, 3, port, "stopped"), begin(1, 3, port, "stopped", join_s=JOIN_S)
+    other.wait_for("introduced")
+    stopped.process.signal("SIGSTOP")
+    late = begin(2, 3, port, "stopped", join_s=JOIN_S)
+    assert [other.wait(), late.wait()] == [170, 170], other.said + late.said
+    assert f"the store at 127.0.0.1:{port} answers no more: the process of rank 0 is stopped" in other.said
+    assert "or the process of rank 0 is stopped" in late.said
+    stopped.process.signal("SIGKILL")
+
+
+def test_a_signal_ends_a_join_at_once(begin: Begin):
+    port = free_port()
+    ranks = [begin(rank, 3, port, "signal", join_s=3600) for rank in (0, 1)]
+    ranks[1].wait_for("introduced")
+    for rank in ranks:
+        rank.process.signal("SIGTERM")
+    assert [rank.wait() for rank in ranks] == [143, 143], ranks[0].said
+
+
+@pytest.fixture
+def endless(begin: Begin) -> Iterator[tuple[int, list[Rank]]]:
+    """The port and the two ranks of a job that has begun to train."""
+    port = free_port()
+    ranks = [begin(rank, 2, port, f"endless-{port}", "--max-steps", "1000000", "--save-every-steps", "1000000") for rank in (0, 1)]
+    ranks[0].wait_for("ready after")
+    yield port, ranks
+    Job([rank.process for rank in ranks]).kill()
+
+
+def test_a_rank_too_many_is_told_who_has_its_place(begin: Begin, endless: tuple[int, list[Rank]]):
+    port, ranks = endless
+    late = begin(1, 2, port, "late", join_s=JOIN_S)
+    assert late.wait() == 170
+    assert f"was complete before this rank came, with rank 1 on {HOST} (pid {ranks[1].process.pid})" in late.said
+    assert [rank.process.code for rank in ranks] == [None, None], "the job must not notice"
+
+
+def test_a_rank_that_finds_a_dying_attempt_waits_for_the_next(begin: Begin, endless: tuple[int, list[Rank]]):
+    port, (main, lost) = endless
+    lost.process.signal("SIGKILL")
+    early = begin(1, 2, port, "next")
+    early.wait_for("rank 1 of 2")
+    assert main.wait() == 171, main.said
+    finished(early, begin(0, 2, port, "next"), noise=re.compile("Traceback"))

@@ -36,6 +36,8 @@ from train.ways import HINT, open_ways
 # gloo's and nccl's own timeouts lie behind ours, which know the phase and name the rank.
 BEHIND_OURS_S = 120.0
 UNDECIDED = "undecided"  # the state of a rank that looks for whom it lost
+# Finding who is to blame and telling it takes seconds, unless the store hangs.
+LEAVE_S = 30.0
 # What a collective says when the other side is gone. torch raises these as plain RuntimeError, without a class.
 LOST = re.compile(
     r"closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|Read error|"
@@ -222,6 +224,7 @@ def join(config: Config, launch: Launch, *, log: Log, stop: StopRequest, run_dir
         yield group
         _part(group)
     except BaseException as error:
+        watch.enter("leaving", LEAVE_S)  # the phase that failed is over, its deadline must not cut this short
         failure = explain(group, error)
         # Tell before leaving: the others look here for the cause when their collectives break.
         code, why = code_of(failure)

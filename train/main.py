@@ -76,6 +76,8 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
 
 def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: StopRequest) -> int:
     stop.say = log.say
+    # torch says in 20 lines of C++ frames that a connection ended; we say whose, in one
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if parent := os.environ.get("RANKUP_PARENT") or (os.getppid() if launch.launcher == "torchrun" else None):
         die_with_parent(int(parent))
     env.check_loopback(launch, config.simulated_nodes)

@@ -234,7 +234,7 @@ class _Join:
                 )
         if claims := self.roster.claimed_twice():
             self._abort(store, describe_claims(claims))
-        members = sorted(self.roster.living(), key=lambda member: member.rank)
+        members = self.roster.present()
         if [member.rank for member in members] != list(range(self.launch.world_size)):
             return
         if differences := describe_differences(members):

@@ -74,6 +74,13 @@ class Roster:
         now_s = time.monotonic()
         return sorted((s.member for s in self._signs.values() if now_s - s.moved_s < LIFE_S), key=lambda m: m.rank)
 
+    def present(self) -> list[Member]:
+        """Those who are alive beside each other: each gave a sign of life after the last of them came."""
+        now_s = time.monotonic()
+        signs = [sign for sign in self._signs.values() if now_s - sign.moved_s < LIFE_S]
+        latest_s = max((sign.first_s for sign in signs), default=now_s)
+        return sorted((sign.member for sign in signs if sign.moved_s > latest_s), key=lambda m: m.rank)
+
     def gone(self) -> list[Member]:
         """Those that fell silent and whose rank nobody else has taken."""
         taken = {member.rank for member in self.living()}

@@ -21,7 +21,7 @@ from train.roster import Member
 POLL_S = 0.02
 # A packet that a firewall drops is sent again after one and after three seconds.
 TRY_S = 4.0
-AT_LEAST_S = 6.0  # for the last to come, who may have used up the time to join
+AT_LEAST_S, AT_MOST_S = 6.0, 15.0  # all were alive a moment ago, and the time to join may be all but used up
 HEARD_S = 2.0  # how much longer the others wait for what rank 0 says
 HINT = (
     "gloo and nccl use any high port between the nodes: open them all, or narrow net.ipv4.ip_local_port_range on every node "
@@ -41,7 +41,8 @@ def open_ways(meeting: Meeting, rank: int, *, log: Log) -> None:
     Raises, on all ranks alike, JoinError naming who could not reach whom, or LaunchError where an interface is wrong.
     """
     members = meeting.members
-    until_s = max(meeting.deadline_s, time.monotonic() + AT_LEAST_S)
+    now_s = time.monotonic()
+    until_s = min(max(meeting.deadline_s, now_s + AT_LEAST_S), now_s + AT_MOST_S)
     waiting = _Waiting(meeting, until_s)
     listener, door = _open_door(members, rank, log)
     try:
