@@ -135,7 +135,7 @@ def _retain(directory: Path, keep: int, *, newest: Path) -> None:
     """Remove all but the `keep` newest, counting only good ones, now that `newest` has appeared, which is known as good."""
     good = 0
     for path in reversed(found(directory)):
-        if good >= keep or path.suffix:
+        if good >= keep or (path.suffix and path.with_suffix("").exists()):
             # A name that ends with the removal half done must not look like a checkpoint.
             doomed = path.with_name(f"{ASIDE}{path.name}-old")
             with contextlib.suppress(OSError):
@@ -255,7 +255,8 @@ def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None]) ->
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
             break
-    given = without_prefixes({k: v for k, v in state.items() if isinstance(v, torch.Tensor)})
+    entries = state.items() if isinstance(state, dict) else ()
+    given = without_prefixes({k: v for k, v in entries if isinstance(k, str) and isinstance(v, torch.Tensor)})
     own = model.state_dict()
     fitting = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
     if not fitting:

@@ -20,7 +20,7 @@ from train.finish import finish
 from train.group import Group, join
 from train.log import Log
 from train.optim import build_optimizer, peak_rate, rate_at, set_rate
-from train.record import Progress, Speed, start_record
+from train.record import Progress, Speed, on_main, start_record
 from train.stop import StopRequest
 from train.workloads import Workload, load
 
@@ -57,7 +57,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
 
         # Model --------------------------------------------------------------------------------------------------
         if config.init_from and record.checkpoint is None:
-            checkpoint.init_from(workload.model, Path(config.init_from), log.say)
+            workload.model.load_state_dict(on_main(group, lambda: _initial(config, workload.model, log)))
         plain = parallel.prepare(workload.model, config, group.device)
         _must_fit(group, plain)
 
@@ -231,6 +231,13 @@ def _must_fit(group: Group, model: nn.Module) -> None:
                 f"the model must be the same on all ranks, got {name} {shapes.get(name)} on rank {group.rank} and "
                 f"{other.get(name)} on rank {rank} ({group.hosts[rank]}). Put the same code on all nodes."
             )
+
+
+def _initial(config: Config, model: nn.Module, log: Log) -> dict[str, torch.Tensor]:
+    """Rank 0's model with the weights of `init_from` in it: the file needs to be on its disk only."""
+    assert config.init_from is not None
+    checkpoint.init_from(model, Path(config.init_from), log.say)
+    return model.state_dict()
 
 
 def _resume(

@@ -82,6 +82,11 @@ class Record:
         self.metrics = Metrics(directory, step=step, tensorboard=self.config.tensorboard)
         return self.metrics
 
+    def close(self) -> None:
+        """TensorBoard's writer holds two minutes of values back."""
+        if self.metrics is not None:
+            self.metrics.close()
+
     def save(self, *, model: nn.Module, training: dict[str, Any], state: dict[str, Any]) -> None:
         """One checkpoint. All ranks call this, rank 0 writes, and all raise UserError if it could not."""
 
@@ -163,9 +168,11 @@ def start_record(config: Config, group: Group) -> Iterator[Record]:
         record = Record(config, group, finished, earlier, lease)
         try:
             yield record
-        finally:
-            if record.metrics is not None:
-                record.metrics.close()  # TensorBoard's writer holds two minutes of values back
+        except BaseException:
+            with contextlib.suppress(UserError):  # the reason for leaving is the other one
+                record.close()
+            raise
+        record.close()
     finally:
         if lease is not None:
             lease.__exit__()

@@ -1,0 +1,68 @@
+"""Small file systems of one's own, in a mount namespace: by root, or by anybody where user namespaces are allowed."""
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
+
+
+@dataclass
+class Disk:
+    """A tmpfs, seen through the process that holds its namespace."""
+
+    path: Path
+    holder: subprocess.Popen[str]
+
+    def resize(self, size: str) -> None:
+        """`size` as mount takes it: 3m."""
+        self._do(f"mount -o remount,size={size} {self._inner}")
+
+    @property
+    def _inner(self) -> str:
+        return "/" + str(self.path).split("/root/", 1)[1]
+
+    def _do(self, command: str) -> None:
+        assert self.holder.stdin is not None
+        assert self.holder.stdout is not None
+        self.holder.stdin.write(f"{command} && echo done || echo failed\n")
+        self.holder.stdin.flush()
+        assert self.holder.stdout.readline() == "done\n", command
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Disk]:
+    """A file system of that size. `folder` only lends its name."""
+    folder.mkdir()
+    with subprocess.Popen(
+        [*UNSHARE, "sh"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as holder:
+        disk = Disk(Path(f"/proc/{holder.pid}/root{folder}"), holder)
+        disk._do(f"mount -t tmpfs -o size={size} none {folder}")
+        try:
+            yield disk
+        finally:
+            holder.kill()
+
+
+def own_tmpfs(where: str, size: str) -> None:
+    """Mount a tmpfs that this process alone sees. It must have one thread only, as a forked one has."""
+    new_mounts, new_user, private = 0x20000, 0x10000000, 1 << 18 | 1 << 14
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, group = os.geteuid(), os.getegid()
+    _check(libc.unshare(new_mounts | (0 if user == 0 else new_user)), "unshare")
+    if user != 0:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    _check(libc.mount(b"none", b"/", None, private, None), "mount /")
+    _check(libc.mount(b"none", where.encode(), b"tmpfs", 0, f"size={size}".encode()), f"mount {where}")
+
+
+def _check(code: int, what: str) -> None:
+    if code != 0:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
