@@ -2,8 +2,8 @@
 
 PROBE is JSON: {"where": "loss", "call": 7, "rank": 1, "signal": "SIGTERM", "to": "group", "sleep_s": 300}. `where` is one
 of build, data, loss, eval_data, evaluate; `call` counts them from 1 in each process; without `rank` all ranks do it;
-`before_s` it waits first. The loss is called twice before the first step. Not an option of the workload: those may not
-change when a run is resumed.
+`before_s` it waits first, `until` a file exists it waits afterwards. The loss is called twice before the first step. Not an
+option of the workload: those may not change when a run is resumed.
 """
 
 import json
@@ -37,6 +37,8 @@ def probe(where: str) -> None:
     if "signal" in order:
         number = getattr(signal, order["signal"])
         os.killpg(os.getpgrp(), number) if order.get("to") == "group" else os.kill(os.getpid(), number)
+    while "until" in order and not os.path.exists(order["until"]):
+        time.sleep(0.05)
     time.sleep(order.get("sleep_s", 0.3))
 
 
