@@ -3,76 +3,29 @@
 Real processes. The failures run side by side, as each mostly waits for its deadline.
 """
 
-import contextlib
-import os
 import re
-import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from forks import Forks, Job, Process
-from jobs import ROOT, environment, free_port, rank_env, result, start
+from forks import Forks, Job
+from jobs import environment, free_port
+from rank import BOUND_S, NOISE, Rank, Starter, starting
 
 from train.log import host_name
 
 JOIN_S = 4
-# A rank that is bounded ends within 4 + 10 s; torch's own bounds begin at 300 s, and gloo waits for five times as long
-BOUND_S = 100
-TINY = ("--dataset", "fake", "--fake-samples", "24", "--batch-size", "24", "--model", "mlp", "--tensorboard", "false",
-        "--max-steps", "1")  # fmt: skip
-# What torch says when a store or a connection ends before those who use it
-NOISE = re.compile(r"recvValue|Broken pipe|destroy_process_group|Connection reset|Traceback|Warning|\[W\d|\[E\d")
 HOST = host_name()
 
 
-@dataclass
-class Rank:
-    """One rank of a case, and what it said: its output, and its log where another rank of the host spoke for it."""
-
-    process: Process
-    log: Path
-
-    @property
-    def said(self) -> str:
-        return self.process.output + (self.log.read_text() if self.log.exists() else "")
-
-    def wait_for(self, text: str) -> None:
-        until_s = time.monotonic() + BOUND_S
-        while text not in self.said:
-            assert self.process.code is None, f"ended before {text!r}:\n{self.said}"
-            assert time.monotonic() < until_s, f"no {text!r}:\n{self.said}"
-            time.sleep(0.02)
-
-    def wait(self) -> int:
-        assert self.process.ended.wait(BOUND_S), f"rank did not end:\n{self.said}"
-        assert self.process.code is not None
-        return self.process.code
-
-
-Begin = Callable[..., Rank]
-
-
 @pytest.fixture(scope="module")
-def begin(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Begin]:
-    """Start one rank: `begin(rank, world_size, port, name, *arguments, join_s=..., VARIABLE=value)`."""
-    runs = tmp_path_factory.mktemp("runs")
-    started: list[Process] = []
-
-    def one(rank: int, world_size: int, port: int, name: str, *arguments: str, join_s: float = 60, **env: str) -> Rank:
-        line = ("train", *TINY, "--run-dir", str(runs), "--name", name, "--join-timeout-s", str(join_s), *arguments)
-        job = forks.start(*line, env={**rank_env(rank, world_size, port), **env})
-        started.extend(job.processes)
-        return Rank(job.processes[0], runs / name / "logs" / f"rank-{rank}.log")
-
-    yield one
-    Job(started).kill()
+def begin(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    with starting(forks, tmp_path_factory.mktemp("runs")) as starter:
+        yield starter
 
 
 # Failures that end by themselves ------------------------------------------------------------------------------
@@ -124,9 +77,10 @@ def mute_service() -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def failures(begin: Begin, web_server: tuple[int, int], mute_service: int) -> Failures:
+def failures(begin: Starter, web_server: tuple[int, int], mute_service: int) -> Failures:
     """All cases at once."""
-    ports = {name: free_port() for name in ("missing", "closed", "double", "sizes", "larger", "settings", "device", "taken")}
+    names = ("missing", "closed", "double", "sizes", "larger", "settings", "device", "taken", "stopped")
+    ports = {name: free_port() for name in names}
     ports |= {"web": web_server[0], "mute": mute_service}
 
     def case(name: str, *ranks: tuple[int, int] | tuple[int, int, str], **env: str) -> list[Rank]:
@@ -146,6 +100,11 @@ def failures(begin: Begin, web_server: tuple[int, int], mute_service: int) -> Fa
     }
     ranks["taken"][0].wait_for("waiting for 2 ranks")
     ranks["taken"] += case("taken", (0, 2))
+    stopped = begin(0, 3, ports["stopped"], "stopped")
+    ranks["stopped"] = case("stopped", (1, 3))
+    ranks["stopped"][0].wait_for("introduced")
+    stopped.process.signal("SIGSTOP")
+    ranks["stopped"] += case("stopped", (2, 3))
     return Failures(ranks, ports)
 
 
@@ -182,6 +141,12 @@ def test_a_second_rank_0_is_told_who_holds_the_port(failures: Failures):
     assert f"MASTER_PORT={failures.port['taken']} is in use on {HOST} by pid {holder}" in failures.ranks["taken"][1].said
     assert "a second process with RANK=0" in second
     assert "rank 1 of 2 has not joined" in first
+
+
+def test_a_stopped_rank_0_holds_nobody(failures: Failures):
+    first, late = failures.of("stopped", 170)
+    assert f"the store at 127.0.0.1:{failures.port['stopped']} answers no more: the process of rank 0 is stopped" in first
+    assert "or the process of rank 0 is stopped" in late
 
 
 def test_both_holders_of_one_rank_are_named(failures: Failures):
@@ -223,7 +188,7 @@ def finished(*ranks: Rank, noise: re.Pattern[str] = NOISE) -> None:
     assert not noise.search(said), said
 
 
-def test_eight_ranks_join_whatever_the_order(begin: Begin):
+def test_eight_ranks_join_whatever_the_order(begin: Starter):
     port = free_port()
     ranks = [begin(rank, 8, port, "eight") for rank in (5, 7, 1)]
     ranks[0].wait_for("rank 5 of 8")
@@ -231,7 +196,7 @@ def test_eight_ranks_join_whatever_the_order(begin: Begin):
     finished(*ranks)
 
 
-def test_a_rank_killed_while_joining_takes_its_place_again(begin: Begin):
+def test_a_rank_killed_while_joining_takes_its_place_again(begin: Starter):
     port = free_port()
     first, dying = begin(0, 3, port, "again"), begin(1, 3, port, "again")
     dying.wait_for("introduced")
@@ -241,7 +206,7 @@ def test_a_rank_killed_while_joining_takes_its_place_again(begin: Begin):
     finished(first, *others)
 
 
-def test_rank_0_killed_while_joining_is_found_again(begin: Begin):
+def test_rank_0_killed_while_joining_is_found_again(begin: Starter):
     port = free_port()
     dying, other = begin(0, 3, port, "main-again"), begin(1, 3, port, "main-again")
     other.wait_for("introduced")
@@ -250,19 +215,7 @@ def test_rank_0_killed_while_joining_is_found_again(begin: Begin):
     finished(other, begin(2, 3, port, "main-again"), begin(0, 3, port, "main-again"), noise=re.compile("Traceback"))
 
 
-def test_a_stopped_rank_0_holds_nobody(begin: Begin):
-    port = free_port()
-    stopped, other = begin(0, 3, port, "stopped"), begin(1, 3, port, "stopped", join_s=JOIN_S)
-    other.wait_for("introduced")
-    stopped.process.signal("SIGSTOP")
-    late = begin(2, 3, port, "stopped", join_s=JOIN_S)
-    assert [other.wait(), late.wait()] == [170, 170], other.said + late.said
-    assert f"the store at 127.0.0.1:{port} answers no more: the process of rank 0 is stopped" in other.said
-    assert "or the process of rank 0 is stopped" in late.said
-    stopped.process.signal("SIGKILL")
-
-
-def test_a_signal_ends_a_join_at_once(begin: Begin):
+def test_a_signal_ends_a_join_at_once(begin: Starter):
     port = free_port()
     ranks = [begin(rank, 3, port, "signal", join_s=3600) for rank in (0, 1)]
     ranks[1].wait_for("introduced")
@@ -272,16 +225,17 @@ def test_a_signal_ends_a_join_at_once(begin: Begin):
 
 
 @pytest.fixture
-def endless(begin: Begin) -> Iterator[tuple[int, list[Rank]]]:
+def endless(begin: Starter) -> Iterator[tuple[int, list[Rank]]]:
     """The port and the two ranks of a job that has begun to train."""
     port = free_port()
-    ranks = [begin(rank, 2, port, f"endless-{port}", "--max-steps", "1000000", "--save-every-steps", "1000000") for rank in (0, 1)]
+    long = ("--max-steps", "1000000", "--save-every-steps", "1000000")
+    ranks = [begin(rank, 2, port, f"endless-{port}", *long) for rank in (0, 1)]
     ranks[0].wait_for("ready after")
     yield port, ranks
     Job([rank.process for rank in ranks]).kill()
 
 
-def test_a_rank_too_many_is_told_who_has_its_place(begin: Begin, endless: tuple[int, list[Rank]]):
+def test_a_rank_too_many_is_told_who_has_its_place(begin: Starter, endless: tuple[int, list[Rank]]):
     port, ranks = endless
     late = begin(1, 2, port, "late", join_s=JOIN_S)
     assert late.wait() == 170
@@ -289,7 +243,7 @@ def test_a_rank_too_many_is_told_who_has_its_place(begin: Begin, endless: tuple[
     assert [rank.process.code for rank in ranks] == [None, None], "the job must not notice"
 
 
-def test_a_rank_that_finds_a_dying_attempt_waits_for_the_next(begin: Begin, endless: tuple[int, list[Rank]]):
+def test_a_rank_that_finds_a_dying_attempt_waits_for_the_next(begin: Starter, endless: tuple[int, list[Rank]]):
     port, (main, lost) = endless
     lost.process.signal("SIGKILL")
     early = begin(1, 2, port, "next")
