@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from train import checkpoint, parallel
+from train import advice, checkpoint, parallel
 from train.checkpoint import Checkpoint
 from train.config import Config, check_world_size
 from train.data import Order, mix, seed_everything
-from train.env import Launch
+from train.env import Launch, cpu_quota
 from train.errors import DataError, Stopped, UserError
 from train.evaluation import evaluate
-from train.feed import Feed, to_device
+from train.feed import Feed, num_bytes, shared_memory_advice, to_device
 from train.finish import finish
 from train.group import Group, join
 from train.log import Log
@@ -46,6 +46,8 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             return
         watch = group.watch
         watch.enter("setup", config.setup_timeout_s)
+        num_devices = torch.accelerator.device_count() if group.device.type != "cpu" else 0
+        advice.say(advice.on_cpus(config, launch, cpu_quota()) + advice.on_devices(launch, num_devices), launch, log.warn)
 
         # Data ---------------------------------------------------------------------------------------------------
         seed_everything(mix(config.seed))
@@ -270,10 +272,12 @@ def _warm_up(config: Config, group: Group, workload: Workload, model: nn.Module,
     """The throwaway passes see the first micro-batch of the first epoch on every start, whatever the position."""
     epoch, indices = next(order.keys(0, 1))
     batch = to_device(workload.train.batch(indices, epoch), group.device)
+    both_bytes = num_bytes(batch) * (len(indices) + config.eval_batch_size) // len(indices)
+    advice.say(shared_memory_advice(config, group.launch, workload.train, both_bytes), group.launch, group.log.warn)
     seed_everything(mix(config.seed, -1, group.rank))
 
     def run() -> torch.Tensor:
         with parallel.autocast(config, group.device):
             return workload.loss(model, batch)
 
-    parallel.warm_up(model, run, find_unused=config.find_unused_parameters or config.compile)
+    parallel.warm_up(model, run, find_unused=config.find_unused_parameters or config.static_graph)

@@ -38,6 +38,10 @@ def prepare(model: nn.Module, config: Config, device: torch.device) -> nn.Module
 
 def wrap(model: nn.Module, config: Config, group: Group) -> nn.Module:
     """The model as the ranks train it together. DDP sends rank 0's weights to all while it is made."""
+    if config.compile:
+        _check_compiler(group.device)
+        # Inside DDP: around it, dynamo breaks at DDP's own forward and leaves an nn.Sequential as it was, without a word
+        model = torch.compile(model)  # type: ignore[assignment]
     if way(config, group.world_size) == "ddp":
         # A kernel of one input channel has two equal ways to be laid out, and backward picks the other one: harmless
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
@@ -49,9 +53,6 @@ def wrap(model: nn.Module, config: Config, group: Group) -> nn.Module:
             static_graph=config.static_graph,
             find_unused_parameters=config.find_unused_parameters,
         )
-    if config.compile:
-        _check_compiler(group.device)
-        model = torch.compile(model)  # type: ignore[assignment]
     return model
 
 
@@ -80,10 +81,9 @@ def share_buffers(model: nn.Module, group: Group) -> None:
 
 def without_sync(model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
     """For all micro-batches of a step but the last: gradients add up locally. Forward belongs inside as well."""
-    inner = model._orig_mod if hasattr(model, "_orig_mod") else model
-    if last or not isinstance(inner, DistributedDataParallel):
+    if last or not isinstance(model, DistributedDataParallel):
         return contextlib.nullcontext()
-    return inner.no_sync()
+    return model.no_sync()
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager[None]:
