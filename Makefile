@@ -19,6 +19,21 @@ venv: $(READY) ## Make .venv and install the locked versions (once, about 5.6 GB
 demo: $(READY) ## Train Fashion-MNIST on two simulated nodes of this machine, about a minute
 	@PATH="$(RUN):$$PATH" bash train/demo.sh $(ARGS)
 
+up: ## Train on two containers as nodes (NNODES=4 NPROC=2); on a bare machine root installs the engine
+	@docker/up.sh
+
+down: ## Remove the nodes' containers; runs/ and the image stay
+	docker compose --profile '*' down
+
+image: ## Build the image and try it (TARGET=compile: with a compiler inside)
+	@docker/image.sh
+
+wheels: ## Fill docker/wheels through this machine's pip, for builds that reach no index
+	@docker/wheels.sh
+
+push: ## Push the image to REPOSITORY
+	@docker/push.sh
+
 test: lint types unit ## All checks: lint, types, tests. This is what CI runs
 
 lint: $(READY) ## ruff: mistakes and import order
@@ -63,4 +78,4 @@ $(VENV)/.ready: docker/requirements.lock pyproject.toml
 	@PIP_QUIET=1 $(RUN)pip install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-.PHONY: help venv demo test lint types unit soak bench lock clean
+.PHONY: help venv demo up down image wheels push test lint types unit soak bench lock clean

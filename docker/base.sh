@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Prints the base image to build on: one that is here, one from a registry, or, where none answers, one made from a mirror.
+# Run: docker/base.sh      (what it makes is this machine's own Debian or Ubuntu release, from its own mirror; that takes root)
+# Edit: nothing; BASE_IMAGE in the environment or in .env names another.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. docker/settings.sh
+
+say() { echo "base: $*" >&2; }
+fail() { printf 'base: %s\n' "$@" >&2; exit 2; }
+have() { docker image inspect "$1" > /dev/null 2>&1; }
+
+make_base() { # IMAGE
+  local work mirror
+  [[ $(id -u) -eq 0 ]] || fail "making a base image takes root: sudo $0"
+  command -v apt-get > /dev/null || fail "only Debian and Ubuntu can be made into a base: set BASE_IMAGE to an image that is here"
+  work=$(mktemp -d)
+  # shellcheck disable=SC2064  # the folder of now
+  trap "rm -rf '$work'" EXIT
+  command -v debootstrap > /dev/null || { apt-get -q update; apt-get install -q -y --no-install-recommends debootstrap; }
+
+  # This release's archives as apt knows them, updates and security fixes included, and none of third parties
+  # shellcheck disable=SC2016  # apt replaces these, not the shell
+  apt-get indextargets --format 'deb $(REPO_URI) $(CODENAME) $(COMPONENT)' 'Created-By: Packages' |
+    awk -v release="$VERSION_CODENAME" '$4 ~ /^(main|universe)$/ && ($3 == release || index($3, release "-") == 1)' |
+    sort -u > "$work/sources.list"
+  mirror=$(awk -v release="$VERSION_CODENAME" '$3 == release {print $2; exit}' "$work/sources.list")
+  [[ -n $mirror ]] || fail "apt knows no archive of $VERSION_CODENAME"
+
+  say "making $1: $PRETTY_NAME from $mirror"
+  debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$VERSION_CODENAME" "$work/root" "$mirror"
+  # What a container never reads, and packages that the Dockerfile adds must not bring back either
+  printf 'path-exclude=/usr/share/%s/*\n' doc man info locale i18n > "$work/root/etc/dpkg/dpkg.cfg.d/small"
+  rm -rf "$work"/root/usr/share/{doc,man,info,locale,i18n}/*
+  cp "$work/sources.list" "$work/root/etc/apt/sources.list"
+  chroot "$work/root" apt-get -q update
+  chroot "$work/root" apt-get -q -y upgrade
+  chroot "$work/root" apt-get clean
+  rm -rf "$work"/root/var/lib/apt/lists/* "$work"/root/var/cache/{apt,debconf,ldconfig}/* "$work"/root/var/log/* \
+    "$work"/root/etc/{hostname,resolv.conf}
+  tar -C "$work/root" -c . | docker import --change 'CMD ["/bin/sh"]' - "$1"
+}
+
+# shellcheck disable=SC1091
+. /etc/os-release
+own=rankup-base:${VERSION_CODENAME:-none}
+default=$(sed -n 's/^ARG BASE_IMAGE=//p' docker/Dockerfile)
+base=$(setting BASE_IMAGE "$default")
+if have "$base"; then
+  say "$base is here"
+elif [[ $base == "$default" ]] && have "$own"; then
+  base=$own
+  say "$base is here"
+elif [[ $base == rankup-base:* ]]; then
+  base=$own
+  make_base "$base" >&2
+elif say "fetching $base" && timeout 300 docker pull -q "$base" > /dev/null 2>&1; then
+  : # from the registry
+elif [[ $base == "$default" ]]; then
+  say "no registry answers for $base"
+  base=$own
+  make_base "$base" >&2
+else
+  fail "BASE_IMAGE=$base is not here, and no registry gives it"
+fi
+# Where a plain `docker compose build` finds it
+[[ $base == "$default" ]] || remember BASE_IMAGE "$base"
+echo "$base"

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Pushes the image to a registry, tagged with its version: IMAGE=REPOSITORY:VERSION runs it elsewhere.
+# Run: make push REPOSITORY=registry.example.org/me/rankup      (after docker login, where the registry asks for it)
+# Edit: nothing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+[[ -n ${REPOSITORY:-} ]] || { echo "push: REPOSITORY must name where to, such as registry.example.org/me/rankup" >&2; exit 2; }
+image=$(docker compose config --images | sed -n 1p)
+label() { docker image inspect -f "{{index .Config.Labels \"org.opencontainers.image.$1\"}}" "$image"; }
+version=$(label version)
+[[ $(label revision) != *-dirty ]] || { echo "push: $image was built from files that are not committed" >&2; exit 2; }
+docker tag "$image" "$REPOSITORY:$version"
+docker push "$REPOSITORY:$version"

@@ -1,0 +1,15 @@
+# shellcheck shell=bash
+# Reads and writes the settings of compose.yaml: the environment first, then .env, as compose itself does.
+# Run: nothing, docker/*.sh source this.
+# Edit: nothing.
+
+setting() { # NAME [DEFAULT]
+  local value
+  value=$(printenv "$1" || sed -n "s/^$1=//p" .env 2> /dev/null | tail -1)
+  echo "${value:-${2:-}}"
+}
+
+remember() { # NAME VALUE: in .env, where a later `docker compose up` finds it; other lines stay as they are
+  touch .env
+  if grep -q "^$1=" .env; then sed -i "s|^$1=.*|$1=$2|" .env; else echo "$1=$2" >> .env; fi
+}

@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# Sees to a container engine, Compose v2 and buildx: finds them, or installs them from Debian's or Ubuntu's packages.
+# Run: docker/setup.sh      (root on Debian or Ubuntu installs; anybody else gets the commands to run, and exit code 2)
+# Edit: nothing.
+set -euo pipefail
+
+# Compose and buildx are plug-ins of the docker command; this folder of theirs belongs to no package.
+plugins=/usr/local/lib/docker/cli-plugins
+# Debian 12 packages Compose v1 alone. This release's plug-ins need nothing but libc and run there too.
+newer_debian=trixie
+daemon_log=/var/log/dockerd.log
+
+say() { echo "setup: $*"; }
+fail() { printf 'setup: %s\n' "$@" >&2; exit 2; }
+
+engine_answers() { docker info > /dev/null 2>&1; }
+has_compose() { [[ $(docker compose version --short 2> /dev/null) =~ ^v?([2-9]|[1-9][0-9]+)\. ]]; }
+has_buildx() { docker buildx version > /dev/null 2>&1; }
+
+packaged() { # PACKAGE [OLDEST]: whether apt has it, in that version at least
+  local candidate
+  candidate=$(apt-cache policy "$1" | awk '/Candidate:/ && $2 != "(none)" {print $2}')
+  [[ -n $candidate ]] && dpkg --compare-versions "$candidate" ge "${2:-0}"
+}
+
+install_packages() {
+  local wanted=()
+  # iptables is only recommended by the engine, which does not start without it
+  command -v dockerd > /dev/null || wanted+=(docker.io iptables)
+  # Debian 13 keeps the docker command in a package of its own
+  command -v docker > /dev/null || { packaged docker-cli && wanted+=(docker-cli); }
+  if ! has_compose; then
+    if packaged docker-compose-v2; then wanted+=(docker-compose-v2) # Ubuntu
+    elif packaged docker-compose 2; then wanted+=(docker-compose); fi
+  fi
+  has_buildx || { packaged docker-buildx && wanted+=(docker-buildx); }
+  if ((${#wanted[@]})); then
+    say "installing ${wanted[*]}"
+    apt-get install -q -y --no-install-recommends "${wanted[@]}" > "$log" 2>&1 || { tail -20 "$log" >&2; fail "apt-get failed"; }
+  fi
+}
+
+install_plugins() { # PACKAGE...: from a newer Debian, by the mirror this machine uses, beside its own packages
+  local private mirror package line keys=/usr/share/keyrings/debian-archive-keyring.gpg
+  private=$(mktemp -d)
+  # "main" of the release itself, not of its updates or security archive
+  # shellcheck disable=SC2016  # apt replaces these, not the shell
+  line=$(apt-get indextargets --format '$(REPO_URI) $(CODENAME) $(COMPONENT)' 'Created-By: Packages' |
+    awk -v codename="$VERSION_CODENAME" '$2 == codename && $3 == "main"' | head -1)
+  mirror=${line%% *}
+  [[ $ID == debian && -n $mirror ]] || fail "no package of $* for $PRETTY_NAME: see the engine's own instructions"
+  say "unpacking $* of Debian $newer_debian into $plugins"
+  mkdir -p "$private/lists/partial" "$private/archives/partial"
+  echo "deb [signed-by=$keys] $mirror $newer_debian main" > "$private/sources.list"
+  local options=(-o "Dir::Etc::sourcelist=$private/sources.list" -o Dir::Etc::sourceparts=- -o Dir::Etc::preferencesparts=-
+    -o "Dir::State::lists=$private/lists" -o "Dir::Cache=$private" -o APT::Sandbox::User=root)
+  apt-get "${options[@]}" -q update > "$log" 2>&1 || { tail -20 "$log" >&2; fail "the mirror $mirror has no $newer_debian"; }
+  mkdir -p "$plugins"
+  for package in "$@"; do
+    (cd "$private" && apt-get "${options[@]}" -q download "$package" >> "$log" 2>&1) || { tail -20 "$log" >&2; fail "no $package"; }
+    dpkg -x "$private/$package"_*.deb "$private/$package"
+    install -m 755 "$(find "$private/$package" -path '*cli-plugins/*' -type f)" "$plugins/"
+  done
+  rm -rf "$private"
+}
+
+start_daemon() {
+  if [[ -d /run/systemd/system ]]; then
+    say "starting the service docker"
+    systemctl enable --now docker
+  else
+    # The scripts of /etc/init.d raise limits, which a container or a small virtual machine refuses
+    say "no service manager runs here: starting dockerd in the background (log: $daemon_log)"
+    [[ -s /var/run/docker.pid ]] && ! kill -0 "$(< /var/run/docker.pid)" 2> /dev/null && rm /var/run/docker.pid
+    setsid nohup dockerd >> "$daemon_log" 2>&1 < /dev/null &
+  fi
+  for _ in {1..120}; do
+    engine_answers && return
+    sleep 0.5
+  done
+  [[ -s $daemon_log ]] && tail -5 "$daemon_log" >&2
+  fail "the engine did not start within 60 s"
+}
+
+explain() { # what somebody who may not install has to do
+  local release=${ID:-} like=${ID_LIKE:-}
+  if command -v dockerd > /dev/null && ! engine_answers && has_compose && has_buildx; then
+    fail "the engine is installed and does not answer. Is it running, and may you use it? Run these, then log in again:" \
+      "  sudo systemctl enable --now docker" "  sudo usermod -aG docker $(id -un)"
+  elif [[ $release == debian || $release == ubuntu || $like == *debian* ]]; then
+    fail "a container engine, Compose v2 and buildx are needed. Run these, then log in again:" \
+      "  sudo $0" "  sudo usermod -aG docker $(id -un)"
+  fi
+  fail "a container engine, Compose v2 and buildx are needed: install Docker Engine or Docker Desktop for ${PRETTY_NAME:-this system}."
+}
+
+if engine_answers && has_compose && has_buildx; then
+  : # nothing to do, whoever runs this
+else
+  PRETTY_NAME=$(uname -s)
+  # shellcheck disable=SC1091
+  [[ -r /etc/os-release ]] && . /etc/os-release
+  if [[ $(id -u) -ne 0 ]] || ! command -v apt-get > /dev/null; then explain; fi
+  log=$(mktemp)
+  trap 'rm -f "$log"' EXIT
+  export DEBIAN_FRONTEND=noninteractive
+  if ! { command -v dockerd > /dev/null || engine_answers; } || ! has_compose || ! has_buildx; then
+    apt-get -q update > "$log" 2>&1 || { tail -20 "$log" >&2; fail "apt-get update failed"; }
+    install_packages
+    missing=()
+    has_compose || missing+=(docker-compose)
+    has_buildx || missing+=(docker-buildx)
+    ((${#missing[@]} == 0)) || install_plugins "${missing[@]}"
+  fi
+  engine_answers || start_daemon
+fi
+say "engine $(docker version --format '{{.Server.Version}}'), Compose $(docker compose version --short)," \
+  "buildx $(docker buildx version | awk '{print $2}')"

@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Trains on simulated nodes with one command, shows the output, and ends with every node's exit code.
+# Run: make up      (NNODES=4 NPROC=2 ARGS="--epochs 5" make up; on a bare Debian or Ubuntu as root it installs the engine)
+# Edit: nothing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. docker/settings.sh
+
+fail() { printf 'up: %s\n' "$@" >&2; exit 2; }
+
+# What is in runs/ shall belong to who runs this; where that is root, to the owner of the checkout; never to root
+uid=$(id -u) gid=$(id -g)
+if [[ $uid -eq 0 ]]; then read -r uid gid < <(stat -c '%u %g' .); fi
+if [[ $uid -eq 0 ]]; then uid=1000 gid=1000; fi
+remember RANKUP_UID "$uid"
+remember RANKUP_GID "$gid"
+num_nodes=$(setting NNODES 2)
+[[ $num_nodes =~ ^[2-8]$ ]] || fail "NNODES must be from 2 to 8, got $num_nodes: compose.yaml has so many services"
+# The profile of that many nodes; in .env it holds for a plain `docker compose up` too
+# shellcheck disable=SC2016  # compose replaces it
+remember COMPOSE_PROFILES '${NNODES:-2}'
+export COMPOSE_PROFILES=$num_nodes
+if [[ -n $(setting IMAGE) ]]; then docker/setup.sh; else docker/image.sh; fi
+
+mapfile -t nodes < <(docker compose config --services | grep '^node' | sort)
+declare -A id=()
+scratch=$(mktemp -d)
+began=$(date +%s)
+stopping=""
+stop() { # REASON: every node saves and leaves
+  [[ -z $stopping ]] || return 0
+  stopping=yes
+  echo "up: $1"
+  docker compose stop "${nodes[@]}" 2> /dev/null
+}
+trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$scratch"' EXIT
+trap 'stop "stopping, every node saves and leaves"' INT TERM
+
+docker compose up -d --no-build "${nodes[@]}" 2> "$scratch/up" || { cat "$scratch/up" >&2; fail "the nodes could not be started"; }
+for node in "${nodes[@]}"; do id[$node]=$(docker compose ps -aq "$node"); done
+# In sessions of their own: Ctrl-C is for this script, which then still wants to see the nodes' last lines
+setsid docker compose --ansi never logs -f --no-log-prefix --since "$began" "${nodes[@]}" 2> /dev/null &
+# `docker compose up` reports 0 although a node failed, and with its options another node's code: the events tell each end
+setsid docker events --since "$began" --filter event=die "${id[@]/#/--filter=container=}" \
+  --format '{{.ID}} {{.Actor.Attributes.exitCode}}' > "$scratch/events" &
+
+# A node's last end, but one below 128 says more than whatever its next start came to
+code_of() { awk -v id="${id[$1]}" '$1 == id && !(code > 0 && code < 128) {code = $2} END {print code + 0}' "$scratch/events"; }
+
+while docker inspect -f '{{.State.Status}}' "${id[@]}" | grep -qE 'running|restarting'; do
+  for node in "${nodes[@]}"; do
+    code=$(code_of "$node")
+    # Nothing is gained by trying again, and the engine would
+    if ((code > 0 && code < 128)); then
+      stop "$node ended with $code, which no restart mends: ending the others"
+    elif ((code > 0)) && [[ $(docker inspect -f '{{.State.Status}}' "${id[$node]}") == exited ]]; then
+      stop "$node ended with $code and is not started again: ending the others"
+    fi
+  done
+  sleep 0.5
+done
+sleep 1 # the last lines and events
+
+worst=0
+for node in "${nodes[@]}"; do
+  code=$(code_of "$node")
+  more=$(docker inspect -f '{{if .State.OOMKilled}}, out of memory{{end}}, {{.RestartCount}} restarts' "${id[$node]}")
+  echo "up: $node ended with $code$more"
+  # A mistake or a fault, below 128, is why the other nodes lost that one
+  if ((code > 0 && (worst == 0 || code < 128))); then worst=$code; fi
+done
+exit "$worst"
