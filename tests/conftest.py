@@ -8,18 +8,10 @@ import psutil
 import pytest
 from forks import Forks
 from jobs import FOREIGN
-from pool import Pool, pool_of_ranks
 
 IN_CI = os.environ.get("CI") == "true"
 # Children inherit it, so that those still alive at the end can be found, whoever started them.
 SESSION = "PYTEST_SESSION_OF_CHILDREN"
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    """Ranks that have imported torch already; see `pool.py`."""
-    with pool_of_ranks() as ranks:
-        yield ranks
 
 
 def pytest_configure(config: pytest.Config) -> None:
