@@ -10,11 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import jobs
+import psutil
 import pytest
 from forks import Forks, Job
 from jobs import environment, free_port
-from rank import BOUND_S, NOISE, Rank, Starter, starting
+from rank import BOUND_S, NOISE, TINY, Rank, Starter, starting
 
 from train.log import host_name
 
@@ -250,3 +253,87 @@ def test_a_rank_that_finds_a_dying_attempt_waits_for_the_next(begin: Starter, en
     early.wait_for("rank 1 of 2")
     assert main.wait() == 171, main.said
     finished(early, begin(0, 2, port, "next"), noise=re.compile("Traceback"))
+
+
+# Under torch's agents, whose store outlives the attempts ------------------------------------------------------
+
+
+@pytest.fixture
+def agent(begin: Starter) -> Iterator[tuple[int, dict[str, str]]]:
+    """The port of a store as torchrun's agent keeps it, and what the agent tells its ranks besides the five variables."""
+    from torch.distributed import TCPStore
+
+    port = free_port()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    told = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # fmt: skip
+    yield port, told
+    del store
+
+
+def agent_rank(
+    begin: Starter, agent: tuple[int, dict[str, str]], rank: int, name: str, *arguments: str, restarts: int = 0
+) -> Rank:
+    port, told = agent
+    own = {"GROUP_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    return begin(rank, 2, port, name, "--simulated-nodes", *arguments, **told, **own)
+
+
+def test_agents_that_count_restarts_differently_meet(begin: Starter, agent: tuple[int, dict[str, str]]):
+    # The agent whose rank failed counts a restart, the one that follows it does not
+    finished(agent_rank(begin, agent, 0, "counts"), agent_rank(begin, agent, 1, "counts", restarts=1))
+
+
+def test_attempts_in_one_store_do_not_meet_each_other(begin: Starter, agent: tuple[int, dict[str, str]]):
+    refused = [agent_rank(begin, agent, 0, "attempts"), agent_rank(begin, agent, 1, "attempts", "--seed", "3")]
+    assert [rank.wait() for rank in refused] == [2, 2], refused[0].said
+    # Each time rank 1 is early: it finds an attempt that was refused, then one that is over
+    for more in ([], ["--fresh"]):
+        early = agent_rank(begin, agent, 1, "attempts", *more)
+        early.wait_for("rank 1 of 2")
+        finished(early, agent_rank(begin, agent, 0, "attempts", *more))
+
+
+def test_a_fresh_run_is_not_begun_anew_by_a_restart_of_the_other_node(begin: Starter, agent: tuple[int, dict[str, str]]):
+    finished(*[agent_rank(begin, agent, rank, "fresh") for rank in (0, 1)])
+    more = ("--fresh", "--max-steps", "2")
+    again = [agent_rank(begin, agent, 0, "fresh", *more), agent_rank(begin, agent, 1, "fresh", *more, restarts=1)]
+    finished(*again)
+    assert "epoch 2:" in again[0].said
+    assert "the earlier run was moved" not in again[0].said
+
+
+@pytest.fixture
+def elastic(tmp_path: Path) -> Iterator[tuple[jobs.Job, Path]]:
+    """Two elastic agents of torchrun with a rank each, and the log of rank 0."""
+    line = (
+        "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test",
+        "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1", "--max-restarts", "2",
+        "-m", "train.main", "train", *TINY, "--max-steps", "1000000", "--simulated-nodes", "--run-dir", str(tmp_path),
+        "--name", "elastic",
+    )  # fmt: skip
+    job = jobs.Job()
+    with jobs.ended(job):
+        for _ in range(2):
+            jobs.start(sys.executable, "-m", *line, env={"PYTHONWARNINGS": "default"}, job=job)  # torchrun's own
+        yield job, tmp_path / "elastic" / "logs" / "rank-0.log"
+    for process in job.processes:
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_torchruns_elastic_agents_meet_again_after_a_lost_rank(elastic: tuple[jobs.Job, Path]):
+    job, log = elastic
+
+    def wait_for_attempt(count: int) -> None:
+        until_s = time.monotonic() + BOUND_S
+        while not log.exists() or log.read_text().count("ready after") < count:
+            assert all(process.poll() is None for process in job.processes), "an agent ended"
+            assert time.monotonic() < until_s, log.read_text() if log.exists() else "no log"
+            time.sleep(0.1)
+
+    wait_for_attempt(1)
+    ranks = psutil.Process(job.processes[1].pid).children(recursive=True)
+    (lost,) = [process for process in ranks if "train.main" in process.cmdline()]
+    lost.kill()
+    wait_for_attempt(2)

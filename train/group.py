@@ -57,6 +57,7 @@ class Group:
         self.rank, self.world_size = launch.rank, launch.world_size
         self.attempt, self.run_dir = attempt, run_dir
         self.hosts: list[str] = [log.host] * launch.world_size
+        self.restarted = launch.restart_count > 0
         self.meeting: Meeting | None = None
         self.step = 0
         self._owns_run: Callable[[], bool] | None = None
@@ -244,6 +245,7 @@ def _come_together(config: Config, group: Group) -> None:
     )
     group.meeting, group.attempt = meeting, meeting.attempt
     group.hosts = [member.host for member in meeting.members]
+    group.restarted = any(member.restarts for member in meeting.members)
     watch.connect(meeting.beat_store, group.hosts, agent_store=launch.agent_store)
     open_ways(meeting, launch.rank, log=log)
     longest_s = max(config.setup_timeout_s, config.step_timeout_s, config.eval_timeout_s, config.save_timeout_s)

@@ -140,7 +140,7 @@ def start_record(config: Config, group: Group) -> Iterator[Record]:
         assert lease is not None
         lease.__enter__()
         group.own_run(lease.is_ours)
-        if config.fresh and group.launch.restart_count == 0:  # a restart of ours goes on with what was begun afresh
+        if config.fresh and not group.restarted:  # a restart of ours goes on with what was begun afresh
             _put_aside(directory, group.log.say)
         earlier = checkpoint.newest_good(directory / "checkpoints", group.log.warn)
         if earlier is not None:

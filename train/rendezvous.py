@@ -75,7 +75,7 @@ class _Join:
         self.address = f"{launch.master_addr}:{launch.master_port}"
         self.me = Member(
             rank=launch.rank, world_size=launch.world_size, host=log.host, pid=os.getpid(), node=launch.node_rank,
-            token=secrets.token_hex(6), traits=traits,
+            restarts=launch.restart_count, token=secrets.token_hex(6), traits=traits,
         )  # fmt: skip
         self.roster = Roster()
         self.doing = "starting"  # what the call that is under way means for the user, should it never return

@@ -24,6 +24,7 @@ class Member:
     node: int | None = None  # as the launcher counts them
     local_ip: str = ""
     master_ip: str = ""
+    restarts: int = 0  # of its node, which torch's agents count differently: one that follows the other counts none
     token: str = ""
     traits: dict[str, str] = field(default_factory=dict)  # what has to be the same on all ranks: versions, code, settings
 
