@@ -104,7 +104,7 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=
     eval_timeout_s: float = _deadline(900.0, "one evaluation")
     save_timeout_s: float = _deadline(600.0, "saving one checkpoint")
 
-    name: str = _setting("", "Folder of this run in run_dir; empty: <dataset>-<model>, or the job's name.",
+    name: str = _setting("", "Folder of this run in run_dir; empty: the job's name, or dataset and model, or workload.",
                          pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]{0,199})?$",
                          rule="at most 200 letters, digits and . _ - beginning with a letter, digit or _")
     run_dir: str = _setting("runs", "Folder of all runs, where rank 0 finds it again.", min_length=1, rule="a path")

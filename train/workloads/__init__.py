@@ -5,7 +5,6 @@ A user's own is a module with `build(config) -> Workload`, named by import path:
 
 import importlib
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 
 from train.config import Config
 from train.data import Samples
-from train.errors import ConfigError
+from train.errors import ConfigError, DataError
 
 # Sums over the samples of a batch, by name; "count" is their number. Scalars are divided by the count in the end, so
 # that "accuracy" is the number of right answers here; tensors, such as a confusion matrix, are only added up.
@@ -49,10 +48,7 @@ def load(config: Config) -> Workload:
         from train.workloads.images import build
 
         return build(config)
-    module_name, _, function = config.workload.partition(":")
-    # `python train/main.py` and the `rankup` command don't put the current directory on the path; `python -m` does.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
+    module_name, _, path = config.workload.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -62,10 +58,16 @@ def load(config: Config) -> Workload:
             f'workload must be "images" or module:function, got "{config.workload}": no module "{error.name}" in '
             f"{os.getcwd()} or on PYTHONPATH."
         ) from None
-    build_own = getattr(module, function, None)
+    build_own: Any = module
+    for function in path.split("."):
+        build_own = getattr(build_own, function, None)
     if not callable(build_own):
-        raise ConfigError(f'workload: {module_name} must have a function "{function}", got none.')
+        raise ConfigError(f'workload: {module_name} ({module.__file__}) must have a function "{path}", got none.')
     workload = build_own(config)
     if not isinstance(workload, Workload):
-        raise ConfigError(f"workload: {config.workload} must return a train.workloads.Workload, got {type(workload)}.")
+        got = type(workload).__name__
+        raise ConfigError(f"workload: {config.workload} must return a train.workloads.Workload, got {got}.")
+    for what, samples in (("train", workload.train), ("evaluation", workload.evaluation)):
+        if len(samples) == 0:
+            raise DataError(f"workload: {config.workload} must have samples to use for {what}, got none.")
     return workload
