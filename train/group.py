@@ -298,12 +298,16 @@ def traits(config: Config, backend: str) -> dict[str, str]:
 
 
 def _part(group: Group) -> None:
-    """Leave after success: all arrive here, then rank 0, whose process the others' connections end in, goes last."""
+    """Leave after success: all arrive here, let go of each other, and only then rank 0, whose process holds the store, goes.
+
+    A connection that ends before its user is an error to torch, which says so in many lines on a run that went well.
+    """
     group.agree(0)
-    group.tell(0, "finished", linger_s=10.0)
-    group.watch.end()
+    group.watch.end_beats()
     if dist.is_initialized():
         dist.destroy_process_group()
+    group.tell(0, "finished", linger_s=10.0)
+    group.watch.end()
 
 
 def explain(group: Group, error: BaseException) -> BaseException:

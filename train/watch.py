@@ -57,6 +57,8 @@ class Watch:
         self._entered_s = time.monotonic()
         self._timeout_s = 0.0
         self._ended = threading.Event()
+        self._quiet = threading.Event()
+        self._beats: threading.Thread | None = None
         self._waiting = False  # inside a collective: the others are to blame, not this rank
         threading.Thread(target=self._watch_clock, name="deadlines", daemon=True).start()
         health.report(rank, self.state, self._ended)
@@ -83,10 +85,18 @@ class Watch:
         """Begin to beat. `store` must be a connection of its own."""
         self.store, self.hosts = store, hosts
         self.host_of_store = "the launcher's agent on node 0" if agent_store else f"rank 0 on {hosts[0]}"
-        threading.Thread(target=self._beat, name="beats", daemon=True).start()
+        self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
+        self._beats.start()
+
+    def end_beats(self) -> None:
+        """No more beats: the store may go from now on."""
+        self._quiet.set()
+        if self._beats is not None:
+            self._beats.join(BEAT_S)
 
     def end(self) -> None:
         """No more deadlines and beats."""
+        self._quiet.set()
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
 
@@ -95,7 +105,7 @@ class Watch:
     def _beat(self) -> None:
         assert self.store is not None
         count, failed_since_s = 0, 0.0
-        while not self._ended.wait(BEAT_S):
+        while not self._quiet.wait(BEAT_S):
             count += 1
             try:
                 state = {"n": count, "phase": self.phase, "step": self.step, "waiting": self._waiting}
@@ -105,7 +115,7 @@ class Watch:
                 failed = True  # the store's process is gone
             failed_since_s = (failed_since_s or time.monotonic()) if failed else 0.0
             patience_s = UNNOTICED_JOINING_S if self.phase == "join" else UNNOTICED_S
-            if failed and time.monotonic() - failed_since_s > patience_s and not self._ended.is_set():
+            if failed and time.monotonic() - failed_since_s > patience_s and not self._quiet.is_set():
                 self._leave("a rank failed and this one did not notice by itself")
 
     def _watch_clock(self) -> None:
