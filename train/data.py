@@ -138,14 +138,20 @@ class MapSamples:
     def batch(self, indices: torch.Tensor, epoch: int | None) -> Any:
         samples = []
         for index in indices.tolist():
-            seed_everything(mix(self.seed, -1 if epoch is None else epoch, index))
+            seed_host(mix(self.seed, -1 if epoch is None else epoch, index))
             samples.append(self.dataset[index])
         return default_collate(samples)
 
 
 def seed_everything(seed: int) -> None:
-    """Python's, torch's and, where it is loaded already, numpy's random state of this process."""
-    random.seed(seed)
+    """Python's, torch's and, where it is loaded already, numpy's random state of this process, for all devices."""
     torch.manual_seed(seed)
+    seed_host(seed)
+
+
+def seed_host(seed: int) -> None:
+    """The same without accelerators, which takes 20 µs instead of 400: for each sample."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
