@@ -18,6 +18,7 @@ TRAIN = ROOT / "train"
 LAYERS: list[list[list[str]]] = [
     [["errors"]],
     [["yamltext", "settings", "fields", "flags", "config"], ["address", "cpus", "ranks", "env"]],
+    [["advice"]],
     [["stop"], ["status"], ["log"]],
     [["network", "roster", "rendezvous", "ways", "health", "watch", "group"], ["launch"]],
     [

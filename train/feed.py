@@ -21,6 +21,10 @@ from train.errors import DataError, PeerLost
 from train.stop import SIGNALS, StopRequest, die_with_parent
 
 ENLARGE_SHM = "Enlarge it (docker run --shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm)"
+SHM_FULL = (
+    f"/dev/shm must hold the batches of all DataLoader workers, got no space left on it. {ENLARGE_SHM}, or set "
+    "--num-workers 0."
+)
 
 
 class Feed:
@@ -37,8 +41,7 @@ class Feed:
         self.device, self.stop = device, stop
         self._samples, self._keys = samples, iter(keys)
         self._queue: queue.Queue[Any] | None = None
-        # What lies in memory is faster taken by index than sent by a worker
-        if num_workers > 0 and not getattr(samples, "in_memory", False):
+        if streams(samples, num_workers):
             self._start(samples, num_workers, prefetch_factor)
 
     def next(self) -> Any | None:
@@ -94,6 +97,27 @@ class Feed:
                     break
 
 
+def streams(samples: Samples, num_workers: int) -> bool:
+    """Whether workers prepare them: what lies in memory is faster taken by index than sent by a worker."""
+    return num_workers > 0 and not getattr(samples, "in_memory", False)
+
+
+def num_bytes(batch: Any) -> int:
+    """What the tensors of a batch take."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel() * batch.element_size()
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
+    return sum(num_bytes(part) for part in parts)
+
+
+def free_shared_memory() -> int:
+    """Bytes free in /dev/shm, through which workers send their batches."""
+    if not os.path.isdir("/dev/shm"):
+        return sys.maxsize
+    system = os.statvfs("/dev/shm")
+    return system.f_bavail * system.f_frsize
+
+
 class _Batches(Dataset[Any]):
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
@@ -101,9 +125,24 @@ class _Batches(Dataset[Any]):
     def __getitem__(self, key: Any) -> Any:
         epoch, indices = key
         try:
-            return self.samples.batch(indices, epoch)
+            return _shared(self.samples.batch(indices, epoch))
         except DataError as error:  # as a value: torch would wrap the one line in a traceback of the worker's
             return error
+
+
+def _shared(batch: Any) -> Any:
+    """Put the tensors of a batch where the loop reads them. torch would do it too, in a thread that prints a full /dev/shm
+    and goes on: the loop waited for ever. Raises DataError."""
+    if isinstance(batch, torch.Tensor) and batch.device.type == "cpu" and batch.layout == torch.strided:
+        try:
+            batch.share_memory_()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "shared memory" in str(error):
+                raise DataError(SHM_FULL) from None
+            raise
+    for part in batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ():
+        _shared(part)
+    return batch
 
 
 class _WorkerStart:
@@ -162,11 +201,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def _explained(error: BaseException, exit_codes: Collection[int | None]) -> BaseException:
     """What the death of a worker process means."""
     text = str(error)
-    if "unable to allocate shared memory" in text or -getattr(signal, "SIGBUS", 0) in exit_codes:
-        return DataError(
-            f"/dev/shm must hold the batches of all DataLoader workers, got no space left on it. {ENLARGE_SHM}, or set "
-            "--num-workers 0."
-        )
+    if -getattr(signal, "SIGBUS", 0) in exit_codes:
+        return DataError(SHM_FULL)
     if "exited unexpectedly" in text:
         killed = -getattr(signal, "SIGKILL", 0) in exit_codes
         return PeerLost(

@@ -15,7 +15,7 @@ from train.data import Order, mix, seed_everything
 from train.env import Launch, cpu_quota
 from train.errors import DataError, Stopped, UserError
 from train.evaluation import evaluate
-from train.feed import Feed, num_bytes, shared_memory_advice, to_device
+from train.feed import ENLARGE_SHM, Feed, free_shared_memory, num_bytes, streams, to_device
 from train.finish import finish
 from train.group import Group, join
 from train.log import Log
@@ -74,11 +74,12 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         group.step = progress.step
         model = parallel.wrap(plain, config, group)
         group.must_match("the initial weights", checkpoint.digest(plain.state_dict())[:16], remedy="Look at init_from.")
+        free_bytes = free_shared_memory()  # before workers fill it
         feed = Feed(
             workload.train, order.keys(progress.step, total_steps), device=group.device, stop=stop,
             num_workers=config.num_workers, prefetch_factor=config.prefetch_factor,
         )  # fmt: skip
-        _warm_up(config, group, workload, model, order)
+        _warm_up(config, group, workload, model, order, free_bytes)
         metrics = record.open_metrics(progress.step)
         log.start_progress(
             kind=config.progress, total_steps=total_steps, step=progress.step, every_s=config.report_every_s
@@ -268,12 +269,19 @@ def _resume(
     return Progress(earlier.step, int(state["evaluated"]), state["metrics"])
 
 
-def _warm_up(config: Config, group: Group, workload: Workload, model: nn.Module, order: Order) -> None:
+def _warm_up(
+    config: Config, group: Group, workload: Workload, model: nn.Module, order: Order, free_bytes: int
+) -> None:
     """The throwaway passes see the first micro-batch of the first epoch on every start, whatever the position."""
     epoch, indices = next(order.keys(0, 1))
     batch = to_device(workload.train.batch(indices, epoch), group.device)
-    both_bytes = num_bytes(batch) * (len(indices) + config.eval_batch_size) // len(indices)
-    advice.say(shared_memory_advice(config, group.launch, workload.train, both_bytes), group.launch, group.log.warn)
+    if streams(workload.train, config.num_workers):
+        num_samples = len(indices) + min(config.eval_batch_size, len(workload.evaluation))
+        both_bytes = num_bytes(batch) * num_samples // len(indices)
+        lines = advice.on_shared_memory(
+            config, group.launch, batch_bytes=both_bytes, free_bytes=free_bytes, way_out=ENLARGE_SHM
+        )
+        advice.say(lines, group.launch, group.log.warn)
     seed_everything(mix(config.seed, -1, group.rank))
 
     def run() -> torch.Tensor:

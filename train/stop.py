@@ -35,7 +35,6 @@ class StopRequest:
         self.before_leaving: Callable[[str], None] = lambda why: None
         self._deferred = False
         self._asked_at_s = 0.0
-        self._reader, self._writer = socket.socketpair()
 
     @property
     def asked(self) -> bool:
@@ -43,6 +42,8 @@ class StopRequest:
 
     def install(self) -> "StopRequest":
         """Take over the three signals. Main thread only, once a process."""
+        # The writing end is kept: closed, the signals would go nowhere
+        self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self.install_handlers()
