@@ -163,7 +163,8 @@ class Group:
         return ends
 
     def _all_told(self, own: End) -> bool:
-        return len([end for end in self._ends(own) if end.state != UNDECIDED]) == self.world_size
+        told = {end.rank for end in self._ends(own) if end.state != UNDECIDED}
+        return len(told | ({own.suspect} - {None})) == self.world_size  # who was lost tells nothing
 
 
 def pick_device(wanted: str, local_rank: int, *, distributed: bool) -> torch.device:

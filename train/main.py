@@ -23,7 +23,17 @@ if __name__ == "__main__":
 
 from train import env
 from train.config import Config, Extra, Parsed, check_world_size, help_text, load_config, parse_args, to_yaml
-from train.errors import FAULT, FINISHED, USER_MISTAKE, ConfigError, LaunchError, Stopped, UserError
+from train.errors import (
+    FAULT,
+    FINISHED,
+    USER_MISTAKE,
+    ConfigError,
+    JoinError,
+    LaunchError,
+    PeerLost,
+    Stopped,
+    UserError,
+)
 from train.log import Log
 
 COMMANDS = {
@@ -153,7 +163,7 @@ def _report(error: BaseException, log: Log) -> int:
         log.say(str(error))
     elif getattr(error, "echo", False):
         log.keep(str(error))
-    elif isinstance(error, UserError) or code > 128:
+    elif isinstance(error, UserError | JoinError | PeerLost) or code > 128:
         log.warn(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
     else:
         # The rank and host stand before each line: in a heap of logs this is the one to find

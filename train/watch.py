@@ -57,6 +57,7 @@ class Watch:
         self._entered_s = time.monotonic()
         self._timeout_s = 0.0
         self._ended = threading.Event()
+        self._told: list[Suspect] = []
         self._quiet = threading.Event()
         self._beats: threading.Thread | None = None
         self._waiting = False  # inside a collective: the others are to blame, not this rank
@@ -111,6 +112,10 @@ class Watch:
                 state = {"n": count, "phase": self.phase, "step": self.step, "waiting": self._waiting}
                 self.store.set(f"beat/{self.rank}", json.dumps(state))
                 failed = self.store.check(["failed"])
+                if failed and not self._told:
+                    # Kept: rank 0's store goes with it, before a collective breaks here
+                    others = {rank: _end(self.store, rank) for rank in range(self.world_size) if rank != self.rank}
+                    self._told = _guilty(others)
             except RuntimeError:
                 failed = True  # the store's process is gone
             failed_since_s = (failed_since_s or time.monotonic()) if failed else 0.0
@@ -166,7 +171,7 @@ class Watch:
         thread.join(timeout_s)
         if found:
             return found[0]
-        return [Suspect(0, f"the store of {self.host_of_store} does not answer")]
+        return self._told or [Suspect(0, f"the store of {self.host_of_store} does not answer")]
 
 
 def find_suspects(store: Store, world_size: int, *, myself: int) -> list[Suspect]:
@@ -180,9 +185,8 @@ def find_suspects(store: Store, world_size: int, *, myself: int) -> list[Suspect
     began_s = time.monotonic()
     while True:
         ends = {rank: _end(store, rank) for rank in others}
-        guilty = [Suspect(r, e.why, e) for r, e in ends.items() if e is not None and e.code not in (0, PEER_LOST)]
-        if guilty:
-            return sorted(guilty, key=lambda s: (s.end.code if s.end else 0, s.rank))
+        if guilty := _guilty(ends):
+            return guilty
         silent = []
         for rank in (rank for rank in others if ends[rank] is None):
             beat = store.get(f"beat/{rank}").decode() if store.check([f"beat/{rank}"]) else ""
@@ -199,6 +203,12 @@ def find_suspects(store: Store, world_size: int, *, myself: int) -> list[Suspect
     if told:
         return [Suspect(told[0], "was lost, as another rank says")]
     return _behind(store, others)
+
+
+def _guilty(ends: dict[int, End | None]) -> list[Suspect]:
+    """Those that told of an end of their own making."""
+    guilty = [Suspect(r, e.why, e) for r, e in ends.items() if e is not None and e.code not in (0, PEER_LOST)]
+    return sorted(guilty, key=lambda s: (s.end.code if s.end else 0, s.rank))
 
 
 def _behind(store: Store, others: list[int]) -> list[Suspect]:
