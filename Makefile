@@ -52,14 +52,7 @@ bench: $(READY) ## Measure images/s, start, save and load on this machine
 	$(RUN)python tests/bench/bench.py $(ARGS)
 
 lock: ## Write docker/requirements.lock anew: the newest versions that pyproject.toml allows
-	$(PYTHON) -m venv --clear build/lock
-	grep -E '^torch(vision)?==' docker/requirements.lock > build/lock/keep.txt
-	PIP_QUIET=1 build/lock/bin/pip install --editable '.[test]' --constraint build/lock/keep.txt
-	{ grep '^#' docker/requirements.lock; \
-	  build/lock/bin/pip freeze --all --exclude-editable --exclude pip --exclude wheel \
-	    | sed -E '/^(nvidia|cuda|triton)/s/$$/; platform_system == "Linux"/'; } > build/requirements.lock
-	mv build/requirements.lock docker/requirements.lock
-	rm -rf build/lock
+	docker/lock.sh $(PYTHON)
 
 clean: ## Remove .venv and caches; runs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info

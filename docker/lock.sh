@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Write docker/requirements.lock anew: the newest versions that pyproject.toml allows, torch and torchvision as they are.
+# Run: make lock PYTHON=python3.11      (the oldest Python that is supported: what runs there runs on newer ones)
+# Edit: the lines torch== and torchvision== in requirements.lock, to raise these two.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+lock=docker/requirements.lock
+venv=$(mktemp -d)
+trap 'rm -rf "$venv"' EXIT
+
+"${1:-python3}" -m venv "$venv"
+grep -E '^torch(vision)?==' "$lock" > "$venv/keep.txt"
+"$venv/bin/pip" install --quiet --editable '.[test]' --constraint "$venv/keep.txt"
+{
+  grep '^#' "$lock"
+  # torch needs the CUDA libraries and triton on Linux only; elsewhere there are none
+  "$venv/bin/pip" freeze --all --exclude-editable --exclude pip --exclude wheel |
+    sed -E '/^(nvidia|cuda|triton)/s/$/; platform_system == "Linux"/'
+} > "$venv/requirements.lock"
+cp "$venv/requirements.lock" "$lock"
