@@ -176,7 +176,7 @@ def test_docs_quote_messages_that_the_program_prints() -> None:
 def test_docs_messages_name_flags_and_files_that_exist() -> None:
     flags, files = 0, 0
     for where, text in strings_of_the_program():
-        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+(?![\w-]*\.)", text):
+        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?=[\s.,;:)=]|$)", text):
             flags += 1
             assert flag.replace("_", "-") in known_flags(), f"{where}: {text}"
         for name in re.findall(r"(?<![\w./])(?:train|tests|docker|slurm|k8s)/[\w./-]+\.\w+", text):
