@@ -4,6 +4,7 @@ Real processes. The failures run side by side, as each mostly waits for its dead
 """
 
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def mute_service() -> Iterator[int]:
 @pytest.fixture(scope="module")
 def failures(begin: Starter, web_server: tuple[int, int], mute_service: int) -> Failures:
     """All cases at once."""
-    names = ("missing", "closed", "double", "sizes", "larger", "settings", "device", "taken", "stopped")
+    names = ("missing", "closed", "double", "sizes", "larger", "settings", "device", "taken", "stopped", "loopback")
     ports = {name: free_port() for name in names}
     ports |= {"web": web_server[0], "mute": mute_service}
 
@@ -98,6 +99,7 @@ def failures(begin: Starter, web_server: tuple[int, int], mute_service: int) -> 
         "settings": case("settings", (0, 3), (1, 3, "--lr 0.5 --seed 3"), (2, 3)),
         "device": case("device", (0, 2), (1, 2, "--device cpu")),
         "taken": [begin(0, 2, ports["taken"], "taken", join_s=4 * JOIN_S)],  # there when the second gives up
+        "loopback": case("loopback", (0, 2), MASTER_ADDR="localhost", LOCAL_WORLD_SIZE="1", GROUP_RANK="0"),
         "web": case("web", (0, 2), (1, 2)),
         "mute": case("mute", (1, 2)),
     }
@@ -178,6 +180,24 @@ def test_settings_that_differ_are_named_with_ranks_and_values(failures: Failures
 def test_one_rank_on_another_device_is_named(failures: Failures):
     for said in failures.of("device", 2):
         assert f'setting device must be the same on all ranks, got "auto" on rank 0 ({HOST}) and "cpu" on rank 1' in said
+
+
+def test_localhost_on_several_nodes_is_refused_at_once(failures: Failures):
+    (said,) = failures.of("loopback", 2)
+    assert "MASTER_ADDR=localhost on 2 nodes: each node would wait for itself" in said
+    assert "waiting for" not in said
+
+
+def test_another_version_of_the_program_on_one_rank_is_named(begin: Starter, tmp_path: Path):
+    shutil.copytree(jobs.ROOT / "train", tmp_path / "train", ignore=shutil.ignore_patterns("__pycache__", "samples"))
+    with (tmp_path / "train" / "loop.py").open("a") as file:
+        file.write("# a change that nobody pulled on the other node\n")
+    port = free_port()
+    first = begin(0, 2, port, "code")
+    line = (sys.executable, tmp_path / "train" / "main.py", "train", *TINY, "--name", "code", "--run-dir", tmp_path)
+    with jobs.ended(jobs.start(*line, env={**jobs.rank_env(1, 2, port), "PYTHONPATH": ""})) as other:
+        assert [first.wait(), *other.wait(BOUND_S)] == [2, 2], first.said + other.output
+    assert re.search(rf"program code must be the same on all ranks, got \w+ on rank 0 \({HOST}\) and \w+ on rank 1", first.said)
 
 
 # Coming and going ---------------------------------------------------------------------------------------------
