@@ -56,6 +56,25 @@ class Stopped(Exception):
     code = STOPPED
 
 
+OURS = (UserError, JoinError, PeerLost, Stopped)  # their text says it all: no traceback
+
+
+def exit_code(error: BaseException) -> int:
+    """The code that a process ends with for an error. Only our own say one: a foreign `.code` (an HTTPError's 404) means
+    something else, and to leave by SystemExit before the end is a failure, whatever its code."""
+    if isinstance(error, OURS):
+        return error.code
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and 0 < error.code < 256:
+        return error.code
+    return FAULT
+
+
+def reason(error: BaseException) -> str:
+    """Why, in one line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, OURS) else f"{type(error).__name__}: {text}"
+
+
 def disk_error(what: str, directory: Path, error: OSError) -> UserError:
     """A directory of the run that can't be written to any more, as the user has to hear it."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

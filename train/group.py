@@ -8,9 +8,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -25,23 +23,22 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from train.config import Config
 from train.env import Launch
-from train.errors import FAULT, JoinError, LaunchError, PeerLost, Stopped, UserError
+from train.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, exit_code, reason
 from train.log import Log
 from train.rendezvous import Meeting, meet
-from train.status import End, new_attempt, read_json, state_of, write_end, write_summary
+from train.status import End, new_attempt, read_json, state_of, tell_torchrun, write_end, write_summary
 from train.stop import StopRequest
-from train.watch import Watch, code_of_cause, describe
+from train.suspects import code_of_cause, describe
+from train.watch import Watch
 from train.ways import HINT, open_ways
 
 # gloo's and nccl's own timeouts lie behind ours, which know the phase and name the rank.
 BEHIND_OURS_S = 120.0
 UNDECIDED = "undecided"  # the state of a rank that looks for whom it lost
-# Finding who is to blame and telling it takes seconds, unless the store hangs.
-LEAVE_S = 30.0
 # What a collective says when the other side is gone. torch raises these as plain RuntimeError, without a class.
 LOST = re.compile(
-    r"closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|Read error|"
-    r"Write error|NCCL|gloo|recvValue|sendBytes|timed out waiting for|Connection refused|failed to (recv|send)",
+    r"gloo/transport/|closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|"
+    r"recvValue|sendBytes|Connection was likely closed|NCCL (error|communicator)|Application timeout",
     re.IGNORECASE,
 )
 
@@ -115,20 +112,20 @@ class Group:
 
     # Ends -----------------------------------------------------------------------------------------------------
 
-    def tell(self, code: int, why: str, *, suspect: int | None = None, linger_s: float = 0.0) -> None:
-        """Record how this rank ends: in `status/`, and in the store, where the others look for the cause.
+    def tell(self, code: int, why: str, suspect: int | None = None, *, linger_s: float = 0.0) -> None:
+        """Record how this rank ends: in the store, where the others look for the cause, and in `status/`.
 
         Rank 0 hosts the store: it stays until all others have told their end, or `linger_s` at most.
         """
         end = End(self.rank, self.log.host, state_of(code), code, why, self.step, suspect)
-        with contextlib.suppress(OSError):  # a full disk must not hide the reason that is being told
-            write_end(self.run_dir, self.attempt, end)
-        self.summarise(end.state, self._ends(end) if self.is_main else [])
         if self.meeting is not None:
             with contextlib.suppress(RuntimeError):
                 self.meeting.store.set(f"end/{self.rank}", end.to_json())
-                if end.state == "failed" and not isinstance(suspect, int):
+                if end.state == "failed":
                     self.meeting.store.set("failed", str(self.rank))
+        with contextlib.suppress(OSError):  # a full disk must not hide the reason that is being told
+            write_end(self.run_dir, self.attempt, end)
+        self.summarise(end.state, self._ends(end) if self.is_main else [])
         # After a failure under torchrun, whose agent keeps the store, nobody needs this rank
         needed = self.meeting is not None and (self.meeting.hosts_store or end.state != "failed")
         if self.is_main and needed:
@@ -226,11 +223,12 @@ def join(config: Config, launch: Launch, *, log: Log, stop: StopRequest, run_dir
         yield group
         _part(group)
     except BaseException as error:
-        watch.enter("leaving", LEAVE_S)  # the phase that failed is over, its deadline must not cut this short
+        watch.leave_with(exit_code(error))  # the phase that failed is over, its deadline must not cut this short
         failure = explain(group, error)
+        watch.leave_with(exit_code(failure))
+        tell_torchrun(failure)
         # Tell before leaving: the others look here for the cause when their collectives break.
-        code, why = code_of(failure)
-        group.tell(code, why, suspect=getattr(failure, "suspect", None), linger_s=3.0)
+        group.tell(exit_code(failure), reason(failure), getattr(failure, "suspect", None), linger_s=3.0)
         watch.end()
         if failure is error:
             raise
@@ -259,7 +257,7 @@ def _come_together(config: Config, group: Group) -> None:
         dist.barrier() if backend == "gloo" else group.agree(0)
     except (RuntimeError, ValueError) as error:
         log.keep(f"{type(error).__name__}: {error}")
-        suspects = watch.suspects_within(6.0)
+        suspects = watch.suspects()
         raise JoinError(
             f"all ranks reached each other, but could not form a group: {str(error).splitlines()[0][:300]}; "
             f"{describe(suspects, group.hosts)}. {HINT}"
@@ -313,14 +311,15 @@ def _part(group: Group) -> None:
 
 def explain(group: Group, error: BaseException) -> BaseException:
     """The failure behind an error: what a collective raises when a peer is gone says nothing of who and why."""
-    lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and LOST.search(str(error)))
-    if isinstance(error, JoinError | PeerLost) or not lost or group.meeting is None:
+    # A failed check inside gloo (of sizes that differ, say) is a fault, although it carries the path of the connection
+    lost = isinstance(error, RuntimeError) and LOST.search(str(error)) and "enforce fail" not in str(error)
+    if isinstance(error, JoinError | PeerLost) or group.meeting is None or not (lost or isinstance(error, dist.DistError)):
         return error
     # Tell at once that this rank is a victim: that leaves the culprit as the only one that told nothing.
     victim = End(group.rank, group.log.host, UNDECIDED, PeerLost.code, "a peer was lost", group.step)
     with contextlib.suppress(RuntimeError):
         group.meeting.store.set(f"end/{group.rank}", victim.to_json())
-    suspects = group.watch.suspects_within(6.0)
+    suspects = group.watch.suspects()
     group.log.keep(f"{type(error).__name__}: {error}")
     failure = PeerLost(f"lost a peer at step {group.step}: {describe(suspects, group.hosts)}")
     if suspects:
@@ -330,19 +329,3 @@ def explain(group: Group, error: BaseException) -> BaseException:
             return Stopped(f"rank {end.rank} on {end.host} left: {end.why}")
         failure.code = code_of_cause(suspects, failure.code)
     return failure
-
-
-def code_of(error: BaseException) -> tuple[int, str]:
-    """The exit code of an error, and why in one line."""
-    if isinstance(error, SystemExit):
-        return (error.code if isinstance(error.code, int) else FAULT), "exit"
-    code = getattr(error, "code", FAULT)
-    text = str(error) or type(error).__name__
-    return code if isinstance(code, int) else FAULT, text if code != FAULT else f"{type(error).__name__}: {text}"
-
-
-def leave(code: int) -> None:
-    """End this process now. Threads inside torch, DataLoader workers and gloo's teardown may wait for a dead peer."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

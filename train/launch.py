@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,13 @@ from typing import Any
 
 from train.errors import FAULT, FINISHED, PEER_LOST, STOPPED
 from train.log import Log
-from train.status import new_attempt, read_json
+from train.status import attempt_of, new_attempt, read_json
 from train.stop import StopRequest
 
 POLL_S = 0.05
-# How long the ranks that lost a peer may take to say whom they lost, before they are ended.
-SETTLE_S = 10.0
+# The ranks of a job end together. After the first has ended, whatever with, the rest have this long: to find and tell whom
+# they lost, or that they finished. One that was stopped (SIGSTOP, a frozen disk) ends only so.
+SETTLE_S = 15.0
 # Outside the range that Linux hands out for outgoing connections, one of which might hold the port at the wrong moment.
 FREE_PORTS = range(20000, 30000)
 
@@ -45,17 +47,18 @@ def launch(
     Restarts them all where the code says that it may help (128 and above, but not 143: stopped on request), at most
     `max_restarts` times: each rank fails fast when a peer is lost, all join anew and resume.
     """
+    job = new_attempt()
     for restart in range(max_restarts + 1):
-        attempt = new_attempt()
+        attempt = attempt_of(job, restart)
         port = nodes.master_port or free_port()
         codes, first = _attempt(arguments, nodes, port, attempt, restart, stop, log)
-        code = verdict(codes, first)
+        code = verdict(codes, first, stopped=stop.asked)
         if code == FINISHED and nodes.node_rank == 0:
             code = _confirmed(run_dir, attempt, log)
-        if code < 128 or code == STOPPED or stop.asked:
+        if code < 128 or code == STOPPED:
             break
         if restart == max_restarts:
-            log.warn(f"gave up after {max_restarts} restarts, code {code}")
+            log.warn(f"gave up after {max_restarts} restarts, exit code {code}")
             break
         log.say(f"{_ended(codes)}; starting again ({restart + 1} of {max_restarts})")
     return code
@@ -71,18 +74,22 @@ def _attempt(
     main_file = str(Path(__file__).with_name("main.py"))
     local_ranks = range(nodes.nproc)
     stop.defer()  # it is passed on to the ranks from here on
-    context = start_processes(
-        name="rankup",
-        entrypoint=sys.executable,
-        args={i: (main_file, *arguments) for i in local_ranks},
-        envs={i: _environment(nodes, i, port, attempt, restart) for i in local_ranks},
-        logs_specs=DefaultLogsSpecs(),
-    )
-    stop.install_handlers()  # start_processes put its own in their place
-    try:
-        return _supervise(context, stop, log)
-    finally:
-        context.close(signal.SIGKILL, timeout=5)
+    with tempfile.TemporaryDirectory(prefix="rankup-") as scratch:  # torch leaves one behind for each attempt
+        # By default torch puts handlers of its own in the place of ours, and ends the job when a terminal closes, nohup or
+        # not. It has to have one signal: this one nobody sends.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
+        context = start_processes(
+            name="rankup",
+            entrypoint=sys.executable,
+            args={i: (main_file, *arguments) for i in local_ranks},
+            envs={i: _environment(nodes, i, port, attempt, restart) for i in local_ranks},
+            logs_specs=DefaultLogsSpecs(log_dir=scratch),
+        )
+        stop.install_handlers()  # a torch that does not know the variable
+        try:
+            return _supervise(context, stop, log)
+        finally:
+            context.close(signal.SIGKILL, timeout=5)
 
 
 def _environment(nodes: Nodes, local_rank: int, port: int, attempt: str, restart: int) -> dict[str, str]:
@@ -103,44 +110,53 @@ def _environment(nodes: Nodes, local_rank: int, port: int, attempt: str, restart
 
 
 def _supervise(context: Any, stop: StopRequest, log: Log) -> tuple[dict[int, int], int | None]:
-    processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+    running = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
     codes: dict[int, int] = {}
     first: int | None = None
-    failed_s = 0.0
-    forwarded = False
-    while len(codes) < len(processes):
-        for rank, process in processes.items():
-            if rank not in codes and (code := process.poll()) is not None:
-                codes[rank] = code if code >= 0 else 128 - code  # a signal's number as a shell counts it
-                if codes[rank] != 0 and first is None:
-                    first, failed_s = rank, time.monotonic()
+    settled_s, forwarded = float("inf"), False
+    while running:
+        for rank in [rank for rank, process in running.items() if process.poll() is not None]:
+            codes[rank] = exit_code(running.pop(rank).returncode)
+            settled_s = min(settled_s, time.monotonic() + SETTLE_S)
+            if codes[rank] != 0 and first is None:
+                first = rank
         if stop.asked and not forwarded:
             forwarded = True
-            log.say(f"{stop.signal_name}: passed on to {len(processes) - len(codes)} ranks, which save and leave")
-            for rank, process in processes.items():
-                if rank not in codes:
-                    process.send_signal(getattr(signal, stop.signal_name))
-        if first is not None and not stop.asked and time.monotonic() - failed_s > SETTLE_S:
-            # A stopped process ends of SIGKILL alone
-            for rank, process in processes.items():
-                if rank not in codes:
-                    log.warn(f"local rank {rank} did not end within {SETTLE_S:g} s after local rank {first}: killed")
-                    process.kill()
+            log.say(f"{stop.signal_name}: passed on to {len(running)} ranks, which save and leave")
+            for process in running.values():
+                # Whatever the signal was: a Python that has only just started leaves of this one without a traceback
+                process.send_signal(signal.SIGTERM)
+        if time.monotonic() > settled_s:
+            for rank, process in running.items():
+                log.warn(f"local rank {rank} did not end within {SETTLE_S:g} s after the others: killed")
+                process.kill()
+                codes[rank] = PEER_LOST
+            running.clear()
         time.sleep(POLL_S)
     return codes, first
 
 
-def verdict(codes: dict[int, int], first: int | None) -> int:
-    """The code of the job: a mistake or a fault of any rank before all, since the others only lost that rank; else the
-    code of the rank that failed first, if it is more than the loss of a peer; else that."""
-    bad = [code for code in codes.values() if code != 0]
-    if first is None or not bad:
-        return FINISHED
-    permanent = [code for code in bad if code < 128]
-    causes = [code for code in bad if code not in (PEER_LOST, STOPPED)]
-    if permanent:
-        return max(permanent)
-    return codes[first] if codes[first] in causes or not causes else causes[0]
+def exit_code(returncode: int) -> int:
+    """A process's end as a shell counts it: 128 and the signal's number where one ended it."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def verdict(codes: dict[int, int], first: int | None, *, stopped: bool = False) -> int:
+    """The code of the job: a mistake or a fault of any rank before all, since the others only lost that rank; then that it
+    was stopped on request; then what the first rank that failed ended with, unless it had only lost another."""
+    bad = [codes[first], *codes.values()] if first is not None else []
+    for code in bad:
+        if 0 < code < 128:
+            return code
+    if bad and stopped:
+        return STOPPED
+    for code in bad:
+        if code not in (FINISHED, STOPPED, PEER_LOST):
+            return code
+    for code in (STOPPED, PEER_LOST):
+        if code in bad:
+            return code
+    return FINISHED
 
 
 def _ended(codes: dict[int, int]) -> str:

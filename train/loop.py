@@ -80,7 +80,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             num_workers=config.num_workers, prefetch_factor=config.prefetch_factor,
         )  # fmt: skip
         _warm_up(config, group, workload, model, order, free_bytes)
-        metrics = record.open_metrics(progress.step)
+        metrics = record.open_metrics(progress)
         log.start_progress(
             kind=config.progress, total_steps=total_steps, step=progress.step, every_s=config.report_every_s
         )

@@ -23,18 +23,9 @@ if __name__ == "__main__":
 
 from train import env
 from train.config import Config, Extra, Parsed, check_world_size, help_text, load_config, parse_args, to_yaml
-from train.errors import (
-    FAULT,
-    FINISHED,
-    USER_MISTAKE,
-    ConfigError,
-    JoinError,
-    LaunchError,
-    PeerLost,
-    Stopped,
-    UserError,
-)
+from train.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, LaunchError, Stopped, UserError, exit_code
 from train.log import Log
+from train.status import tell_torchrun
 
 COMMANDS = {
     "train": "Train; the same command again goes on where it stopped.",
@@ -156,29 +147,18 @@ def _arguments(parsed: Parsed) -> list[str]:
 
 def _report(error: BaseException, log: Log) -> int:
     """Print an end that is no success, as its kind deserves, and return its code."""
-    record_for_torchrun(error)
-    code = getattr(error, "code", FAULT)
-    code = code if isinstance(code, int) else FAULT
+    tell_torchrun(error)
+    code = exit_code(error)
     if isinstance(error, Stopped):
         log.say(str(error))
     elif getattr(error, "echo", False):
         log.keep(str(error))
-    elif isinstance(error, UserError | JoinError | PeerLost) or code > 128:
+    elif isinstance(error, OURS):
         log.warn(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
     else:
         # The rank and host stand before each line: in a heap of logs this is the one to find
         log.warn("".join(traceback.format_exception(error)).rstrip())
     return code
-
-
-def record_for_torchrun(error: BaseException) -> None:
-    """torchrun's summary says "error_file: <N/A>" for a worker that did not write one (pytorch issue 113546)."""
-    if not os.environ.get("TORCHELASTIC_ERROR_FILE") or "torch" not in sys.modules:
-        return
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    if isinstance(error, Exception):
-        get_error_handler().record_exception(error)
 
 
 def entry(stop: StopRequest | None = None) -> None:

@@ -21,7 +21,7 @@ class Metrics:
     Every method raises UserError where the disk is full.
     """
 
-    def __init__(self, directory: Path | None, *, step: int, tensorboard: bool) -> None:
+    def __init__(self, directory: Path | None, *, step: int, evaluated: int, tensorboard: bool) -> None:
         self.directory = directory
         self.last: dict[str, float] = {}
         self._writer: Any = None
@@ -30,7 +30,7 @@ class Metrics:
             return
         with self._disk():
             path = directory / "metrics.jsonl"
-            keep_until(path, step)
+            keep_until(path, step, evaluated)
             self._file = path.open("a", buffering=1, encoding="utf-8")
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # half a second: only where it is used
@@ -111,14 +111,17 @@ def _leave_to_the_caller(failure: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(failure)
 
 
-def keep_until(path: Path, step: int) -> None:
-    """Cut from a metrics file what lies past `step`, and a last line that a kill left half written."""
+def keep_until(path: Path, step: int, evaluated: int) -> None:
+    """Cut from a metrics file what a checkpoint of `step`, with the evaluation of step `evaluated`, does not know of, and
+    a last line that a kill left half written."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            entry = json.loads(line)
+            limit = evaluated if any(name.startswith("eval/") for name in entry) else step
+            if entry["step"] <= limit:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue

@@ -20,7 +20,7 @@ from train.errors import PeerLost, UserError
 from train.group import Group
 from train.lease import Lease
 from train.metrics import Metrics
-from train.status import read_json
+from train.status import job_of, read_json
 
 # How random numbers are drawn; a checkpoint of another scheme could not be continued exactly.
 RANDOM_SCHEME = "blake2b(seed, step, rank) each step; blake2b(seed, epoch) orders; splitmix64(seed, epoch, sample) augments"
@@ -76,10 +76,12 @@ class Record:
     def directory(self) -> Path:
         return self.group.run_dir
 
-    def open_metrics(self, step: int) -> Metrics:
-        """Metrics from `step` on; what a killed attempt wrote past its last checkpoint is taken out. A no-op elsewhere."""
+    def open_metrics(self, progress: Progress) -> Metrics:
+        """Metrics from there on; what a killed attempt wrote past its last checkpoint is taken out. A no-op elsewhere."""
         directory = self.directory if self.group.is_main else None
-        self.metrics = Metrics(directory, step=step, tensorboard=self.config.tensorboard)
+        self.metrics = Metrics(
+            directory, step=progress.step, evaluated=progress.evaluated, tensorboard=self.config.tensorboard
+        )  # fmt: skip
         return self.metrics
 
     def close(self) -> None:
@@ -140,7 +142,7 @@ def start_record(config: Config, group: Group) -> Iterator[Record]:
         assert lease is not None
         lease.__enter__()
         group.own_run(lease.is_ours)
-        if config.fresh and not group.restarted:  # a restart of ours goes on with what was begun afresh
+        if config.fresh and not _begun_by_this_launch(group, directory):
             _put_aside(directory, group.log.say)
         earlier = checkpoint.newest_good(directory / "checkpoints", group.log.warn)
         if earlier is not None:
@@ -194,6 +196,16 @@ def _refuse_changes(config: Config, earlier: Checkpoint, directory: Path) -> Non
             f"{directory} was begun with other settings: {'; '.join(changes)}. Set them back to go on, or --fresh to start "
             "anew, or another --name."
         )
+
+
+def _begun_by_this_launch(group: Group, directory: Path) -> bool:
+    """Whether a restart finds what it began afresh itself, and has to go on with. `launch` numbers its attempts; a first
+    one that was killed before it put the earlier run aside has left that run's checkpoints."""
+    if not group.restarted or group.launch.launcher != "launch":
+        return group.restarted
+    newest = checkpoint.found(directory / "checkpoints")[-1:]
+    states = [read_json(path / "state.json") or {} for path in newest]
+    return any(job_of(state.get("attempt", "")) == job_of(group.attempt) for state in states)
 
 
 def _put_aside(directory: Path, say: Callable[[str], None]) -> None:

@@ -7,6 +7,7 @@ failed: yesterday's success must never be read as today's.
 import json
 import os
 import secrets
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +45,16 @@ def new_attempt() -> str:
     return time.strftime("%Y%m%dT%H%M%S-") + secrets.token_hex(3)
 
 
+def attempt_of(job: str, restart: int) -> str:
+    """The id of one attempt of a launcher's job: `job_of` tells that a restart belongs to it."""
+    return f"{job}-{restart}"
+
+
+def job_of(attempt: str) -> str:
+    """The same for an attempt and for those that a launcher of ours started after it."""
+    return "-".join(attempt.split("-")[:2])
+
+
 def write_json(path: Path, data: Any) -> None:
     """Write `data` so that a reader sees the old file or the new one, never half (rename within one directory)."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,3 +88,13 @@ def write_summary(run_dir: Path, attempt: str, *, state: str, world_size: int, e
         "ranks": {str(end.rank): asdict(end) for end in sorted(ends, key=lambda end: end.rank)},
     }
     write_json(run_dir / "status.json", summary)
+
+
+def tell_torchrun(error: BaseException) -> None:
+    """torchrun's summary says "error_file: <N/A>" for a worker that did not write one (pytorch issue 113546)."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    # Once: the summary takes the earliest for the cause, and a failing rank waits for the others before it ends
+    if path and not Path(path).exists() and "torch" in sys.modules and isinstance(error, Exception):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)

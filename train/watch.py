@@ -5,14 +5,15 @@ one looks at the clock and touches nothing that could block it. A process that i
 does neither: the others find it.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 # torch exports these under a condition that mypy does not follow
@@ -21,27 +22,19 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from train import health
 from train.errors import JOIN_FAILED, PEER_LOST
 from train.log import Log
-from train.status import End
+from train.suspects import BEAT_S, LOOK_S, Suspect, code_of_cause, describe, ends_of, find_suspects, guilty
 
-BEAT_S = 0.5
-SILENT_S = 2.0  # no beat for this long, and no end told: lost
 TICK_S = 0.2
-# The last resort, by a C thread that needs no interpreter lock: for a hang that holds it.
-LOCKED_GRACE_S = 60.0
 # How long the loop may take to notice by itself that a peer told it had failed: collectives on a GPU don't.
 UNNOTICED_S = 10.0
 UNNOTICED_JOINING_S = 1.0  # gloo's passive side, which waits to be called, never does
 # How long a last word may take: its store may be the very thing that hangs, or be held by the thread that does.
 LAST_WORD_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """Who is to blame and why; `end` where that rank told it itself."""
-
-    rank: int
-    why: str
-    end: End | None = None
+# How long a rank that failed may take to find the cause, to tell it and to leave.
+LEAVING_S = 30.0
+# The last resort, by the kernel: for a hang that holds the interpreter lock, so that no thread of ours runs.
+LOCKED_GRACE_S = 60.0
+REARM_S = 5.0
 
 
 class Watch:
@@ -53,7 +46,7 @@ class Watch:
         self.host_of_store = "rank 0"
         self.store: Store | None = None
         self.phase, self.step = "start", 0
-        self.before_exit: Callable[[int, str], None] = lambda code, why: None
+        self.before_exit: Callable[[int, str, int | None], None] = lambda code, why, suspect: None
         self._entered_s = time.monotonic()
         self._timeout_s = 0.0
         self._ended = threading.Event()
@@ -61,6 +54,8 @@ class Watch:
         self._quiet = threading.Event()
         self._beats: threading.Thread | None = None
         self._waiting = False  # inside a collective: the others are to blame, not this rank
+        self._leaving: int | None = None  # with this code
+        self._leave_lock = threading.Lock()
         threading.Thread(target=self._watch_clock, name="deadlines", daemon=True).start()
         health.report(rank, self.state, self._ended)
 
@@ -85,6 +80,7 @@ class Watch:
     def connect(self, store: Store, hosts: list[str], *, agent_store: bool) -> None:
         """Begin to beat. `store` must be a connection of its own."""
         self.store, self.hosts = store, hosts
+        store.set(f"here/{self.rank}", "")
         self.host_of_store = "the launcher's agent on node 0" if agent_store else f"rank 0 on {hosts[0]}"
         self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
         self._beats.start()
@@ -95,11 +91,16 @@ class Watch:
         if self._beats is not None:
             self._beats.join(BEAT_S)
 
+    def leave_with(self, code: int) -> None:
+        """This rank is about to end with `code`: see to it that it does, however long its teardown would take."""
+        self._leaving = code
+        self.enter("leaving", LEAVING_S)
+
     def end(self) -> None:
         """No more deadlines and beats."""
         self._quiet.set()
         self._ended.set()
-        faulthandler.cancel_dump_traceback_later()
+        disarm()
 
     # Threads --------------------------------------------------------------------------------------------------
 
@@ -114,8 +115,7 @@ class Watch:
                 failed = self.store.check(["failed"])
                 if failed and not self._told:
                     # Kept: rank 0's store goes with it, before a collective breaks here
-                    others = {rank: _end(self.store, rank) for rank in range(self.world_size) if rank != self.rank}
-                    self._told = _guilty(others)
+                    self._told = guilty(ends_of(self.store, self.world_size, myself=self.rank))
             except RuntimeError:
                 failed = True  # the store's process is gone
             failed_since_s = (failed_since_s or time.monotonic()) if failed else 0.0
@@ -129,8 +129,8 @@ class Watch:
             now_s = time.monotonic()
             if self._timeout_s <= 0:
                 continue
-            if now_s - armed_s > 5.0:
-                faulthandler.dump_traceback_later(self._timeout_s + LOCKED_GRACE_S, exit=True)
+            if now_s - armed_s > REARM_S:
+                arm(self._timeout_s + LOCKED_GRACE_S)
                 armed_s = now_s
             if now_s - self._entered_s > self._timeout_s and not self._ended.is_set():
                 what = f"{self.phase} (step {self.step}) took longer than {self._timeout_s:g} s"
@@ -138,98 +138,56 @@ class Watch:
 
     def _leave(self, what: str) -> None:
         """Dump the stacks, name the suspect, tell the others, and end this process at once."""
-        if self.log.file is not None:
-            faulthandler.dump_traceback(self.log.file.fileno())
-        suspects = self.suspects_within(5.0)
-        why = f"{what}; {describe(suspects, self.hosts)}"
-        self.log.warn(f"{why}. The stacks of all threads are in logs/rank-{self.rank}.log")
-        code = code_of_cause(suspects, JOIN_FAILED if self.phase == "join" else PEER_LOST)
-        thread = threading.Thread(target=self.before_exit, args=(code, why), daemon=True)
-        thread.start()
-        thread.join(LAST_WORD_S)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        with self._leave_lock:  # two threads may find a reason; the second never gets here
+            if self._leaving is None:
+                if self.log.file is not None:
+                    faulthandler.dump_traceback(self.log.file.fileno())
+                suspects = self.suspects()
+                if self._leaving is not None:
+                    return  # the loop noticed by itself meanwhile, and may know more
+                code = code_of_cause(suspects, JOIN_FAILED if self.phase == "join" else PEER_LOST)
+                suspect = suspects[0].rank if suspects else None
+                why = what if self.world_size == 1 else f"{what}; {describe(suspects, self.hosts)}"
+                stacks = f"The stacks of all threads are in logs/rank-{self.rank}.log"
+                self.log.warn(f"{why}. {stacks} (exit code {code})")
+                within(LAST_WORD_S, lambda: self.before_exit(code, why, suspect))
+            else:
+                code = self._leaving
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
-    # Suspects -------------------------------------------------------------------------------------------------
-
-    def suspects_within(self, timeout_s: float) -> list[Suspect]:
+    def suspects(self) -> list[Suspect]:
         """`find_suspects`, in a thread of its own: a store whose process is stopped would hold us for ever."""
-        found: list[list[Suspect]] = []
-        if self.store is None:
-            return []
-        store = self.store
+        if self.store is None or self._told:
+            return self._told
+        store, found = self.store, list[list[Suspect]]()
 
         def look() -> None:
-            try:
-                found.append(find_suspects(store.clone(), self.world_size, myself=self.rank))
-            except RuntimeError:
-                return
+            with contextlib.suppress(RuntimeError):
+                found.append(find_suspects(store.clone(), self.world_size, myself=self.rank, waiting=self._waiting))
 
-        thread = threading.Thread(target=look, daemon=True)
-        thread.start()
-        thread.join(timeout_s)
-        if found:
-            return found[0]
-        return self._told or [Suspect(0, f"the store of {self.host_of_store} does not answer")]
+        within(LOOK_S, look)
+        return found[0] if found else self._told or [Suspect(0, f"the store of {self.host_of_store} does not answer")]
 
 
-def find_suspects(store: Store, world_size: int, *, myself: int) -> list[Suspect]:
-    """Who is to blame, most likely first: ranks that failed by themselves, then silent ones, then those behind.
-
-    Returns as soon as that is settled, at the latest after SILENT_S: every survivor of a lost peer tells its end at once,
-    which leaves the lost ones.
-    """
-    others = [rank for rank in range(world_size) if rank != myself]
-    first: dict[int, str] = {}
-    began_s = time.monotonic()
-    while True:
-        ends = {rank: _end(store, rank) for rank in others}
-        if guilty := _guilty(ends):
-            return guilty
-        silent = []
-        for rank in (rank for rank in others if ends[rank] is None):
-            beat = store.get(f"beat/{rank}").decode() if store.check([f"beat/{rank}"]) else ""
-            if first.setdefault(rank, beat) == beat:
-                silent.append(rank)
-        waited_s = time.monotonic() - began_s
-        settled = waited_s > 2 * BEAT_S and len(silent) == 1 and all(ends[r] for r in others if r not in silent)
-        if waited_s > SILENT_S or settled:
-            break
-        time.sleep(0.1)
-    if silent:
-        return [Suspect(rank, "gave no sign of life") for rank in silent]
-    told = [end.suspect for end in ends.values() if end is not None and end.suspect is not None]
-    if told:
-        return [Suspect(told[0], "was lost, as another rank says")]
-    return _behind(store, others)
+def within(timeout_s: float, work: Callable[[], None]) -> None:
+    """Do `work` in a thread, and wait for it no longer than `timeout_s`."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
 
 
-def _guilty(ends: dict[int, End | None]) -> list[Suspect]:
-    """Those that told of an end of their own making."""
-    guilty = [Suspect(r, e.why, e) for r, e in ends.items() if e is not None and e.code not in (0, PEER_LOST)]
-    return sorted(guilty, key=lambda s: (s.end.code if s.end else 0, s.rank))
+def arm(timeout_s: float) -> None:
+    """Have the kernel end this process in `timeout_s` (code 142), unless armed anew or disarmed before; dump the stacks
+    first. Where SIGALRM is not free, faulthandler ends it, which knows no other code than 1."""
+    kernel = hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    if kernel:
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    faulthandler.dump_traceback_later(max(0.1, timeout_s - 1.0), exit=not kernel)
 
 
-def _behind(store: Store, others: list[int]) -> list[Suspect]:
-    """All are alive: those not waiting in a collective keep the rest waiting; otherwise those of the lowest step."""
-    beats = {r: json.loads(store.get(f"beat/{r}")) for r in others if store.check([f"beat/{r}"])}
-    busy = [r for r, beat in beats.items() if not beat["waiting"]]
-    return [Suspect(r, f"is alive, in {beats[r]['phase']} at step {beats[r]['step']}") for r in busy]
-
-
-def _end(store: Store, rank: int) -> End | None:
-    return End.from_json(store.get(f"end/{rank}")) if store.check([f"end/{rank}"]) else None
-
-
-def code_of_cause(suspects: list[Suspect], otherwise: int) -> int:
-    """The cause decides whether trying again helps: a user's mistake or a fault on one rank ends all as such."""
-    told = [suspect.end.code for suspect in suspects[:1] if suspect.end is not None]
-    return told[0] if told and 0 < told[0] < 128 else otherwise
-
-
-def describe(suspects: list[Suspect], hosts: list[str]) -> str:
-    """One clause: "suspected: rank 3 on node1 (gave no sign of life)"."""
-    if not suspects:
-        return "suspected: this rank itself, the others wait for it"
-    return "suspected: " + ", ".join(f"rank {s.rank} on {hosts[s.rank]} ({s.why})" for s in suspects[:4])
+def disarm() -> None:
+    faulthandler.cancel_dump_traceback_later()
+    if hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
+        signal.setitimer(signal.ITIMER_REAL, 0)

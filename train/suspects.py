@@ -1,0 +1,96 @@
+"""Who is to blame: what each rank told of its end, and its signs of life, read from the store they share.
+
+Keys: `here/N` that rank N uses this very store, `beat/N` its last sign of life, `end/N` how it ended.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+
+# torch exports it under a condition that mypy does not follow
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from train.errors import PEER_LOST
+from train.status import End
+
+BEAT_S = 0.5
+SILENT_S = 2.0  # no beat for this long, and no end told: lost
+SEVERAL_SILENT_S = 4.5  # on a machine with too much to do some that are alive seem silent at first
+LOOK_S = 7.0  # a store that does not answer within this is stopped itself
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """Who is to blame and why; `end` where that rank told it itself."""
+
+    rank: int
+    why: str
+    end: End | None = None
+
+
+def find_suspects(store: Store, world_size: int, *, myself: int, waiting: bool) -> list[Suspect]:
+    """Who is to blame, most likely first: ranks that failed by themselves, then silent ones, then those behind.
+
+    `waiting`: this rank waits in a collective itself. Returns as soon as it is settled, at the latest after
+    SEVERAL_SILENT_S: every survivor of a lost peer tells its end at once, which leaves the lost ones. Empty where all wait
+    for each other.
+    """
+    if not store.check([f"here/{myself}"]):
+        return [Suspect(0, "was lost: a new store has taken the place of its own")]
+    others = [rank for rank in range(world_size) if rank != myself]
+    first: dict[int, str] = {}
+    began_s = time.monotonic()
+    while True:
+        ends = ends_of(store, world_size, myself=myself)
+        if named := guilty(ends):
+            return named
+        silent = []
+        for rank in (rank for rank in others if ends[rank] is None):
+            beat = store.get(f"beat/{rank}").decode() if store.check([f"beat/{rank}"]) else ""
+            if first.setdefault(rank, beat) == beat:
+                silent.append(rank)
+        waited_s = time.monotonic() - began_s
+        settled = waited_s > 2 * BEAT_S and len(silent) == 1 and all(ends[r] for r in others if r not in silent)
+        if settled or waited_s > (SEVERAL_SILENT_S if len(silent) > 1 else SILENT_S):
+            break
+        time.sleep(0.1)
+    if silent:
+        return [Suspect(rank, "gave no sign of life") for rank in silent]
+    told = [end.suspect for end in ends.values() if end is not None and end.suspect is not None]
+    if told:
+        return [Suspect(told[0], "was lost, as another rank says")]
+    return _behind(store, others) or ([] if waiting else [Suspect(myself, "the others wait for it")])
+
+
+def _behind(store: Store, others: list[int]) -> list[Suspect]:
+    """All are alive: those not waiting in a collective keep the rest waiting."""
+    beats = {r: json.loads(store.get(f"beat/{r}")) for r in others if store.check([f"beat/{r}"])}
+    busy = [r for r, beat in beats.items() if not beat["waiting"]]
+    return [Suspect(r, f"is alive, in {beats[r]['phase']} at step {beats[r]['step']}") for r in busy]
+
+
+def ends_of(store: Store, world_size: int, *, myself: int) -> dict[int, End | None]:
+    """What the other ranks told of their end so far."""
+    ends: dict[int, End | None] = {}
+    for rank in (rank for rank in range(world_size) if rank != myself):
+        ends[rank] = End.from_json(store.get(f"end/{rank}")) if store.check([f"end/{rank}"]) else None
+    return ends
+
+
+def guilty(ends: dict[int, End | None]) -> list[Suspect]:
+    """Those that told of an end of their own making."""
+    found = [Suspect(r, e.why, e) for r, e in ends.items() if e is not None and e.code not in (0, PEER_LOST)]
+    return sorted(found, key=lambda s: (s.end.code if s.end else 0, s.rank))
+
+
+def code_of_cause(suspects: list[Suspect], otherwise: int) -> int:
+    """The cause decides whether trying again helps: a user's mistake or a fault on one rank ends all as such."""
+    told = [suspect.end.code for suspect in suspects[:1] if suspect.end is not None]
+    return told[0] if told and 0 < told[0] < 128 else otherwise
+
+
+def describe(suspects: list[Suspect], hosts: list[str]) -> str:
+    """One clause: "suspected: rank 3 on node1 (gave no sign of life)"."""
+    if not suspects:
+        return "suspected: nobody, all ranks wait for each other"
+    return "suspected: " + ", ".join(f"rank {s.rank} on {hosts[s.rank]} ({s.why})" for s in suspects[:4])
