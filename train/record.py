@@ -77,11 +77,17 @@ class Record:
         return self.group.run_dir
 
     def open_metrics(self, progress: Progress) -> Metrics:
-        """Metrics from there on; what a killed attempt wrote past its last checkpoint is taken out. A no-op elsewhere."""
-        directory = self.directory if self.group.is_main else None
-        self.metrics = Metrics(
-            directory, step=progress.step, evaluated=progress.evaluated, tensorboard=self.config.tensorboard
-        )  # fmt: skip
+        """Metrics from there on; what a killed attempt wrote past its last checkpoint is taken out. Rank 0 writes, and all
+        raise UserError if it can't."""
+        step, evaluated = progress.step, progress.evaluated
+        self.metrics = Metrics(None, step=step, evaluated=evaluated, tensorboard=False)
+
+        def take() -> None:
+            self.metrics = Metrics(
+                self.directory, step=step, evaluated=evaluated, tensorboard=self.config.tensorboard
+            )  # fmt: skip
+
+        on_main(self.group, take)
         return self.metrics
 
     def close(self) -> None:
