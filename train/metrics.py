@@ -123,7 +123,7 @@ def keep_until(path: Path, step: int, evaluated: int) -> None:
             limit = evaluated if any(name.startswith("eval/") for name in entry) else step
             if entry["step"] <= limit:
                 kept.append(line)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
     aside = path.with_suffix(".new")
     aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")

@@ -167,7 +167,7 @@ def _pictures(
     guess = torch.cat(guesses)
     wrong = (guess != labels).nonzero().flatten()[:25].tolist()
     if wrong:
-        captions = [f"{classes[int(labels[i])]} / {classes[int(guess[i])]}" for i in wrong]
+        captions = [f"{classes[int(labels[i])]:.9} / {classes[int(guess[i])]:.9}" for i in wrong]
         pictures["eval/misclassified"] = grid_picture(images[wrong], captions)
     return pictures
 
