@@ -12,6 +12,8 @@ import pytest
 from forks import Forks
 from jobs import MAIN, ROOT, ended, free_port, result, start
 
+from train.launch import _ended
+
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 TESTS = Path(__file__).parent
 # 8 steps an epoch, 32 in all, six batches an evaluation
@@ -278,6 +280,11 @@ def test_launch_passes_a_signal_on_and_keeps_the_code(
     codes, output = forks.run(*train(run, "--max-steps", str(stopped_at + 3)), world_size=2)
     assert codes == [0, 0], output
     assert f"resumed from step-{stopped_at:08d}" in output
+
+
+def test_launch_says_what_137_may_mean() -> None:
+    assert "the memory was not enough" in _ended({0: 171, 1: 137})
+    assert "memory" not in _ended({0: 171, 1: 1})
 
 
 def test_interrupt_key_under_launch_saves_once(forks: Forks, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def launch(
         if code < 128 or code == STOPPED:
             break
         if restart == max_restarts:
-            log.warn(f"gave up after {max_restarts} restarts, exit code {code}")
+            log.warn(f"{_ended(codes)}; gave up after {max_restarts} restarts, exit code {code}")
             break
         log.say(f"{_ended(codes)}; starting again ({restart + 1} of {max_restarts})")
     return code
@@ -160,7 +160,10 @@ def verdict(codes: dict[int, int], first: int | None, *, stopped: bool = False) 
 
 
 def _ended(codes: dict[int, int]) -> str:
-    return "ranks ended with " + ", ".join(f"{code} (local rank {rank})" for rank, code in sorted(codes.items()))
+    text = "ranks ended with " + ", ".join(f"{code} (local rank {rank})" for rank, code in sorted(codes.items()))
+    if 128 + 9 in codes.values():
+        text += " (137 is SIGKILL: if nobody sent it, the memory was not enough, or the limit of the container or job)"
+    return text
 
 
 def _confirmed(run_dir: Path, attempt: str, log: Log) -> int:
