@@ -29,7 +29,7 @@ FOREIGN_WORDS = {"weights_only", "weight_decay_rate", "ip_local_port_range", "us
 # What torch says, not we
 TORCH_SAYS = re.compile(
     r"^(Expected to have finished|unable to allocate shared|Bus error|'train' is not a package|use_libuv|\[c10d\]|"
-    r"ChildFailedError|exitcode|RendezvousConnectionError|--)"
+    r"Setting OMP_NUM_THREADS|ChildFailedError|exitcode|RendezvousConnectionError|--)"
 )
 
 

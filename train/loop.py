@@ -221,7 +221,7 @@ def _describe(config: Config, group: Group, workload: Workload, order: Order) ->
 
 def _evaluated(epoch: float, metrics: dict[str, float], count: int) -> str:
     values = ", ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items()))
-    return f"epoch {epoch:g}: {values} on {count} samples"
+    return f"epoch {round(epoch, 2):g}: {values} on {count:,} samples"
 
 
 def _must_fit(group: Group, model: nn.Module) -> None:
