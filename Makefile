@@ -46,7 +46,7 @@ unit: $(READY) ## pytest
 	$(RUN)python -m pytest $(ARGS)
 
 soak: $(READY) ## The tests with random faults, a hundred runs of each (hours)
-	RANKUP_RUNS=100 $(RUN)python -m pytest -m slow --timeout 0 $(ARGS)
+	RANKUP_RUNS=100 $(RUN)python -m pytest --timeout 0 $(or $(ARGS),$(shell grep -l RANKUP_RUNS tests/test_*.py))
 
 bench: $(READY) ## Measure images/s, start, save and load on this machine
 	$(RUN)python tests/bench/bench.py $(ARGS)
