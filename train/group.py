@@ -26,7 +26,7 @@ from train.env import Launch
 from train.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, exit_code, reason
 from train.log import Log
 from train.rendezvous import Meeting, meet
-from train.status import End, new_attempt, read_json, state_of, tell_torchrun, write_end, write_summary
+from train.status import UNDECIDED, End, new_attempt, read_json, state_of, tell_torchrun, write_end, write_summary
 from train.stop import StopRequest
 from train.suspects import code_of_cause, describe
 from train.watch import Watch
@@ -34,7 +34,6 @@ from train.ways import HINT, open_ways
 
 # gloo's and nccl's own timeouts lie behind ours, which know the phase and name the rank.
 BEHIND_OURS_S = 120.0
-UNDECIDED = "undecided"  # the state of a rank that looks for whom it lost
 # What a collective says when the other side is gone. torch raises these as plain RuntimeError, without a class.
 LOST = re.compile(
     r"gloo/transport/|closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|"
@@ -315,10 +314,6 @@ def explain(group: Group, error: BaseException) -> BaseException:
     lost = isinstance(error, RuntimeError) and LOST.search(str(error)) and "enforce fail" not in str(error)
     if isinstance(error, JoinError | PeerLost) or group.meeting is None or not (lost or isinstance(error, dist.DistError)):
         return error
-    # Tell at once that this rank is a victim: that leaves the culprit as the only one that told nothing.
-    victim = End(group.rank, group.log.host, UNDECIDED, PeerLost.code, "a peer was lost", group.step)
-    with contextlib.suppress(RuntimeError):
-        group.meeting.store.set(f"end/{group.rank}", victim.to_json())
     suspects = group.watch.suspects()
     group.log.keep(f"{type(error).__name__}: {error}")
     failure = PeerLost(f"lost a peer at step {group.step}: {describe(suspects, group.hosts)}")

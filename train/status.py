@@ -15,6 +15,8 @@ from typing import Any
 
 from train import errors
 
+UNDECIDED = "undecided"  # the state of a rank that looks for whom it lost
+
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -22,7 +24,7 @@ class End:
 
     rank: int
     host: str
-    state: str  # finished | stopped | failed
+    state: str  # finished | stopped | failed, and UNDECIDED in the store only
     code: int
     why: str
     step: int

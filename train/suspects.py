@@ -1,6 +1,6 @@
 """Who is to blame: what each rank told of its end, and its signs of life, read from the store they share.
 
-Keys: `here/N` that rank N uses this very store, `beat/N` its last sign of life, `end/N` how it ended.
+Keys: `beat/N`, the last sign of life of rank N; `end/N`, how it ended.
 """
 
 import json
@@ -35,8 +35,6 @@ def find_suspects(store: Store, world_size: int, *, myself: int, waiting: bool) 
     SEVERAL_SILENT_S: every survivor of a lost peer tells its end at once, which leaves the lost ones. Empty where all wait
     for each other.
     """
-    if not store.check([f"here/{myself}"]):
-        return [Suspect(0, "was lost: a new store has taken the place of its own")]
     others = [rank for rank in range(world_size) if rank != myself]
     first: dict[int, str] = {}
     began_s = time.monotonic()
@@ -56,9 +54,8 @@ def find_suspects(store: Store, world_size: int, *, myself: int, waiting: bool) 
         time.sleep(0.1)
     if silent:
         return [Suspect(rank, "gave no sign of life") for rank in silent]
-    told = [end.suspect for end in ends.values() if end is not None and end.suspect is not None]
-    if told:
-        return [Suspect(told[0], "was lost, as another rank says")]
+    if told := hearsay(ends):
+        return told
     return _behind(store, others) or ([] if waiting else [Suspect(myself, "the others wait for it")])
 
 
@@ -81,6 +78,12 @@ def guilty(ends: dict[int, End | None]) -> list[Suspect]:
     """Those that told of an end of their own making."""
     found = [Suspect(r, e.why, e) for r, e in ends.items() if e is not None and e.code not in (0, PEER_LOST)]
     return sorted(found, key=lambda s: (s.end.code if s.end else 0, s.rank))
+
+
+def hearsay(ends: dict[int, End | None]) -> list[Suspect]:
+    """Whom the first rank that found out whom it lost told of."""
+    told = [end for end in ends.values() if end is not None and end.suspect is not None]
+    return [Suspect(end.suspect, f"was lost, as rank {end.rank} says") for end in told[:1] if end.suspect is not None]
 
 
 def code_of_cause(suspects: list[Suspect], otherwise: int) -> int:

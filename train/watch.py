@@ -5,7 +5,6 @@ one looks at the clock and touches nothing that could block it. A process that i
 does neither: the others find it.
 """
 
-import contextlib
 import faulthandler
 import json
 import os
@@ -22,12 +21,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from train import health
 from train.errors import JOIN_FAILED, PEER_LOST
 from train.log import Log
-from train.suspects import BEAT_S, LOOK_S, Suspect, code_of_cause, describe, ends_of, find_suspects, guilty
+from train.status import UNDECIDED, End
+from train.suspects import BEAT_S, LOOK_S, Suspect, code_of_cause, describe, ends_of, find_suspects, guilty, hearsay
 
 TICK_S = 0.2
-# How long the loop may take to notice by itself that a peer told it had failed: collectives on a GPU don't.
+# How long the loop may take to notice by itself that a peer failed: collectives on a GPU don't.
 UNNOTICED_S = 10.0
-UNNOTICED_JOINING_S = 1.0  # gloo's passive side, which waits to be called, never does
+# Inside a collective nothing else can come: its other side may be a third rank that has not noticed either, and in the join
+# gloo's passive side, which waits to be called, never does.
+UNNOTICED_WAITING_S = 1.0
 # How long a last word may take: its store may be the very thing that hangs, or be held by the thread that does.
 LAST_WORD_S = 5.0
 # How long a rank that failed may take to find the cause, to tell it and to leave.
@@ -80,7 +82,6 @@ class Watch:
     def connect(self, store: Store, hosts: list[str], *, agent_store: bool) -> None:
         """Begin to beat. `store` must be a connection of its own."""
         self.store, self.hosts = store, hosts
-        store.set(f"here/{self.rank}", "")
         self.host_of_store = "the launcher's agent on node 0" if agent_store else f"rank 0 on {hosts[0]}"
         self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
         self._beats.start()
@@ -113,13 +114,14 @@ class Watch:
                 state = {"n": count, "phase": self.phase, "step": self.step, "waiting": self._waiting}
                 self.store.set(f"beat/{self.rank}", json.dumps(state))
                 failed = self.store.check(["failed"])
-                if failed and not self._told:
+                if failed:
                     # Kept: rank 0's store goes with it, before a collective breaks here
-                    self._told = guilty(ends_of(self.store, self.world_size, myself=self.rank))
+                    ends = ends_of(self.store, self.world_size, myself=self.rank)
+                    self._told = guilty(ends) or hearsay(ends) or self._told
             except RuntimeError:
                 failed = True  # the store's process is gone
             failed_since_s = (failed_since_s or time.monotonic()) if failed else 0.0
-            patience_s = UNNOTICED_JOINING_S if self.phase == "join" else UNNOTICED_S
+            patience_s = UNNOTICED_WAITING_S if self._waiting or self.phase == "join" else UNNOTICED_S
             if failed and time.monotonic() - failed_since_s > patience_s and not self._quiet.is_set():
                 self._leave("a rank failed and this one did not notice by itself")
 
@@ -158,17 +160,28 @@ class Watch:
             os._exit(code)
 
     def suspects(self) -> list[Suspect]:
-        """`find_suspects`, in a thread of its own: a store whose process is stopped would hold us for ever."""
-        if self.store is None or self._told:
-            return self._told
+        """Tell the others that this rank is a victim, and find out whose. In a thread of its own: a store whose process is
+        stopped would hold us for ever.
+
+        Over the connection there is: it breaks with the process that hosts the store, where a new one would be tried again
+        and again, or meet a successor.
+        """
+        if self.store is None:
+            return []
         store, found = self.store, list[list[Suspect]]()
+        victim = End(self.rank, self.log.host, UNDECIDED, PEER_LOST, "a peer was lost", self.step)
 
         def look() -> None:
-            with contextlib.suppress(RuntimeError):
-                found.append(find_suspects(store.clone(), self.world_size, myself=self.rank, waiting=self._waiting))
+            try:
+                # That leaves the culprit as the only one that told nothing, and wakes those that have not noticed
+                store.set(f"end/{self.rank}", victim.to_json())
+                store.set("failed", str(self.rank))
+                found.append(find_suspects(store, self.world_size, myself=self.rank, waiting=self._waiting))
+            except RuntimeError:
+                found.append(self._told or [Suspect(0, f"the store of {self.host_of_store} is gone")])
 
         within(LOOK_S, look)
-        return found[0] if found else self._told or [Suspect(0, f"the store of {self.host_of_store} does not answer")]
+        return found[0] if found else [Suspect(0, f"the store of {self.host_of_store} does not answer")]
 
 
 def within(timeout_s: float, work: Callable[[], None]) -> None:
