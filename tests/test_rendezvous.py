@@ -224,9 +224,9 @@ def test_a_rank_killed_while_joining_takes_its_place_again(begin: Starter):
     first, dying = begin(0, 3, port, "again"), begin(1, 3, port, "again")
     dying.wait_for("introduced")
     dying.process.signal("SIGKILL")
-    # The roster is full now, but for one that is dead
-    others = [begin(2, 3, port, "again"), begin(1, 3, port, "again")]
-    finished(first, *others)
+    last = begin(2, 3, port, "again")
+    last.wait_for("introduced")  # the roster is full now, but for one that is dead
+    finished(first, last, begin(1, 3, port, "again"))
 
 
 def test_rank_0_killed_while_joining_is_found_again(begin: Starter):
