@@ -20,7 +20,7 @@ LAYERS: list[list[list[str]]] = [
     [["yamltext", "settings", "fields", "flags", "config"], ["address", "cpus", "ranks", "env"]],
     [["advice"]],
     [["stop"], ["status"], ["log"]],
-    [["network", "roster", "rendezvous", "ways", "health", "suspects", "watch", "group"], ["launch"]],
+    [["network", "store", "roster", "rendezvous", "ways", "health", "suspects", "watch", "group"], ["launch"]],
     [
         ["data", "feed"],
         ["sources.download", "sources.sets", "sources.idx", "sources.cache", "sources.fetch", "sources.fake",

@@ -10,26 +10,24 @@ seconds, that of a rank 0 which is on its way out.
 """
 
 import concurrent.futures
-import errno
 import json
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 # torch exports these under a condition that mypy does not follow
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from train.env import Launch
-from train.errors import JOIN_FAILED, USER_MISTAKE, JoinError, LaunchError, UserError
+from train.errors import JOIN_FAILED, USER_MISTAKE, JoinError, UserError
 from train.log import Log
-from train.network import explain_connection, is_own_address, port_holder, try_connect
+from train.network import explain_connection, is_own_address, try_connect
 from train.roster import Member, Roster, describe_claims, describe_differences, describe_missing
+from train.store import connect_store, open_port, port_in_use, serve_store
 
 POLL_S = 0.1
 PORT_PATIENCE_S = 5.0  # the process of the last attempt may still be on its way out
@@ -106,47 +104,22 @@ class _Join:
 
     # The store ------------------------------------------------------------------------------------------------
 
-    def _serve(self) -> TCPStore:
+    def _serve(self) -> Store:
         """Open the port and start the store. Raises JoinError, naming who holds the port, or LaunchError."""
         port = self.launch.master_port
         until_s = min(self.deadline_s, time.monotonic() + PORT_PATIENCE_S)
-        while (listener := self._listen(port, patient=time.monotonic() < until_s)) is None:
+        while (listener := open_port(port)) is None:
+            if time.monotonic() > until_s:
+                raise port_in_use(port, self.log.host)
             self._pause()
         if not is_own_address(self.launch.master_addr):
             self.log.warn(
                 f"MASTER_ADDR={self.launch.master_addr} is no address of this machine ({self.log.host}), where rank 0 "
                 "runs and listens. Right behind a Service or NAT, a mistake elsewhere."
             )
-        return TCPStore(
-            "127.0.0.1", port, None, True, timedelta(seconds=self.timeout_s),
-            wait_for_workers=False, master_listen_fd=listener.detach(),
-        )  # fmt: skip
+        return serve_store(listener, timeout_s=self.timeout_s)
 
-    def _listen(self, port: int, *, patient: bool) -> socket.socket | None:
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        try:
-            listener.bind(("", port))
-            listener.listen(4096)
-            return listener
-        except OSError as error:
-            listener.close()
-            if error.errno != errno.EADDRINUSE:
-                raise LaunchError(
-                    f"MASTER_PORT={port} can't be opened: {error.strerror}. Choose one from 1024 to 32767."
-                ) from None
-        if patient:
-            return None
-        holder = port_holder(port)
-        raise JoinError(
-            f"MASTER_PORT={port} is in use on {self.log.host}{f' by {holder}' if holder else ''}: another job, one that "
-            "has not ended, or a second process with RANK=0. End it, or set another MASTER_PORT on all ranks."
-        )
-
-    def _connect(self) -> tuple[TCPStore, str, str]:
+    def _connect(self) -> tuple[Store, str, str]:
         """A client of the master's store, our address on the way there, and the address that answered.
 
         Name, port and store may all come up after us (a Service in Kubernetes, a container started later): each is tried
@@ -161,9 +134,9 @@ class _Join:
                     f"something accepts connections at {self.address} but does not answer as a rendezvous store: another "
                     "service holds the port, the machine is the wrong one, or the process of rank 0 is stopped"
                 )
-                left = timedelta(seconds=max(1.0, self.deadline_s - time.monotonic()))
+                left_s = max(1.0, self.deadline_s - time.monotonic())
                 try:
-                    return TCPStore(host, port, None, False, left, wait_for_workers=False), tried.local_ip, tried.master_ip
+                    return connect_store(host, port, timeout_s=left_s), tried.local_ip, tried.master_ip
                 except RuntimeError:
                     self.problem = self.doing
             else:
