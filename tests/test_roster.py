@@ -150,3 +150,11 @@ def test_a_trait_that_one_rank_does_not_know_is_a_difference():
 
 def test_a_member_of_another_version_is_understood():
     assert Member.from_json('{"rank": 1, "world_size": 2, "host": "a", "unheard_of": 3}') == Member(1, 2, "a")
+
+
+def test_one_rank_of_each_machine_speaks_for_all_of_it():
+    ranks = [Member(rank=r, host=f"host{r // 2}", local_rank=r % 2) for r in range(4)]
+    assert [member.speaks(ranks) for member in ranks] == [True, False, True, False]
+    assert ranks[1].speaks([ranks[1], ranks[2]]), "the first of the machine is not there"
+    twins = [Member(rank=r, host="localhost") for r in range(2)]
+    assert all(member.speaks(twins) for member in twins), "two machines may have one name"

@@ -72,8 +72,8 @@ class _Join:
         self.hosts_store = launch.rank == 0 and not launch.agent_store
         self.address = f"{launch.master_addr}:{launch.master_port}"
         self.me = Member(
-            rank=launch.rank, world_size=launch.world_size, host=log.host, pid=os.getpid(), node=launch.node_rank,
-            restarts=launch.restart_count, token=secrets.token_hex(6), traits=traits,
+            rank=launch.rank, world_size=launch.world_size, host=log.host, pid=os.getpid(), local_rank=launch.local_rank,
+            node=launch.node_rank, restarts=launch.restart_count, token=secrets.token_hex(6), traits=traits,
         )  # fmt: skip
         self.roster = Roster()
         self.doing = "starting"  # what the call that is under way means for the user, should it never return
@@ -112,6 +112,7 @@ class _Join:
             if time.monotonic() > until_s:
                 raise port_in_use(port, self.log.host)
             self._pause()
+        self.doing = f'the name "{self.launch.master_addr}" gets no answer from the resolver'
         if not is_own_address(self.launch.master_addr):
             self.log.warn(
                 f"MASTER_ADDR={self.launch.master_addr} is no address of this machine ({self.log.host}), where rank 0 "
@@ -218,9 +219,9 @@ class _Join:
     def _abort(self, store: Store, text: str, *, code: int = JOIN_FAILED) -> None:
         """Tell all ranks why there will be no group, give them time to read it, and raise it here too."""
         living = self.roster.living()
-        first_of_host = {member.host: member.token for member in sorted(living, key=lambda m: m.rank, reverse=True)}
         tokens = [member.token for member in living]
-        verdict = {"code": code, "text": text, "tokens": tokens, "speakers": list(first_of_host.values())}
+        speakers = [member.token for member in living if member.speaks(living)]
+        verdict = {"code": code, "text": text, "tokens": tokens, "speakers": speakers}
         store.set("verdict", json.dumps(verdict))
         until_s = time.monotonic() + HEARD_S
         while time.monotonic() < until_s and store.add("heard", 0) < len(tokens) - 1:
@@ -236,8 +237,7 @@ class _Join:
         elif not store.check(["verdict"]):
             self.roster.look(store)
             error = JoinError(f"{self._missing(self.timeout_s)}. {advice}")
-            # One rank of each host prints it
-            error.echo = any(m.host == self.me.host and m.rank < self.me.rank for m in self.roster.living())
+            error.echo = not self.me.speaks(self.roster.living())
             raise error
         raise self.failure(self.problem)
 
@@ -266,7 +266,7 @@ class _Join:
 
 
 def _error_of(verdict: Mapping[str, Any], token: str) -> Exception:
-    """The error that rank 0 found. All raise it, one rank of each host prints it."""
+    """The error that rank 0 found. All raise it, one rank of each machine prints it."""
     error = (UserError if verdict["code"] == USER_MISTAKE else JoinError)(verdict["text"])
     error.echo = token not in verdict["speakers"]
     return error

@@ -21,6 +21,7 @@ class Member:
     world_size: int = 0
     host: str = "?"
     pid: int = 0
+    local_rank: int = 0
     node: int | None = None  # as the launcher counts them
     local_ip: str = ""
     master_ip: str = ""
@@ -31,6 +32,11 @@ class Member:
     @property
     def place(self) -> str:
         return f"{self.host} (pid {self.pid})"
+
+    def speaks(self, members: Iterable["Member"]) -> bool:
+        """Whether this rank prints what all of them have to say: the first of its machine does. Two machines of one name
+        have a local rank 0 each."""
+        return self.local_rank == 0 or not any(m.host == self.host and m.rank < self.rank for m in members)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -65,7 +65,7 @@ def open_ways(meeting: Meeting, rank: int, *, log: Log) -> None:
         raise JoinError(f"rank 0 on {members[0].place} fell silent just after all ranks had joined.")
     if verdict["code"]:
         error = (UserError if verdict["code"] == USER_MISTAKE else JoinError)(verdict["text"])
-        error.echo = any(m.host == members[rank].host for m in members[:rank])  # one rank of each host prints it
+        error.echo = not members[rank].speaks(members)
         raise error
 
 
