@@ -44,6 +44,7 @@ setsid docker compose --ansi never logs -f --no-log-prefix --since "$began" "${n
 setsid docker events --since "$began" --filter event=die "${id[@]/#/--filter=container=}" \
   --format '{{.ID}} {{.Actor.Attributes.exitCode}}' > "$scratch/events" &
 
+set +e # from here on Ctrl-C may end any command below, and the loop goes on until the nodes have ended
 # A node's last end, but one below 128 says more than whatever its next start came to
 code_of() { awk -v id="${id[$1]}" '$1 == id && !(code > 0 && code < 128) {code = $2} END {print code + 0}' "$scratch/events"; }
 
@@ -66,7 +67,7 @@ for node in "${nodes[@]}"; do
   code=$(code_of "$node")
   more=$(docker inspect -f '{{if .State.OOMKilled}}, out of memory{{end}}, {{.RestartCount}} restarts' "${id[$node]}")
   echo "up: $node ended with $code$more"
-  # A mistake or a fault, below 128, is why the other nodes lost that one
-  if ((code > 0 && (worst == 0 || code < 128))); then worst=$code; fi
+  # A mistake or a fault, below 128, is why the other nodes lost that one; 143 is what those have that were stopped then
+  if ((code > 0 && (worst == 0 || worst == 143 || code < 128))); then worst=$code; fi
 done
 exit "$worst"

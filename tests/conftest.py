@@ -2,12 +2,14 @@
 
 import os
 import secrets
+import subprocess
 from collections.abc import Iterator
 
 import psutil
 import pytest
+from containers import clean_environment, docker, why_not
 from forks import Forks
-from jobs import FOREIGN
+from jobs import FOREIGN, ROOT
 
 IN_CI = os.environ.get("CI") == "true"
 # Children inherit it, so that those still alive at the end can be found, whoever started them.
@@ -77,3 +79,18 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     server = Forks(tmp_path_factory.mktemp("forks"))
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def image() -> str:
+    """The container image of this checkout's files, built where it is not: its name. Skips where there is no engine."""
+    if reason := why_not():
+        pytest.skip(reason)
+    name = "rankup:runtime"
+    if not IN_CI and not docker("images", "-q", name).strip():
+        pytest.skip(f"no image {name} here: make image builds it, a quarter of an hour and 12 GB the first time")
+    done = subprocess.run(
+        [ROOT / "docker" / "image.sh"], env=clean_environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert done.returncode == 0, done.stdout
+    return name

@@ -1,0 +1,146 @@
+"""One job on real containers: what two nodes do, what they leave, and that they compute what torchrun computes."""
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from containers import Project, digest_by_torchrun, docker, project, wait_for
+from jobs import ROOT
+
+pytestmark = pytest.mark.usefixtures("image")
+# Everything that could tell two runs apart: dropout, augmentation, and batches prepared by workers
+JOB = "--dataset digits --model mlp --dropout 0.2 --augment --in-memory never --num-workers 1 --max-steps 60 --name job"
+# Nothing but steps: 10,000 to an epoch
+LONG = "--dataset fake --fake-samples 20000 --batch-size 2 --model mlp --epochs 100 --log-every-steps 1 --name long"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Project]:
+    with project(tmp_path, ARGS=JOB, RANKUP_UID="54321", RANKUP_GID="54322") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest that two processes of this machine come to, started by torchrun."""
+    return digest_by_torchrun(tmp_path_factory.mktemp("torchrun"), JOB)
+
+
+def test_two_nodes_train_to_the_weights_that_torchrun_comes_to(nodes: Project, by_torchrun: str) -> None:
+    nodes.up()
+    assert nodes.codes() == [0, 0], nodes.logs()
+    outcome = nodes.result("job")
+    assert outcome["hosts"] == ["node0", "node1"]
+    assert outcome["digest"] == by_torchrun
+    # What they wrote belongs to whom compose was told, although the engine made runs/ as root's
+    assert {(path.stat().st_uid, path.stat().st_gid) for path in [nodes.runs, *nodes.runs.rglob("*")]} == {(54321, 54322)}
+    said = nodes.logs()
+    assert "epoch 2" in said
+    assert "Warning" not in said
+
+    # The same command again: nothing to do, and it says so
+    nodes.up()
+    assert nodes.codes() == [0, 0], nodes.logs()
+    assert "is finished" in nodes.logs()
+
+
+def test_more_nodes_train_as_one_group(nodes: Project) -> None:
+    nodes.up(ARGS=f"{JOB} --batch-size 66", NNODES="3", COMPOSE_PROFILES="3")
+    assert nodes.codes("node0", "node1", "node2") == [0, 0, 0], nodes.logs()
+    assert nodes.result("job")["hosts"] == ["node0", "node1", "node2"]
+
+
+def test_progress_appears_while_it_is_made(nodes: Project) -> None:
+    nodes.up(ARGS=f"{LONG} --report-every-s 0.5")
+    wait_for("two lines of progress", lambda: nodes.logs().count("images/s") >= 2, log=nodes.logs)
+    assert nodes.state("node0")["Status"] == "running"
+
+
+def test_a_node_may_do_nothing_that_training_does_not_need(nodes: Project) -> None:
+    nodes.up(ARGS=LONG)
+    nodes.wait_for_step("long", 1)
+    host = nodes.inspect("node1")["HostConfig"]
+    assert host["ReadonlyRootfs"]
+    assert host["CapDrop"] == ["ALL"]
+    assert host["Init"]
+    assert host["SecurityOpt"] == ["no-new-privileges:true"]
+    assert host["RestartPolicy"]["Name"] == "on-failure"
+    assert host["RestartPolicy"]["MaximumRetryCount"] > 0
+    inside = "touch /app/x /opt/x 2>&1; id -u; grep -E 'CapEff|NoNewPrivs|Max open' /proc/1/status /proc/1/limits; df -m /dev/shm"
+    said = docker("exec", f"{nodes.name}-node1-1", "sh", "-c", inside)
+    assert said.count("Read-only file system") == 2
+    assert "54321" in said
+    assert "CapEff:\t0000000000000000" in said
+    assert "NoNewPrivs:\t1" in said
+    assert "1024" in said  # MB of shared memory
+
+
+def test_own_code_and_data_are_mounted_without_a_build(nodes: Project, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    text = (ROOT / "docker" / "compose.own.yaml").read_text()
+    for ours, theirs in (
+        ("my_job:build", "throws:build"),
+        ("./my_code", str(ROOT / "tests" / "examples")),
+        ("./my_data", str(tmp_path / "data")),
+    ):
+        assert ours in text
+        text = text.replace(ours, theirs)
+    nodes.override(text)
+    nodes.up(ARGS="--max-steps 20 --batch-size 64 --name throws --options.width 32")
+    assert nodes.codes() == [0, 0], nodes.logs()
+    assert nodes.result("throws")["data"] == "throws"
+
+
+def test_a_dockerfile_of_three_lines_builds_on_the_image(nodes: Project, tmp_path: Path, image: str) -> None:
+    context = tmp_path / "mine"
+    context.mkdir()
+    (context / "throws.py").write_text((ROOT / "tests" / "examples" / "throws.py").read_text())
+    lines = f'FROM {image}\nCOPY throws.py /app/\nCMD ["train", "--workload", "throws:build"]\n'
+    name = f"{nodes.name}:mine"
+    try:
+        (context / "Dockerfile").write_text(lines)
+        docker("build", "-q", "-t", name, str(context), DOCKER_BUILDKIT="1")
+        nodes.up(IMAGE=name, ARGS="--workload throws:build --max-steps 20 --batch-size 64 --name mine")
+        assert nodes.codes() == [0, 0], nodes.logs()
+        assert nodes.result("mine")["data"] == "throws"
+    finally:
+        nodes.remove()
+        docker("rmi", "-f", name)
+
+
+def test_the_board_shows_a_run_on_loopback_alone(nodes: Project) -> None:
+    nodes.up()
+    assert nodes.codes() == [0, 0], nodes.logs()
+    nodes.compose("--profile", "board", "up", "-d", "--no-build", "board", BOARD_PORT="0")
+    port = nodes.compose("port", "board", "6006", BOARD_PORT="0").strip()
+    assert port.startswith("127.0.0.1:")
+
+    def shown() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{port}/data/runs", timeout=2) as answer:
+                return any("job" in run for run in json.load(answer))
+        except OSError:
+            return False
+
+    wait_for("the run on the board", shown, log=nodes.logs)
+
+
+def test_health_tells_a_rank_that_trains_from_a_hung_one(nodes: Project) -> None:
+    fast = "{healthcheck: {interval: 1s}, environment: {RANKUP_HEALTHY_STEP_S: 3}}"
+    nodes.override(f"services: {{node0: {fast}, node1: {fast}}}")
+    nodes.up(ARGS=f"{LONG} --step-timeout-s 200")
+    nodes.wait_for_step("long", 1)
+
+    def health(node: str) -> str:
+        return str(nodes.state(node)["Health"]["Status"])
+
+    wait_for("both healthy", lambda: {health("node0"), health("node1")} == {"healthy"})
+    rank = nodes.ranks("node1")[0]
+    rank.suspend()
+    wait_for("both unhealthy", lambda: {health("node0"), health("node1")} == {"unhealthy"})
+    assert "stopped or frozen" in nodes.state("node1")["Health"]["Log"][-1]["Output"]
+    assert "waiting for another rank" in nodes.state("node0")["Health"]["Log"][-1]["Output"]
+    rank.resume()
+    wait_for("both healthy again", lambda: {health("node0"), health("node1")} == {"healthy"})
