@@ -185,7 +185,8 @@ def test_workers_go_on_whatever_signal_they_get(forks: Forks, tmp_path: Path) ->
 
 
 def test_workers_die_with_a_killed_parent(forks: Forks, tmp_path: Path) -> None:
-    with forks.running(*train(tmp_path / "run"), env=probe("data", 3, sleep_s=600)) as job:
+    # All asleep in their first batch: an idle worker would look for its parent by itself
+    with forks.running(*train(tmp_path / "run"), env=probe("data", 1, sleep_s=600)) as job:
         workers = workers_of(job)
         job.wait_until(lambda: all(map(ignores_all_three, workers)), "workers that have begun")
         job.processes[0].signal("SIGKILL")
