@@ -18,6 +18,7 @@ from torch.distributed.run import get_args_parser
 from train import errors
 from train.config import Config, load_config, parse_args
 from train.main import COMMANDS, EXTRA
+from train.workloads import Workload
 
 TOP_LEVEL = {
     "docker", "k8s", "slurm", "train", "tests", "compose.yaml", "Makefile",
@@ -134,7 +135,7 @@ def test_docs_name_flags_settings_and_targets_that_exist(document: str) -> None:
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
             assert flag.replace("_", "-") in known_flags(), f"{document}: {span}"
         if re.fullmatch(r"[a-z]+(_[a-z]+)+", span) and span not in FOREIGN_WORDS:
-            assert span in Config.model_fields, f"{document}: {span}"
+            assert span in {*Config.model_fields, *Workload.__dataclass_fields__}, f"{document}: {span}"
         for target in re.findall(r"(?:^|[;&|] *)make ([a-z]+)", span):
             assert target in targets, f"{document}: {span}"
 
