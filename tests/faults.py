@@ -67,12 +67,23 @@ class Scene:
         return any((self.run_dir / "checkpoints").glob(".writing-*"))
 
     def next_incarnation(self, ranks: Ranks) -> None:
-        """Wait for the end of `ranks`' rank 0; what follows is of the next incarnation."""
+        """Wait for the end of `ranks`; what follows is of the next incarnation."""
         while lives(ranks[0]):
             self.running()
             time.sleep(0.01)
         self.joined_before = self.log.read_text().count("waiting for ") if self.log.exists() else 0
+        while any(lives(process) for process in ranks.values()):
+            self.running()
+            time.sleep(0.01)
         self.old |= {process.pid for process in ranks.values()}
+
+    def log_sizes(self) -> dict[Path, int]:
+        return {path: path.stat().st_size for path in self.log.parent.glob("rank-*.log")}
+
+    def blamed_since(self, sizes: dict[Path, int]) -> set[int]:
+        """Which ranks the logs call suspected, after those sizes."""
+        new = [path.read_bytes()[sizes.get(path, 0) :].decode() for path in self.log.parent.glob("rank-*.log")]
+        return {int(rank) for text in new for rank in re.findall(r"suspected: rank (\d+)", text)}
 
 
 def lives(process: psutil.Process) -> bool:
@@ -226,7 +237,8 @@ def random_kills(rng: random.Random, count: int, world_size: int) -> list[Kill]:
 
 
 def deliver(kills: Sequence[Kill], scene: Scene, world_size: int) -> int:
-    """Kill one after another, each when its moment has come. Returns how many, before the job ended.
+    """Kill one after another, each when its moment has come. Returns how many, before the job ended. The survivors of each
+    must blame nobody but the rank that was killed.
 
     Rank 0 writes what is looked at, so it is stopped for the look: the moment is not over when the signal arrives.
     """
@@ -241,10 +253,12 @@ def deliver(kills: Sequence[Kill], scene: Scene, world_size: int) -> int:
                 continue
             if began_at is None and "ready after" in scene.said():
                 began_at = scene.step()
+            sizes = scene.log_sizes()
             if kill.due(scene, began_at) and _kill_if_due(kill, ranks, scene, began_at):
                 break
             time.sleep(0.002)
         scene.next_incarnation(ranks)
+        assert scene.blamed_since(sizes) <= {kill.rank}, kill
     return len(kills)
 
 

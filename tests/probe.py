@@ -2,14 +2,18 @@
 
 PROBE is JSON: {"where": "loss", "call": 7, "rank": 1, "signal": "SIGTERM", "to": "group", "sleep_s": 300}. `where` is one
 of build, data, loss, eval_data, evaluate; `call` counts them from 1 in each process; without `rank` all ranks do it;
-`before_s` it waits first, `until` a file exists it waits afterwards. The loss is called twice before the first step. Not an
+`before_s` it waits first, `until` a file exists it waits afterwards, `raise` names an error to end with, `hold_s` it keeps
+the interpreter lock. The loss is called twice before the first step. Not an
 option of the workload: those may not change when a run is resumed.
 """
 
+import ctypes
 import json
 import os
 import signal
 import time
+import urllib.error
+from email.message import Message
 from typing import Any
 
 import torch
@@ -18,8 +22,15 @@ from torch.nn import functional
 
 from train.config import Config
 from train.data import mix, random_numbers
+from train.errors import DataError
 from train.workloads import Workload
 
+ERRORS: dict[str, BaseException] = {
+    "ValueError": ValueError("probe"),
+    "DataError": DataError("probe"),
+    "SystemExit": SystemExit(0),
+    "HTTPError": urllib.error.HTTPError("http://probe", 404, "probe", Message(), None),  # has a `code` of its own
+}
 NUM_TRAIN, NUM_EVAL, NUM_CLASSES = 64, 21, 4
 _calls: dict[str, int] = {}
 
@@ -39,7 +50,11 @@ def probe(where: str) -> None:
         os.killpg(os.getpgrp(), number) if order.get("to") == "group" else os.kill(os.getpid(), number)
     while "until" in order and not os.path.exists(order["until"]):
         time.sleep(0.05)
+    if "hold_s" in order:
+        ctypes.PyDLL(None).sleep(order["hold_s"])
     time.sleep(order.get("sleep_s", 0.3))
+    if "raise" in order:
+        raise ERRORS[order["raise"]]
 
 
 class Samples:
@@ -60,6 +75,36 @@ class Samples:
         if epoch is not None:
             points = points + 0.1 * random_numbers(self.seed, epoch, indices, 8).float()
         return points, self.labels[indices]
+
+
+def slow_save() -> None:
+    """To be called first in a process: its second save takes for ever."""
+    from train import checkpoint
+
+    quick, calls = checkpoint.save, []
+
+    def save(*values: Any, **more: Any) -> Any:
+        calls.append(1)
+        time.sleep(1000 if len(calls) == 2 else 0)
+        return quick(*values, **more)
+
+    checkpoint.save = save
+
+
+def impatient() -> None:
+    """To be called first in a process: the last resorts come after seconds, not after a minute."""
+    from train import launch, watch
+
+    watch.LOCKED_GRACE_S, watch.LEAVING_S, launch.SETTLE_S = 1.0, 3.0, 3.0
+
+
+def stuck_disk() -> None:
+    """To be called first in a process: rank 1 can't write down how it ended, it hangs there."""
+    from train import group
+
+    impatient()
+    if os.environ["RANK"] == "1":
+        group.write_end = lambda *values: time.sleep(1000)
 
 
 def build(config: Config) -> Workload:

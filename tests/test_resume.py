@@ -16,7 +16,7 @@ from faults import ByHand, Launched, Scene, deliver, random_kills
 from forks import Forks
 from jobs import ended, metrics, result
 
-RUNS = int(os.environ.get("RANKUP_RUNS", "24"))
+RUNS = int(os.environ.get("RANKUP_RUNS", "20"))
 SEED = int(os.environ.get("RANKUP_SEED", random.SystemRandom().randrange(10**6)))
 KILLS_PER_JOB = 6
 # Eight steps an epoch
@@ -63,7 +63,7 @@ def assert_same(scene: Scene, expected: Undisturbed, story: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "share"), [(2, 0.4), (4, 0.3)])
+@pytest.mark.parametrize(("world_size", "share"), [(2, 0.4), (4, 0.35)])
 def test_ranks_killed_at_random_and_started_again_by_hand_end_with_the_same_weights(
     world_size: int, share: float, forks: Forks, undisturbed: Callable[[int], Undisturbed], tmp_path: Path
 ) -> None:
@@ -83,7 +83,7 @@ def test_ranks_killed_at_random_and_started_again_by_hand_end_with_the_same_weig
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "share"), [(2, 0.2), (4, 0.1)])
+@pytest.mark.parametrize(("world_size", "share"), [(2, 0.15), (4, 0.1)])
 def test_launch_restarts_ranks_killed_at_random_and_ends_with_the_same_weights(
     world_size: int, share: float, undisturbed: Callable[[int], Undisturbed], tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ from train.ways import HINT, open_ways
 
 # gloo's and nccl's own timeouts lie behind ours, which know the phase and name the rank.
 BEHIND_OURS_S = 120.0
+LINGER_S = 3.0  # rank 0 hosts the store, in which the others look for the cause: it leaves after them, bounded
 # What a collective says when the other side is gone. torch raises these as plain RuntimeError, without a class.
 LOST = re.compile(
     r"gloo/transport/|closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|"
@@ -211,7 +212,7 @@ def join(config: Config, launch: Launch, *, log: Log, stop: StopRequest, run_dir
     watch = Watch(log, rank=launch.rank, world_size=launch.world_size)
     device = pick_device(config.device, launch.local_rank, distributed=launch.world_size > 1)
     group = Group(launch, device, log, watch, stop, attempt=attempt or new_attempt(), run_dir=run_dir)
-    watch.before_exit = group.tell
+    watch.before_exit = lambda code, why, suspect: group.tell(code, why, suspect, linger_s=LINGER_S)
     stop.before_leaving = lambda why: group.tell(Stopped.code, why, linger_s=1.0)
     group.summarise("running", [])
     try:
@@ -222,12 +223,12 @@ def join(config: Config, launch: Launch, *, log: Log, stop: StopRequest, run_dir
         yield group
         _part(group)
     except BaseException as error:
-        watch.leave_with(exit_code(error))  # the phase that failed is over, its deadline must not cut this short
+        watch.leave_with(PeerLost.code)  # the phase that failed is over, its deadline must not cut this short
         failure = explain(group, error)
         watch.leave_with(exit_code(failure))
         tell_torchrun(failure)
         # Tell before leaving: the others look here for the cause when their collectives break.
-        group.tell(exit_code(failure), reason(failure), getattr(failure, "suspect", None), linger_s=3.0)
+        group.tell(exit_code(failure), reason(failure), getattr(failure, "suspect", None), linger_s=LINGER_S)
         watch.end()
         if failure is error:
             raise

@@ -75,15 +75,22 @@ def ends_of(store: Store, world_size: int, *, myself: int) -> dict[int, End | No
 
 
 def guilty(ends: dict[int, End | None]) -> list[Suspect]:
-    """Those that told of an end of their own making."""
-    found = [Suspect(r, e.why, e) for r, e in ends.items() if e is not None and e.code not in (0, PEER_LOST)]
+    """Those that told of an end of their own making: who lost another has a suspect, and maybe that one's code."""
+    found = [
+        Suspect(rank, end.why, end)
+        for rank, end in ends.items()
+        if end is not None and end.code not in (0, PEER_LOST) and end.suspect in (None, rank)
+    ]
     return sorted(found, key=lambda s: (s.end.code if s.end else 0, s.rank))
 
 
 def hearsay(ends: dict[int, End | None]) -> list[Suspect]:
-    """Whom the first rank that found out whom it lost told of."""
-    told = [end for end in ends.values() if end is not None and end.suspect is not None]
-    return [Suspect(end.suspect, f"was lost, as rank {end.rank} says") for end in told[:1] if end.suspect is not None]
+    """Whom the first rank that found out told of."""
+    for rank, end in ends.items():
+        if end is not None and end.suspect is not None:
+            own = "says that the others wait for it" if end.suspect == rank else f"is suspected by rank {rank}"
+            return [Suspect(end.suspect, own)]
+    return []
 
 
 def code_of_cause(suspects: list[Suspect], otherwise: int) -> int:

@@ -70,7 +70,10 @@ class Watch:
 
     def enter(self, phase: str, timeout_s: float, *, step: int | None = None) -> None:
         """Begin a phase, with a deadline `timeout_s` seconds from now. Entering it anew moves the deadline."""
-        self.phase, self._timeout_s, self._entered_s = phase, timeout_s, time.monotonic()
+        if phase != self.phase:
+            arm(timeout_s + LOCKED_GRACE_S)
+        self._entered_s = time.monotonic()  # first: the clock's thread must never see a shorter time with the old beginning
+        self.phase, self._timeout_s = phase, timeout_s
         self._waiting = False
         if step is not None:
             self.step = step
@@ -123,7 +126,7 @@ class Watch:
             failed_since_s = (failed_since_s or time.monotonic()) if failed else 0.0
             patience_s = UNNOTICED_WAITING_S if self._waiting or self.phase == "join" else UNNOTICED_S
             if failed and time.monotonic() - failed_since_s > patience_s and not self._quiet.is_set():
-                self._leave("a rank failed and this one did not notice by itself")
+                self._leave(f"lost a peer at step {self.step}")
 
     def _watch_clock(self) -> None:
         armed_s = 0.0
@@ -135,26 +138,24 @@ class Watch:
                 arm(self._timeout_s + LOCKED_GRACE_S)
                 armed_s = now_s
             if now_s - self._entered_s > self._timeout_s and not self._ended.is_set():
-                what = f"{self.phase} (step {self.step}) took longer than {self._timeout_s:g} s"
-                self._leave(what)
+                if self._leaving is not None:
+                    os._exit(self._leaving)
+                self._leave(f"{self.phase} (step {self.step}) took longer than {self._timeout_s:g} s")
 
     def _leave(self, what: str) -> None:
         """Dump the stacks, name the suspect, tell the others, and end this process at once."""
         with self._leave_lock:  # two threads may find a reason; the second never gets here
-            if self._leaving is None:
-                if self.log.file is not None:
-                    faulthandler.dump_traceback(self.log.file.fileno())
-                suspects = self.suspects()
-                if self._leaving is not None:
-                    return  # the loop noticed by itself meanwhile, and may know more
-                code = code_of_cause(suspects, JOIN_FAILED if self.phase == "join" else PEER_LOST)
-                suspect = suspects[0].rank if suspects else None
-                why = what if self.world_size == 1 else f"{what}; {describe(suspects, self.hosts)}"
-                stacks = f"The stacks of all threads are in logs/rank-{self.rank}.log"
-                self.log.warn(f"{why}. {stacks} (exit code {code})")
-                within(LAST_WORD_S, lambda: self.before_exit(code, why, suspect))
-            else:
-                code = self._leaving
+            arm(LOOK_S + LAST_WORD_S + LOCKED_GRACE_S)
+            if self._leaving is None and self.log.file is not None:
+                faulthandler.dump_traceback(self.log.file.fileno())
+            suspects = self.suspects() if self._leaving is None else []
+            if self._leaving is not None:
+                return  # the loop noticed by itself, and may know more
+            code = code_of_cause(suspects, JOIN_FAILED if self.phase == "join" else PEER_LOST)
+            suspect = suspects[0].rank if suspects else None
+            why = what if self.world_size == 1 else f"{what}: {describe(suspects, self.hosts)}"
+            self.log.warn(f"{why}. The stacks of all threads are in logs/rank-{self.rank}.log (exit code {code})")
+            within(LAST_WORD_S, lambda: self.before_exit(code, why, suspect))
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
