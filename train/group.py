@@ -34,6 +34,8 @@ from train.ways import HINT, open_ways
 
 # gloo's and nccl's own timeouts lie behind ours, which know the phase and name the rank.
 BEHIND_OURS_S = 120.0
+# How long ranks that reach each other may take to connect, more where there are many.
+FORM_S = 20.0
 LINGER_S = 3.0  # rank 0 hosts the store, in which the others look for the cause: it leaves after them, bounded
 # What a collective says when the other side is gone. torch raises these as plain RuntimeError, without a class.
 LOST = re.compile(
@@ -247,6 +249,8 @@ def _come_together(config: Config, group: Group) -> None:
     group.restarted = any(member.restarts for member in meeting.members)
     watch.connect(meeting.beat_store, group.hosts, agent_store=launch.agent_store)
     open_ways(meeting, launch.rank, log=log)
+    # All reached each other a moment ago: what is left takes seconds, unless a rank has just died, which gloo waits for
+    watch.enter("join", min(config.join_timeout_s, FORM_S + launch.world_size / 10) + 10.0)
     longest_s = max(config.setup_timeout_s, config.step_timeout_s, config.eval_timeout_s, config.save_timeout_s)
     timeout = timedelta(seconds=longest_s + BEHIND_OURS_S)
     meeting.store.set_timeout(timeout)  # so far it was what was left of the time to join; nccl waits for its id with it

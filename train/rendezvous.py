@@ -75,7 +75,7 @@ class _Join:
             rank=launch.rank, world_size=launch.world_size, host=log.host, pid=os.getpid(), local_rank=launch.local_rank,
             node=launch.node_rank, restarts=launch.restart_count, token=secrets.token_hex(6), traits=traits,
         )  # fmt: skip
-        self.roster = Roster()
+        self.roster = Roster()  # of the newest generation
         self.doing = "starting"  # what the call that is under way means for the user, should it never return
         self.problem = f"nothing was heard from rank 0 at {self.address}"  # the last one; others may follow
         self._noticed_s = time.monotonic()
@@ -163,6 +163,7 @@ class _Join:
                 if me.rank == 0 and earlier:
                     raise JoinError(describe_claims([me, Member.from_json(store.get("main"))]))
                 store.append("roster", me.to_json() + "\n")  # type: ignore[attr-defined]
+                self.roster = Roster()
                 self.problem = f"rank 0 at {self.address} is still waiting for others"
                 self.log.keep(f"introduced to the others at {self.address}")
             if generation:
