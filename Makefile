@@ -45,6 +45,9 @@ types: $(READY) ## mypy, strict on train/
 unit: $(READY) ## pytest
 	$(RUN)python -m pytest $(ARGS)
 
+engine: $(READY) ## pytest on a real container engine: builds the image, starts and kills containers (root)
+	RANKUP_ENGINE=1 $(RUN)python -m pytest tests/test_launchers_compose*.py $(ARGS)
+
 soak: $(READY) ## The tests with random faults, a hundred runs of each (hours)
 	RANKUP_RUNS=100 $(RUN)python -m pytest --timeout 0 $(or $(ARGS),$(shell grep -l RANKUP_RUNS tests/test_*.py))
 
@@ -71,4 +74,4 @@ $(VENV)/.ready: docker/requirements.lock pyproject.toml
 	@PIP_QUIET=1 $(RUN)pip install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-.PHONY: help venv demo up down image wheels push test lint types unit soak bench lock clean
+.PHONY: engine help venv demo up down image wheels push test lint types unit soak bench lock clean
