@@ -243,9 +243,10 @@ def test_signal_while_it_starts_ends_it_at_once(tmp_path: Path, name: str, modul
     assert f"{name} before the first step: nothing new to save" in job.output
 
 
-def test_signal_in_set_up_of_one_rank_ends_all_as_stopped(forks: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_signal_in_set_up_of_one_rank_ends_all_as_stopped(forks: Forks, tmp_path: Path, rank: int) -> None:
     run = tmp_path / "run"
-    order = probe("build", 1, signal="SIGTERM", rank=1, sleep_s=600)
+    order = probe("build", 1, signal="SIGTERM", rank=rank, sleep_s=600)
     codes, output = forks.run(*train(run), world_size=2, env=order, timeout_s=60)
     assert codes == [143, 143], output
     assert "Traceback" not in output

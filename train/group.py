@@ -114,16 +114,19 @@ class Group:
 
     # Ends -----------------------------------------------------------------------------------------------------
 
-    def tell(self, code: int, why: str, suspect: int | None = None, *, linger_s: float = 0.0) -> None:
+    def tell(
+        self, code: int, why: str, suspect: int | None = None, *, linger_s: float = 0.0, alone: bool = False
+    ) -> None:
         """Record how this rank ends: in the store, where the others look for the cause, and in `status/`.
 
-        Rank 0 hosts the store: it stays until all others have told their end, or `linger_s` at most.
+        Rank 0 hosts the store: it stays until all others have told their end, or `linger_s` at most. `alone`: it stops
+        without the others, who have to be told as if it had failed.
         """
         end = End(self.rank, self.log.host, state_of(code), code, why, self.step, suspect)
         if self.meeting is not None:
             with contextlib.suppress(RuntimeError):
                 self.meeting.store.set(f"end/{self.rank}", end.to_json())
-                if end.state == "failed":
+                if end.state == "failed" or alone:
                     self.meeting.store.set("failed", str(self.rank))
         with contextlib.suppress(OSError):  # a full disk must not hide the reason that is being told
             write_end(self.run_dir, self.attempt, end)
@@ -215,7 +218,7 @@ def join(config: Config, launch: Launch, *, log: Log, stop: StopRequest, run_dir
     device = pick_device(config.device, launch.local_rank, distributed=launch.world_size > 1)
     group = Group(launch, device, log, watch, stop, attempt=attempt or new_attempt(), run_dir=run_dir)
     watch.before_exit = lambda code, why, suspect: group.tell(code, why, suspect, linger_s=LINGER_S)
-    stop.before_leaving = lambda why: group.tell(Stopped.code, why, linger_s=1.0)
+    stop.before_leaving = lambda why: group.tell(Stopped.code, why, linger_s=2.0, alone=True)
     group.summarise("running", [])
     try:
         if launch.world_size > 1:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 # torch exports it under a condition that mypy does not follow
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from train.errors import PEER_LOST
+from train.errors import PEER_LOST, STOPPED
 from train.status import End
 
 BEAT_S = 0.5
@@ -94,9 +94,10 @@ def hearsay(ends: dict[int, End | None]) -> list[Suspect]:
 
 
 def code_of_cause(suspects: list[Suspect], otherwise: int) -> int:
-    """The cause decides whether trying again helps: a user's mistake or a fault on one rank ends all as such."""
+    """The cause decides whether trying again helps: a user's mistake or a fault on one rank ends all as such, and so does
+    a rank that was told to stop and could not wait for the others."""
     told = [suspect.end.code for suspect in suspects[:1] if suspect.end is not None]
-    return told[0] if told and 0 < told[0] < 128 else otherwise
+    return told[0] if told and (0 < told[0] < 128 or told[0] == STOPPED) else otherwise
 
 
 def describe(suspects: list[Suspect], hosts: list[str]) -> str:
