@@ -107,6 +107,7 @@ class Record:
                 "config": self.config.model_dump(),
                 "world_size": self.group.world_size,
                 "attempt": self.group.attempt,
+                "start": os.environ.get("RANKUP_START", ""),
                 "random": RANDOM_SCHEME,
                 "versions": {"torch": torch.__version__, "python": platform.python_version()},
             }
@@ -205,12 +206,15 @@ def _refuse_changes(config: Config, earlier: Checkpoint, directory: Path) -> Non
 
 
 def _begun_by_this_launch(group: Group, directory: Path) -> bool:
-    """Whether a restart finds what it began afresh itself, and has to go on with. `launch` numbers its attempts; a first
-    one that was killed before it put the earlier run aside has left that run's checkpoints."""
-    if not group.restarted or group.launch.launcher != "launch":
-        return group.restarted
+    """Whether a restart finds what it began afresh itself, and has to go on with. `launch` numbers its attempts, and
+    RANKUP_START names a start where containers are started again (compose, pods); a first attempt that was killed before
+    it put the earlier run aside has left that run's checkpoints."""
     newest = checkpoint.found(directory / "checkpoints")[-1:]
     states = [read_json(path / "state.json") or {} for path in newest]
+    if start := os.environ.get("RANKUP_START"):
+        return any(state.get("start") == start for state in states)
+    if not group.restarted or group.launch.launcher != "launch":
+        return group.restarted
     return any(job_of(state.get("attempt", "")) == job_of(group.attempt) for state in states)
 
 
