@@ -3,6 +3,8 @@
 Real processes. The failures run side by side, as each mostly waits for its deadline.
 """
 
+import os
+import random
 import re
 import shutil
 import socket
@@ -23,6 +25,7 @@ from rank import BOUND_S, NOISE, TINY, Rank, Starter, starting
 from train.log import host_name
 
 JOIN_S = 4
+RUNS = int(os.environ.get("RANKUP_RUNS", "1"))
 HOST = host_name()
 
 
@@ -245,6 +248,32 @@ def test_a_signal_ends_a_join_at_once(begin: Starter):
     for rank in ranks:
         rank.process.signal("SIGTERM")
     assert [rank.wait() for rank in ranks] == [143, 143], ranks[0].said
+
+
+@pytest.mark.parametrize("run", range(RUNS))
+def test_ranks_killed_at_random_while_joining_meet_in_the_end(begin: Starter, run: int):
+    # Each is started again, as a supervisor does
+    chance, port = random.Random(run), free_port()
+    blows = [(chance.uniform(0, 1.2), chance.randrange(3), chance.choice(["SIGKILL", "SIGTERM"])) for _ in range(2)]
+
+    def start(rank: int) -> Rank:
+        return begin(rank, 3, port, f"random-{run}", join_s=2 * JOIN_S)
+
+    began_s, ranks, ends = time.monotonic(), [start(rank) for rank in range(3)], []
+    while any(rank.process.code != 0 for rank in ranks):
+        for after_s, rank, name in [blow for blow in blows if time.monotonic() - began_s > blow[0]]:
+            blows.remove((after_s, rank, name))
+            if ranks[rank].process.code is None:
+                ranks[rank].process.signal(name)
+        failed = [rank for rank in ranks if rank.process.code not in (None, 0)]
+        for rank in failed:
+            ends.append(rank.process.code)
+            assert rank.process.code in (-9, -15, 143, 170, 171), rank.said
+            assert len(ends) < 30, ends
+        # One that had finished already is needed again by one that had not
+        ranks = [start(n) if rank in failed or (failed and rank.process.code == 0) else rank for n, rank in enumerate(ranks)]
+        time.sleep(0.02)
+    finished(*ranks, noise=re.compile("Traceback"))
 
 
 @pytest.fixture
