@@ -7,7 +7,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,12 +96,12 @@ def lives(process: psutil.Process) -> bool:
 class Launched(Scene):
     """A job under `launch`, which restarts it by itself."""
 
-    def __init__(self, run_dir: Path, world_size: int, *arguments: str) -> None:
+    def __init__(self, run_dir: Path, world_size: int, *arguments: str, env: Mapping[str, str] | None = None) -> None:
         super().__init__(run_dir)
         # Children inherit it: whoever carries it belongs to the job, even without a parent
         self.mark = secrets.token_hex(8)
         command = [sys.executable, MAIN, "launch", f"--nproc={world_size}", *arguments]
-        self.job = start(*command, env={"JOB_UNDER_TEST": self.mark})
+        self.job = start(*command, env={"JOB_UNDER_TEST": self.mark, **(env or {})})
         self.process = self.job.processes[0]
 
     def ranks(self) -> Ranks:

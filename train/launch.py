@@ -131,6 +131,7 @@ def _supervise(context: Any, stop: StopRequest, log: Log) -> tuple[dict[int, int
                 log.warn(f"local rank {rank} did not end within {SETTLE_S:g} s after the others: killed")
                 process.kill()
                 codes[rank] = PEER_LOST
+                first = rank if first is None else first
             running.clear()
         time.sleep(POLL_S)
     return codes, first
