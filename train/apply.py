@@ -4,7 +4,7 @@ import csv
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,8 @@ def _write(path: Path, rows: list[tuple[str, str, float]]) -> None:
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
         os.replace(aside, path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink()
         raise UserError(f"--output must be a file that can be written, got {path}: {error.strerror}.") from None
 
 
