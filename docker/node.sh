@@ -2,6 +2,8 @@
 # One node of a job, in its container: one process, or NPROC of them through the program's own launcher.
 # Run: docker compose up      (compose.yaml sets the five variables)
 # Edit: nothing.
+RANKUP_START=$(cat runs/.start 2> /dev/null) # which prepare.sh wrote
+export RANKUP_START
 if [ "${NPROC:-1}" = 1 ]; then
   exec python -m train.main "$@"
 fi

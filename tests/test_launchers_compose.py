@@ -1,12 +1,13 @@
 """One job on real containers: what two nodes do, what they leave, and that they compute what torchrun computes."""
 
 import json
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from containers import Project, digest_by_torchrun, docker, project, wait_for
+from containers import Project, clean_environment, digest_by_torchrun, docker, project, wait_for
 from jobs import ROOT
 
 pytestmark = pytest.mark.usefixtures("image")
@@ -144,3 +145,18 @@ def test_health_tells_a_rank_that_trains_from_a_hung_one(nodes: Project) -> None
     assert "waiting for another rank" in nodes.state("node0")["Health"]["Log"][-1]["Output"]
     rank.resume()
     wait_for("both healthy again", lambda: {health("node0"), health("node1")} == {"healthy"})
+
+
+def test_compile_is_refused_where_there_is_no_compiler(nodes: Project) -> None:
+    nodes.override('services: {node0: {restart: "no"}, node1: {restart: "no"}}')
+    nodes.up(ARGS=f"{JOB} --compile")
+    assert 2 in nodes.codes(), nodes.logs()
+    assert "compile needs a C++ compiler and Python's headers" in nodes.logs()
+
+
+def test_compile_works_in_the_image_that_has_one(nodes: Project) -> None:
+    env = clean_environment({"TARGET": "compile"})
+    done = subprocess.run([ROOT / "docker" / "image.sh"], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    nodes.up(ARGS=JOB.replace("--max-steps 60", "--max-steps 12 --compile"), TARGET="compile")
+    assert nodes.codes() == [0, 0], nodes.logs()

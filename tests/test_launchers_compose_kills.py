@@ -1,5 +1,6 @@
 """Containers killed, stopped and cut off for real: all join anew and come to the weights of the run that was left alone."""
 
+import json
 import os
 import random
 import time
@@ -62,6 +63,20 @@ def test_one_of_several_processes_of_a_node_is_killed_and_changes_nothing(nodes:
     assert nodes.codes() == [0, 0], nodes.logs()
     assert "resumed from step-" in nodes.logs()
     assert nodes.result("job")["digest"] == digest_by_torchrun(tmp_path, job, nproc=4)
+
+
+def test_fresh_begins_once_a_start_and_not_after_a_kill(nodes: Project, undisturbed: str) -> None:
+    nodes.up(ARGS=JOB.replace(f"--max-steps {STEPS}", "--max-steps 50"))
+    assert nodes.codes() == [0, 0], nodes.logs()
+    earlier = nodes.result("job")["attempt"]
+    nodes.up(ARGS=f"{JOB} --fresh")
+    nodes.wait_for_step("job", 200)
+    nodes.kill_rank("node0")
+    assert nodes.codes() == [0, 0], nodes.logs()
+    assert nodes.result("job")["digest"] == undisturbed
+    aside = list((nodes.runs / "job").glob("before-*"))
+    assert len(aside) == 1
+    assert json.loads((aside[0] / "result.json").read_text())["attempt"] == earlier
 
 
 def test_stop_leaves_a_checkpoint_and_up_goes_on_to_the_same_weights(nodes: Project, undisturbed: str) -> None:

@@ -35,8 +35,9 @@ def stub(tmp_path_factory: pytest.TempPathFactory, image: str) -> Iterator[str]:
     """An image whose nodes do what ARGS tells them."""
     context = tmp_path_factory.mktemp("stub")
     (context / "node.sh").write_text(NODE)
+    shutil.copy(ROOT / "docker" / "prepare.sh", context)
     base = (ROOT / ".env").read_text().partition("BASE_IMAGE=")[2].splitlines() or ["python:3.11-slim-bookworm"]
-    (context / "Dockerfile").write_text(f"FROM {base[0]}\nWORKDIR /app\nCOPY node.sh .\n")
+    (context / "Dockerfile").write_text(f"FROM {base[0]}\nWORKDIR /app\nCOPY node.sh prepare.sh ./\n")
     name = f"rankup-test-stub:{secrets.token_hex(4)}"
     docker("build", "-q", "-t", name, context, DOCKER_BUILDKIT="1")
     yield name
