@@ -4,8 +4,10 @@ The whole line is understood before anything runs; torch is imported by the comm
 code: see `train.errors`.
 """
 
+import getpass
 import os
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -59,14 +61,14 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         mistake = error
     parsed = parse_args(sys.argv[1:] if argv is None else argv, extra=EXTRA, commands=tuple(COMMANDS))
     if parsed.help or (parsed.command is None and not parsed.mistakes and not parsed.settings):
-        print(help_text(COMMANDS, extra=EXTRA, settings=parsed.help), end="")
+        _print(help_text(COMMANDS, extra=EXTRA, settings=parsed.help))
         return FINISHED if parsed.help else USER_MISTAKE
     try:
         config = load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
         if parsed.command is None:
             raise ConfigError(f"a command is missing: {', '.join(COMMANDS)}.")
         if parsed.command == "show":
-            print(to_yaml(config), end="")
+            _print(to_yaml(config))
             return FINISHED
         if launch is None:
             raise mistake
@@ -103,6 +105,7 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
         log.warn(warning)
     if launch.distributed:
         log.say(env.describe(launch))
+    _name_torchs_cache()
     if parsed.command == "train":
         from train.loop import train
 
@@ -113,6 +116,22 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
     command = evaluate_command if parsed.command == "evaluate" else predict_command
     command(config, parsed, launch, run_dir=run_dir, log=log, stop=stop)
     return FINISHED
+
+
+def _name_torchs_cache() -> None:
+    """torch before 2.13 asks for the user's name while it is imported, and a container's arbitrary user has none."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+
+
+def _print(text: str) -> None:
+    """For a reader that may have had enough before the end, as `head` and `grep -q` have."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _launch(parsed: Parsed, config: Config, run_dir: Path, stop: StopRequest, log: Log) -> int:
