@@ -5,6 +5,7 @@ Workers live and die with this process alone: what signals it gets is for the lo
 
 import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import queue
 import signal
@@ -56,6 +57,8 @@ class Feed:
             except queue.Empty:
                 continue
             if isinstance(item, BaseException):
+                if isinstance(item, ConnectionError | EOFError):  # a worker's end is felt before it can be seen
+                    multiprocessing.connection.wait([worker.sentinel for worker in self._workers], timeout=1.0)
                 raise _explained(item, [worker.exitcode for worker in self._workers])
             return to_device(item, self.device)
         return None
@@ -203,10 +206,13 @@ def _explained(error: BaseException, exit_codes: Collection[int | None]) -> Base
     text = str(error)
     if -getattr(signal, "SIGBUS", 0) in exit_codes:
         return DataError(SHM_FULL)
-    if "exited unexpectedly" in text:
+    # torch's own word for it, or the end of the connection through which the worker was just handing over a batch;
+    # "Caught ..." is what the user's code raised in a worker that lives
+    cut_off = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught ")
+    if "exited unexpectedly" in text or cut_off:
         killed = -getattr(signal, "SIGKILL", 0) in exit_codes
         return PeerLost(
             "a DataLoader worker was killed, most likely for want of memory. Allow more, or set fewer --num-workers, or a "
-            "smaller --batch-size" if killed else f"a DataLoader worker died: {text.splitlines()[0]}"
+            "smaller --batch-size" if killed else f"a DataLoader worker died: {(text.splitlines() or [type(error).__name__])[0]}"
         )  # fmt: skip
     return error
