@@ -41,7 +41,7 @@ if [[ $(docker image inspect -f '{{.Id}}' "$image") != "$before" ]]; then
     --user 54321:54321 --entrypoint sh "$image" -c '
       python -c "import torch, torchvision as v; print(\"image: torch\", torch.__version__, \"torchvision\", v.__version__)"
       exec python -m train.main train --dataset digits --max-steps 2 --run-dir /tmp/runs' > "$log" 2>&1 ||
-    { cat "$log" >&2; rm "$log"; fail "$image does not work: see above"; }
+    { cat "$log" >&2; rm "$log"; docker rmi -f "$image" > /dev/null; fail "the image does not work, and is not kept: see above"; }
   grep '^image:' "$log"
   rm "$log"
   # The one it replaces, unless it goes by another name or a container uses it
