@@ -9,7 +9,7 @@ import psutil
 import pytest
 from containers import clean_environment, docker, why_not
 from forks import Forks
-from jobs import FOREIGN, ROOT
+from jobs import FOREIGN, ROOT, environ_of
 
 IN_CI = os.environ.get("CI") == "true"
 # Containers are built and killed for a quarter of an hour, as root: `make engine` does it
@@ -68,7 +68,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def _children_left() -> Iterator[psutil.Process]:
     for process in psutil.process_iter():
         try:
-            ours = process.environ().get(SESSION) == os.environ[SESSION]
+            ours = environ_of(process.pid).get(SESSION) == os.environ[SESSION]
             if ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 yield process
         except psutil.Error:

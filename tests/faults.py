@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 from forks import Forks, Process
-from jobs import MAIN, free_port, metrics, rank_env, start
+from jobs import MAIN, environ_of, free_port, metrics, rank_env, start
 
 Ranks = dict[int, psutil.Process]
 
@@ -107,7 +107,7 @@ class Launched(Scene):
     def ranks(self) -> Ranks:
         try:
             children = [c for c in psutil.Process(self.process.pid).children() if c.pid not in self.old]
-            return {int(child.environ()["RANK"]): child for child in children if lives(child)}
+            return {int(environ(child)["RANK"]): child for child in children if lives(child)}
         except (psutil.Error, KeyError):  # one that ends or begins right now
             return {}
 
@@ -119,10 +119,7 @@ class Launched(Scene):
 
 
 def environ(process: psutil.Process) -> dict[str, str]:
-    try:
-        return process.environ()
-    except psutil.Error:
-        return {}
+    return environ_of(process.pid)
 
 
 class ByHand(Scene):

@@ -128,3 +128,13 @@ def result(run_dir: Path) -> dict[str, Any]:
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def environ_of(pid: int) -> dict[str, str]:
+    """The environment that a process was started with, {} for one that is gone. psutil leaves the file open when a process
+    ends while it is read, which warns, much later, in somebody else's test."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
