@@ -15,9 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from train.checkpoint import digest
 from train.config import Config
 from train.data import TensorSamples
+from train.weights import digest
 from train.workloads import Sums, Workload
 
 

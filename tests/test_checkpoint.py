@@ -20,7 +20,7 @@ from forks import Forks
 from jobs import ROOT, result
 from torch import nn
 
-from train import checkpoint
+from train import checkpoint, weights
 from train.errors import UserError
 
 RUNS = int(os.environ.get("RANKUP_RUNS", "30"))
@@ -53,8 +53,8 @@ def flip(path: Path, position: int) -> None:
 
 def test_checkpoint_loads_with_the_defaults_of_torch_load(tmp_path: Path) -> None:
     path = save(tmp_path, 7)
-    weights = torch.load(path / "model.pt")  # weights_only is the default
-    assert weights["weight"].tolist() == [[7.0, 7.0]] * 3
+    loaded = torch.load(path / "model.pt")  # weights_only is the default
+    assert loaded["weight"].tolist() == [[7.0, 7.0]] * 3
     assert torch.load(path / "training.pt")["optimizer"]["state"][0]["momentum_buffer"].tolist() == [1.0] * 3
 
 
@@ -65,11 +65,11 @@ def test_checkpoint_of_two_ranks_has_plain_names_and_loads_anywhere(forks: Forks
     path = run / "checkpoints" / "step-00000003"
     for name in ("model.pt", "training.pt"):
         torch.load(path / name)
-    weights = torch.load(path / "model.pt")
+    loaded = torch.load(path / "model.pt")
     plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 4))
-    plain.load_state_dict(weights)
-    nn.DataParallel(plain).module.load_state_dict(weights)
-    assert checkpoint.digest(plain.state_dict()) == result(run)["digest"]
+    plain.load_state_dict(loaded)
+    nn.DataParallel(plain).module.load_state_dict(loaded)
+    assert weights.digest(plain.state_dict()) == result(run)["digest"]
     state = json.loads((path / "state.json").read_text())
     assert {"step", "evaluated", "config", "world_size", "random", "versions", "data"} <= state.keys()
 
@@ -85,14 +85,14 @@ def test_every_rank_reads_onto_the_cpu(tmp_path: Path) -> None:
 def test_digest_sees_names_types_shapes_and_bits() -> None:
     state = {"a": torch.zeros(2, 3), "b": torch.zeros((), dtype=torch.int64)}
     digests = {
-        checkpoint.digest(state),
-        checkpoint.digest({"c": state["a"], "b": state["b"]}),
-        checkpoint.digest({**state, "a": torch.zeros(3, 2)}),
-        checkpoint.digest({**state, "a": torch.zeros(2, 3, dtype=torch.bfloat16)}),
-        checkpoint.digest({**state, "a": -torch.zeros(2, 3)}),
+        weights.digest(state),
+        weights.digest({"c": state["a"], "b": state["b"]}),
+        weights.digest({**state, "a": torch.zeros(3, 2)}),
+        weights.digest({**state, "a": torch.zeros(2, 3, dtype=torch.bfloat16)}),
+        weights.digest({**state, "a": -torch.zeros(2, 3)}),
     }
     assert len(digests) == 5
-    assert checkpoint.digest({"b": state["b"], "a": state["a"]}) in digests
+    assert weights.digest({"b": state["b"], "a": state["a"]}) in digests
 
 
 # Damage -------------------------------------------------------------------------------------------------------
@@ -479,7 +479,7 @@ def started_from(path: Path) -> tuple[dict[str, torch.Tensor], str]:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     said: list[str] = []
-    checkpoint.init_from(model, path, said.append)
+    weights.init_from(model, path, said.append)
     return model.state_dict(), "\n".join(said)
 
 
@@ -490,13 +490,13 @@ def test_weights_load_whatever_wrapped_the_model(tmp_path: Path, prefix: str, en
     prefixed: dict[str, Any] = {prefix + name: value for name, value in given.items()}
     torch.save({envelope: prefixed, "epoch": 3} if envelope else prefixed, tmp_path / "w.pt")
     own, said = started_from(tmp_path / "w.pt")
-    assert checkpoint.digest(own) == checkpoint.digest(given)
+    assert weights.digest(own) == weights.digest(given)
     assert said == f"started from {tmp_path / 'w.pt'}: 4 of 4 tensors"
 
 
 def test_names_inside_are_not_taken_for_prefixes() -> None:
     state = {"submodule.weight": torch.ones(1), "a.module.b._orig_mod.weight": torch.ones(1), "module_x.w": torch.ones(1)}
-    assert list(checkpoint.without_prefixes(state)) == ["submodule.weight", "a.b.weight", "module_x.w"]
+    assert list(weights.without_prefixes(state)) == ["submodule.weight", "a.b.weight", "module_x.w"]
 
 
 def test_tensors_of_other_shapes_keep_their_value_and_are_listed(tmp_path: Path) -> None:
@@ -515,7 +515,7 @@ def test_tensors_of_other_shapes_keep_their_value_and_are_listed(tmp_path: Path)
 def test_a_checkpoint_of_ours_is_taken_too(tmp_path: Path) -> None:
     given = plain_model().state_dict()
     path = checkpoint.save(tmp_path, model=given, training={}, state={"step": 3}, keep=1)
-    assert checkpoint.digest(started_from(path)[0]) == checkpoint.digest(given)
+    assert weights.digest(started_from(path)[0]) == weights.digest(given)
     flip(path / "model.pt", 100)
     with pytest.raises(UserError, match="got a damaged one: model"):
         started_from(path)

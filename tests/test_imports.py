@@ -25,7 +25,7 @@ LAYERS: list[list[list[str]]] = [
         ["data", "feed"],
         ["sources.download", "sources.sets", "sources.idx", "sources.cache", "sources.fetch", "sources.fake",
          "sources.folder", "sources.cifar", "sources.mnist", "sources"],
-        ["models"], ["pictures"], ["parallel"], ["optim"], ["checkpoint"], ["lease"], ["metrics"],
+        ["models"], ["pictures"], ["parallel"], ["optim"], ["checkpoint", "weights"], ["lease"], ["metrics"],
         ["workloads", "workloads.images"],
     ],
     [["evaluation"], ["record"]],

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from train import checkpoint, parallel
+from train import checkpoint, parallel, weights
 from train.checkpoint import Checkpoint
 from train.config import Config, Parsed
 from train.data import Samples, mix, seed_everything
@@ -35,7 +35,7 @@ def evaluate_command(
         result = evaluate(settings, group, workload, workload.model)
         if result is None:
             raise Stopped(f"{stop.signal_name or 'another rank'}: evaluation stopped, nothing to save.")
-        digest = checkpoint.digest(workload.model.state_dict())
+        digest = weights.digest(workload.model.state_dict())
         outcome = {
             "checkpoint": earlier.path, "step": earlier.step, "metrics": result.metrics, "count": result.count,
             "digest": digest, "world_size": group.world_size,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from train import checkpoint, parallel
+from train import parallel, weights
 from train.config import Config
 from train.errors import disk_error
 from train.evaluation import Result
@@ -31,7 +31,7 @@ def finish(
         "seconds": round(seconds, 1),
         "world_size": group.world_size,
         "hosts": sorted(set(group.hosts)),
-        "digest": checkpoint.digest(model.state_dict()),
+        "digest": weights.digest(model.state_dict()),
         "data": workload.data_name,
         "way": parallel.way(config, group.world_size),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from train import advice, checkpoint, parallel
+from train import advice, parallel, weights
 from train.checkpoint import Checkpoint
 from train.config import Config, check_world_size
 from train.data import Order, mix, seed_everything
@@ -73,7 +73,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             progress = _resume(record.checkpoint, plain, optimizer, scaler, group, workload)
         group.step = progress.step
         model = parallel.wrap(plain, config, group)
-        group.must_match("the initial weights", checkpoint.digest(plain.state_dict())[:16], remedy="Look at init_from.")
+        group.must_match("the initial weights", weights.digest(plain.state_dict())[:16], remedy="Look at init_from.")
         free_bytes = free_shared_memory()  # before workers fill it
         feed = Feed(
             workload.train, order.keys(progress.step, total_steps), device=group.device, stop=stop,
@@ -239,7 +239,7 @@ def _must_fit(group: Group, model: nn.Module) -> None:
 def _initial(config: Config, model: nn.Module, log: Log) -> dict[str, torch.Tensor]:
     """Rank 0's model with the weights of `init_from` in it: the file needs to be on its disk only."""
     assert config.init_from is not None
-    checkpoint.init_from(model, Path(config.init_from), log.say)
+    weights.init_from(model, Path(config.init_from), log.say)
     return model.state_dict()
 
 
