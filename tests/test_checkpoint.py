@@ -365,23 +365,46 @@ def test_full_disk_ends_all_ranks_with_2_and_room_lets_them_go_on(forks: Forks, 
         assert result(run)["digest"] == result(tmp_path / "undisturbed")["digest"]
 
 
-def test_disk_full_for_everything_is_one_line(forks: Forks, tmp_path: Path) -> None:
+def fill(folder: Path) -> None:
+    with (folder / "filler").open("wb", buffering=0) as filler:
+        for size in (65536, 4096, 1):
+            try:
+                while filler.write(bytes(size)):
+                    pass
+            except OSError:
+                continue
+
+
+def fill_at_step_10() -> None:
+    import train.loop
+
+    step = train.loop.step
+
+    def filling(*given: Any, number: int, **more: Any) -> Any:
+        if number == 10:
+            fill(Path(os.environ["DISK"]))
+        return step(*given, number=number, **more)
+
+    train.loop.step = filling
+
+
+def test_disk_that_fills_between_two_saves_is_one_line(forks: Forks, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
         run = disk.path / "run"
-        assert forks.run(*train(run, "--tensorboard=true", "--max-steps", "8"))[0] == [0]
-        with (disk.path / "filler").open("wb", buffering=0) as filler:
-            for size in (65536, 4096, 1):
-                try:
-                    while filler.write(bytes(size)):
-                        pass
-                except OSError:
-                    continue
-        codes, output = forks.run(*train(run, "--tensorboard=true"))
+        # Metrics fill the pages that they have; the next save is far
+        arguments = train(run, "--tensorboard=true", "--epochs", "60", "--save-every-steps", "8")
+        far = (*arguments, "--save-every-steps", "100000", "--evaluate-every-epochs", "60")
+        codes, output = forks.run(*arguments, "--max-steps", "8")
+        assert codes == [0], output
+        codes, output = forks.run(*far, preload="test_checkpoint:fill_at_step_10", env={"DISK": str(disk.path)})
+        assert codes == [2], output
+        assert f"error: metrics: {run} has no space left, 0 MiB free" in output
+        assert "Traceback" not in output
+        codes, output = forks.run(*arguments)
         assert codes == [2], output
         assert "Traceback" not in output
-        assert "No space left" in output or "no space left" in output
         (disk.path / "filler").unlink()
-        codes, output = forks.run(*train(run, "--tensorboard=true"))
+        codes, output = forks.run(*arguments, "--max-steps", "16")
         assert codes == [0], output
         assert "resumed from step-00000008" in output
 

@@ -23,7 +23,8 @@ import train.lease
 from train.errors import PeerLost, UserError
 from train.lease import Lease
 
-FOR_EVER_S = 600.0  # waiting for this long is a failure
+FOR_EVER_S = 600.0  # waiting for this long is a failure, and so is
+pytestmark = pytest.mark.timeout(120)
 OWNER = """
 import sys, train.lease
 from pathlib import Path

@@ -22,6 +22,7 @@ SETTINGS = (
     "--tensorboard=false", "--keep", "99", "--join-timeout-s", "30",
 )  # fmt: skip
 TOTAL = 32
+AT_THE_END = ("--evaluate-every-epochs", "4")  # no evaluation on the way, where a signal would be seen too
 
 
 def train(run: Path, *more: str) -> tuple[str, ...]:
@@ -68,13 +69,15 @@ def assert_stopped(run: Path, codes: list[int], output: str, *, at_least: int) -
     return int(step)
 
 
-def assert_resumes(forks: Forks, run: Path, digests: dict[int, str], *more: str, world_size: int) -> None:
+def assert_resumes(
+    forks: Forks, run: Path, digests: dict[int, str], *more: str, world_size: int, evaluated: tuple[int, ...] = (8, 16, 24, 32)
+) -> None:
     codes, output = forks.run(*train(run, *more), world_size=world_size)
     assert codes == [0] * world_size, output
     assert "resumed from step-" in output
     assert result(run)["digest"] == digests[world_size]
     assert [line["step"] for line in lines(run, "train/loss")] == list(range(1, TOTAL + 1))
-    assert [line["step"] for line in lines(run, "eval/loss")] == [8, 16, 24, 32]
+    assert [line["step"] for line in lines(run, "eval/loss")] == list(evaluated)
     assert status(run)["state"] == "finished"
 
 
@@ -124,20 +127,21 @@ def test_signal_to_the_process_group_while_waiting_for_data_saves(
 ) -> None:
     run = tmp_path / "run"
     # Sent once the loop waits, by workers, who get it first and go on sleeping for longer than any test waits
-    order = probe("data", 6, signal=name, to="group", before_s=0.5, sleep_s=600)
-    codes, output = forks.run(*train(run, "--num-workers", "2"), world_size=2, env=order, timeout_s=60)
+    order = probe("data", 6, signal=name, to="group", before_s=1.0, sleep_s=600)
+    arguments = train(run, "--num-workers", "2", *AT_THE_END)
+    codes, output = forks.run(*arguments, world_size=2, env=order, timeout_s=60)
     assert_stopped(run, codes, output, at_least=1)
-    assert_resumes(forks, run, undisturbed, "--num-workers", "1", world_size=2)
+    assert_resumes(forks, run, undisturbed, "--num-workers", "1", *AT_THE_END, world_size=2, evaluated=(32,))
 
 
 def test_signal_of_one_rank_while_it_waits_for_data_saves(
     forks: Forks, undisturbed: dict[int, str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    order = probe("data", 6, signal="SIGTERM", to="group", rank=1, before_s=0.5, sleep_s=600)
-    codes, output = forks.run(*train(run, "--num-workers", "2"), world_size=2, env=order, timeout_s=60)
+    order = probe("data", 6, signal="SIGTERM", to="group", rank=1, before_s=1.0, sleep_s=600)
+    codes, output = forks.run(*train(run, "--num-workers", "2", *AT_THE_END), world_size=2, env=order, timeout_s=60)
     assert_stopped(run, codes, output, at_least=1)
-    assert_resumes(forks, run, undisturbed, world_size=2)
+    assert_resumes(forks, run, undisturbed, *AT_THE_END, world_size=2, evaluated=(32,))
 
 
 def test_signal_while_evaluation_waits_for_data_saves(forks: Forks, undisturbed: dict[int, str], tmp_path: Path) -> None:
@@ -169,6 +173,7 @@ def test_repeats_within_the_window_count_as_one(forks: Forks, tmp_path: Path) ->
                 process.signal_group("SIGTERM")
         assert job.wait() == [143, 143], job.output
     assert f"saved at step {steps(run)[-1]} of 800000" in job.output
+    assert "leaving without saving" not in job.output + "".join(log.read_text() for log in run.glob("logs/*"))
 
 
 def short_window() -> None:
