@@ -1,5 +1,7 @@
 """The run directory over several attempts: what is refused, gone on with, finished, put aside, and never mixed up."""
 
+import errno
+import io
 import json
 import os
 import subprocess
@@ -11,6 +13,7 @@ import pytest
 from forks import Forks
 from jobs import MAIN, ROOT, environment, result
 
+from train.log import Log
 from train.status import End, read_json, write_json, write_summary
 
 # 8 steps an epoch; with a constant rate a longer run begins as a shorter one does
@@ -269,6 +272,18 @@ def test_checkpoints_that_cannot_be_written_are_one_line(tmp_path: Path) -> None
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert f"error: checkpoint: {run}/checkpoints can't be written (Permission denied)" in done.stderr
+
+
+def test_log_on_a_full_disk_still_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = Log()
+    log.file = Full()
+    log.say("a line")
+    log.warn("an error")
+    assert capsys.readouterr() == ("a line\n", "an error\n")
 
 
 @pytest.mark.parametrize("where", ["run", "run/logs", "run/checkpoints", "run/status", "run/metrics.jsonl", "run/.lock"])
