@@ -1,7 +1,7 @@
 """Ranks that do as they are told, in milliseconds: what `launch` starts in the place of train/main.py.
 
 FAKE_RANKS is JSON: for each incarnation (the last one counts for later ones too) a word for each rank, such as "exit 171",
-"signal SIGKILL", "finish" (with a status.json), "save" (waits for SIGTERM, then exit 143), "hang", "stubborn" (ignores
+"signal SIGKILL", "finish" (with a status.json), "save" (waits for SIGTERM, then exit 143, or "save 171"), "stubborn" (ignores
 SIGTERM), "stop". FAKE_FOLDER gets one file for each start, with what the rank was given.
 """
 
@@ -50,7 +50,7 @@ def be() -> None:
         (folder / "run" / "status.json").write_text(json.dumps(status))
         os._exit(0)
     if word == "save":
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(int(what or 143)))
     if word == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (folder / f"ready-{restart}-{rank}").touch()

@@ -199,6 +199,8 @@ class Kill:
     steps: int = 0
 
     def due(self, scene: Scene, began_at: int | None) -> bool:
+        if self.moment == "saving":  # looked for most often, and over soonest
+            return scene.saving() and "ready after" in scene.said()
         said = scene.said()
         ready = "ready after" in said
         match self.moment:
@@ -216,8 +218,6 @@ class Kill:
                 # The last entry is the training step before an evaluation: runs under test have epochs of eight steps
                 last = json.dumps(scene.metrics()[-1:])
                 return ready and bool(re.search(r'"step": (8|16|24|32|40), .*train/loss', last))
-            case "saving":
-                return ready and scene.saving()
         raise AssertionError(self.moment)
 
 
@@ -248,12 +248,13 @@ def deliver(kills: Sequence[Kill], scene: Scene, world_size: int) -> int:
                 time.sleep(0.02)
                 ranks = scene.ranks()
                 continue
-            if began_at is None and "ready after" in scene.said():
+            if kill.moment == "training" and began_at is None and "ready after" in scene.said():
                 began_at = scene.step()
             sizes = scene.log_sizes()
             if kill.due(scene, began_at) and _kill_if_due(kill, ranks, scene, began_at):
                 break
-            time.sleep(0.002)
+            # Looking costs time that the ranks need
+            time.sleep(0.003 if kill.moment == "saving" else 0.02)
         scene.next_incarnation(ranks)
         assert scene.blamed_since(sizes) <= {kill.rank}, kill
     return len(kills)

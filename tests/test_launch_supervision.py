@@ -140,7 +140,7 @@ def test_signal_is_passed_on_and_ends_with_143_and_no_restart(name: str, forks: 
     assert len(starts(tmp_path)) == 2
 
 
-@pytest.mark.parametrize(("words", "code"), [(["save", "exit 171"], 143), (["save", "exit 1"], 1)])
+@pytest.mark.parametrize(("words", "code"), [(["save 171", "exit 171"], 143), (["save", "exit 1"], 1)])
 def test_stop_request_while_ranks_fail_is_not_followed_by_a_restart(
     words: list[str], code: int, forks: Forks, tmp_path: Path
 ) -> None:

@@ -205,10 +205,10 @@ def test_owner_on_another_machine_lives_by_its_beats(
         with pytest.raises(UserError, match="live attempt, first on"):
             second.__enter__()
         first.check()
-        first.__exit__()
     else:
         with second, pytest.raises(PeerLost):
             first.check()
+    first.__exit__()
 
 
 def test_lease_that_was_deleted_is_written_again(tmp_path: Path) -> None:

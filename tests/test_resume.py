@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from faults import ByHand, Launched, Scene, deliver, random_kills
 from forks import Forks
-from jobs import ended, metrics, result
+from jobs import ended, free_port, metrics, rank_env, result
+
+from train.status import attempt_of, new_attempt
 
 RUNS = int(os.environ.get("RANKUP_RUNS", "20"))
 SEED = int(os.environ.get("RANKUP_SEED", random.SystemRandom().randrange(10**6)))
@@ -98,3 +100,22 @@ def test_launch_restarts_ranks_killed_at_random_and_ends_with_the_same_weights(
             left -= deliver(kills, scene, world_size)
             assert scene.job.wait() == [0], scene.job.output
         assert_same(scene, undisturbed(world_size), scene.job.output)
+
+
+def test_fresh_that_was_killed_before_it_began_is_still_fresh_after_the_restart(forks: Forks, tmp_path: Path) -> None:
+    """The first attempt of a launch may be killed before it puts the earlier run aside; a later one goes on with its own."""
+    line = ("train", f"--run-dir={tmp_path}", *SETTINGS, "--max-steps=6", "--fresh")
+
+    def attempt(job: str, restart: int) -> str:
+        env = {**rank_env(0, 1, free_port()), "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+        env |= {"RANKUP_LAUNCH": "1", "RANKUP_ATTEMPT": attempt_of(job, restart), "RANKUP_RESTART": str(restart)}
+        codes, output = forks.run(*line, env=env)
+        assert codes == [0], output
+        return output
+
+    yesterday, today = new_attempt(), new_attempt()
+    assert "was moved" not in attempt(yesterday, 0)
+    assert "is finished" in attempt(yesterday, 1)
+    assert "the earlier run was moved" in attempt(today, 1)
+    assert "is finished" in attempt(today, 2)
+    assert len(list((tmp_path / "run").glob("before-*"))) == 1
