@@ -53,6 +53,21 @@ def test_example_learns_alone_and_in_two_alike(forks: Forks, project: Path) -> N
     assert results[1]["metrics"]["loss"] == pytest.approx(results[0]["metrics"]["loss"], rel=1e-4)
 
 
+def test_model_of_other_data_is_not_evaluated(forks: Forks, project: Path) -> None:
+    """As after a fallback to other data: their classes are not those that the model learned."""
+    more: dict[str, Any] = {"cwds": [project]}
+    where = ("--name", "run", "--run-dir", project)
+    codes, output = forks.run("train", *LINE, "--epochs", "1", *where, **more)
+    assert codes == [0], output
+    own = project / "throws.py"
+    own.write_text(own.read_text().replace('data_name="throws"', 'data_name="others"'))
+    codes, output = forks.run("evaluate", *where, **more)
+    assert codes == [2], output
+    assert "was trained on throws, got others now. Set --data-dir or --dataset." in output
+    codes, output = forks.run("evaluate", "--workload", "throws:build", *where, **more)
+    assert codes == [0], output
+
+
 def test_example_killed_and_run_again_has_the_same_weights(forks: Forks, project: Path) -> None:
     line = ("train", *LINE, "--dropout", "0.1", "--epochs", "4", "--save-every-steps", "5", "--options.width", "32")
     more: dict[str, Any] = {"world_size": 2, "cwds": [project] * 2}

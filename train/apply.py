@@ -136,6 +136,12 @@ def _opened(
         torch.use_deterministic_algorithms(settings.deterministic)
         seed_everything(mix(settings.seed))
         workload = load(settings)
+        # Where the default fell back to other data, then or now, the classes would be those of the wrong set
+        if earlier.state["data"] != workload.data_name and not given & {"dataset", "workload"}:
+            raise UserError(
+                f"{earlier.path} was trained on {earlier.state['data']}, got {workload.data_name} now. Set --data-dir or "
+                "--dataset."
+            )
         try:
             workload.model.load_state_dict(earlier.model_state())
         except RuntimeError as error:

@@ -84,8 +84,9 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
     if parent := os.environ.get("RANKUP_PARENT") or (os.getppid() if launch.launcher == "torchrun" else None):
         die_with_parent(int(parent))
     env.check_loopback(launch, config.simulated_nodes)
-    if config.workload != "images" and not {os.getcwd(), ""} & set(sys.path):
-        # For the user's own module: `python -m` puts the current directory on the path, `rankup` and a file do not
+    if not {os.getcwd(), ""} & set(sys.path):
+        # For the user's own module, which a checkpoint may name: `python -m` puts the current directory on the path, `rankup`
+        # and a file do not
         sys.path.append(os.getcwd())
     default = f"{config.dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
     run_dir = Path(config.run_dir) / (config.name or launch.run_name or default)
