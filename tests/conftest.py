@@ -12,8 +12,8 @@ from forks import Forks
 from jobs import FOREIGN, ROOT, environ_of
 
 IN_CI = os.environ.get("CI") == "true"
-# Containers are built and killed for a quarter of an hour, as root: `make engine` does it
-collect_ignore_glob = [] if os.environ.get("RANKUP_ENGINE") else ["test_launchers_compose*"]
+# Building and killing containers takes a quarter of an hour, 20 GB and root
+ENGINE_WANTED = bool(os.environ.get("RANKUP_ENGINE"))
 # Children inherit it, so that those still alive at the end can be found, whoever started them.
 SESSION = "PYTEST_SESSION_OF_CHILDREN"
 
@@ -85,7 +85,9 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 @pytest.fixture(scope="session")
 def image() -> str:
-    """The container image of this checkout's files, built where it is not: its name. Skips where there is no engine."""
+    """The container image of this checkout's files, built where it is not: its name. Skips where nobody asked for it."""
+    if not ENGINE_WANTED:
+        pytest.skip("containers take a quarter of an hour and root: make engine runs these tests")
     if reason := why_not():
         pytest.skip(reason)
     name = "rankup:runtime"
