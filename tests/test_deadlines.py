@@ -133,6 +133,19 @@ def test_stopped_rank_is_found_by_its_deadline_and_the_job_goes_on_after_a_resta
     assert result(run)["digest"] == undisturbed, output
 
 
+def test_rank_that_is_the_last_to_find_out_names_itself(forks: Forks, tmp_path: Path) -> None:
+    """When it looks for a culprit, those that waited for it have left, and the store with rank 0."""
+    run = tmp_path / "run"
+    order = probe("build", 1, 1, signal="SIGSTOP", sleep_s=1000)
+    with forks.running(*train(run, f"--setup-timeout-s={SHORT}", "--num-workers=0"), world_size=WORLD, env=order) as job:
+        for rank in (0, 2):
+            assert job.processes[rank].ended.wait(60), job.output
+        job.processes[1].signal("SIGCONT")
+        assert job.wait() == [171] * WORLD, job.output
+    assert "setup (step 0) took longer" in job.processes[1].output
+    assert_named(job, run, 1, among=list(range(WORLD)))
+
+
 @pytest.mark.parametrize(
     ("where", "call", "phase", "setting", "culprit"),
     [("build", 1, "setup", "setup", 1), ("data", 6, "step", "step", 0), ("loss", 6, "step", "step", 1)],

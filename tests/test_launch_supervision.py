@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,18 @@ def wait_for_file(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < until_s
         time.sleep(0.01)
+
+
+def wait_for_end(folder: Path, local_rank: int) -> None:
+    """Of a rank of the first incarnation: its process is gone, or waits for `launch` to look."""
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
+        with suppress(OSError, ValueError, psutil.NoSuchProcess):  # not started yet, or gone
+            start = json.loads((folder / f"start-0-{local_rank}.json").read_text())
+            if not psutil.pid_exists(start["pid"]) or psutil.Process(start["pid"]).status() == psutil.STATUS_ZOMBIE:
+                return
+        time.sleep(0.01)
+    raise AssertionError(f"local rank {local_rank} did not end")
 
 
 @pytest.mark.parametrize(
@@ -146,6 +158,7 @@ def test_stop_request_while_ranks_fail_is_not_followed_by_a_restart(
 ) -> None:
     with launching(forks, tmp_path, [words]) as job:
         wait_for_file(tmp_path / "ready-0-0")
+        wait_for_end(tmp_path, 1)
         job.processes[0].signal("SIGTERM")
         assert job.wait() == [code], job.output
     assert not list(tmp_path.glob("start-1-*"))

@@ -140,15 +140,15 @@ class Watch:
             if now_s - self._entered_s > self._timeout_s and not self._ended.is_set():
                 if self._leaving is not None:
                     os._exit(self._leaving)
-                self._leave(f"{self.phase} (step {self.step}) took longer than {self._timeout_s:g} s")
+                self._leave(f"{self.phase} (step {self.step}) took longer than {self._timeout_s:g} s", overdue=True)
 
-    def _leave(self, what: str) -> None:
+    def _leave(self, what: str, *, overdue: bool = False) -> None:
         """Dump the stacks, name the suspect, tell the others, and end this process at once."""
         with self._leave_lock:  # two threads may find a reason; the second never gets here
             arm(LOOK_S + LAST_WORD_S + LOCKED_GRACE_S)
             if self._leaving is None and self.log.file is not None:
                 faulthandler.dump_traceback(self.log.file.fileno())
-            suspects = self.suspects() if self._leaving is None else []
+            suspects = self.suspects(overdue=overdue) if self._leaving is None else []
             if self._leaving is not None:
                 return  # the loop noticed by itself, and may know more
             code = code_of_cause(suspects, JOIN_FAILED if self.phase == "join" else PEER_LOST)
@@ -160,9 +160,9 @@ class Watch:
             sys.stderr.flush()
             os._exit(code)
 
-    def suspects(self) -> list[Suspect]:
+    def suspects(self, *, overdue: bool = False) -> list[Suspect]:
         """Tell the others that this rank is a victim, and find out whose. In a thread of its own: a store whose process is
-        stopped would hold us for ever.
+        stopped would hold us for ever. `overdue`: this rank's own deadline has passed.
 
         Over the connection there is: it breaks with the process that hosts the store, where a new one would be tried again
         and again, or meet a successor.
@@ -179,7 +179,9 @@ class Watch:
                 store.set("failed", str(self.rank))
                 found.append(find_suspects(store, self.world_size, myself=self.rank, waiting=self._waiting))
             except RuntimeError:
-                found.append(self._told or [Suspect(0, f"the store of {self.host_of_store} is gone")])
+                # Where this rank is the one that takes too long, those that waited for it have left, and the store with them
+                own = [Suspect(self.rank, "the others have left")] if overdue and not self._waiting else []
+                found.append(self._told or own or [Suspect(0, f"the store of {self.host_of_store} is gone")])
 
         within(LOOK_S, look)
         return found[0] if found else [Suspect(0, f"the store of {self.host_of_store} does not answer")]
