@@ -42,17 +42,20 @@ def test_a_wrong_address_is_said_within_the_bound(nodes: Project) -> None:
 
 
 def test_a_closed_port_is_said_within_the_bound(nodes: Project) -> None:
-    said = _with_wrong(nodes, "MASTER_PORT", "29499")
+    """Also when node0 gives up first, and its name goes with it."""
+    nodes.override(f"services: {{node1: {{command: train {JOB.replace('timeout-s 6', 'timeout-s 30')}}}}}")
+    said = _with_wrong(nodes, "MASTER_PORT", "29499", node0_waits_s=12)
     assert "node0:29499 refuses the connection" in said
+    assert 'By now the name "node0" does not resolve here' in said
 
 
-def _with_wrong(nodes: Project, variable: str, value: str) -> str:
+def _with_wrong(nodes: Project, variable: str, value: str, *, node0_waits_s: int = 6) -> str:
     """What both nodes say when node1 is told this."""
     nodes.override(f'services: {{node1: {{environment: {{{variable}: "{value}"}}}}}}')
-    nodes.up()
+    nodes.up(ARGS=JOB.replace("timeout-s 6", f"timeout-s {node0_waits_s}"))
     assert nodes.codes() == [170, 170], nodes.logs()
     said = nodes.logs()
-    assert "rank 1 of 2 has not joined after 6 s" in said
+    assert f"rank 1 of 2 has not joined after {node0_waits_s} s" in said
     return said
 
 

@@ -127,6 +127,7 @@ class _Join:
         again until the deadline, and the last problem is what the message says.
         """
         host, port = self.launch.master_addr, self.launch.master_port
+        refused = ""
         while True:
             self.doing = f'the name "{host}" gets no answer from the resolver'
             tried = try_connect(host, port, timeout_s=2.0)
@@ -141,7 +142,10 @@ class _Join:
                 except RuntimeError:
                     self.problem = self.doing
             else:
-                self.problem = explain_connection(tried, host, port)
+                now = explain_connection(tried, host, port)
+                # When rank 0 gives up, its container goes, and with it the name or the address: before that was the cause
+                refused = now if tried.problem == "refused" else refused
+                self.problem = f"{refused}. By now {now}" if refused and refused != now else now
             if time.monotonic() > self.deadline_s:
                 raise self.failure(self.problem)
             self._pause()
