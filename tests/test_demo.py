@@ -100,11 +100,12 @@ def test_demo_trains_anew_only_after_one_that_finished(clone: Path, state: str, 
     assert ran.stdout.count("--fresh") == (2 if fresh else 0)
 
 
-def test_demo_interrupted_saves_and_goes_on_next_time(clone: Path, demo: Job) -> None:
-    # As Ctrl-C does: to the whole group
-    os.killpg(demo.processes[0].pid, signal.SIGINT)
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
+def test_demo_interrupted_saves_and_goes_on_next_time(clone: Path, demo: Job, name: str) -> None:
+    # As Ctrl-C and a terminal that closes do: to the whole group
+    os.killpg(demo.processes[0].pid, signal.Signals[name])
     assert demo.wait() != [0]
-    assert "SIGINT: saved at step" in demo.output
+    assert "SIGTERM: saved at step" in demo.output
     again = make_demo(clone, TINY)
     assert again.codes == [0], again.output
     assert "resumed from step-" in again.output

@@ -16,12 +16,16 @@ fi
 agents=()
 node() { # NODE_RANK
   # On two machines --master-addr is node 0's name and --simulated-nodes is left out; nothing else differs.
+  # Job control gives the agent a process group of its own: Ctrl-C would reach it beside the trap below, and a second
+  # signal ends torchrun while its rank saves.
+  set -m
   torchrun --nnodes 2 --node-rank "$1" --nproc-per-node 1 --master-addr 127.0.0.1 --master-port "$port" \
     -m train.main "${job[@]}" &
   agents+=($!)
+  set +m
 }
-# Ctrl-C: the agents pass it on to their ranks, which save and leave.
-trap 'kill -TERM "${agents[@]}" 2> /dev/null || true' INT TERM
+# Ctrl-C, or the terminal closed: the agents tell their ranks, which save and leave.
+trap 'kill -TERM "${agents[@]}" 2> /dev/null || true' INT TERM HUP
 # A rank dies with its agent, however that dies.
 trap 'kill -KILL "${agents[@]}" 2> /dev/null || true' EXIT
 node 1
