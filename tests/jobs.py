@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
 MAIN = ROOT / "train" / "main.py"
 # What launchers, schedulers and earlier tests may have left in the environment
@@ -69,12 +71,14 @@ class Job:
         return "\n".join(self.outputs)
 
     def kill(self) -> None:
-        """End every process and, since each is a session of its own, all its children."""
+        """End every process with all its children, those in process groups of their own too."""
         for process in self.processes:
-            try:
+            if process.poll() is None:  # one that was waited for has given its number back
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
 
 
 def start(*command: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None, job: Job | None = None) -> Job:
@@ -120,6 +124,8 @@ def ended(job: Job) -> Iterator[Job]:
         job.kill()
         for process in job.processes:
             process.wait(10)
+            if process.stdout:
+                process.stdout.close()
 
 
 def result(run_dir: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`make demo`: two torchrun agents on loopback, one command, and nothing left behind when one of them fails."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -75,8 +76,15 @@ def tree_of(job: Job) -> list[psutil.Process]:
     return psutil.Process(job.processes[0].pid).children(recursive=True)
 
 
-def agents_of(job: Job) -> list[psutil.Process]:
-    return [child for child in tree_of(job) if "--node-rank" in child.cmdline()]
+def agents_of(job: Job) -> dict[str, psutil.Process]:
+    """The two agents by their node rank."""
+    found = {}
+    for child in tree_of(job):
+        with contextlib.suppress(psutil.NoSuchProcess):  # the script's own `sleep` is gone by now
+            words = child.cmdline()
+            if "--node-rank" in words:
+                found[words[words.index("--node-rank") + 1]] = child
+    return found
 
 
 def test_demo_ends_with_the_table_and_the_weights_of_two_ranks_by_hand(clone: Path) -> None:
@@ -114,9 +122,9 @@ def test_demo_interrupted_saves_and_goes_on_next_time(clone: Path, demo: Job, na
 @pytest.mark.parametrize("node", [0, 1])
 def test_demo_fails_and_leaves_nothing_when_an_agent_is_killed(demo: Job, node: int) -> None:
     tree = tree_of(demo)
-    agents = sorted(agents_of(demo), key=lambda agent: agent.cmdline()[agent.cmdline().index("--node-rank") + 1])
-    assert len(agents) == 2
-    agents[node].kill()
+    agents = agents_of(demo)
+    assert sorted(agents) == ["0", "1"]
+    agents[str(node)].kill()
     assert demo.wait()[0] not in (0, None), demo.output
     assert f"rank {node}" in demo.output
     assert psutil.wait_procs(tree, timeout=10)[1] == []
