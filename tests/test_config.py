@@ -333,6 +333,11 @@ def test_broken_file_is_reported_with_the_mistakes_of_flags():
         ({"max_steps": "10", "warmup_steps": "10"}, "--warmup-steps must be < max_steps=10, got 10. The run *"),
         ({"sync_bn": True, "device": "cpu"}, "--sync-bn must be false with device cpu, got true. *"),
         ({"backend": "nccl", "device": "cpu"}, '--backend must be gloo or auto with device cpu, got "nccl". *'),
+        ({"device_ids": "1,0"}, '--device-ids must be empty without parallel dp, got "1,0". *'),
+        ({"output_device": "1"}, "--output-device must be null without parallel dp, got 1. *"),
+        ({"parallel": "dp", "device_ids": "0", "device": "cpu"}, '--device-ids must be empty with device cpu, got "0". *'),
+        ({"parallel": "dp", "compile": True}, "--compile must be false with parallel dp, got true. *"),
+        ({"parallel": "dp", "sync_bn": True}, "--sync-bn must be false with parallel dp, got true. *"),
         ({"dataset": "imagefolder"}, "data_dir must be a folder * with dataset imagefolder, got null. Set it with *"),
     ],
 )
@@ -345,6 +350,7 @@ def test_contradiction_is_refused(settings, message):
     "settings",
     [
         {"static_graph": True}, {"accumulate": "4"}, {"max_steps": "10", "warmup_steps": "9"}, {"warmup_steps": "9"},
+        {"parallel": "dp", "device_ids": "1,0", "output_device": "0"},
         {"sync_bn": True}, {"backend": "nccl"}, {"precision": "fp16", "device": "cpu"},
         {"dataset": "imagefolder", "data_dir": "x"}, {"dataset": "imagefolder", "workload": "my.job:build"},
     ],
@@ -376,6 +382,7 @@ def test_contradiction_with_a_wrong_value_is_not_guessed():
         ({"batch_size": 12, "accumulate": 2}, 4, "batch_size must be a multiple of 8 (4 processes x accumulate=2), "
                                                  "got 12. Start 3 or 6 processes, or set --batch-size 8 or 16."),
         ({"parallel": "none"}, 4, "parallel must be auto or ddp with 4 processes, got none. *"),
+        ({"parallel": "dp"}, 2, "parallel must be auto or ddp with 2 processes, got dp. *"),
     ],
 )
 def test_world_size_that_does_not_divide_names_what_would(settings, world_size, message):

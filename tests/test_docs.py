@@ -25,7 +25,8 @@ TOP_LEVEL = {
     "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "pyproject.toml",
 }  # fmt: skip
 # Flags and words with an underscore that belong to others
-FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank"}
+FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank",
+                 "--use-env", "--bind-to", "--allow-run-as-root"}  # fmt: skip
 FOREIGN_WORDS = {"weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv"}
 # What torch says, not we
 TORCH_SAYS = re.compile(

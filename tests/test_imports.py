@@ -17,10 +17,13 @@ TRAIN = ROOT / "train"
 # which later modules import earlier ones. A module may import whatever stands in a lower layer.
 LAYERS: list[list[list[str]]] = [
     [["errors"]],
-    [["yamltext", "settings", "fields", "flags", "config"], ["address", "cpus", "ranks", "env"]],
+    [["yamltext", "settings", "fields", "flags", "config"], ["address", "cpus", "ranks", "env"], ["initmethod"]],
     [["advice"]],
     [["stop"], ["status"], ["log"]],
-    [["network", "store", "roster", "rendezvous", "ways", "health", "suspects", "watch", "group"], ["launch"]],
+    [
+        ["network", "store", "meetfile", "roster", "rendezvous", "ways", "health", "suspects", "watch", "group"],
+        ["spawn", "launch"],
+    ],
     [
         ["data", "feed"],
         ["sources.download", "sources.sets", "sources.idx", "sources.cache", "sources.fetch", "sources.fake",

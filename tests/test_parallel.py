@@ -1,6 +1,7 @@
 """How a model is trained by several ranks: every way of it follows the curve of one process, and resumes to the bit."""
 
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,53 @@ def test_batch_that_the_ranks_do_not_divide_is_refused_with_the_nearest(forks: F
 
 def test_ddp_of_one_process_trains_as_without(forks: Forks, alone: list[float], tmp_path: Path) -> None:
     assert losses(train(forks, tmp_path / "run", 1, "--parallel", "ddp")) == alone
+
+
+# DataParallel ---------------------------------------------------------------------------------------------------
+
+
+def test_dp_on_one_device_says_so_and_trains_as_without(forks: Forks, alone: list[float], tmp_path: Path) -> None:
+    codes, output = forks.run(
+        "train", *DIGITS, "--max-steps", str(STEPS), "--parallel", "dp", "--device", "cpu", "--name", "run", "--run-dir", tmp_path
+    )
+    assert codes == [0], output
+    assert output.count("dp     one device (cpu): trains as one process does without DataParallel") == 1
+    assert losses(tmp_path / "run") == alone
+
+
+def test_dp_of_two_processes_is_refused(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run("train", *DIGITS, "--parallel", "dp", "--run-dir", tmp_path, world_size=2)
+    assert codes == [2, 2]
+    assert "parallel must be auto or ddp with 2 processes, got dp." in output
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, **settings: Any) -> nn.Module:
+    """A wrapped model on a machine with so many GPUs, made up here."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    group = types.SimpleNamespace(device=torch.device("cuda", 0), world_size=1, log=types.SimpleNamespace(say=lambda text: None))
+    return parallel.wrap(nn.Linear(2, 2), Config(parallel="dp", **settings), group)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [{"device_ids": "0,2"}, {"device_ids": "1,1"}, {"output_device": 2}])
+def test_dp_refuses_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="must each name another one of the 2 visible GPUs"):
+        on_gpus(monkeypatch, 2, **settings)
+
+
+def test_dp_is_for_more_than_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(on_gpus(monkeypatch, 1), nn.Linear)
+    assert isinstance(on_gpus(monkeypatch, 3, device_ids="1"), nn.Linear)
+    spread = on_gpus(monkeypatch, 3)
+    assert isinstance(spread, nn.DataParallel)
+    assert isinstance(parallel.unwrap(spread), nn.Linear)
+
+
+@pytest.mark.gpu
+def test_dp_on_two_gpus_in_any_order_follows_one_process(forks: Forks, alone: list[float], tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run = train(forks, tmp_path / "run", 1, "--parallel", "dp", "--device-ids", "1,0", "--output-device", "0")
+    assert largest_difference(losses(run), alone) < 1e-2
 
 
 # Compiling ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The promise: any number of ranks trains as one does, and whoever starts them, the weights are the same to the bit."""
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,43 @@ def by_torch_distributed_launch(*arguments: str) -> Job:
                  str(free_port()), "-m", "train.main", *arguments, env={"PYTHONWARNINGS": ""})  # fmt: skip
 
 
+def by_torch_distributed_launch_use_env(*arguments: str) -> Job:
+    return start(sys.executable, "-m", "torch.distributed.launch", "--use-env", "--nproc-per-node", "2", "--master-port",
+                 str(free_port()), "-m", "train.main", *arguments, env={"PYTHONWARNINGS": ""})  # fmt: skip
+
+
+def by_spawn(*arguments: str) -> Job:
+    return start(sys.executable, "-m", "train.main", "launch", "--launcher", "spawn", "--nproc", "2", *arguments[1:])
+
+
+def by_spawn_and_a_file(*arguments: str) -> Job:
+    url = (Path(arguments[-1]) / "meeting").as_uri()
+    return start(sys.executable, MAIN, "launch", "--launcher=spawn", "--nproc=2", "--init-method", url, *arguments[1:])
+
+
+def by_url(url: str, *arguments: str) -> Job:
+    job = Job()
+    for rank in ("1", "0"):
+        start(sys.executable, MAIN, *arguments, "--init-method", url, "--rank", rank, "--world-size", "2", job=job)
+    return job
+
+
+def by_file(*arguments: str) -> Job:
+    return by_url((Path(arguments[-1]) / "meeting").as_uri(), *arguments)
+
+
+def by_tcp(*arguments: str) -> Job:
+    return by_url(f"tcp://127.0.0.1:{free_port()}", *arguments)
+
+
+def by_mpirun(*arguments: str) -> Job:
+    """Open MPI's own variables; it binds each process to a CPU of its own, if it is let."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun here: apt install openmpi-bin")
+    return start("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable, "-m",
+                 "train.main", *arguments)  # fmt: skip
+
+
 def by_two_agents(*arguments: str) -> Job:
     job, port = Job(), free_port()
     for node in ("1", "0"):
@@ -102,8 +140,11 @@ def by_two_agents(*arguments: str) -> Job:
 
 
 @pytest.mark.parametrize(
-    "launcher", [by_torchrun, by_launch, by_hand, by_torch_distributed_launch, by_two_agents], ids=lambda f: f.__name__
-)
+    "launcher",
+    [by_torchrun, by_launch, by_hand, by_torch_distributed_launch, by_torch_distributed_launch_use_env, by_two_agents,
+     by_spawn, by_spawn_and_a_file, by_file, by_tcp, by_mpirun],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
 def test_launcher_changes_no_bit(reference: str, tmp_path: Path, launcher: Callable[..., Job]) -> None:
     with ended(launcher(*LINE, "--run-dir", str(tmp_path))) as job:
         assert set(job.wait(180)) == {0}, job.output

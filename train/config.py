@@ -112,9 +112,9 @@ def _rule(name: str, error_type: str) -> str:
 
 def check_world_size(config: Config, world_size: int) -> None:
     """Raise ConfigError unless every process gets equal micro-batches; names what would fit nearby."""
-    if config.parallel == "none" and world_size > 1:
+    if config.parallel in ("none", "dp") and world_size > 1:
         raise ConfigError(
-            f"parallel must be auto or ddp with {world_size} processes, got none. "
+            f"parallel must be auto or ddp with {world_size} processes, got {config.parallel}. "
             "Each would train a model of its own; for one process start it without a launcher."
         )
     per_process = world_size * config.accumulate

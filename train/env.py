@@ -45,7 +45,7 @@ def read_env(environ: Mapping[str, str]) -> Launch:
         found = _open_mpi(environ) or _slurm(environ) or _no_launcher(environ)
     if found.launcher == "python":
         return single(run_name, found.warnings)
-    launch = check(found, run_name, who_sets_them=_WHO_SETS_THEM)
+    launch = replace(check(found, run_name, who_sets_them=_WHO_SETS_THEM), file=environ.get("RANKUP_FILE", ""))
     if launch.launcher in {"torchrun", "launch"}:
         restarts = environ.get("RANKUP_RESTART") or environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
         return replace(
@@ -54,7 +54,7 @@ def read_env(environ: Mapping[str, str]) -> Launch:
             restart_count=int(restarts) if restarts.isdecimal() else 0,
         )
     ports = ephemeral_range()
-    if launch.origins["MASTER_PORT"] == "environment" and launch.master_port in ports:
+    if not launch.file and launch.origins["MASTER_PORT"] == "environment" and launch.master_port in ports:
         warning = (
             f"MASTER_PORT={launch.master_port} is one of this machine's ports for outgoing connections "
             f"({ports.start}-{ports.stop - 1}) and may be taken at any moment. Choose one below {ports.start}."
@@ -116,6 +116,8 @@ def _no_launcher(environ: Mapping[str, str]) -> Found:
                 f"{name}={environ[name]} but RANK is not set: {who} is not supported. Start with {_TORCHRUN}."
             )
     found = _given(environ, "environment", (*FIVE, "LOCAL_WORLD_SIZE"))
+    if found.values and "RANKUP_FILE" in environ:
+        raise LaunchError("--init-method must come with --rank and --world-size, or a launcher that gives them, got no rank.")
     if found.values:
         return found  # incomplete, as RANK is missing: the check says what else is
     found.launcher = "python"

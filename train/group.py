@@ -215,7 +215,9 @@ def join(config: Config, launch: Launch, *, log: Log, stop: StopRequest, run_dir
     each is told to the other ranks first.
     """
     watch = Watch(log, rank=launch.rank, world_size=launch.world_size)
-    device = pick_device(config.device, launch.local_rank, distributed=launch.world_size > 1)
+    # DataParallel wants the module on the first of its devices
+    wanted = f"cuda:{config.device_ids.split(',')[0]}" if config.device_ids else config.device
+    device = pick_device(wanted, launch.local_rank, distributed=launch.world_size > 1)
     group = Group(launch, device, log, watch, stop, attempt=attempt or new_attempt(), run_dir=run_dir)
     watch.before_exit = lambda code, why, suspect: group.tell(code, why, suspect, linger_s=LINGER_S)
     stop.before_leaving = lambda why: group.tell(Stopped.code, why, linger_s=2.0, alone=True)

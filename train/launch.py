@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from train import spawn
 from train.errors import FAULT, FINISHED, PEER_LOST, STOPPED
 from train.log import Log
 from train.status import attempt_of, new_attempt, read_json
@@ -37,6 +38,8 @@ class Nodes:
     node_rank: int
     master_addr: str
     master_port: int
+    file: str = ""  # where the ranks meet instead
+    spawn: bool = False  # start them through torch.multiprocessing
 
 
 def launch(
@@ -68,32 +71,41 @@ def _attempt(
     arguments: list[str], nodes: Nodes, port: int, attempt: str, restart: int, stop: StopRequest, log: Log
 ) -> tuple[dict[int, int], int | None]:
     """Start, supervise, end. Returns the exit code of each local rank, and the local rank that failed first."""
+    environments = {i: _environment(nodes, i, port, attempt, restart) for i in range(nodes.nproc)}
+    stop.defer()  # it is passed on to the ranks from here on
+    if nodes.spawn:
+        spawned = spawn.start(arguments, environments)
+        try:
+            return _supervise(dict(spawned), stop, log)
+        finally:
+            for process in spawned.values():
+                process.kill()
     # Later than the first line of output: it costs the launcher what importing torch costs a rank
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
     main_file = str(Path(__file__).with_name("main.py"))
-    local_ranks = range(nodes.nproc)
-    stop.defer()  # it is passed on to the ranks from here on
     with tempfile.TemporaryDirectory(prefix="rankup-") as scratch:  # torch leaves one behind for each attempt
         # By default torch puts handlers of its own in the place of ours, and ends the job when a terminal closes, nohup or
         # not. It has to have one signal: this one nobody sends.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
-        context = start_processes(
+        context: Any = start_processes(
             name="rankup",
             entrypoint=sys.executable,
-            args={i: (main_file, *arguments) for i in local_ranks},
-            envs={i: _environment(nodes, i, port, attempt, restart) for i in local_ranks},
+            args={i: (main_file, *arguments) for i in environments},
+            envs=environments,
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
         )
         stop.install_handlers()  # a torch that does not know the variable
         try:
-            return _supervise(context, stop, log)
+            return _supervise({i: handler.proc for i, handler in context.subprocess_handlers.items()}, stop, log)
         finally:
             context.close(signal.SIGKILL, timeout=5)
 
 
 def _environment(nodes: Nodes, local_rank: int, port: int, attempt: str, restart: int) -> dict[str, str]:
+    meeting = {"RANKUP_FILE": nodes.file} if nodes.file else {}
     return {
+        **meeting,
         "RANK": str(nodes.node_rank * nodes.nproc + local_rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(nodes.num_nodes * nodes.nproc),
@@ -109,8 +121,8 @@ def _environment(nodes: Nodes, local_rank: int, port: int, attempt: str, restart
     }
 
 
-def _supervise(context: Any, stop: StopRequest, log: Log) -> tuple[dict[int, int], int | None]:
-    running = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+def _supervise(running: dict[int, Any], stop: StopRequest, log: Log) -> tuple[dict[int, int], int | None]:
+    """Until all have ended, by themselves or by us. `running`: a Popen, or what looks like one, for each local rank."""
     codes: dict[int, int] = {}
     first: int | None = None
     settled_s, forwarded = float("inf"), False

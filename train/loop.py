@@ -46,7 +46,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             return
         watch = group.watch
         watch.enter("setup", config.setup_timeout_s)
-        num_devices = torch.accelerator.device_count() if group.device.type != "cpu" else 0
+        num_devices = torch.accelerator.device_count() if group.device.type != "cpu" and config.parallel != "dp" else 0
         advice.say(advice.on_cpus(config, launch, cpu_quota()) + advice.on_devices(launch, num_devices), launch, log.warn)
 
         # Data ---------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def step(
             group.watch.wait_for_others(True)  # backward holds the all-reduce of the gradients
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             group.watch.wait_for_others(False)
-        total += loss.detach()
+        total += loss.detach().to(group.device)
     if config.clip_norm > 0:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(parallel.unwrap(model).parameters(), config.clip_norm)

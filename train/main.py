@@ -23,7 +23,7 @@ if __name__ == "__main__":
     # traceback for SIGINT, nor sit out a grace period
     _stop = StopRequest().install()
 
-from train import env
+from train import env, initmethod
 from train.config import Config, Extra, Parsed, check_world_size, help_text, load_config, parse_args, to_yaml
 from train.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, LaunchError, Stopped, UserError, exit_code
 from train.log import Log
@@ -42,6 +42,12 @@ EXTRA = {
     "node_rank": Extra(int, 0, "Which of the nodes this is, from 0.", ("launch",), metavar="N"),
     "master_addr": Extra(str, "", "Name or address of node 0, the same on all nodes.", ("launch",), metavar="HOST"),
     "master_port": Extra(int, 0, "Port on node 0; 0 takes 29400, or a free one on a single node.", ("launch",)),
+    "launcher": Extra(str, "processes", "How: spawn goes through torch.multiprocessing.", ("launch",),
+                      choices=("processes", "spawn")),
+    "init_method": Extra(str, "", "tcp://HOST:PORT or file:///PATH in place of MASTER_ADDR and MASTER_PORT.",
+                         ("train", "evaluate", "predict", "launch"), metavar="URL"),
+    "rank": Extra(int, None, "In place of RANK.", ("train", "evaluate", "predict"), metavar="N"),
+    "world_size": Extra(int, None, "In place of WORLD_SIZE.", ("train", "evaluate", "predict"), metavar="N"),
     "max_restarts": Extra(int, 3, "Restarts after a lost rank, at most.", ("launch",), metavar="N"),
     "checkpoint": Extra(str, "", "Checkpoint directory; by default the newest good one of the run.",
                         ("evaluate", "predict"), metavar="DIR"),
@@ -53,13 +59,13 @@ EXTRA = {
 def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> int:
     """Understand the line, run its command, and return its exit code. `stop`: already installed, by default it is here."""
     log = Log()
+    parsed = parse_args(sys.argv[1:] if argv is None else argv, extra=EXTRA, commands=tuple(COMMANDS))
     try:
-        launch = env.read_env(os.environ)
+        launch = env.read_env(os.environ if parsed.command == "launch" else _environment(parsed))
         log = Log(rank=launch.rank, world_size=launch.world_size)
     except UserError as error:
         launch = None
         mistake = error
-    parsed = parse_args(sys.argv[1:] if argv is None else argv, extra=EXTRA, commands=tuple(COMMANDS))
     if parsed.help or (parsed.command is None and not parsed.mistakes and not parsed.settings):
         _print(help_text(COMMANDS, extra=EXTRA, settings=parsed.help))
         return FINISHED if parsed.help else USER_MISTAKE
@@ -75,6 +81,12 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         return _run(parsed, config, launch, log, stop or StopRequest().install())
     except BaseException as error:
         return _report(error, log)
+
+
+def _environment(parsed: Parsed) -> dict[str, str]:
+    extra = parsed.extra
+    url, rank, world_size = extra["init_method"], extra["rank"], extra["world_size"]
+    return initmethod.environment(os.environ, url=url, rank=rank, world_size=world_size)
 
 
 def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: StopRequest) -> int:
@@ -143,7 +155,10 @@ def _launch(parsed: Parsed, config: Config, run_dir: Path, stop: StopRequest, lo
     mistakes = [f"--{n.replace('_', '-')} must be >= 1, got {extra[n]}." for n in ("nproc", "nnodes") if extra[n] < 1]
     if not 0 <= node_rank < max(1, num_nodes):
         mistakes.append(f"--node-rank must be from 0 to {num_nodes - 1}, got {node_rank}.")
-    if num_nodes > 1 and not extra["master_addr"]:
+    met = initmethod.place(extra["init_method"]) if extra["init_method"] else {}
+    if met and (extra["master_addr"] or extra["master_port"]):
+        mistakes.append("--init-method must be left out with --master-addr and --master-port. Keep one of them.")
+    if num_nodes > 1 and not extra["master_addr"] and not met:
         mistakes.append("--master-addr must name node 0's machine when there are several nodes, got nothing.")
     if extra["max_restarts"] < 0:
         mistakes.append(f"--max-restarts must be >= 0, got {extra['max_restarts']}.")
@@ -152,7 +167,10 @@ def _launch(parsed: Parsed, config: Config, run_dir: Path, stop: StopRequest, lo
     check_world_size(config, nproc * num_nodes)
     address = extra["master_addr"] or "127.0.0.1"
     port = extra["master_port"] or (29400 if num_nodes > 1 else 0)
-    nodes = Nodes(nproc, num_nodes, node_rank, address, port)
+    if met:
+        address, port = met["MASTER_ADDR"], int(met["MASTER_PORT"])
+    by_spawn = extra["launcher"] == "spawn"
+    nodes = Nodes(nproc, num_nodes, node_rank, address, port, met.get("RANKUP_FILE", ""), by_spawn)
     return launch(
         _arguments(parsed), nodes, max_restarts=extra["max_restarts"], run_dir=run_dir, stop=stop, log=log
     )  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from train.config import Config
 from train.errors import ConfigError
@@ -53,13 +53,32 @@ def wrap(model: nn.Module, config: Config, group: Group) -> nn.Module:
             static_graph=config.static_graph,
             find_unused_parameters=config.find_unused_parameters,
         )
+    if config.parallel == "dp":
+        return _spread(model, config, group)
+    return model
+
+
+def _spread(model: nn.Module, config: Config, group: Group) -> nn.Module:
+    """DataParallel, or the model as it is where there is one device. Raises ConfigError for devices that are not there."""
+    count = torch.cuda.device_count() if group.device.type == "cuda" else 1
+    ids = [int(word) for word in config.device_ids.split(",")] if config.device_ids else list(range(count))
+    wrong = [i for i in (*ids, config.output_device or 0) if i >= count] if group.device.type == "cuda" else []
+    if wrong or len(set(ids)) != len(ids):
+        raise ConfigError(
+            f"device_ids and output_device must each name another one of the {count} visible GPUs, got "
+            f"{','.join(map(str, ids))} and {config.output_device}. CUDA_VISIBLE_DEVICES numbers them anew, from 0."
+        )
+    if group.device.type == "cuda" and len(ids) > 1:
+        output = ids[0] if config.output_device is None else config.output_device
+        return DataParallel(model, device_ids=ids, output_device=output)
+    group.log.say(f"dp     one device ({group.device}): trains as one process does without DataParallel")
     return model
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The plain module inside DDP and torch.compile: for saving (no prefixes) and evaluation (no hidden collectives)."""
     while True:
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel | DataParallel):
             model = model.module
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod  # type: ignore[assignment]

@@ -29,6 +29,7 @@ class Launch:
     warnings: tuple[str, ...]
     restart_count: int = 0  # restarts by torchrun or launch; the requeues of a scheduler are not among them
     agent_store: bool = False  # torch's agent already listens on master_port: rank 0 connects to it like the others
+    file: str = ""  # where rank 0 leaves its address, in place of master_addr and master_port
 
     @property
     def distributed(self) -> bool:
@@ -163,7 +164,7 @@ def _contradictions(numbers: dict[str, int | None]) -> list[str]:
 
 def check_loopback(launch: Launch, simulated_nodes: bool) -> None:
     """Raise LaunchError if the nodes are known to be several, yet each would look for rank 0 on itself."""
-    if is_loopback(launch.master_addr) and (launch.num_nodes or 1) > 1 and not simulated_nodes:
+    if not launch.file and is_loopback(launch.master_addr) and (launch.num_nodes or 1) > 1 and not simulated_nodes:
         raise LaunchError(
             f"MASTER_ADDR={launch.master_addr} on {launch.num_nodes} nodes: each node would wait for itself. "
             "Set it to the address of rank 0's machine, or give --simulated-nodes if all nodes are this machine."
@@ -181,12 +182,13 @@ def describe(launch: Launch) -> str:
     places = place("local", launch.local_rank, launch.local_world_size)
     places += place("node", launch.node_rank, launch.num_nodes)
     host = f"[{launch.master_addr}]" if ":" in launch.master_addr else launch.master_addr
+    meets = f"meeting by {launch.file}" if launch.file else f"master {host}:{launch.master_port}"
     names_by_origin: dict[str, list[str]] = {}
-    for name in FIVE:
+    for name in FIVE[:3] if launch.file else FIVE:
         names_by_origin.setdefault(launch.origins[name], []).append(name)
     origins = ", ".join(f"{' '.join(names)} {_from(origin)}" for origin, names in names_by_origin.items())
     who = f"rank {launch.rank} of {launch.world_size} ({', '.join(places)})"
-    return f"{who}, master {host}:{launch.master_port}; {origins}"
+    return f"{who}, {meets}; {origins}"
 
 
 def _from(origin: str) -> str:

@@ -17,13 +17,16 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 # torch exports these under a condition that mypy does not follow
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from train import meetfile
 from train.env import Launch
 from train.errors import JOIN_FAILED, USER_MISTAKE, JoinError, UserError
+from train.initmethod import Notice, look, remove
 from train.log import Log
 from train.network import explain_connection, is_own_address, try_connect
 from train.roster import Member, Roster, describe_claims, describe_differences, describe_missing
@@ -56,7 +59,7 @@ def meet(launch: Launch, *, traits: Mapping[str, str], attempt: str, timeout_s: 
     a resolver without an answer, or a store whose process is stopped, blocks without end.
     """
     if launch.rank == 0:
-        log.say(f"waiting for {launch.world_size} ranks at {launch.master_addr}:{launch.master_port}")
+        log.say(f"waiting for {launch.world_size} ranks at {launch.file or f'{launch.master_addr}:{launch.master_port}'}")
     join = _Join(launch, dict(traits), attempt, timeout_s, log)
     outcome: concurrent.futures.Future[Meeting] = concurrent.futures.Future()
     threading.Thread(target=join.run, args=(outcome,), name="join", daemon=True).start()
@@ -70,7 +73,8 @@ class _Join:
         self.launch, self.attempt, self.timeout_s, self.log = launch, attempt, timeout_s, log
         self.deadline_s = time.monotonic() + timeout_s
         self.hosts_store = launch.rank == 0 and not launch.agent_store
-        self.address = f"{launch.master_addr}:{launch.master_port}"
+        self.address = launch.file or f"{launch.master_addr}:{launch.master_port}"
+        self.notice: Notice | None = None  # what rank 0 left in the file
         self.me = Member(
             rank=launch.rank, world_size=launch.world_size, host=log.host, pid=os.getpid(), local_rank=launch.local_rank,
             node=launch.node_rank, restarts=launch.restart_count, token=secrets.token_hex(6), traits=traits,
@@ -86,6 +90,9 @@ class _Join:
             outcome.set_result(self._join())
         except BaseException as error:
             outcome.set_exception(error)
+        finally:
+            if self.notice is not None:  # whoever is to read it has read it
+                remove(Path(self.launch.file), self.notice)
 
     def _join(self) -> Meeting:
         server = self._serve() if self.hosts_store else None
@@ -106,6 +113,10 @@ class _Join:
 
     def _serve(self) -> Store:
         """Open the port and start the store. Raises JoinError, naming who holds the port, or LaunchError."""
+        if self.launch.file:
+            self.doing = f"somebody at the address in {self.address} accepts connections and does not answer. Remove the file"
+            store, self.notice = meetfile.serve(Path(self.launch.file), self.log, timeout_s=self.timeout_s)
+            return store
         port = self.launch.master_port
         until_s = min(self.deadline_s, time.monotonic() + PORT_PATIENCE_S)
         while (listener := open_port(port)) is None:
@@ -126,6 +137,8 @@ class _Join:
         Name, port and store may all come up after us (a Service in Kubernetes, a container started later): each is tried
         again until the deadline, and the last problem is what the message says.
         """
+        if self.launch.file:
+            return self._connect_by_file()
         host, port = self.launch.master_addr, self.launch.master_port
         refused = ""
         while True:
@@ -146,6 +159,23 @@ class _Join:
                 # When rank 0 gives up, its container goes, and with it the name or the address: before that was the cause
                 refused = now if tried.problem == "refused" else refused
                 self.problem = f"{refused}. By now {now}" if refused and refused != now else now
+            if time.monotonic() > self.deadline_s:
+                raise self.failure(self.problem)
+            self._pause()
+
+    def _connect_by_file(self) -> tuple[Store, str, str]:
+        """The same, of the store whose address is in the file: read again until rank 0 has written its own."""
+        self.doing = f"somebody at the address in {self.address} accepts connections and does not answer. Remove the file"
+        while True:
+            notice = look(Path(self.launch.file))
+            if notice is not None and (found := meetfile.connect(notice, self.log.host)):
+                return found
+            self.problem = f"rank 0 has not left its address in {self.address}"
+            if notice is not None:
+                self.problem += (
+                    f"; what is there was left on {notice.host} by an earlier run, or no way leads to "
+                    f"{', '.join(notice.addresses) or 'it'} port {notice.port}"
+                )
             if time.monotonic() > self.deadline_s:
                 raise self.failure(self.problem)
             self._pause()
@@ -234,7 +264,8 @@ class _Join:
         raise _error_of(verdict, self.me.token)
 
     def _give_up(self, store: Store, generation: int) -> None:
-        advice = "Was every process started, with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
+        where = "file" if self.launch.file else "MASTER_ADDR, MASTER_PORT"
+        advice = f"Was every process started, with this {where} and WORLD_SIZE?"
         if self.launch.rank == 0:
             self._abort(store, f"{self._missing(self.timeout_s)}. {advice}")
         if generation == 0:
@@ -253,10 +284,10 @@ class _Join:
         )  # fmt: skip
 
     def failure(self, problem: str) -> JoinError:
+        names = "MASTER_ADDR and MASTER_PORT have to name the machine and port of rank 0 on all ranks."
         return JoinError(
             f"rank {self.launch.rank} of {self.launch.world_size} on {self.log.host} could not join within "
-            f"{self.timeout_s:g} s: {problem}. MASTER_ADDR and MASTER_PORT have to name the machine and port of rank 0 on "
-            "all ranks."
+            f"{self.timeout_s:g} s: {problem}. {'All ranks have to name the same file.' if self.launch.file else names}"
         )
 
     def _pause(self) -> None:

@@ -57,7 +57,12 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=
         {}, "Free settings of your own workload: --options.key value.",
         rule="a mapping of words to finite numbers, texts, true, false, null, lists or mappings")
 
-    parallel: Literal["auto", "none", "ddp"] = _result("auto", "auto: ddp where there are several processes.")
+    parallel: Literal["auto", "none", "dp", "ddp"] = _result(
+        "auto", "auto: ddp where there are several processes; dp: one process, all its GPUs.")
+    device_ids: str = _result("", "dp: the GPUs, in this order; empty: all that are visible.", pattern=r"^(\d+(,\d+)*)?$",
+                              rule="numbers of GPUs, such as 1,0")
+    output_device: int | None = _result(None, "dp: the GPU that gathers the outputs; null: the first.", unit="number",
+                                        ge=0, le=1023)
     seed: int = _result(0, "Seed of weights, order and augmentation.", unit="number", ge=0, le=2**32 - 1)
     batch_size: int = _result(64, "Global batch: samples per step over all processes.", unit="samples", ge=1, le=MANY)
     accumulate: int = _result(1, "Micro-batches per step, to fit a large batch in little memory.", unit="micro-batches",
@@ -168,6 +173,16 @@ CONTRADICTIONS = (
                   lambda c: "1 with static_graph", "Under no_sync DDP asserts in its first static pass."),
     Contradiction(("find_unused_parameters", "static_graph"), lambda c: c.static_graph and c.find_unused_parameters,
                   lambda c: "false with static_graph", "A static graph finds unused parameters by itself."),
+    Contradiction(("device_ids", "parallel"), lambda c: bool(c.device_ids) and c.parallel != "dp",
+                  lambda c: "empty without parallel dp", "Elsewhere each process has one device, see device."),
+    Contradiction(("output_device", "parallel"), lambda c: c.output_device is not None and c.parallel != "dp",
+                  lambda c: "null without parallel dp", "Elsewhere each process has one device, see device."),
+    Contradiction(("device_ids", "device"), lambda c: bool(c.device_ids) and c.device not in ("auto", "cuda"),
+                  lambda c: f"empty with device {c.device}", "They number CUDA's devices."),
+    Contradiction(("compile", "parallel"), lambda c: c.compile and c.parallel == "dp",
+                  lambda c: "false with parallel dp", "DataParallel copies the module in each step. Use ddp."),
+    Contradiction(("sync_bn", "parallel"), lambda c: c.sync_bn and c.parallel == "dp",
+                  lambda c: "false with parallel dp", "Its threads are no ranks. Use ddp."),
     Contradiction(("batch_size", "accumulate"), lambda c: c.batch_size % c.accumulate != 0,
                   lambda c: f"a multiple of accumulate={c.accumulate}", "Each step takes equal micro-batches."),
     Contradiction(("warmup_steps", "max_steps"), lambda c: 0 < c.max_steps <= c.warmup_steps,

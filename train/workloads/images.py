@@ -97,6 +97,7 @@ class Classification:
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         images, labels = batch
         logits = model(self.normalised(images))
+        labels = labels.to(logits.device)  # DataParallel gathers the outputs where it was told to
         return functional.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
     def evaluate(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Sums:
