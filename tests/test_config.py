@@ -338,6 +338,9 @@ def test_broken_file_is_reported_with_the_mistakes_of_flags():
         ({"parallel": "dp", "device_ids": "0", "device": "cpu"}, '--device-ids must be empty with device cpu, got "0". *'),
         ({"parallel": "dp", "compile": True}, "--compile must be false with parallel dp, got true. *"),
         ({"parallel": "dp", "sync_bn": True}, "--sync-bn must be false with parallel dp, got true. *"),
+        ({"parallel": "none", "compress": "fp16"}, '--compress must be none with parallel none, got "fp16". Only ddp *'),
+        ({"compress": "powersgd", "precision": "fp16"},
+         '--compress must be another than powersgd with precision fp16, got "powersgd". *'),
         ({"dataset": "imagefolder"}, "data_dir must be a folder * with dataset imagefolder, got null. Set it with *"),
     ],
 )

@@ -28,7 +28,7 @@ LAYERS: list[list[list[str]]] = [
         ["data", "feed"],
         ["sources.download", "sources.sets", "sources.idx", "sources.cache", "sources.fetch", "sources.fake",
          "sources.folder", "sources.cifar", "sources.mnist", "sources"],
-        ["models"], ["pictures"], ["parallel"], ["optim"], ["checkpoint", "weights"], ["lease"], ["metrics"],
+        ["models"], ["pictures"], ["compress"], ["parallel"], ["optim"], ["checkpoint", "weights"], ["lease"], ["metrics"],
         ["workloads", "workloads.images"],
     ],
     [["evaluation"], ["record"]],

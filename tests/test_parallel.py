@@ -58,6 +58,9 @@ WAYS: dict[str, tuple[tuple[str, ...], float]] = {
     "static graph": (("--static-graph",), 1e-3),
     "channels last": (("--channels-last",), 1e-3),
     "unused parameters looked for": (("--find-unused-parameters",), 1e-3),
+    "sent as fp16": (("--compress", "fp16"), 1e-3),
+    "sent as bf16": (("--compress", "bf16"), 1e-3),
+    "sent by powersgd": (("--compress", "powersgd", "--powersgd-start", "5"), 2e-2),
 }
 
 
@@ -145,6 +148,44 @@ def test_gradients_are_sent_once_a_step(forks: Forks, tmp_path: Path, accumulate
         # two by the warm-up; then one bucket at the end of each step: the next step's first micro-batch sees it
         assert sent == [2 + number // accumulate for number in range(4 * accumulate)]
     assert {entry["sent"] for rank in records(folder, "evaluate") for entry in rank} == {6}
+
+
+# Compression ----------------------------------------------------------------------------------------------------
+
+POWERSGD = ("--compress", "powersgd", "--powersgd-start", "2", "--max-steps", "6")
+
+
+def saved(run: Path, step: int) -> Any:
+    return torch.load(run / "checkpoints" / f"step-{step:08d}" / "training.pt", weights_only=True)
+
+
+def test_compression_is_another_arithmetic(forks: Forks, tmp_path: Path) -> None:
+    ways = {"none": (), "fp16": ("--compress", "fp16"), "bf16": ("--compress", "bf16"), "powersgd": POWERSGD}
+    digests = {
+        result(train(forks, tmp_path / name, 2, "--max-steps", "6", *more))["digest"] for name, more in ways.items()
+    }
+    assert len(digests) == 4
+
+
+def test_powersgd_remembers_for_each_rank_what_it_did_not_send(forks: Forks, tmp_path: Path) -> None:
+    memory = saved(train(forks, tmp_path / "run", 2, *POWERSGD), 6)["compressor"]
+    assert memory["iter"] == 6  # and not the two passes of the warm-up
+    assert len(memory["errors"]) == 2
+    assert not torch.equal(memory["errors"][0][0], memory["errors"][1][0])
+    assert sum(int(torch.count_nonzero(tensor)) for tensor in memory["q"].values()) > 0
+
+
+def test_powersgd_goes_on_with_another_world_size(forks: Forks, tmp_path: Path) -> None:
+    train(forks, tmp_path / "run", 2, *POWERSGD)
+    line = ("train", *DIGITS, *POWERSGD[:-1], "9", "--name", "run", "--run-dir", tmp_path)
+    codes, output = forks.run(*line, world_size=4)
+    assert codes == [0] * 4, output
+    assert output.count("compress: what 2 ranks had not sent yet does not fit 4: left out") == 1
+    assert result(tmp_path / "run")["step"] == 9
+
+
+def test_compression_of_one_process_is_nothing(forks: Forks, alone: list[float], tmp_path: Path) -> None:
+    assert losses(train(forks, tmp_path / "run", 1, "--compress", "fp16")) == alone
 
 
 # Unused parameters ----------------------------------------------------------------------------------------------

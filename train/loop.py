@@ -10,6 +10,7 @@ from torch import nn
 
 from train import advice, parallel, weights
 from train.checkpoint import Checkpoint
+from train.compress import Compressor
 from train.config import Config, check_world_size
 from train.data import Order, mix, seed_everything
 from train.env import Launch, cpu_quota
@@ -79,7 +80,9 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             workload.train, order.keys(progress.step, total_steps), device=group.device, stop=stop,
             num_workers=config.num_workers, prefetch_factor=config.prefetch_factor,
         )  # fmt: skip
+        compressor = Compressor(model, config, group)
         _warm_up(config, group, workload, model, order, free_bytes)
+        compressor.start(record.checkpoint.training_state().get("compressor", {}) if record.checkpoint else {})
         metrics = record.open_metrics(progress)
         log.start_progress(
             kind=config.progress, total_steps=total_steps, step=progress.step, every_s=config.report_every_s
@@ -94,7 +97,9 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             if saved == (progress.step, progress.evaluated):
                 return
             watch.enter("save", config.save_timeout_s, step=progress.step)
-            training = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+            training = {
+                "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "compressor": compressor.state()
+            }  # fmt: skip
             record.save(model=plain, training=training, state={**progress.state(), "data": workload.data_name})
             saved = (progress.step, progress.evaluated)
 

@@ -89,6 +89,9 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=
     sync_bn: bool = _result(False, "Batch norm over all processes; needs an accelerator.")
     static_graph: bool = _result(False, "Tell DDP that the graph never changes; not with accumulate.")
     find_unused_parameters: bool = _result(False, "Tell DDP that some parameters may get no gradient.")
+    compress: Literal["none", "fp16", "bf16", "powersgd"] = _result("none", "What ddp sends of the gradients.")
+    powersgd_rank: int = _result(4, "compress powersgd: columns kept of each matrix.", unit="columns", ge=1, le=1024)
+    powersgd_start: int = _result(100, "compress powersgd: send all until this step.", unit="steps", ge=2, le=MANY)
     deterministic: bool = _result(False, "Refuse operations that are not deterministic.")
     device: str = _result("auto", "auto, cpu, cuda, or another accelerator of torch.", pattern=r"^[a-z]+(:[0-9]+)?$",
                           rule="auto, cpu, cuda or another accelerator's name")
@@ -183,6 +186,10 @@ CONTRADICTIONS = (
                   lambda c: "false with parallel dp", "DataParallel copies the module in each step. Use ddp."),
     Contradiction(("sync_bn", "parallel"), lambda c: c.sync_bn and c.parallel == "dp",
                   lambda c: "false with parallel dp", "Its threads are no ranks. Use ddp."),
+    Contradiction(("compress", "parallel"), lambda c: c.compress != "none" and c.parallel not in ("auto", "ddp"),
+                  lambda c: f"none with parallel {c.parallel}", "Only ddp sends gradients through hooks."),
+    Contradiction(("compress", "precision"), lambda c: c.compress == "powersgd" and c.precision == "fp16",
+                  lambda c: "another than powersgd with precision fp16", "One overflow would stay in what it remembers."),
     Contradiction(("batch_size", "accumulate"), lambda c: c.batch_size % c.accumulate != 0,
                   lambda c: f"a multiple of accumulate={c.accumulate}", "Each step takes equal micro-batches."),
     Contradiction(("warmup_steps", "max_steps"), lambda c: 0 < c.max_steps <= c.warmup_steps,
