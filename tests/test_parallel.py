@@ -58,6 +58,8 @@ WAYS: dict[str, tuple[tuple[str, ...], float]] = {
     "static graph": (("--static-graph",), 1e-3),
     "channels last": (("--channels-last",), 1e-3),
     "unused parameters looked for": (("--find-unused-parameters",), 1e-3),
+    "fsdp": (("--parallel", "fsdp"), 1e-3),
+    "fsdp in bf16, accumulated": (("--parallel", "fsdp", "--precision", "bf16", "--accumulate", "2"), 3e-2),
     "sent as fp16": (("--compress", "fp16"), 1e-3),
     "sent as bf16": (("--compress", "bf16"), 1e-3),
     "sent by powersgd": (("--compress", "powersgd", "--powersgd-start", "5"), 2e-2),
@@ -81,6 +83,7 @@ def test_way_follows_one_process_and_resumes_to_the_bit(
 OTHERS: dict[str, tuple[str, ...]] = {
     "adamw": ("--optimizer", "adamw", "--lr", "0.002"),
     "clipped": ("--clip-norm", "0.5"),
+    "fsdp with adamw, clipped": ("--parallel", "fsdp", "--optimizer", "adamw", "--lr", "0.002", "--clip-norm", "0.5"),
     "everything": ("--optimizer", "adamw", "--precision", "bf16", "--accumulate", "2", "--clip-norm", "1", "--lr", "0.002",
                    "--label-smoothing", "0.1", "--augment", "--channels-last"),
 }  # fmt: skip
@@ -197,6 +200,13 @@ def test_unused_parameter_is_named(forks: Forks, tmp_path: Path, world_size: int
     assert codes == [2] * world_size
     assert "got none from other_head.weight, other_head.bias. Freeze them (requires_grad=False), or set" in output
     assert "Traceback" not in output
+
+
+def test_unused_parameter_is_named_by_fsdp(forks: Forks, tmp_path: Path) -> None:
+    line = (*SPY, "--options.model", "unused", "--parallel", "fsdp", "--run-dir", tmp_path)
+    codes, output = forks.run(*line, world_size=2)
+    assert codes == [2, 2], output
+    assert "got none from other_head.weight, other_head.bias. Freeze them (requires_grad=False), or set" in output
 
 
 @pytest.mark.parametrize("switch", ["--find-unused-parameters", "--static-graph"])

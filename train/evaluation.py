@@ -16,9 +16,11 @@ from train import parallel
 from train.config import Config
 from train.data import Samples, evaluation_keys, num_batches
 from train.errors import UserError
-from train.feed import Feed
+from train.feed import Feed, to_device
 from train.group import Group
 from train.workloads import Sums, Workload
+
+AGAIN = -2  # the number of a batch that was counted already
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +43,13 @@ def evaluate(config: Config, group: Group, workload: Workload, model: nn.Module)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        for number, _, batch in dealt(config, group, workload.evaluation):
+        for number, _, batch in dealt(config, group, workload.evaluation, together=config.parallel == "fsdp"):
             if batch is None:
                 return None
             with parallel.autocast(config, group.device):
                 sums = workload.evaluate(model, batch)
+            if number == AGAIN:
+                continue
             for name, value in sums.items():
                 value = torch.as_tensor(value)
                 if value.ndim == 0:
@@ -72,10 +76,13 @@ def evaluate(config: Config, group: Group, workload: Workload, model: nn.Module)
     return Result({name: value / count for name, value in totals.items()}, count, tables)
 
 
-def dealt(config: Config, group: Group, samples: Samples) -> Iterator[tuple[int, torch.Tensor, Any]]:
+def dealt(
+    config: Config, group: Group, samples: Samples, *, together: bool = False
+) -> Iterator[tuple[int, torch.Tensor, Any]]:
     """This rank's batches of `samples` without augmentation: (number of the batch, sample numbers, batch).
 
     All ranks agree before each turn, also those that have no batch left: where any was asked to stop, the batch is None.
+    `together`: the model itself waits for all ranks, so that one without a batch gets the first sample, as number AGAIN.
     """
     numbered = list(evaluation_keys(len(samples), config.eval_batch_size, group.rank, group.world_size))
     feed = Feed(
@@ -92,5 +99,8 @@ def dealt(config: Config, group: Group, samples: Samples) -> Iterator[tuple[int,
             if mine:
                 number, (_, indices) = numbered[turn]
                 yield number, indices, batch
+            elif together:
+                first = torch.zeros(1, dtype=torch.int64)
+                yield AGAIN, first, to_device(samples.batch(first, None), group.device)
     finally:
         feed.close()

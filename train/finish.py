@@ -17,10 +17,10 @@ from train.workloads import Workload
 
 
 def finish(
-    config: Config, group: Group, record: Record, workload: Workload, model: nn.Module, progress: Progress, speed: Speed,
-    *, steps_per_epoch: int, seconds: float,
+    config: Config, group: Group, record: Record, workload: Workload, model: nn.Module, state: dict[str, torch.Tensor],
+    progress: Progress, speed: Speed, *, steps_per_epoch: int, seconds: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """Write and print the result; rank 0 alone, the others wait at the end of the group."""
+    """Write and print the result; rank 0 alone, the others wait at the end of the group. `state`: the plain weights."""
     result = {
         "attempt": group.attempt,
         "run": str(record.directory),
@@ -31,7 +31,7 @@ def finish(
         "seconds": round(seconds, 1),
         "world_size": group.world_size,
         "hosts": sorted(set(group.hosts)),
-        "digest": weights.digest(model.state_dict()),
+        "digest": weights.digest(state),
         "data": workload.data_name,
         "way": parallel.way(config, group.world_size),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
@@ -43,7 +43,7 @@ def finish(
     record.lease.check()
     if workload.pictures is not None and config.tensorboard and record.tables:
         model.eval()
-        record.metrics.pictures(progress.step, workload.pictures(model, record.tables, group.device))
+        record.metrics.pictures(progress.step, workload.pictures(model, record.tables, next(model.parameters()).device))
     record.metrics.hyperparameters(progress.step, config.model_dump(), progress.metrics or {})
     record.metrics.flush()
     try:

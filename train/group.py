@@ -225,7 +225,7 @@ def join(config: Config, launch: Launch, *, log: Log, stop: StopRequest, run_dir
     try:
         if launch.world_size > 1:
             _come_together(config, group)
-        elif config.parallel == "ddp":
+        elif config.parallel in ("ddp", "fsdp"):
             dist.init_process_group(pick_backend(config.backend, device), store=HashStore(), rank=0, world_size=1)
         yield group
         _part(group)

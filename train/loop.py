@@ -1,7 +1,10 @@
 """The loop, top to bottom: group, data, model, optimizer, resume, step, report-evaluate-save, stop."""
 
+import contextlib
+import copy
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from train.group import Group, join
 from train.log import Log
 from train.optim import build_optimizer, peak_rate, rate_at, set_rate
 from train.record import Progress, Speed, on_main, start_record
+from train.shard import load_optimizer_state, optimizer_state, shard, whole_weights
 from train.stop import StopRequest
 from train.workloads import Workload, load
 
@@ -64,17 +68,25 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         plain = parallel.prepare(workload.model, config, group.device)
         _must_fit(group, plain)
 
+        progress = Progress()
+        if record.checkpoint is not None:
+            progress = _resume(record.checkpoint, plain, group, workload)
+        group.step = progress.step
+        unsharded = None
+        if config.parallel == "fsdp":
+            # Before they are split: afterwards no rank has them all
+            _must_match(group, plain)
+            unsharded = copy.deepcopy(plain).cpu() if group.is_main and workload.pictures is not None else None
+            shard(plain, group)
+
         # Optimizer ----------------------------------------------------------------------------------------------
         optimizer = build_optimizer(plain, config, group.device)
         scaler = parallel.build_scaler(config, group.device)
-
-        # Resume -------------------------------------------------------------------------------------------------
-        progress = Progress()
         if record.checkpoint is not None:
-            progress = _resume(record.checkpoint, plain, optimizer, scaler, group, workload)
-        group.step = progress.step
+            _resume_training(record.checkpoint, plain, optimizer, scaler)
         model = parallel.wrap(plain, config, group)
-        group.must_match("the initial weights", weights.digest(plain.state_dict())[:16], remedy="Look at init_from.")
+        if config.parallel != "fsdp":
+            _must_match(group, plain)
         free_bytes = free_shared_memory()  # before workers fill it
         feed = Feed(
             workload.train, order.keys(progress.step, total_steps), device=group.device, stop=stop,
@@ -98,9 +110,10 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
                 return
             watch.enter("save", config.save_timeout_s, step=progress.step)
             training = {
-                "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "compressor": compressor.state()
+                "optimizer": optimizer_state(plain, optimizer), "scaler": scaler.state_dict(),
+                "compressor": compressor.state(),
             }  # fmt: skip
-            record.save(model=plain, training=training, state={**progress.state(), "data": workload.data_name})
+            record.save(model=whole_weights(plain), training=training, state={**progress.state(), "data": workload.data_name})
             saved = (progress.step, progress.evaluated)
 
         def stop_here() -> Stopped:
@@ -156,7 +169,13 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             log.end_progress()
         watch.enter("end", config.save_timeout_s, step=progress.step)
         seconds = time.monotonic() - began_s
-        finish(config, group, record, workload, plain, progress, speed, steps_per_epoch=per_epoch, seconds=seconds)
+        state = whole_weights(plain)
+        if unsharded is not None:
+            unsharded.load_state_dict(state)
+        finish(
+            config, group, record, workload, unsharded or plain, state, progress, speed, steps_per_epoch=per_epoch,
+            seconds=seconds,
+        )  # fmt: skip
 
 
 def step(
@@ -248,22 +267,17 @@ def _initial(config: Config, model: nn.Module, log: Log) -> dict[str, torch.Tens
     return model.state_dict()
 
 
-def _resume(
-    earlier: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, group: Group,
-    workload: Workload,
-) -> Progress:  # fmt: skip
-    """Put back what a checkpoint holds, and say where it goes on. Raises UserError for one of other data or model."""
+def _must_match(group: Group, model: nn.Module) -> None:
+    group.must_match("the initial weights", weights.digest(model.state_dict())[:16], remedy="Look at init_from.")
+
+
+def _resume(earlier: Checkpoint, model: nn.Module, group: Group, workload: Workload) -> Progress:
+    """Put back a checkpoint's weights, and say where it goes on. Raises UserError for one of other data or model."""
     state = earlier.state
     if state["data"] != workload.data_name:
         raise UserError(f"{earlier.path} was trained on {state['data']}, got {workload.data_name} now. Set --data-dir.")
-    try:
+    with _fitting(earlier):
         model.load_state_dict(earlier.model_state())
-        training = earlier.training_state()
-        optimizer.load_state_dict(training["optimizer"])
-        scaler.load_state_dict(training["scaler"]) if training["scaler"] else None
-    except (RuntimeError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{earlier.path} does not fit this model: {reason}. Set --fresh or another --name.") from None
     group.log.say(f"resumed from {Path(earlier.path).name}")
     for what, then, now in (
         ("world size", state["world_size"], group.world_size),
@@ -272,6 +286,25 @@ def _resume(
         if then != now:
             group.log.say(f"  {what} was {then}, is {now}: the run goes on, but its last bits will differ")
     return Progress(earlier.step, int(state["evaluated"]), state["metrics"])
+
+
+def _resume_training(
+    earlier: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+) -> None:
+    """Put back the rest, once the parameters are where they stay."""
+    with _fitting(earlier):
+        training = earlier.training_state()
+        load_optimizer_state(model, optimizer, training["optimizer"])
+        scaler.load_state_dict(training["scaler"]) if training["scaler"] else None
+
+
+@contextlib.contextmanager
+def _fitting(earlier: Checkpoint) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{earlier.path} does not fit this model: {reason}. Set --fresh or another --name.") from None
 
 
 def _warm_up(

@@ -23,6 +23,7 @@ def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> t
     fused = device.type in FUSED and all(p.is_floating_point() for p in trained)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=peak_rate(config), fused=fused)
+    fused = fused and config.parallel != "fsdp"  # torch has no fused SGD for split parameters
     return torch.optim.SGD(groups, lr=peak_rate(config), momentum=config.momentum, fused=fused)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from train.config import Config
@@ -100,6 +101,8 @@ def share_buffers(model: nn.Module, group: Group) -> None:
 
 def without_sync(model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
     """For all micro-batches of a step but the last: gradients add up locally. Forward belongs inside as well."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
     if last or not isinstance(model, DistributedDataParallel):
         return contextlib.nullcontext()
     return model.no_sync()
@@ -126,9 +129,11 @@ def warm_up(model: nn.Module, run: Callable[[], torch.Tensor], *, find_unused: b
     buffers = {name: buffer.detach().clone() for name, buffer in plain.named_buffers()}
     for _ in range(2):
         loss = run()
-        if not find_unused:
+        if not find_unused and not isinstance(plain, FSDPModule):
             _check_used(plain, loss)
         loss.backward()  # type: ignore[no-untyped-call]
+        if isinstance(plain, FSDPModule):  # whose graph ends in gathered copies
+            _refuse_unused([name for name, p in plain.named_parameters() if p.requires_grad and p.grad is None])
     with torch.no_grad():
         for name, buffer in plain.named_buffers():
             buffer.copy_(buffers[name])
@@ -149,9 +154,13 @@ def _check_used(model: nn.Module, loss: torch.Tensor) -> None:
         if hasattr(node, "variable"):  # where a gradient ends: in a parameter
             named.pop(id(node.variable), None)
         stack.extend(follower for follower, _ in node.next_functions)
-    if named:
+    _refuse_unused(list(named.values()))
+
+
+def _refuse_unused(names: list[str]) -> None:
+    if names:
         raise ConfigError(
-            f"the loss must depend on every parameter, got none from {', '.join(list(named.values())[:8])}. Freeze them "
+            f"the loss must depend on every parameter, got none from {', '.join(names[:8])}. Freeze them "
             "(requires_grad=False), or set --find-unused-parameters, which is slower."
         )
 

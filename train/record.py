@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from train import checkpoint
 from train.checkpoint import Checkpoint
@@ -95,7 +94,7 @@ class Record:
         if self.metrics is not None:
             self.metrics.close()
 
-    def save(self, *, model: nn.Module, training: dict[str, Any], state: dict[str, Any]) -> None:
+    def save(self, *, model: dict[str, torch.Tensor], training: dict[str, Any], state: dict[str, Any]) -> None:
         """One checkpoint. All ranks call this, rank 0 writes, and all raise UserError if it could not."""
 
         def write() -> None:
@@ -112,7 +111,7 @@ class Record:
                 "versions": {"torch": torch.__version__, "python": platform.python_version()},
             }
             checkpoint.save(
-                self.directory / "checkpoints", model=model.state_dict(), training=training, state=full,
+                self.directory / "checkpoints", model=model, training=training, state=full,
                 keep=self.config.keep, still_ours=self.lease.check,
             )  # fmt: skip
             self.group.log.keep(f"saved step {state['step']}")

@@ -57,8 +57,8 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=
         {}, "Free settings of your own workload: --options.key value.",
         rule="a mapping of words to finite numbers, texts, true, false, null, lists or mappings")
 
-    parallel: Literal["auto", "none", "dp", "ddp"] = _result(
-        "auto", "auto: ddp where there are several processes; dp: one process, all its GPUs.")
+    parallel: Literal["auto", "none", "dp", "ddp", "fsdp"] = _result(
+        "auto", "auto: ddp where there are several processes; dp: one process, all its GPUs; fsdp: parameters split too.")
     device_ids: str = _result("", "dp: the GPUs, in this order; empty: all that are visible.", pattern=r"^(\d+(,\d+)*)?$",
                               rule="numbers of GPUs, such as 1,0")
     output_device: int | None = _result(None, "dp: the GPU that gathers the outputs; null: the first.", unit="number",
@@ -190,6 +190,16 @@ CONTRADICTIONS = (
                   lambda c: f"none with parallel {c.parallel}", "Only ddp sends gradients through hooks."),
     Contradiction(("compress", "precision"), lambda c: c.compress == "powersgd" and c.precision == "fp16",
                   lambda c: "another than powersgd with precision fp16", "One overflow would stay in what it remembers."),
+    Contradiction(("precision", "parallel"), lambda c: c.parallel == "fsdp" and c.precision == "fp16",
+                  lambda c: "fp32 or bf16 with parallel fsdp", "Each rank would scale by the overflows of its own part."),
+    Contradiction(("compile", "parallel"), lambda c: c.compile and c.parallel == "fsdp",
+                  lambda c: "false with parallel fsdp", "The two together are not tried here. Use ddp."),
+    Contradiction(("channels_last", "parallel"), lambda c: c.channels_last and c.parallel == "fsdp",
+                  lambda c: "false with parallel fsdp", "FSDP2 splits contiguous parameters only."),
+    Contradiction(("find_unused_parameters", "parallel"), lambda c: c.find_unused_parameters and c.parallel == "fsdp",
+                  lambda c: "false with parallel fsdp", "FSDP2 waits for every gradient. Freeze them, or use ddp."),
+    Contradiction(("static_graph", "parallel"), lambda c: c.static_graph and c.parallel == "fsdp",
+                  lambda c: "false with parallel fsdp", "It is a setting of ddp."),
     Contradiction(("batch_size", "accumulate"), lambda c: c.batch_size % c.accumulate != 0,
                   lambda c: f"a multiple of accumulate={c.accumulate}", "Each step takes equal micro-batches."),
     Contradiction(("warmup_steps", "max_steps"), lambda c: 0 < c.max_steps <= c.warmup_steps,

@@ -1,0 +1,68 @@
+"""fsdp: parameters, gradients and optimizer state split over the ranks (FSDP2), gathered layer by layer when they are needed."""
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from train.errors import ConfigError
+from train.group import Group
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def shard(model: nn.Module, group: Group) -> None:
+    """Split a model that is the same on all ranks, in place: each of its parts by itself, then what is left. Raises
+    ConfigError for parameters that can't be split."""
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise ConfigError(f"parallel fsdp needs parameters with at least one dimension, got {', '.join(scalars[:8])}. Use ddp.")
+    mesh = init_device_mesh(group.device.type, (group.world_size,))
+    for part in _parts(model):
+        fully_shard(part, mesh=mesh)
+    # Gathered anew for backward, also what stands outside the parts: less memory, and nothing left whole after evaluation
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """The layers that are gathered one after the other; none where two share a parameter, which has to be in one place."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += _parts(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
+    found = [part for part in found if next(part.parameters(), None) is not None]
+    held = [id(parameter) for part in found for parameter in part.parameters()]
+    return found if len(held) == len(set(held)) else []
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The plain state dict, on the CPU, for rank 0; the others get an empty one. All ranks call this."""
+    if not is_sharded(model):
+        return model.state_dict()
+    return cast(dict[str, torch.Tensor], get_model_state_dict(model, options=WHOLE))
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint holds of the optimizer, likewise."""
+    if not is_sharded(model):
+        return optimizer.state_dict()
+    return get_optimizer_state_dict(model, optimizer, options=WHOLE)
+
+
+def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Put it back; with fsdp each rank takes its part, whatever the number of ranks was. Raises ValueError and others."""
+    if is_sharded(model):
+        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
+    else:
+        optimizer.load_state_dict(state)
