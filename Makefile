@@ -11,7 +11,7 @@ RUN := $(abspath $(VENV))/bin/
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help: ## Print this help
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "More arguments: make demo ARGS='--epochs 3', make unit ARGS='-k data'"
 
 venv: $(READY) ## Make .venv and install the locked versions (once, about 5.6 GB)
@@ -25,14 +25,13 @@ up: ## Train on two containers as nodes (NNODES=4 NPROC=2); on a bare machine ro
 down: ## Remove the nodes' containers; runs/ and the image stay
 	docker compose --profile '*' down
 
-image: ## Build the image and try it (TARGET=compile: with a compiler inside)
-	@docker/image.sh
+image: ; @docker/image.sh ## Build the image and try it (TARGET=compile: with a compiler inside)
+wheels: ; @docker/wheels.sh ## Fill docker/wheels through this machine's pip, for builds that reach no index
+push: ; @docker/push.sh ## Push the image to REPOSITORY
 
-wheels: ## Fill docker/wheels through this machine's pip, for builds that reach no index
-	@docker/wheels.sh
-
-push: ## Push the image to REPOSITORY
-	@docker/push.sh
+slurm-local: ; @slurm/local.sh up ## Start a real Slurm of two nodes on this machine (root; NODES=3 CPUS=8)
+slurm-local-down: ; @slurm/local.sh down ## Remove it again
+sif: ; @slurm/sif.sh ## Make rankup.sif, for Apptainer, of the image that make image builds
 
 test: lint types unit ## All checks: lint, types, tests. This is what CI runs
 
@@ -74,4 +73,4 @@ $(VENV)/.ready: docker/requirements.lock pyproject.toml
 	@PIP_QUIET=1 $(RUN)pip install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-.PHONY: engine help venv demo up down image wheels push test lint types unit soak bench lock clean
+.PHONY: slurm-local slurm-local-down sif engine help venv demo up down image wheels push test lint types unit soak bench lock clean

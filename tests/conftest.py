@@ -5,6 +5,7 @@ import secrets
 import subprocess
 from collections.abc import Iterator
 
+import clusters
 import psutil
 import pytest
 from containers import clean_environment, docker, why_not
@@ -98,3 +99,14 @@ def image() -> str:
     )
     assert done.returncode == 0, done.stdout
     return name
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[clusters.Cluster]:
+    """A real Slurm of two nodes, started by slurm/local.sh."""
+    if reason := clusters.why_not():
+        pytest.skip(reason)
+    made = clusters.Cluster(tmp_path_factory.mktemp("slurm"))
+    made.local("up")
+    yield made
+    made.local("down")

@@ -100,8 +100,7 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
         # For the user's own module, which a checkpoint may name: `python -m` puts the current directory on the path, `rankup`
         # and a file do not
         sys.path.append(os.getcwd())
-    default = f"{config.dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
-    run_dir = Path(config.run_dir) / (config.name or launch.run_name or default)
+    run_dir = run_directory(config, launch)
     if parsed.command == "launch":
         if launch.distributed:
             raise LaunchError(
@@ -129,6 +128,12 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
     command = evaluate_command if parsed.command == "evaluate" else predict_command
     command(config, parsed, launch, run_dir=run_dir, log=log, stop=stop)
     return FINISHED
+
+
+def run_directory(config: Config, launch: env.Launch) -> Path:
+    """Where the run lies: named by the settings, by the scheduler's job, or by what is trained."""
+    default = f"{config.dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
+    return Path(config.run_dir) / (config.name or launch.run_name or default)
 
 
 def _name_torchs_cache() -> None:

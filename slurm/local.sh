@@ -1,0 +1,165 @@
+#!/usr/bin/env bash
+# A real Slurm of two nodes on this one machine, to try the job files on: own host names, own addresses, own processes.
+# Run: make slurm-local      (root, on Debian or Ubuntu; it says how to go on; make slurm-local-down removes it)
+# Edit: NODES, CPUS, NET and PORT, here or in the environment.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+NODES=${NODES:-2}
+CPUS=${CPUS:-4}            # of each node, as Slurm counts them; they share this machine's
+NET=${NET:-192.168.78}     # the nodes are .10, .11, ...
+DIR=${RANKUP_SLURM_DIR:-/var/lib/rankup-slurm} # everything lies here: the configuration, the state, the logs
+CONF=$DIR/slurm.conf
+SWITCH=${SWITCH:-rankup-slurm} # the name of the nodes' network
+PORT=${PORT:-16817}        # of slurmctld, and the next of slurmd; Slurm's own is 6817, which a real one may have
+
+fail() { printf 'slurm-local: %s\n' "$@" >&2; exit 2; }
+say() { echo "slurm-local: $*"; }
+
+packages() {
+  local missing=()
+  command -v slurmctld > /dev/null && command -v slurmd > /dev/null && command -v sbatch > /dev/null || missing+=(slurm-wlm)
+  command -v munged > /dev/null || missing+=(munge)
+  command -v ip > /dev/null || missing+=(iproute2)
+  command -v unshare > /dev/null || missing+=(util-linux)
+  ((${#missing[@]})) || return 0
+  command -v apt-get > /dev/null || fail "${missing[*]} is missing, and this is neither Debian nor Ubuntu: install it by hand"
+  say "installing ${missing[*]}"
+  apt-get update -q > /dev/null
+  # Debian starts nothing of it: there is no configuration in /etc/slurm
+  DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${missing[@]}" > "$DIR/apt.log" 2>&1 \
+    || { tail -5 "$DIR/apt.log" >&2; fail "apt-get could not install ${missing[*]}"; }
+}
+
+configure() {
+  install -d -m 755 "$DIR" "$DIR/state" "$DIR/spool" "$DIR/log" "$DIR/munge"
+  head -c 1024 /dev/urandom > "$DIR/munge/key"
+  chmod 400 "$DIR/munge/key"
+  {
+    echo "127.0.0.1 localhost"
+    echo "$NET.1 $(hostname -s)"
+    for ((i = 0; i < NODES; i++)); do echo "$NET.$((10 + i)) node$i"; done
+  } > "$DIR/hosts"
+  # Names come from that file alone: a lookup that goes out of a node would wait for an answer
+  echo "hosts: files" > "$DIR/nsswitch.conf"
+  cat > "$CONF" << END
+ClusterName=rankup
+SlurmctldHost=$(hostname -s)($NET.1)
+SlurmctldPort=$PORT
+SlurmdPort=$((PORT + 1))
+SlurmUser=root
+AuthType=auth/munge
+# A requeued job waits until its old credential is void: 120 s elsewhere
+AuthInfo=socket=$DIR/munge/socket,cred_expire=5
+StateSaveLocation=$DIR/state
+SlurmdSpoolDir=$DIR/spool/%n
+SlurmctldPidFile=$DIR/slurmctld.pid
+SlurmdPidFile=$DIR/%n.pid
+SlurmctldLogFile=$DIR/log/slurmctld.log
+SlurmdLogFile=$DIR/log/%n.log
+# Finds a task's processes in /proc: cgroups would be the machine's own
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+ReturnToService=2
+SlurmdTimeout=10
+SlurmctldTimeout=30
+KillWait=30
+MinJobAge=3600
+JobRequeue=1
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+# As many CPUs as are said here, and not as there are
+SlurmdParameters=config_overrides
+JobCompType=jobcomp/filetxt
+JobCompLoc=$DIR/log/jobcomp.log
+END
+  for ((i = 0; i < NODES; i++)); do
+    echo "NodeName=node$i NodeAddr=$NET.$((10 + i)) CPUs=$CPUS RealMemory=16000 State=UNKNOWN" >> "$CONF"
+  done
+  echo "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES:4" >> "$CONF"
+}
+
+network() { # a switch in a namespace of its own: there no firewall of this machine stands between the nodes
+  ip netns add "$SWITCH"
+  ip -n "$SWITCH" link add switch type bridge
+  ip -n "$SWITCH" link set switch up
+  ip link add "$SWITCH" type veth peer name host netns "$SWITCH"
+  ip -n "$SWITCH" link set host master switch up
+  ip addr add "$NET.1/24" dev "$SWITCH"
+  ip link set "$SWITCH" up
+}
+
+node_up() { # NODE: a machine of namespaces, whose first process does nothing but live and collect the dead
+  local node=$1 number=${1#node} init
+  # shellcheck disable=SC2016  # expanded in the node
+  setsid unshare --net --uts --mount --pid --fork --kill-child --mount-proc bash -c '
+    hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount --bind "$2/nsswitch.conf" /etc/nsswitch.conf
+    ip link set lo up; trap : TERM INT HUP; while :; do sleep 1000 & wait; done' \
+    "$node" "$node" "$DIR" < /dev/null > "$DIR/log/$node.boot" 2>&1 &
+  echo $! > "$DIR/$node.unshare"
+  until init=$(pgrep -P "$(cat "$DIR/$node.unshare")"); do sleep 0.05; done
+  echo "$init" > "$DIR/$node.pid1"
+  until [[ $(nsenter -t "$init" -u hostname) == "$node" ]]; do sleep 0.05; done
+  ip link add name eth0 netns "$init" type veth peer name "$node" netns "$SWITCH"
+  ip -n "$SWITCH" link set "$node" master switch up
+  on "$node" ip addr add "$NET.$((10 + number))/24" dev eth0
+  on "$node" ip link set eth0 up
+  slurmd_up "$node"
+}
+
+on() { # NODE COMMAND...: run it there
+  local node=$1
+  shift
+  nsenter -t "$(cat "$DIR/$node.pid1")" --net --uts --mount --pid "$@"
+}
+
+slurmd_up() { on "$1" env -i PATH="$PATH" SLURM_CONF="$CONF" slurmd -N "$1" -f "$CONF"; }
+
+up() {
+  [[ $(id -u) -eq 0 ]] || fail "namespaces and Slurm's daemons take root: sudo make slurm-local"
+  mkdir -p "$DIR"
+  packages
+  [[ ! -e $CONF ]] || down
+  configure
+  munged --socket="$DIR/munge/socket" --key-file="$DIR/munge/key" --pid-file="$DIR/munge/pid" \
+    --log-file="$DIR/munge/log" --seed-file="$DIR/munge/seed" --force 2> "$DIR/log/munged"
+  network
+  env -i PATH="$PATH" SLURM_CONF="$CONF" slurmctld -c -f "$CONF"
+  for ((i = 0; i < NODES; i++)); do node_up "node$i"; done
+  export SLURM_CONF=$CONF
+  for ((tries = 0; tries < 300; tries++)); do
+    [[ $(sinfo -h -t idle -o %D 2> /dev/null) != "$NODES" ]] || break
+    sleep 0.1
+  done
+  [[ $(sinfo -h -t idle -o %D) == "$NODES" ]] || fail "the nodes did not come up: see $DIR/log"
+  say "$NODES nodes are up. Go on with: export SLURM_CONF=$CONF; sbatch slurm/ddp.sbatch --dataset digits"
+}
+
+kill_pid() { # FILE: SIGKILL for the process whose id stands there
+  local pid
+  pid=$(cat "$1" 2> /dev/null) || return 0
+  kill -9 "$pid" 2> /dev/null || true
+  for ((tries = 0; tries < 100; tries++)); do kill -0 "$pid" 2> /dev/null || break; sleep 0.05; done
+  rm -f "$1"
+}
+
+down() {
+  for file in "$DIR"/node*.pid1; do [[ ! -e $file ]] || kill_pid "$file"; done
+  for file in "$DIR"/node*.unshare; do [[ ! -e $file ]] || kill_pid "$file"; done
+  kill_pid "$DIR/slurmctld.pid"
+  kill_pid "$DIR/munge/pid"
+  ip netns del "$SWITCH" 2> /dev/null || true
+  ip link del "$SWITCH" 2> /dev/null || true
+  rm -rf "$DIR"
+}
+
+case ${1:-up} in
+  up) up ;;
+  down) down; say "removed" ;;
+  kill) kill_pid "$DIR/$2.pid1" ;;      # NODE loses its power: every process of it ends at once
+  start) node_up "$2" ;;                # NODE comes back
+  kill-slurmd) on "$2" pkill -9 -x slurmd ;; # its jobs go on without it
+  start-slurmd) slurmd_up "$2" ;;
+  on) node=$2; shift 2; on "$node" "$@" ;;
+  *) fail "up, down, kill NODE, start NODE, kill-slurmd NODE, start-slurmd NODE, on NODE COMMAND; got $1" ;;
+esac

@@ -1,0 +1,39 @@
+# Where a run stands, for ddp.sbatch: its directory, the step of its newest checkpoint, and what its last attempt ended with.
+# Run: slurm/task.sh progress --epochs 5      (with the words that `train` got)
+# Edit: nothing.
+"""Prints one line: DIRECTORY STEP CODE. The code is 1 where no rank of RANKUP_ATTEMPT wrote down how it ended."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from train.config import load_config, parse_args
+from train.env import read_env
+from train.errors import FAULT, STOPPED
+from train.main import EXTRA, run_directory
+from train.status import read_json
+
+
+def main(arguments: list[str]) -> None:
+    parsed = parse_args(["train", *arguments], extra=EXTRA, commands=("train",))
+    config = load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
+    run_dir = run_directory(config, read_env(os.environ))
+    found = [re.fullmatch(r"step-(\d+)", path.name) for path in (run_dir / "checkpoints").glob("step-*")]
+    step = max((int(match[1]) for match in found if match), default=0)
+    ends = [read_json(path) or {} for path in (run_dir / "status" / os.environ.get("RANKUP_ATTEMPT", "-")).glob("*.json")]
+    print(run_dir, step, verdict([end["code"] for end in ends if end.get("code")]))
+
+
+def verdict(codes: list[int]) -> int:
+    """A rank's mistake or fault before all, then the loss of a rank; that it was stopped only where all say so."""
+    for wanted in (lambda code: code < 128, lambda code: code != STOPPED):
+        if fitting := [code for code in codes if wanted(code)]:
+            return fitting[0]
+    return codes[0] if codes else FAULT
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
