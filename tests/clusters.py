@@ -112,8 +112,24 @@ class SlurmJob:
         state: str = wait_for(f"end of job {self.number}", over, timeout_s=timeout_s, log=self.log)
         return state
 
+    def go_on(self) -> None:
+        """After a requeue: wait until it runs again."""
+
+        def running() -> bool:
+            self.start_now()
+            return self.show()["JobState"] == "RUNNING"
+
+        wait_for("the next start", running, log=self.log)
+
     def start_now(self) -> None:
-        self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False)
+        """Not before the last start is gone from every node, as Slurm's own pause would have it."""
+        if not self.cluster.processes() and not self.daemons():
+            self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False)
+
+    def daemons(self) -> list[psutil.Process]:
+        """Slurm's own, one for each step on each node."""
+        name = f"slurmstepd: [{self.number.split('_')[0]}."
+        return [process for process in psutil.process_iter(["cmdline"]) if name in " ".join(process.info["cmdline"] or ())]
 
     def code(self) -> int:
         return int(self.show()["ExitCode"].split(":")[0])

@@ -1,0 +1,73 @@
+"""Several Slurm jobs at once, arrays, and the mistakes that a user can make: each its own message and state."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from clusters import Cluster
+from containers import digest_by_torchrun
+
+pytestmark = pytest.mark.timeout(400)
+JOB = "--dataset digits --model mlp --max-steps 60"
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(cluster: Cluster) -> Iterator[None]:
+    cluster.idle()
+    yield
+    cluster.idle()
+
+
+def test_slurm_array_trains_a_seed_in_each_task_side_by_side(cluster: Cluster, tmp_path: Path) -> None:
+    """Two jobs at once on the same two nodes: neither their ports nor their runs meet."""
+    first = cluster.submit(tmp_path, f"{JOB} --run-dir runs", "--array=3-4")
+    for index in (3, 4):
+        job = type(first)(cluster, f"{first.number}_{index}", tmp_path)
+        assert job.wait() == "COMPLETED", job.log()
+        run = tmp_path / "runs" / f"slurm-{first.number}_{index}"
+        assert yaml.safe_load((run / "config.yaml").read_text())["seed"] == index
+        (tmp_path / f"host-{index}").mkdir()
+        digest = digest_by_torchrun(tmp_path / f"host-{index}", f"{JOB} --seed {index} --name job")
+        assert json.loads((run / "result.json").read_text())["digest"] == digest
+    outputs = [path.read_text() for path in tmp_path.glob("slurm-*.out")]
+    assert len({text.split("master node0:")[1].split(";")[0] for text in outputs}) == 2, outputs
+
+
+def test_slurm_names_a_partition_and_a_node_that_do_not_exist(cluster: Cluster, tmp_path: Path) -> None:
+    for option, message in (("--partition=gpus", "invalid partition"), ("--nodelist=node7", "Invalid node name")):
+        said = cluster.run("sbatch", option, Path(__file__).parents[1] / "slurm" / "ddp.sbatch", check=False, cwd=tmp_path)
+        assert message.lower() in said.lower()
+
+
+@pytest.mark.parametrize(("setting", "code"), [("--lr -1", 2), ("--workload nowhere:build", 2)])
+def test_slurm_does_not_repeat_a_mistake(setting: str, code: int, cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit(tmp_path, f"{JOB} {setting}")
+    assert job.wait() == "FAILED"
+    assert job.code() == code, job.log()
+    assert job.output.count("attempt 0 ended with") == 1
+    assert "attempt 1" not in job.output
+
+
+def test_slurm_names_the_node_that_does_not_see_the_shared_disk(cluster: Cluster, tmp_path: Path) -> None:
+    checkout = Path(__file__).parents[1]
+    cluster.local("on", "node1", "mount", "-t", "tmpfs", "none", str(checkout / "train"))
+    try:
+        job = cluster.submit(tmp_path, JOB)
+        assert job.wait() == "FAILED"
+        assert job.code() == 2, job.log()
+        assert "is not there on node1: put the checkout" in job.output
+    finally:
+        cluster.local("on", "node1", "umount", str(checkout / "train"))
+
+
+def test_slurm_runs_a_workload_of_ones_own_with_data_on_each_nodes_disk(cluster: Cluster, tmp_path: Path) -> None:
+    examples = Path(__file__).parent / "examples"
+    (tmp_path / "throws.py").write_text((examples / "throws.py").read_text())
+    job = cluster.submit(tmp_path, "--workload throws:build --epochs 1 --run-dir runs --name job", DATA=str(examples))
+    assert job.wait() == "COMPLETED", job.log()
+    assert job.result()["world_size"] == 2
+    config = yaml.safe_load((tmp_path / "runs" / "job" / "config.yaml").read_text())
+    assert config["data_dir"] == f"/tmp/rankup-{job.number}"
+    assert not Path(config["data_dir"]).exists()
