@@ -1,7 +1,7 @@
 # Where a run stands, for ddp.sbatch: its directory, the step of its newest checkpoint, and what its last attempt ended with.
 # Run: slurm/task.sh progress --epochs 5      (with the words that `train` got)
 # Edit: nothing.
-"""Prints one line: DIRECTORY STEP CODE. The code is 1 where no rank of RANKUP_ATTEMPT wrote down how it ended."""
+"""Prints one line: DIRECTORY STEP CODE. The code is 0 where no rank of RANKUP_ATTEMPT wrote down that it failed."""
 
 import os
 import re
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from train.config import load_config, parse_args
 from train.env import read_env
-from train.errors import FAULT, STOPPED
+from train.errors import FINISHED, STOPPED
 from train.main import EXTRA, run_directory
 from train.status import read_json
 
@@ -32,7 +32,7 @@ def verdict(codes: list[int]) -> int:
     for wanted in (lambda code: code < 128, lambda code: code != STOPPED):
         if fitting := [code for code in codes if wanted(code)]:
             return fitting[0]
-    return codes[0] if codes else FAULT
+    return codes[0] if codes else FINISHED
 
 
 if __name__ == "__main__":

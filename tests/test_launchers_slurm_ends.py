@@ -10,7 +10,10 @@ from clusters import Cluster, SlurmJob
 from containers import digest_by_torchrun, wait_for
 
 pytestmark = pytest.mark.timeout(400)
-JOB = "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 900 --save-every-steps 40 --log-every-steps 5 --evaluate-every-epochs 50"
+JOB = (
+    "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 900 --save-every-steps 40 --log-every-steps 5 "
+    "--evaluate-every-epochs 50"
+)
 RUN = f"{JOB} --name job --run-dir runs --join-timeout-s 60 --step-timeout-s 60"
 ENDLESS = RUN.replace("900", "1000000")
 
@@ -82,7 +85,8 @@ def test_slurm_rank_that_is_killed_starts_again_inside_the_allocation(
 
 
 def test_slurm_job_whose_ranks_keep_dying_is_requeued_and_fails_without_a_new_step(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.submit(tmp_path, ENDLESS.replace("--save-every-steps 40", "--limit-train 1438 --epochs 100000"), MAX_RESTARTS="1")
+    never = ENDLESS.replace("steps 40", "steps 1000000").replace("epochs 50", "epochs 100000")
+    job = cluster.submit(tmp_path, f"{never} --epochs 100000", MAX_RESTARTS="1")
     never_saves = job.folder / "runs" / "job" / "checkpoints"
     for attempt in range(4):
         job.wait_for_text("ready after", count=attempt + 1)
