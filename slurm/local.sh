@@ -150,7 +150,7 @@ down() {
   kill_pid "$DIR/munge/pid"
   ip netns del "$SWITCH" 2> /dev/null || true
   ip link del "$SWITCH" 2> /dev/null || true
-  rm -rf "$DIR"
+  [[ ! -e $CONF ]] || rm -rf "$DIR" # and no folder that somebody named by mistake
 }
 
 case ${1:-up} in

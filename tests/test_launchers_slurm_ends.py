@@ -71,6 +71,16 @@ def test_slurm_time_that_runs_out_requeues_and_scancel_ends_for_good(cluster: Cl
     assert job.output.count("saved at step") == 2, job.output
 
 
+def test_slurm_job_that_may_not_be_requeued_says_how_to_go_on(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit(tmp_path, ENDLESS, "--no-requeue")
+    job.wait_for_step(50)
+    job.cancel("--batch", "--signal=USR2")
+    assert job.wait() == "FAILED", job.log()
+    assert job.code() == 143
+    assert "saved at step" in job.output
+    assert "sbatch the same with --name job goes on" in job.output
+
+
 @pytest.mark.parametrize(("way", "node"), [("tasks", "node0"), ("torchrun", "node1")])
 def test_slurm_rank_that_is_killed_starts_again_inside_the_allocation(
     way: str, node: str, cluster: Cluster, undisturbed: str, tmp_path: Path, record_property: Callable[[str, object], None]
