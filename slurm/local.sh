@@ -158,7 +158,7 @@ case ${1:-up} in
   down) down; say "removed" ;;
   kill) kill_pid "$DIR/$2.pid1" ;;      # NODE loses its power: every process of it ends at once
   start) node_up "$2" ;;                # NODE comes back
-  kill-slurmd) on "$2" pkill -9 -x slurmd ;; # its jobs go on without it
+  kill-slurmd) on "$2" kill -9 "$(cat "$DIR/$2.pid")" ;; # its jobs go on without it
   start-slurmd) slurmd_up "$2" ;;
   on) node=$2; shift 2; on "$node" "$@" ;;
   *) fail "up, down, kill NODE, start NODE, kill-slurmd NODE, start-slurmd NODE, on NODE COMMAND; got $1" ;;

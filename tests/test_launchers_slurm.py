@@ -1,6 +1,6 @@
 """sbatch slurm/ddp.sbatch on a real Slurm of two nodes: the same weights as torchrun, whatever happens to it on the way."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,11 +29,13 @@ def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 @pytest.mark.parametrize("per_node", [1, 2])
 @pytest.mark.parametrize("way", ["tasks", "torchrun"])
 def test_slurm_trains_on_two_nodes_to_the_weights_of_torchrun_on_the_host(
-    way: str, per_node: int, cluster: Cluster, digests: dict[int, str], tmp_path: Path
-) -> None:
+    way: str, per_node: int, cluster: Cluster, digests: dict[int, str], tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:  # fmt: skip
     job = cluster.submit(tmp_path, RUN, f"--ntasks-per-node={per_node}", WAY=way)
     assert job.wait() == "COMPLETED", job.log()
     result = job.result()
+    record_property(f"{way}, 2 nodes x {per_node}", f"{result['digest']}, torchrun on the host {digests[2 * per_node]}")
     assert result["digest"] == digests[2 * per_node]
     assert result["world_size"] == 2 * per_node
     assert "on node0, node1" in job.output

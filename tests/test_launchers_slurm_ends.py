@@ -122,7 +122,7 @@ def test_slurm_node_that_dies_has_its_job_requeued(cluster: Cluster, undisturbed
 
 def test_slurm_daemon_of_a_node_that_dies_alone_lets_nobody_train_twice(cluster: Cluster, tmp_path: Path) -> None:
     """A job of one node: its rank lives on there, while Slurm starts the job again on the other."""
-    job = cluster.submit(tmp_path, ENDLESS, "--nodes=1", "--nodelist=node0")
+    job = cluster.submit(tmp_path, ENDLESS, "--nodes=1", "--nodelist=node0", MAX_RESTARTS="0")
     job.wait_for_step(50)
     (rank,) = job.ranks("node0")
     cluster.local("kill-slurmd", "node0")
