@@ -165,3 +165,15 @@ def test_slurm_sif_converts_the_image(tmp_path: Path) -> None:
     calls = render(tmp_path, ROOT / "slurm" / "sif.sh")
     assert calls[1][:3] == ["docker", "save", "--output"]
     assert calls[2] == ["apptainer", "build", "--force", "rankup.sif", f"docker-archive:{calls[1][3]}"]
+
+
+@pytest.mark.parametrize("srun", ["sleep 60", "exit 1"])
+def test_slurm_job_whose_nodes_give_no_step_is_requeued(srun: str, tmp_path: Path) -> None:
+    for name, text in (("srun", f"#!/bin/bash\n{srun}\n"), ("scontrol", SCONTROL.replace("esac", '  *) echo "did $*" ;;\nesac'))):
+        stub(tmp_path, name, text)
+    env = {**JOB, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DDP": str(DDP), "FIRST_STEP_S": "1"}
+    done = subprocess.run(["bash", DDP], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 143, done.stderr
+    assert "not every node of big[7,9] runs a step within 1 s" in done.stderr
+    assert "did requeue 7" in done.stdout
+    assert not list(tmp_path.glob(".slurm-*"))
