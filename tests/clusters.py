@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,10 @@ class SlurmJob:
         wait_for("the next start", running, log=self.log)
 
     def start_now(self) -> None:
-        """Not before the last start is gone from every node, as Slurm's own pause would have it."""
-        if not self.cluster.processes() and not self.daemons():
+        """Not before the last start is gone from every node, as Slurm's own pause would have it: its clock counts whole seconds,
+        and a start in the second of the requeue finds its credential revoked, or gets no step on a node that came back."""
+        requeued = time.mktime(time.strptime(self.show()["SubmitTime"], "%Y-%m-%dT%H:%M:%S"))
+        if time.time() - requeued > 4 and not self.cluster.processes() and not self.daemons():
             self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False)
 
     def daemons(self) -> list[psutil.Process]:

@@ -107,6 +107,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[clusters.Clust
     if reason := clusters.why_not():
         pytest.skip(reason)
     made = clusters.Cluster(tmp_path_factory.mktemp("slurm"))
-    made.local("up")
-    yield made
-    made.local("down")
+    try:
+        made.local("up")
+        yield made
+    finally:
+        made.local("down")

@@ -34,9 +34,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def finished(job: SlurmJob, undisturbed: str, *, restarts: int) -> None:
     assert job.wait() == "COMPLETED", job.log()
     assert job.result()["digest"] == undisturbed
-    # Slurm 22.05 often gives a job no step on a node that came back, and then ddp.sbatch requeues it once more
-    unanswered = job.output.count("not every node of")
-    assert int(job.show()["Restarts"]) == restarts + unanswered, job.log()
+    assert int(job.show()["Restarts"]) == restarts, job.log()
     assert "resumed from step-" in job.output
 
 
@@ -114,7 +112,7 @@ def test_slurm_job_whose_ranks_keep_dying_is_requeued_and_fails_without_a_new_st
 
 
 def test_slurm_node_that_dies_has_its_job_requeued(cluster: Cluster, undisturbed: str, tmp_path: Path) -> None:
-    job = cluster.submit(tmp_path, RUN, FIRST_STEP_S="20")
+    job = cluster.submit(tmp_path, RUN)
     job.wait_for_step(100)
     cluster.local("kill", "node1")
     wait_for("the requeue", lambda: job.show()["JobState"] == "PENDING", log=job.log)
