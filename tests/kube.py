@@ -21,7 +21,7 @@ FILES = ["pytorchjob.yaml", "trainjob.yaml", "job.yaml"]
 EVERY = [*FILES, *(f"overlays/{name}" for name in OVERLAYS)]
 VERSION = "1.32"  # of Kubernetes
 # The published schemas and the recorded pods, where somebody has them: our own rules, below, hold everywhere
-FACTS = Path(os.environ.get("RANKUP_K8S_FACTS", ROOT.parent / "shared" / "k8s"))
+FACTS = Path(os.environ.get("K8S_FACTS", ROOT.parent / "shared" / "k8s"))
 
 
 @cache
