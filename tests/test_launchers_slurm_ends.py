@@ -135,7 +135,7 @@ def test_slurm_daemon_of_a_node_that_dies_alone_lets_nobody_train_twice(cluster:
         assert rank.is_running()
         before = job.step()
         wait_for("more steps of the first", lambda: job.step() > before, log=job.log)
-        # Its batch shell must not requeue what is no longer its job
+        # Nor does its batch shell requeue what is no longer its job
         rank.send_signal(signal.SIGKILL)
         wait_for("the end of the first", lambda: not cluster.processes(), log=lambda: str(cluster.processes()))
         assert job.show()["JobState"] == "FAILED"

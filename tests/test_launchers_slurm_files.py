@@ -177,3 +177,17 @@ def test_slurm_job_whose_nodes_give_no_step_is_requeued(srun: str, tmp_path: Pat
     assert "not every node of big[7,9] runs a step within 1 s" in done.stderr
     assert "did requeue 7" in done.stdout
     assert not list(tmp_path.glob(".slurm-*"))
+
+
+@pytest.mark.parametrize("state", ["Restarts=1 JobState=RUNNING", "Restarts=0 JobState=PENDING", "Restarts=0 JobState=FAILED"])
+def test_slurm_shell_whose_job_is_no_longer_its_own_ends_and_requeues_nothing(state: str, tmp_path: Path) -> None:
+    """As on a node that Slurm took for lost: the job has begun anew elsewhere, or is over."""
+    changed = SCONTROL.replace("Restarts=0 JobState=RUNNING", state).replace("esac", '  *) echo "did $*" ;;\nesac')
+    stub(tmp_path, "scontrol", changed)
+    # The check of the disk succeeds, the training is killed
+    stub(tmp_path, "srun", '#!/bin/bash\n[[ "$*" != *task.sh* ]] || exit 137\n')
+    env = {**JOB, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DDP": str(DDP)}
+    done = subprocess.run(["bash", DDP], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "this shell ends" in done.stderr
+    assert "did requeue" not in done.stdout
