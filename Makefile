@@ -11,7 +11,7 @@ RUN := $(abspath $(VENV))/bin/
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help: ## Print this help
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9 -]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "More arguments: make demo ARGS='--epochs 3', make unit ARGS='-k data'"
 
 venv: $(READY) ## Make .venv and install the locked versions (once, about 5.6 GB)
@@ -53,6 +53,9 @@ soak: $(READY) ## The tests with random faults, a hundred runs of each (hours)
 bench: $(READY) ## Measure images/s, start, save and load on this machine
 	$(RUN)python tests/bench/bench.py $(ARGS)
 
+k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it; OVERLAY=gpu: k8s/README.md
+	@k8s/kube.sh $(@:k8s-%=%)
+
 lock: ## Write docker/requirements.lock anew: the newest versions that pyproject.toml allows
 	docker/lock.sh $(PYTHON)
 
@@ -73,4 +76,4 @@ $(VENV)/.ready: docker/requirements.lock pyproject.toml
 	@PIP_QUIET=1 $(RUN)pip install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-.PHONY: slurm-local slurm-local-down sif engine help venv demo up down image wheels push test lint types unit soak bench lock clean
+.PHONY: k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete slurm-local slurm-local-down sif engine help venv demo up down image wheels push test lint types unit soak bench lock clean

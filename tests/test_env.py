@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from train.address import ephemeral_range
-from train.env import describe, port_for, read_env
+from train.env import describe, outside_pod, port_for, read_env
 from train.errors import LaunchError
 
 Env = dict[str, str]
@@ -387,6 +387,34 @@ def test_kubeflow_without_rank_is_never_a_silent_world_of_one(env: Env):
     assert "RANK is not set" in message
     assert "torchrun -m train.main" in message
     assert "\n" not in message
+
+
+TRAINER = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job"}
+
+
+@pytest.mark.parametrize("env", [pod(1, 8, "mw", "4", "2"), TRAINER])
+def test_launch_in_a_pod_leaves_kubeflows_variables_out(env: Env):
+    left = outside_pod({**env, "HOME": "/tmp"}, num_nodes=2, nproc=4)
+    assert left == {name: value for name, value in env.items() if name == "PYTHONUNBUFFERED"} | {"HOME": "/tmp"}
+    assert read_env(left).launcher == "python"
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "nproc", "told"), [(1, 4, "--nnodes must be what Kubeflow gives, PET_NNODES=2, got 1"), (2, 1, "--nproc must")]
+)
+def test_launch_in_a_pod_is_refused_what_would_train_alone(num_nodes: int, nproc: int, told: str):
+    with pytest.raises(LaunchError, match=told):
+        outside_pod(TRAINER, num_nodes=num_nodes, nproc=nproc)
+
+
+def test_launch_in_an_elastic_pod_is_refused():
+    with pytest.raises(LaunchError, match="PET_NNODES=2:4 may change"):
+        outside_pod(elastic("e-worker-0:23456", "1", "2:4"), num_nodes=2, nproc=1)
+
+
+def test_launch_below_a_launcher_in_a_pod_sees_it():
+    env = {**pod(1, 4, "mw", "2", "2"), **AGENT}
+    assert outside_pod(env, num_nodes=1, nproc=1) == env
 
 
 def test_kubeflow_with_one_pod_is_single_and_says_what_torchrun_would_do():

@@ -13,7 +13,7 @@ from torch.distributed.run import get_args_parser
 
 from train import errors
 from train.config import check_world_size, load_config, parse_args
-from train.env import read_env
+from train.env import outside_pod, read_env
 from train.main import COMMANDS, EXTRA
 
 Object = dict[str, Any]
@@ -152,11 +152,6 @@ def test_k8s_pods_run_what_the_program_understands(what: str, monkeypatch: pytes
     assert len(pods) >= 2
     for rank, pod in enumerate(pods):
         words, values = command_line(pod), environment(pod)
-        if words[0] == "env":
-            while words[1] == "-u":
-                values.pop(words[2], None)
-                del words[1:3]
-            del words[0]
         at = words.index("train.main") + 1
         start, words = words[:at], words[at:]
         parsed = parse_args(words, extra=EXTRA, commands=tuple(COMMANDS))
@@ -167,12 +162,12 @@ def test_k8s_pods_run_what_the_program_understands(what: str, monkeypatch: pytes
             assert config.batch_size % math.lcm(*range(least, most + 1)) == 0
             continue
         assert start == ["python", "-m", "train.main"]
-        launch = read_env(values)  # what is left of a pod's environment must not contradict it
-        if parsed.command == "launch":
-            assert not launch.distributed
+        if parsed.command == "launch":  # told as the pod is: otherwise it would be refused
+            assert not read_env(outside_pod(values, num_nodes=parsed.extra["nnodes"], nproc=parsed.extra["nproc"])).distributed
             assert (parsed.extra["nnodes"], parsed.extra["node_rank"]) == (len(pods), rank)
             check_world_size(config, parsed.extra["nproc"] * len(pods))
         else:
+            launch = read_env(values)
             assert (launch.rank, launch.world_size, parsed.command) == (rank, len(pods), "train")
             check_world_size(config, launch.world_size)
 

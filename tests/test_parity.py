@@ -139,10 +139,22 @@ def by_two_agents(*arguments: str) -> Job:
     return job
 
 
+def by_launch_in_pods(command: str, *arguments: str) -> Job:
+    """Kubeflow's variables count pods: RANK and WORLD_SIZE fit one process a pod alone, and `launch` leaves them out."""
+    assert command == "train"
+    job, port = Job(), str(free_port())
+    for node in ("1", "0"):
+        pod = {"RANK": node, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PET_NODE_RANK": node,
+               "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}  # fmt: skip
+        start(sys.executable, MAIN, "launch", "--nproc=1", "--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1",
+              f"--master-port={port}", *arguments, "--simulated-nodes", env=pod, job=job)  # fmt: skip
+    return job
+
+
 @pytest.mark.parametrize(
     "launcher",
     [by_torchrun, by_launch, by_hand, by_torch_distributed_launch, by_torch_distributed_launch_use_env, by_two_agents,
-     by_spawn, by_spawn_and_a_file, by_file, by_tcp, by_mpirun],
+     by_launch_in_pods, by_spawn, by_spawn_and_a_file, by_file, by_tcp, by_mpirun],
     ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_launcher_changes_no_bit(reference: str, tmp_path: Path, launcher: Callable[..., Job]) -> None:

@@ -171,6 +171,21 @@ def _refuse_kubeflow_without_rank(environ: Mapping[str, str]) -> None:
         )
 
 
+def outside_pod(environ: Mapping[str, str], *, num_nodes: int, nproc: int) -> Mapping[str, str]:
+    """For `launch` in a pod of Kubeflow's: the environment without what counts pods, and is not for the ranks it starts.
+
+    Raises LaunchError where its flags say other than Kubeflow does: every pod would train alone, and report success.
+    """
+    if "PET_NNODES" not in environ or "LOCAL_RANK" in environ:
+        return environ
+    for flag, name, value in (("--nnodes", "PET_NNODES", num_nodes), ("--nproc", "PET_NPROC_PER_NODE", nproc)):
+        if environ.get(name, "").isdecimal() and int(environ[name]) != value:
+            raise LaunchError(f"{flag} must be what Kubeflow gives, {name}={environ[name]}, got {value}. Set {flag}=$({name}).")
+    if ":" in environ["PET_NNODES"]:
+        raise LaunchError(f"PET_NNODES={environ['PET_NNODES']} may change, which launch can't follow. Use {_TORCHRUN}.")
+    return {name: value for name, value in environ.items() if not name.startswith("PET_") and name not in FIVE}
+
+
 # --- Open MPI ---------------------------------------------------------------------------------------------------------
 
 

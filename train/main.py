@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 if not __package__:
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
     log = Log()
     parsed = parse_args(sys.argv[1:] if argv is None else argv, extra=EXTRA, commands=tuple(COMMANDS))
     try:
-        launch = env.read_env(os.environ if parsed.command == "launch" else _environment(parsed))
+        launch = env.read_env(_environment(parsed))
         log = Log(rank=launch.rank, world_size=launch.world_size)
     except UserError as error:
         launch = None
@@ -83,8 +84,10 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         return _report(error, log)
 
 
-def _environment(parsed: Parsed) -> dict[str, str]:
+def _environment(parsed: Parsed) -> Mapping[str, str]:
     extra = parsed.extra
+    if parsed.command == "launch":
+        return env.outside_pod(os.environ, num_nodes=extra["nnodes"], nproc=extra["nproc"])
     url, rank, world_size = extra["init_method"], extra["rank"], extra["world_size"]
     return initmethod.environment(os.environ, url=url, rank=rank, world_size=world_size)
 

@@ -1,14 +1,17 @@
-"""What a pod sees: the launcher's variables, whom names lead to, devices, memory, where it may write. Ends with 0."""
+"""What a pod sees: the launcher's variables, whom names lead to, the master's port, devices, memory, where it may write. Ends
+with 0."""
 
+import contextlib
 import os
 import re
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 # Only what launchers set: an environment may hold secrets, and logs are read by many
 OURS = re.compile(r"^(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_|PET_|JOB_COMPLETION_INDEX$|NCCL_|GLOO_|CUDA_VISIBLE)")
-WAIT_S = 60.0  # the Services come up after the pods
+WAIT_S = 180.0  # the Services come up after the pods, and the image after both
 
 
 def resolve(name: str, *, wait_s: float = WAIT_S) -> str:
@@ -21,6 +24,34 @@ def resolve(name: str, *, wait_s: float = WAIT_S) -> str:
             if time.monotonic() > until_s:
                 return f"does not resolve after {wait_s:g} s: {error}"
             time.sleep(1)
+
+
+def meet(environ: Mapping[str, str], *, wait_s: float = WAIT_S) -> str:
+    """Whether the master's port is reached. Rank 0 answers there, and stays: once it has ended the job has, and Workers whose
+    init container still looks for its name are ended too."""
+    address, port = environ.get("MASTER_ADDR"), int(environ.get("MASTER_PORT", "0"))
+    others = int(environ.get("PET_NNODES", "1").split(":")[0]) - 1
+    if not address or not port:
+        return "no MASTER_ADDR and MASTER_PORT"
+    until_s = time.monotonic() + wait_s
+    if environ.get("RANK", "0") == "0":
+        met: set[str] = set()
+        with socket.create_server(("", port)) as server:
+            while len(met) < others and (left_s := until_s - time.monotonic()) > 0:
+                server.settimeout(left_s)
+                with contextlib.suppress(TimeoutError):
+                    connection, peer = server.accept()
+                    connection.close()
+                    met.add(peer[0])
+        return f"port {port}: reached by {len(met)} of {others} other pods ({' '.join(sorted(met)) or 'none'})"
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=2).close()
+            return f"{address}:{port} is reached"
+        except OSError as error:
+            if time.monotonic() > until_s:
+                return f"{address}:{port} is not reached after {wait_s:g} s: {error}"
+            time.sleep(0.5)
 
 
 def main() -> None:
@@ -36,6 +67,7 @@ def main() -> None:
         disk = os.statvfs(folder)
         writable = "writable" if os.access(folder, os.W_OK) else "read-only"
         print(f"{folder}: {writable}, {disk.f_bavail * disk.f_frsize >> 20} MiB free")
+    print(meet(os.environ), flush=True)
     import torch
 
     print(f"torch {torch.__version__}, CUDA devices: {torch.cuda.device_count()}")

@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# The whole way on a cluster of this machine: kind or minikube, the operator, the image, a job; its logs, its end.
+# Run: k8s/kube.sh kind      (or: minikube, render, logs, delete; OVERLAY=elastic names one, OVERLAY=job takes k8s/job.yaml)
+# Edit: nothing; IMAGE and CLUSTER are set in the environment.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+what=${OVERLAY:-} cluster=${CLUSTER:-rankup} image=${IMAGE:-rankup:runtime}
+# Recorded and tested: other releases may set other variables
+operator="github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.3"
+context=() # the user's own, unless this script made the cluster
+
+say() { echo "kube: $*"; }
+fail() { printf 'kube: %s\n' "$@" >&2; exit 2; }
+k() { kubectl "${context[@]}" "$@"; }
+need() { command -v "$1" > /dev/null || fail "$1 is not installed: $2"; }
+
+# What OVERLAY names: how kubectl is told of it, and the kind of its job
+if [[ -z $what ]]; then
+  source=(-k k8s/base) kind=pytorchjob
+elif [[ -d k8s/overlays/$what ]]; then
+  source=(-k "k8s/overlays/$what") kind=pytorchjob
+elif [[ -f k8s/$what.yaml ]]; then
+  source=(-f "k8s/$what.yaml") kind=$what
+else
+  fail "OVERLAY must be one of $(cd k8s/overlays && echo *), pytorchjob, job or trainjob, got $what"
+fi
+case $kind in
+  job | trainjob) first=batch.kubernetes.io/job-completion-index=0 ;;
+  *) first=training.kubeflow.org/job-role=master ;; # of an elastic job the first Worker
+esac
+first+=,app.kubernetes.io/instance=rankup
+
+render() {
+  k8s/setup.sh
+  if [[ ${source[0]} == -k ]]; then kubectl kustomize "${source[1]}"; else cat "${source[1]}"; fi
+}
+
+load() { # COMMAND...: which brings the image to the cluster's nodes
+  docker image inspect "$image" > /dev/null 2>&1 || fail "there is no image $image: make image builds it"
+  say "loading $image into the cluster"
+  "$@"
+}
+
+install_operator() {
+  if [[ $kind == job ]]; then return; fi
+  [[ $kind == pytorchjob ]] || fail "this script installs the training operator v1, which knows no TrainJob: see k8s/README.md"
+  if ! k get crd pytorchjobs.kubeflow.org > /dev/null 2>&1; then
+    say "installing the operator"
+    # Server-side: the schemas are longer than the annotation that a plain apply keeps
+    k apply --server-side -k "$operator"
+  fi
+  k --namespace kubeflow rollout status deployment/training-operator --timeout 300s
+}
+
+ended() { # prints the conditions of the job that hold
+  k get "$kind" rankup -o 'jsonpath={range .status.conditions[?(@.status=="True")]}{.type} {end}'
+}
+
+follow() { # rank 0's log, of each of its pods once, until the job has ended
+  local seen="" pod uid phase conditions
+  while true; do
+    conditions=" $(ended) "
+    read -r uid pod phase < <(k get pods -l "$first" --sort-by .metadata.creationTimestamp \
+      -o 'jsonpath={range .items[*]}{.metadata.uid} {.metadata.name} {.status.phase}{"\n"}{end}' | tail -1) || true
+    if [[ -n ${uid:-} && $uid != "$seen" && $phase != Pending ]]; then
+      seen=$uid
+      k logs --follow "$pod" || true # one that is removed meanwhile has a successor
+    elif [[ $conditions == *" Failed "* ]]; then
+      k get pods -l app.kubernetes.io/instance=rankup >&2
+      echo "kube: the job failed: the lines above name the rank and the reason" >&2
+      return 1
+    elif [[ $conditions == *" Succeeded "* || $conditions == *" Complete "* ]]; then
+      say "the job has finished"
+      return
+    else
+      sleep "${POLL_S:-2}"
+    fi
+  done
+}
+
+start() {
+  install_operator
+  k apply "${source[@]}"
+  follow
+}
+
+case ${1:-} in
+  render) render ;;
+  kind)
+    need kind "see kind.sigs.k8s.io"
+    k8s/setup.sh
+    kind get clusters | grep -qx "$cluster" || kind create cluster --name "$cluster" --wait 300s
+    context=(--context "kind-$cluster")
+    load kind load docker-image "$image" --name "$cluster"
+    start
+    ;;
+  minikube)
+    need minikube "see minikube.sigs.k8s.io"
+    k8s/setup.sh
+    minikube -p "$cluster" status > /dev/null 2>&1 || minikube -p "$cluster" start
+    context=(--context "$cluster")
+    load minikube -p "$cluster" image load "$image"
+    start
+    ;;
+  logs) follow ;;
+  delete) # the job and what belongs to it, but not the volume: it holds the checkpoints
+    k delete "$kind/rankup" networkpolicy/rankup service/rankup poddisruptionbudget/rankup --ignore-not-found
+    say "kubectl delete pvc rankup-runs removes the checkpoints too"
+    ;;
+  *) fail "usage: [OVERLAY=NAME] k8s/kube.sh kind|minikube|render|logs|delete" ;;
+esac
