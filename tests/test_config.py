@@ -111,7 +111,7 @@ def test_settings_that_may_change_on_resume_are_exactly_these():
         "data_dir", "epochs", "max_steps", "in_memory", "num_workers", "prefetch_factor", "eval_batch_size",
         "join_timeout_s", "download_timeout_s", "setup_timeout_s", "step_timeout_s", "eval_timeout_s", "save_timeout_s",
         "name", "run_dir", "fresh", "keep", "save_every_steps", "evaluate_every_epochs", "report_every_s",
-        "log_every_steps", "tensorboard", "progress", "simulated_nodes",
+        "log_every_steps", "tensorboard", "progress", "simulated_nodes", "labels_file", "eval_split", "max_bad_lines",
     }
 
 
@@ -244,7 +244,7 @@ def test_integer_in_file_becomes_a_float_where_a_float_is_wanted(write):
         ("image_size: 4", "tiny.yaml: image_size must be >= 8, got 4."),
         ("image_size: big", 'tiny.yaml: image_size must be an integer >= 8 and <= 1024 or null, got "big".'),
         ("optimizer: adam", 'tiny.yaml: optimizer must be one of sgd, adamw, got "adam".'),
-        ("workload: nothing", 'tiny.yaml: workload must be "images" or module:function, got "nothing".'),
+        ("workload: nothing", 'tiny.yaml: workload must be "images", "text" or module:function, got "nothing".'),
         ("device: 1", "tiny.yaml: device must be auto, cpu, cuda or another accelerator's name, got 1."),
         ('data_dir: ""', 'tiny.yaml: data_dir must be a path or null, got "".'),
         ("run_dir:", "tiny.yaml: run_dir must be a path, got null."),

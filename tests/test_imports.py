@@ -27,16 +27,16 @@ LAYERS: list[list[list[str]]] = [
     [
         ["data", "feed"],
         ["sources.download", "sources.sets", "sources.idx", "sources.cache", "sources.fetch", "sources.fake",
-         "sources.folder", "sources.cifar", "sources.mnist", "sources"],
-        ["models"], ["pictures"], ["compress"], ["shard"], ["parallel"], ["optim"], ["checkpoint", "weights"],
-        ["lease"], ["metrics"],
-        ["workloads", "workloads.images"],
+         "sources.folder", "sources.cifar", "sources.mnist", "sources", "sources.texts"],
+        ["models"], ["encoder"], ["scores"], ["pictures"], ["compress"], ["shard"],
+        ["parallel"], ["optim"], ["checkpoint", "weights"], ["lease"], ["metrics"],
+        ["workloads", "workloads.images", "workloads.text"],
     ],
     [["evaluation"], ["record"]],
     [["finish"]],
     [["loop"], ["apply"]],
     [["main"]],
-    [["samples.make_digits"]],
+    [["samples.make_digits"], ["samples.make_texts"]],
 ]  # fmt: skip
 PLACE = {
     module: (layer, part, index)
@@ -52,6 +52,12 @@ EXCEPTIONS = {
     ("workloads.images", "sources.folder"): "predict reads a single image as the folder's images are read",
     ("workloads.images", "pictures"): "which pictures there are depends on what is trained",
     ("workloads", "workloads.images"): "`load` imports the workload that the settings name",
+    ("workloads", "workloads.text"): "the same",
+    ("workloads.text", "data"): "as images",
+    ("workloads.text", "encoder"): "as images",
+    ("workloads.text", "sources.texts"): "as images",
+    ("workloads.text", "pictures"): "as images",
+    ("workloads.text", "scores"): "what a confusion matrix says is part of what a batch of texts means",
 }
 
 

@@ -214,7 +214,7 @@ def test_mistake_in_the_import_path_is_code_2_without_traceback(forks: Forks, mo
 
 @pytest.mark.parametrize("value", ["throws", ":build", "throws:", "a b:c", "throws.py", "dir/throws:build"])
 def test_path_of_another_form_is_refused_with_the_form(value: str) -> None:
-    with pytest.raises(ConfigError, match='--workload must be "images" or module:function, got'):
+    with pytest.raises(ConfigError, match='--workload must be "images", "text" or module:function, got'):
         load_config({"workload": value})
 
 

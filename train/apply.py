@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,9 +42,12 @@ def evaluate_command(
             "checkpoint": earlier.path, "step": earlier.step, "metrics": result.metrics, "count": result.count,
             "digest": digest, "world_size": group.world_size,
         }  # fmt: skip
+        text, details = workload.report(result.tables) if workload.report else ("", {})
+        outcome |= details
         if group.is_main:
             (run_dir / "evaluation.json").write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
             log.say(f"{earlier.path}\n{evaluation_table(result, step=earlier.step, digest=digest)}")
+            log.say(text) if text else None
     return outcome
 
 
@@ -52,7 +57,7 @@ def predict_command(
     """Write input, label and probability for each sample, in order. Returns their number."""
     output = Path(parsed.extra["output"])
     with _opened(config, parsed, launch, run_dir, log, stop) as (settings, group, workload, _):
-        samples, name = _input(workload, settings, parsed.extra["input"])
+        samples, name = _input(workload, settings, group, parsed.extra["input"])
         rows = _predicted(settings, group, workload, samples)
         merged = sorted(row for part in group.gather(rows) for row in part)
         lines = [(name(index), label, probability) for index, label, probability in merged]
@@ -61,15 +66,26 @@ def predict_command(
     return len(merged)
 
 
-def _input(workload: Workload, settings: Config, path: str) -> tuple[Samples, Callable[[int], str]]:
-    """What to predict: the samples of `path`, or those of the evaluation where it is empty. Raises UserError."""
+def _input(workload: Workload, settings: Config, group: Group, path: str) -> tuple[Samples, Callable[[int], str]]:
+    """What to predict: the samples of `path` (-: standard input), or those of the evaluation where it is empty. Raises
+    UserError."""
     if workload.predict is None:
         raise UserError(f"workload {settings.workload} must have a predict function, got none. Give its Workload one.")
     if not path:
         return workload.evaluation, workload.input_name
     if workload.open_input is None:
         raise UserError(f"workload {settings.workload} must have open_input for --input, got none. Give its Workload one.")
-    return workload.open_input(path)
+    if path != "-":
+        return workload.open_input(path)
+    # Rank 0's alone: launchers give the others none
+    content: bytes = on_main(group, sys.stdin.buffer.read)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        try:
+            return workload.open_input(file.name)
+        except UserError as error:
+            raise UserError(str(error).replace(file.name, "standard input")) from None
 
 
 @torch.no_grad()
@@ -136,6 +152,8 @@ def _opened(
         torch.use_deterministic_algorithms(settings.deterministic)
         seed_everything(mix(settings.seed))
         workload = load(settings)
+        for note in workload.notes:
+            log.say(note)
         # Where the default fell back to other data, then or now, the classes would be those of the wrong set
         if earlier.state["data"] != workload.data_name and not given & {"dataset", "workload"}:
             raise UserError(

@@ -42,6 +42,8 @@ class Order:
     rank: int = 0
     world_size: int = 1
     accumulate: int = 1
+    lengths: torch.Tensor | None = None  # int64 [num_samples]: samples of like length shall share a batch
+    pool: int = 0  # ... out of so many global batches; 0: lengths are not looked at
 
     @property
     def steps_per_epoch(self) -> int:
@@ -50,7 +52,17 @@ class Order:
     def epoch(self, epoch: int) -> torch.Tensor:
         """All sample numbers in the order of that epoch, int64 [num_samples]."""
         generator = torch.Generator().manual_seed(mix(self.seed, epoch))
-        return torch.randperm(self.num_samples, generator=generator)
+        order = torch.randperm(self.num_samples, generator=generator)
+        if self.lengths is None or self.pool == 0:
+            return order
+        # The tail that is left out stays a random one. The rest is cut into pools, each sorted by length and cut into
+        # batches, and the batches are shuffled: the same for any number of ranks, since each takes its slice of a batch.
+        whole = self.steps_per_epoch * self.batch_size
+        pools = torch.split(order[:whole], self.pool * self.batch_size)
+        sorted_pools = [pool[self.lengths[pool].argsort(stable=True)] for pool in pools]
+        batches = torch.cat(sorted_pools).view(-1, self.batch_size)
+        shuffled = batches[torch.randperm(len(batches), generator=generator)]
+        return torch.cat([shuffled.flatten(), order[whole:]])
 
     def keys(self, first_step: int, last_step: int) -> Iterator[Key]:
         """This rank's micro-batches of the steps first_step .. last_step-1, `accumulate` a step."""

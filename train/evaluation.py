@@ -73,7 +73,8 @@ def evaluate(config: Config, group: Group, workload: Workload, model: nn.Module)
             f'workload {config.workload}: evaluate must return "count", the number of samples in the batch, got '
             f"{', '.join(names) or 'nothing'}."
         )
-    return Result({name: value / count for name, value in totals.items()}, count, tables)
+    metrics = {name: value / count for name, value in totals.items()}
+    return Result(metrics | (workload.derived(tables) if workload.derived else {}), count, tables)
 
 
 def dealt(

@@ -291,7 +291,7 @@ def _check_devices(group: Group) -> None:
 
 def traits(config: Config, backend: str) -> dict[str, str]:
     """What has to be the same on all ranks, by name. Paths may differ from node to node, and so may what is shown."""
-    own = {"data_dir", "run_dir", "tensorboard", "progress", "report_every_s", "num_workers", "prefetch_factor"}
+    own = {"data_dir", "labels_file", "run_dir", "tensorboard", "progress", "report_every_s", "num_workers", "prefetch_factor"}
     settings = {f"setting {k}": json.dumps(v) for k, v in config.model_dump().items() if k not in own}
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):

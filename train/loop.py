@@ -57,6 +57,8 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         # Data ---------------------------------------------------------------------------------------------------
         seed_everything(mix(config.seed))
         workload = load(config)
+        for note in workload.notes:
+            log.say(note)
         order = _order(config, group, workload)
         per_epoch = order.steps_per_epoch
         total_steps = config.max_steps or config.epochs * per_epoch
@@ -223,7 +225,8 @@ def _order(config: Config, group: Group, workload: Workload) -> Order:
             f"{config.batch_size}. Set a smaller --batch-size."
         )
     return Order(
-        len(workload.train), config.batch_size, config.seed, group.rank, group.world_size, config.accumulate
+        len(workload.train), config.batch_size, config.seed, group.rank, group.world_size, config.accumulate,
+        lengths=getattr(workload.train, "lengths", None), pool=config.length_pool,
     )  # fmt: skip
 
 

@@ -52,7 +52,8 @@ EXTRA = {
     "max_restarts": Extra(int, 3, "Restarts after a lost rank, at most.", ("launch",), metavar="N"),
     "checkpoint": Extra(str, "", "Checkpoint directory; by default the newest good one of the run.",
                         ("evaluate", "predict"), metavar="DIR"),
-    "input": Extra(str, "", "Image file or folder to predict; by default the test data.", ("predict",), metavar="PATH"),
+    "input": Extra(str, "", "What to predict: an image or a folder of them, a file of texts, or - for standard input; by "
+                   "default the test data.", ("predict",), metavar="PATH"),
     "output": Extra(str, "predictions.csv", "Where to write, .csv or .jsonl.", ("predict",), metavar="FILE"),
 }  # fmt: skip
 

@@ -35,8 +35,9 @@ def _deadline(default: float, what: str) -> Any:
 class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=False):
     """All settings of one run, validated and immutable. Build it with `load_config`, or directly in tests."""
 
-    workload: str = _result("images", "What is trained: images, or your own module:function.",
-                            pattern=r"^(images|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$", rule='"images" or module:function')
+    workload: str = _result("images", "What is trained: images, text, or your own module:function.",
+                            pattern=r"^(images|text|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$",
+                            rule='"images", "text" or module:function')
     dataset: Literal["fashion-mnist", "mnist", "cifar10", "imagefolder", "digits", "fake"] = _result(
         "fashion-mnist", "The images; digits ships with the program, fake is random.")
     data_dir: str | None = _setting(None, "Folder of the data; null: look in the usual places, then download.",
@@ -45,6 +46,14 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=
                          rule="cnn, mlp or the name of a torchvision classifier")
     image_size: int | None = _result(None, "Scale images to this height and width; null: as they are.",
                                      unit="pixels", ge=8, le=1024)
+    max_seq_len: int = _result(128, "text: longer texts are cut to this.", unit="tokens", ge=4, le=65_536)
+    length_pool: int = _result(50, "Batches from which samples of like length are put together; 0: any lengths.",
+                               unit="batches", ge=0, le=MANY)
+    labels_file: str | None = _setting(None, "text: file of the labels, one a line; null: those of the training data.",
+                                       min_length=1, rule="a path")
+    eval_split: Literal["dev", "test"] = _setting("dev", "text: which part to evaluate on, where there are both.")
+    max_bad_lines: float = _setting(0.01, "text: share of a file's lines that may be bad; they are left out.",
+                                    unit="fraction", ge=0, lt=1)
     init_from: str | None = _result(None, "Start from these weights: a checkpoint or a state dict.", min_length=1,
                                     rule="a path")
     dropout: float = _result(0.0, "Share of activations dropped in training.", unit="fraction", ge=0, lt=1)

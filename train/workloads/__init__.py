@@ -37,8 +37,11 @@ class Workload:
     # Names of the samples to predict (files), and samples for a path that `predict --input` gives.
     input_name: Callable[[int], str] = lambda index: str(index)
     open_input: Callable[[str], tuple[Samples, Callable[[int], str]]] | None = None
-    # Pictures for TensorBoard from the evaluated sums and the model: name -> uint8 [3, H, W].
+    # What follows from the evaluated sums that are no means: more metrics, and a table with the same for programs.
+    derived: Callable[[Sums], dict[str, float]] | None = None
+    report: Callable[[Sums], tuple[str, dict[str, Any]]] | None = None
     pictures: Callable[[nn.Module, Sums, torch.device], dict[str, torch.Tensor]] | None = None
+    # ^ for TensorBoard, from the evaluated sums and the model: name -> uint8 [3, H, W]
     notes: list[str] = field(default_factory=list)  # one line each, printed by rank 0
 
 
@@ -48,6 +51,10 @@ def load(config: Config) -> Workload:
         from train.workloads.images import build
 
         return build(config)
+    if config.workload == "text":
+        from train.workloads import text
+
+        return text.build(config)
     module_name, _, path = config.workload.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -55,7 +62,7 @@ def load(config: Config) -> Workload:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise  # a missing import inside the user's own module: its traceback says where
         raise ConfigError(
-            f'workload must be "images" or module:function, got "{config.workload}": no module "{error.name}" in '
+            f'workload must be "images", "text" or module:function, got "{config.workload}": no module "{error.name}" in '
             f"{os.getcwd()} or on PYTHONPATH."
         ) from None
     build_own: Any = module
