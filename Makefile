@@ -34,13 +34,10 @@ slurm-local-down: ; @slurm/local.sh down ## Remove it again
 sif: ; @slurm/sif.sh ## Make rankup.sif, for Apptainer, of the image that make image builds
 
 test: lint types unit ## All checks: lint, types, tests. This is what CI runs
-
 lint: $(READY) ## ruff: mistakes and import order
 	$(RUN)ruff check .
-
 types: $(READY) ## mypy, strict on train/
 	$(RUN)mypy
-
 unit: $(READY) ## pytest
 	$(RUN)python -m pytest $(ARGS)
 
@@ -49,6 +46,9 @@ engine: $(READY) ## pytest on a real container engine: builds the image, starts 
 
 soak: $(READY) ## The tests with random faults, a hundred runs of each (hours)
 	RANKUP_RUNS=100 $(RUN)python -m pytest --timeout 0 $(or $(ARGS),$(shell grep -l RANKUP_RUNS tests/test_*.py))
+
+compare: $(READY) ## Every way to train, side by side (ARGS: settings, --ways none,ddp)
+	$(RUN)python -m train.main compare $(ARGS)
 
 bench: $(READY) ## Measure images/s, start, save and load on this machine
 	$(RUN)python tests/bench/bench.py $(ARGS)

@@ -35,6 +35,7 @@ LAYERS: list[list[list[str]]] = [
     [["evaluation"], ["record"]],
     [["finish"]],
     [["loop"], ["apply"]],
+    [["chart", "compare"]],
     [["main"]],
     [["samples.make_digits"], ["samples.make_texts"]],
 ]  # fmt: skip

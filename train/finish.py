@@ -1,8 +1,10 @@
 """The end of a run that succeeded: pictures, `result.json`, and the table."""
 
 import platform
+import sys
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -21,6 +23,7 @@ def finish(
     progress: Progress, speed: Speed, *, steps_per_epoch: int, seconds: float,
 ) -> dict[str, Any]:  # fmt: skip
     """Write and print the result; rank 0 alone, the others wait at the end of the group. `state`: the plain weights."""
+    peaks = group.gather(_peak_memory_mb(group.device))
     result = {
         "attempt": group.attempt,
         "run": str(record.directory),
@@ -29,6 +32,7 @@ def finish(
         "metrics": progress.metrics or {},
         "images_per_s": round(speed.at(progress.step), 1),
         "seconds": round(seconds, 1),
+        "peak_memory_mb": round(max(peaks)),
         "world_size": group.world_size,
         "hosts": sorted(set(group.hosts)),
         "digest": weights.digest(state),
@@ -52,6 +56,17 @@ def finish(
         raise disk_error("result.json", record.directory, error) from None
     group.log.say(_table(result))
     return result
+
+
+def _peak_memory_mb(device: torch.device) -> float:
+    """The most that this process ever held: of the accelerator's memory where there is one, else of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    try:
+        import resource
+    except ImportError:  # Windows
+        return float(psutil.Process().memory_info().peak_wset) / 1e6  # type: ignore[attr-defined, unused-ignore]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
 def _table(result: dict[str, Any]) -> str:

@@ -35,10 +35,14 @@ COMMANDS = {
     "evaluate": "Evaluate a checkpoint on the test data, exactly, with any number of processes.",
     "predict": "Write input, label and probability of each sample to a CSV or JSONL file.",
     "show": "Print all settings as they would be used, with help, range and unit.",
+    "compare": "Train in every way that can run here, several times, and set them side by side.",
     "launch": "Start several processes of `train` on this node; keeps exit codes, restarts what it helps.",
 }
 EXTRA = {
     "nproc": Extra(int, 1, "Processes on this node.", ("launch",), metavar="N"),
+    "processes": Extra(int, 2, "Processes of the ways that take several.", ("compare",), metavar="N"),
+    "ways": Extra(str, "", "Which to compare, as none,ddp; by default all.", ("compare",), metavar="LIST"),
+    "repeats": Extra(int, 3, "Runs of each way.", ("compare",), metavar="N"),
     "nnodes": Extra(int, 1, "Nodes; run the same command on each.", ("launch",), metavar="N"),
     "node_rank": Extra(int, 0, "Which of the nodes this is, from 0.", ("launch",), metavar="N"),
     "master_addr": Extra(str, "", "Name or address of node 0, the same on all nodes.", ("launch",), metavar="HOST"),
@@ -105,6 +109,8 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
         # and a file do not
         sys.path.append(os.getcwd())
     run_dir = run_directory(config, launch)
+    if parsed.command == "compare":
+        return _compare(parsed, config, launch, stop, log)
     if parsed.command == "launch":
         if launch.distributed:
             raise LaunchError(
@@ -183,6 +189,20 @@ def _launch(parsed: Parsed, config: Config, run_dir: Path, stop: StopRequest, lo
     return launch(
         _arguments(parsed), nodes, max_restarts=extra["max_restarts"], run_dir=run_dir, stop=stop, log=log
     )  # fmt: skip
+
+
+def _compare(parsed: Parsed, config: Config, launch: env.Launch, stop: StopRequest, log: Log) -> int:
+    from train.compare import compare
+
+    if launch.distributed:
+        raise LaunchError(f"compare must be started by hand, once, got RANK and WORLD_SIZE from {launch.launcher}.")
+    extra = parsed.extra
+    words = [word for word in _arguments(parsed)[1:] if not word.startswith(("--fresh", "--name=", "--run_dir=", "--run-dir="))]
+    compare(
+        config, words, Path(config.run_dir) / (config.name or "compare"), ways=extra["ways"], nproc=extra["processes"],
+        repeats=extra["repeats"], log=log, stop=stop,
+    )  # fmt: skip
+    return FINISHED
 
 
 def _arguments(parsed: Parsed) -> list[str]:
