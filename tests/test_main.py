@@ -94,7 +94,7 @@ MISTAKES = {
     "trian": 'unknown command "trian"; did you mean "train"?',
     "train evaluate": 'unexpected argument "evaluate"',
     "train lr=0.1": 'unexpected argument "lr=0.1"; did you mean --lr=0.1?',
-    "--lr 0.1": "a command is missing: train, evaluate, predict, show, launch.",
+    "--lr 0.1": "a command is missing: train, evaluate, predict, show, compare, launch.",
     "train --lr": "--lr must be followed by a value.",
     "train --stpes 5": 'unknown setting "--stpes"',
     "train --lr -1": "--lr must be > 0, got -1.",
