@@ -178,6 +178,16 @@ def test_powersgd_remembers_for_each_rank_what_it_did_not_send(forks: Forks, tmp
     assert sum(int(torch.count_nonzero(tensor)) for tensor in memory["q"].values()) > 0
 
 
+def test_powersgd_trains_a_model_of_more_than_one_bucket(forks: Forks, tmp_path: Path) -> None:
+    """gloo took one bucket's message for another's, and aborted."""
+    codes, output = forks.run(
+        "train", "--dataset", "digits", "--model", "cnn", "--image-size", "28", "--tensorboard=false", *POWERSGD[:-1], "12",
+        "--name", "run", "--run-dir", str(tmp_path), world_size=2,
+    )  # fmt: skip
+    assert codes == [0, 0], output
+    assert result(tmp_path / "run")["step"] == 12
+
+
 def test_powersgd_goes_on_with_another_world_size(forks: Forks, tmp_path: Path) -> None:
     train(forks, tmp_path / "run", 2, *POWERSGD)
     line = ("train", *DIGITS, *POWERSGD[:-1], "9", "--name", "run", "--run-dir", tmp_path)

@@ -18,6 +18,7 @@ from train.errors import ConfigError
 from train.group import Group
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ALL_MB = 100_000  # more than any model has
 
 
 def way(config: Config, world_size: int) -> str:
@@ -53,6 +54,9 @@ def wrap(model: nn.Module, config: Config, group: Group) -> nn.Module:
             gradient_as_bucket_view=True,
             static_graph=config.static_graph,
             find_unused_parameters=config.find_unused_parameters,
+            # PowerSGD's later all-reduces begin as the earlier ones end: those of several buckets in another order on each rank,
+            # which gloo takes for one another
+            bucket_cap_mb=ALL_MB if config.compress == "powersgd" and group.device.type == "cpu" else None,
         )
     if config.parallel == "dp":
         return _spread(model, config, group)
