@@ -203,13 +203,15 @@ def test_k8s_job_ends_at_once_for_what_trying_again_cannot_help(what: str) -> No
     job = kind(what, "Job")["spec"] if what == "job.yaml" else \
         kind(what, "TrainingRuntime")["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]  # fmt: skip
     codes = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int) and 0 < value < 128}
-    first, second = job["podFailurePolicy"]["rules"]
+    first, second, third = job["podFailurePolicy"]["rules"]
     (container,) = job["template"]["spec"]["containers"]
     assert first == {
         "action": "FailJob",
         "onExitCodes": {"containerName": container["name"], "operator": "In", "values": sorted(codes)},
     }
     assert second == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    stopped = {"containerName": container["name"], "operator": "In", "values": [errors.STOPPED]}
+    assert third == {"action": "Ignore", "onExitCodes": stopped}
     assert job["template"]["spec"]["restartPolicy"] == "Never"
     assert job["backoffLimit"] > 0
 
