@@ -198,6 +198,8 @@ def test_scores_are_those_of_their_definition() -> None:
     assert [row["recall"] for row in rows] == pytest.approx([3 / 4, 4 / 5, 0, 0])
     assert [row["f1"] for row in rows] == pytest.approx([3 / 4, 8 / 12, 0, 0])
     assert macro_f1(confusion) == pytest.approx((3 / 4 + 8 / 12 + 0) / 3)
+    # Predicted but never true counts as 0
+    assert macro_f1(torch.tensor([[3, 1], [0, 0]])) == pytest.approx((6 / 7 + 0) / 2)
 
 
 # Runs -----------------------------------------------------------------------------------------------------------
