@@ -80,6 +80,7 @@ END
 }
 
 network() { # a switch in a namespace of its own: there no firewall of this machine stands between the nodes
+  no_network # a machine that went down in the middle leaves the name behind
   ip netns add "$SWITCH"
   ip -n "$SWITCH" link add switch type bridge
   ip -n "$SWITCH" link set switch up
@@ -120,6 +121,9 @@ up() {
   mkdir -p "$DIR"
   packages
   [[ ! -e $CONF ]] || down
+  ! ip -n "$SWITCH" link show node0 > /dev/null 2>&1 \
+    || fail "a Slurm named $SWITCH runs already: choose another SWITCH, NET and PORT, or end it (RANKUP_SLURM_DIR=... slurm/local.sh down)"
+  mkdir -p "$DIR"
   configure
   munged --socket="$DIR/munge/socket" --key-file="$DIR/munge/key" --pid-file="$DIR/munge/pid" \
     --log-file="$DIR/munge/log" --seed-file="$DIR/munge/seed" --force 2> "$DIR/log/munged"
@@ -135,28 +139,33 @@ up() {
   say "$NODES nodes are up. Go on with: export SLURM_CONF=$CONF; sbatch slurm/ddp.sbatch --dataset digits"
 }
 
-kill_pid() { # FILE: SIGKILL for the process whose id stands there
+kill_pid() { # FILE NAME: SIGKILL for the process whose id stands there, unless the id is another program's by now
   local pid
   pid=$(cat "$1" 2> /dev/null) || return 0
+  rm -f "$1"
+  [[ $(cat "/proc/$pid/comm" 2> /dev/null) == "$2" ]] || return 0
   kill -9 "$pid" 2> /dev/null || true
   for ((tries = 0; tries < 100; tries++)); do kill -0 "$pid" 2> /dev/null || break; sleep 0.05; done
-  rm -f "$1"
+}
+
+no_network() {
+  ip netns del "$SWITCH" 2> /dev/null || true
+  ip link del "$SWITCH" 2> /dev/null || true
 }
 
 down() {
-  for file in "$DIR"/node*.pid1; do [[ ! -e $file ]] || kill_pid "$file"; done
-  for file in "$DIR"/node*.unshare; do [[ ! -e $file ]] || kill_pid "$file"; done
-  kill_pid "$DIR/slurmctld.pid"
-  kill_pid "$DIR/munge/pid"
-  ip netns del "$SWITCH" 2> /dev/null || true
-  ip link del "$SWITCH" 2> /dev/null || true
+  for file in "$DIR"/node*.pid1; do [[ ! -e $file ]] || kill_pid "$file" bash; done
+  for file in "$DIR"/node*.unshare; do [[ ! -e $file ]] || kill_pid "$file" unshare; done
+  kill_pid "$DIR/slurmctld.pid" slurmctld
+  kill_pid "$DIR/munge/pid" munged
+  no_network
   [[ ! -e $CONF ]] || rm -rf "$DIR" # and no folder that somebody named by mistake
 }
 
 case ${1:-up} in
   up) up ;;
   down) down; say "removed" ;;
-  kill) kill_pid "$DIR/$2.pid1" ;;      # NODE loses its power: every process of it ends at once
+  kill) kill_pid "$DIR/$2.pid1" bash ;;    # NODE loses its power: every process of it ends at once
   start) node_up "$2" ;;                # NODE comes back
   kill-slurmd) on "$2" kill -9 "$(cat "$DIR/$2.pid")" ;; # its jobs go on without it
   start-slurmd) slurmd_up "$2" ;;

@@ -1,5 +1,6 @@
 """A real Slurm for tests: slurm/local.sh's two nodes of namespaces, jobs on them, and what they leave running."""
 
+import fcntl
 import itertools
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -28,19 +30,34 @@ def why_not() -> str:
         return f"no {', '.join(lacking)} here: {MEND}"
     if os.geteuid() != 0:
         return "Slurm's daemons and namespaces take root: sudo make unit ARGS='-k slurm'"
-    tried = subprocess.run(["unshare", "-n", "-u", "-m", "-p", "-f", "true"], capture_output=True, text=True, check=False)
+    tried = subprocess.run(
+        ["unshare", "-n", "-u", "-m", "-p", "-f", "true"], capture_output=True, text=True, check=False
+    )
     return f"no namespaces here ({tried.stderr.strip()}): docker run --privileged" if tried.returncode else ""
 
 
 class Cluster:
-    """Two nodes, of names and addresses that no other Slurm of this machine has."""
+    """Two nodes, of names and addresses that no other Slurm of this machine has.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    They take the first number that no other tests hold now. What tests that were killed left under it, `up` removes.
+    """
+
+    def __init__(self) -> None:
+        for number in range(8):
+            self.folder = folder = Path(tempfile.gettempdir(), f"rankup-test{number}")
+            self.lock = folder.with_suffix(".lock").open("w")
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                self.lock.close()
+        else:
+            raise AssertionError("eight Slurms of tests run on this machine already")
         self.env = clean_environment(
             {
-                "SLURM_CONF": str(folder / "slurm.conf"), "RANKUP_SLURM_DIR": str(folder), "SWITCH": "rankup-test",
-                "NET": "192.168.79", "PORT": "17817", "PYTHON": sys.executable, "PYTHONWARNINGS": "default",
+                "SLURM_CONF": str(folder / "slurm.conf"), "RANKUP_SLURM_DIR": str(folder), "SWITCH": folder.name,
+                "NET": f"192.168.{79 + number}", "PORT": str(17817 + 10 * number),
+                "PYTHON": sys.executable, "PYTHONWARNINGS": "default",
             }
         )  # fmt: skip
         self.numbers = itertools.count()
@@ -61,6 +78,11 @@ class Cluster:
     def local(self, *words: str) -> None:
         self.run(LOCAL, *words)
 
+    def close(self) -> None:
+        """Remove it, and let go of its number."""
+        with self.lock:
+            self.local("down")
+
     def submit(self, folder: Path, arguments: str, *options: str, file: Path = DDP, **env: str) -> "SlurmJob":
         """sbatch OPTIONS ddp.sbatch ARGUMENTS, from `folder`."""
         words = ["sbatch", "--parsable", *options, file, *arguments.split()]
@@ -77,7 +99,9 @@ class Cluster:
 
     def idle(self) -> None:
         """Wait until both nodes are up and have nothing to do, and nothing of any job runs."""
-        wait_for("idle nodes", lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2", log=self.report)
+        wait_for(
+            "idle nodes", lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2", log=self.report
+        )
         wait_for("end of all processes", lambda: not self.processes(), timeout_s=20, log=lambda: str(self.processes()))
 
     def report(self) -> str:
@@ -132,7 +156,9 @@ class SlurmJob:
     def daemons(self) -> list[psutil.Process]:
         """Slurm's own, one for each step on each node."""
         name = f"slurmstepd: [{self.number.split('_')[0]}."
-        return [process for process in psutil.process_iter(["cmdline"]) if name in " ".join(process.info["cmdline"] or ())]
+        return [
+            process for process in psutil.process_iter(["cmdline"]) if name in " ".join(process.info["cmdline"] or ())
+        ]
 
     def code(self) -> int:
         return int(self.show()["ExitCode"].split(":")[0])

@@ -102,13 +102,13 @@ def image() -> str:
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[clusters.Cluster]:
+def cluster() -> Iterator[clusters.Cluster]:
     """A real Slurm of two nodes, started by slurm/local.sh."""
     if reason := clusters.why_not():
         pytest.skip(reason)
-    made = clusters.Cluster(tmp_path_factory.mktemp("slurm"))
+    made = clusters.Cluster()
     try:
         made.local("up")
         yield made
     finally:
-        made.local("down")
+        made.close()

@@ -1,12 +1,14 @@
 """Several Slurm jobs at once, arrays, and the mistakes that a user can make: each its own message and state."""
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from clusters import Cluster
+from clusters import LOCAL, Cluster
 from containers import digest_by_torchrun
 
 pytestmark = pytest.mark.timeout(400)
@@ -71,3 +73,28 @@ def test_slurm_runs_a_workload_of_ones_own_with_data_on_each_nodes_disk(cluster:
     config = yaml.safe_load((tmp_path / "runs" / "job" / "config.yaml").read_text())
     assert config["data_dir"] == f"/tmp/rankup-{job.number}"
     assert not Path(config["data_dir"]).exists()
+
+
+@pytest.mark.parametrize("left", [("slurm.conf", "slurmctld.pid", "node0.pid1", "node1.unshare"), ()], ids=["files", "name"])
+def test_slurm_comes_up_over_what_a_machine_that_went_down_left(left: tuple[str, ...], cluster: Cluster) -> None:
+    """Its files name processes that are others' by now, and the network's name is taken by nothing."""
+    del cluster  # there is a Slurm, and it holds a number
+    another = Cluster()
+    innocent = subprocess.Popen(["sleep", "600"])
+    try:
+        another.folder.mkdir(exist_ok=True)
+        for name in left:
+            (another.folder / name).write_text(f"{innocent.pid}\n")
+        Path("/run/netns", another.folder.name).touch()
+        another.local("up")
+        assert another.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2"
+        assert innocent.poll() is None
+        said = another.run(LOCAL, "up", check=False, RANKUP_SLURM_DIR=f"{another.folder}-b")
+        assert f"a Slurm named {another.folder.name} runs already" in said
+        assert another.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2"
+    finally:
+        innocent.kill()
+        innocent.wait()
+        another.close()
+        shutil.rmtree(f"{another.folder}-b", ignore_errors=True)
+    assert not another.folder.exists()
