@@ -42,7 +42,7 @@ unit: $(READY) ## pytest
 	$(RUN)python -m pytest $(ARGS)
 
 engine: $(READY) ## pytest on a real container engine: builds the image, starts and kills containers (root)
-	RANKUP_ENGINE=1 $(RUN)python -m pytest tests/test_launchers_compose*.py tests/test_launchers_k8s.py $(ARGS)
+	RANKUP_ENGINE=1 $(RUN)python -m pytest tests/test_launchers_compose*.py tests/test_launchers_k8s*.py $(ARGS)
 
 soak: $(READY) ## The tests with random faults, a hundred runs of each (hours)
 	RANKUP_RUNS=100 $(RUN)python -m pytest --timeout 0 $(or $(ARGS),$(shell grep -l RANKUP_RUNS tests/test_*.py))

@@ -44,9 +44,11 @@ if [[ $(docker image inspect -f '{{.Id}}' "$image") != "$before" ]]; then
     { cat "$log" >&2; rm "$log"; docker rmi -f "$image" > /dev/null; fail "the image does not work, and is not kept: see above"; }
   grep '^image:' "$log"
   rm "$log"
-  # The one it replaces, unless it goes by another name or a container uses it
-  if [[ $(docker image inspect -f '{{len .RepoTags}}' "${before:-none}" 2> /dev/null) == 0 ]]; then
-    docker rmi "$before" > /dev/null 2>&1 || true
-  fi
+fi
+# By its version too: the manifests in k8s/ name that, since a cluster keeps for ever what it once had by a name
+if [[ $image == rankup:runtime ]]; then docker tag "$image" "rankup:$VERSION"; fi
+# The one it replaces, unless it goes by another name or a container uses it
+if [[ $(docker image inspect -f '{{len .RepoTags}}' "${before:-none}" 2> /dev/null) == 0 ]]; then
+  docker rmi "$before" > /dev/null 2>&1 || true
 fi
 say "$image, $(docker image inspect -f '{{.Size}}' "$image" | awk '{printf "%.2f GB", $1 / 1e9}'), revision $REVISION"

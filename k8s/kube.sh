@@ -4,7 +4,9 @@
 # Edit: nothing; IMAGE and CLUSTER are set in the environment.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-what=${OVERLAY:-} cluster=${CLUSTER:-rankup} image=${IMAGE:-rankup:runtime}
+what=${OVERLAY:-} cluster=${CLUSTER:-rankup}
+# By itself what the manifests name and `make image` builds
+image=${IMAGE:-rankup:$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
 # Recorded and tested: other releases may set other variables
 operator="github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.3"
 context=() # the user's own, unless this script made the cluster

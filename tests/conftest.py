@@ -3,9 +3,11 @@
 import os
 import secrets
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import clusters
+import kubepods
 import psutil
 import pytest
 from containers import clean_environment, docker, why_not
@@ -112,3 +114,17 @@ def cluster() -> Iterator[clusters.Cluster]:
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture
+def pods(tmp_path: Path, image: str) -> Iterator[Callable[..., kubepods.Cluster]]:
+    """Makes a kubepods.Cluster; whatever happens, no container and no network of it is left."""
+    made: list[kubepods.Cluster] = []
+
+    def make(what: str, settings: Sequence[str] = ()) -> kubepods.Cluster:
+        made.append(kubepods.Cluster(tmp_path / f"cluster-{len(made)}", what, settings))
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        cluster.remove()

@@ -1,9 +1,12 @@
 """Reads, renders and judges the manifests in k8s/, without a cluster."""
 
+import copy
 import json
 import os
 import shutil
 import subprocess
+import tomllib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,10 @@ K8S = ROOT / "k8s"
 OVERLAYS = sorted(path.parent.name for path in (K8S / "overlays").glob("*/kustomization.yaml"))
 FILES = ["pytorchjob.yaml", "trainjob.yaml", "job.yaml"]
 EVERY = [*FILES, *(f"overlays/{name}" for name in OVERLAYS)]
+TRAINING = [what for what in EVERY if what not in ("overlays/board", "overlays/debug")]
 VERSION = "1.32"  # of Kubernetes
+# What `make image` builds, by the program's version
+IMAGE = f"rankup:{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}"
 # The published schemas and the recorded pods, where somebody has them: our own rules, below, hold everywhere
 FACTS = Path(os.environ.get("K8S_FACTS", ROOT.parent / "shared" / "k8s"))
 
@@ -55,6 +61,7 @@ def rendered(what: str) -> list[Object]:
 
 NAME = {"type": "string", "pattern": r"^[a-z]([-a-z0-9]*[a-z0-9])?$"}  # DNS-1035
 INTEGER = {"type": "integer"}
+STRING = {"type": "string"}
 
 
 def _object(required: list[str] | None = None, **properties: Any) -> Object:
@@ -70,7 +77,10 @@ def _replica(**count: Any) -> Object:
 PYTORCHJOB = _object(
     ["pytorchReplicaSpecs"],
     nprocPerNode={"type": "string", "pattern": r"^([1-9][0-9]*|auto|cpu|gpu)$"},
-    elasticPolicy=_object(rdzvBackend={"enum": ["c10d"]}, minReplicas=INTEGER, maxReplicas=INTEGER, maxRestarts=INTEGER),
+    elasticPolicy=_object(
+        rdzvBackend={"enum": ["c10d"]}, minReplicas=INTEGER, maxReplicas=INTEGER, maxRestarts=INTEGER,
+        rdzvConf={"type": "array", "items": _object(["key", "value"], key=STRING, value=STRING)},
+    ),
     runPolicy=_object(
         cleanPodPolicy={"enum": ["All", "Running", "None"]}, ttlSecondsAfterFinished=INTEGER, activeDeadlineSeconds=INTEGER,
         backoffLimit=INTEGER, suspend={"type": "boolean"},
@@ -164,29 +174,18 @@ def _core(document: Object) -> list[str]:
     return []
 
 
-# --- Pod Security "restricted" ----------------------------------------------------------------------------------------
+def change(*path: str | int, value: Any) -> Callable[[Object], None]:
+    """A change to one field, for a test that shall find it."""
+
+    def mutate(document: Object) -> None:
+        for step in path[:-1]:
+            document = document[step]  # type: ignore[index]
+        document[path[-1]] = value  # type: ignore[index]
+
+    return mutate
 
 
-def unrestricted(pod: Object) -> list[str]:
-    """What the profile restricted refuses in a pod, and what we ask besides."""
-    spec = pod["spec"]
-    found = [field for field in ("hostNetwork", "hostPID", "hostIPC") if spec.get(field)]
-    user = spec.get("securityContext", {})
-    allowed = {"name", "configMap", "emptyDir", "persistentVolumeClaim", "secret", "projected", "ephemeral"}
-    found += [f"volume {each['name']}" for each in spec.get("volumes", []) if not set(each) <= allowed]
-    if spec.get("automountServiceAccountToken") is not False:
-        found.append("a service account's token")
-    for container in [*spec["containers"], *spec.get("initContainers", [])]:
-        own, where = container.get("securityContext", {}), container["name"]
-        merged = {**user, **own}
-        found += [f"{where}: {problem}" for problem, wrong in {
-            "may run as root": merged.get("runAsNonRoot") is not True or not merged.get("runAsUser"),
-            "seccomp": merged.get("seccompProfile", {}).get("type") not in ("RuntimeDefault", "Localhost"),
-            "privilege escalation": own.get("allowPrivilegeEscalation") is not False,
-            "capabilities": own.get("capabilities") != {"drop": ["ALL"]},
-            "privileged": bool(own.get("privileged")),
-            "writable root": own.get("readOnlyRootFilesystem") is not True,
-            "host port": any("hostPort" in port for port in container.get("ports", [])),
-            "proc mount": own.get("procMount", "Default") != "Default",
-        }.items() if wrong]  # fmt: skip
-    return found
+def one(what: str, kind: str) -> Object:
+    """A copy of the only object of this kind in a file or an overlay."""
+    (found,) = [each for each in rendered(what) if each["kind"] == kind]
+    return copy.deepcopy(found)

@@ -165,3 +165,28 @@ def command_line(pod: Object) -> list[str]:
     values = environment(pod)
     return [re.sub(r"\$\((\w+)\)", lambda name: values.get(name[1], name[0]), word)
             for word in [*container.get("command", []), *container.get("args", [])]]  # fmt: skip
+
+
+OWNERS = ("PyTorchJob", "Job", "TrainingRuntime")  # whose rules decide what becomes of a pod that has ended
+
+
+def verdict(owner: Object, code: int, *, disrupted: bool = False) -> str:
+    """What the end of a pod comes to. done; fails: the job; new: another pod; counted: another pod, or its container again, of
+    which there are as many as backoffLimit. `disrupted`: by preemption, eviction or a drain."""
+    if owner["kind"] == "PyTorchJob":
+        (policy,) = {each["restartPolicy"] for each in owner["spec"]["pytorchReplicaSpecs"].values()}
+        if code == 0:
+            return "done"
+        if policy == "ExitCode":  # 48879 for a pod whose init container failed: it is above 128 too
+            return "new" if code >= 128 else "fails"
+        return {"OnFailure": "counted", "Never": "fails"}[policy]
+    if owner["kind"] == "TrainingRuntime":
+        (owner,) = [each["template"] for each in owner["spec"]["template"]["spec"]["replicatedJobs"]]
+    if code == 0:
+        return "done"
+    for rule in owner["spec"]["podFailurePolicy"]["rules"]:
+        on = rule.get("onExitCodes", {"operator": "In", "values": []})
+        fits = (code in on["values"]) == (on["operator"] == "In")
+        if fits or (disrupted and {"type": "DisruptionTarget", "status": "True"} in rule.get("onPodConditions", [])):
+            return {"FailJob": "fails", "Ignore": "new", "Count": "counted"}[rule["action"]]
+    return "counted"

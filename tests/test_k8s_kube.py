@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from jobs import ROOT
+from kube import IMAGE
 
 # Each prints its line to $CALLS. kubectl tells the states in $STATES one after the other, the last one for ever.
 TOOL = '#!/bin/bash\necho "$(basename "$0") $*" >> "$CALLS"\n'
@@ -39,7 +40,7 @@ class Tools:
             (self.folder / name).write_text(TOOL + text)
             (self.folder / name).chmod(0o755)
         files = {name: str(self.folder / f"{name.lower()}.txt") for name in ("CALLS", "CLUSTERS", "STATES", "CRD")}
-        self.env = {**files, "THERE": "rankup:runtime", "POLL_S": "0.01"}
+        self.env = {**files, "THERE": IMAGE, "POLL_S": "0.01"}
         (self.folder / "clusters.txt").write_text("another\n")
         self.states("Created Running|u1 rankup-master-0 Running", "Created Succeeded|u1 rankup-master-0 Succeeded")
 
@@ -69,7 +70,7 @@ def tools(tmp_path: Path) -> Tools:
 def test_kube_kind_makes_a_cluster_brings_operator_and_image_and_follows_the_job(tools: Tools) -> None:
     done = tools.run("kind")
     assert done.returncode == 0, done.stderr
-    steps = ["kind create cluster --name rankup", "kind load docker-image rankup:runtime --name rankup",
+    steps = ["kind create cluster --name rankup", f"kind load docker-image {IMAGE} --name rankup",
              "apply --server-side -k", "apply -k k8s/base", "logs --follow rankup-master-0"]  # fmt: skip
     calls = [call for call in tools.calls() if "rollout" not in call]
     assert len(calls) == len(steps), calls

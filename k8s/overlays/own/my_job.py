@@ -1,0 +1,49 @@
+"""On which of two rings does a point lie? A workload of your own that reads a table: --workload my_job:build --data-dir /data"""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from train.config import Config
+from train.data import TensorSamples
+from train.workloads import Sums, Workload
+
+HELD_BACK = 5  # every fifth row is for the evaluation
+
+
+def build(config: Config) -> Workload:
+    """Called once in each process, with the random state that the seed gives."""
+    with (Path(config.data_dir or ".") / "points.csv").open() as lines:
+        rows = [[float(row["x"]), float(row["y"]), float(row["ring"])] for row in csv.DictReader(lines)]
+    points, rings = torch.tensor(rows)[:, :2], torch.tensor(rows)[:, 2].long()
+    kept = torch.arange(len(rows)) % HELD_BACK != 0
+    return Workload(
+        model=nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)),
+        train=TensorSamples(points[kept], rings[kept]),
+        evaluation=TensorSamples(points[~kept], rings[~kept]),
+        loss=loss,
+        evaluate=evaluate,
+        data_name="rings",
+        classes=("inner", "outer"),
+    )
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The mean over this process's part of the global batch."""
+    points, rings = batch
+    return functional.cross_entropy(model(points), rings)
+
+
+def evaluate(model: nn.Module, batch: Any) -> Sums:
+    """Sums, which are added over all batches and processes, and then divided by the count."""
+    points, rings = batch
+    scores = model(points)
+    return {
+        "count": torch.tensor(len(rings)),
+        "loss": functional.cross_entropy(scores, rings, reduction="sum"),
+        "accuracy": (scores.argmax(1) == rings).sum(),
+    }
