@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from train.cgroups import oom_kills
 from train.cpus import cpu_quota
 
 
@@ -40,3 +41,19 @@ def test_cpu_quota_is_the_least_granted(tmp_path: Path, contents: dict[str, str]
 def test_cpu_quota_of_this_machine_is_positive():
     quota = cpu_quota()
     assert quota is None or quota > 0
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [
+        ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "oom 5\noom_kill 3\n",
+          "sys/fs/cgroup/memory.events": "oom 9\noom_kill 9\n"}, 3),
+        # In a container: the path is the host's
+        ({"proc/self/cgroup": "4:memory:/docker/abc\n", "sys/fs/cgroup/memory/memory.oom_control":
+          "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}, 2),
+        ({"proc/self/cgroup": "0::/\n"}, None),
+        ({}, None),
+    ],
+)  # fmt: skip
+def test_memory_kills_are_counted_in_the_own_group(tmp_path: Path, contents: dict[str, str], expected: int | None) -> None:
+    assert oom_kills(files(tmp_path, contents)) == expected

@@ -12,7 +12,7 @@ import pytest
 from forks import Forks
 from jobs import MAIN, ROOT, ended, free_port, result, start
 
-from train.launch import _ended
+from train import launch
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 TESTS = Path(__file__).parent
@@ -304,9 +304,19 @@ def test_launch_passes_a_signal_on_and_keeps_the_code(
     assert f"resumed from step-{stopped_at:08d}" in output
 
 
-def test_launch_says_what_137_may_mean() -> None:
-    assert "the memory was not enough" in _ended({0: 171, 1: 137})
-    assert "memory" not in _ended({0: 171, 1: 1})
+@pytest.mark.parametrize(
+    ("before", "now", "what"),
+    [
+        (None, None, "if nobody sent it, the memory was not enough"),
+        (3, 3, "no out-of-memory kill was counted in this container or job"),
+        (3, 4, "1 out-of-memory kill was counted in this container or job meanwhile: give it more memory"),
+        (0, 2, "2 out-of-memory kills were counted"),
+    ],
+)
+def test_launch_says_what_137_means(monkeypatch: pytest.MonkeyPatch, before: int | None, now: int | None, what: str) -> None:
+    monkeypatch.setattr(launch, "oom_kills", lambda: now)
+    assert what in launch._ended({0: 171, 1: 137}, before)
+    assert "memory" not in launch._ended({0: 171, 1: 1}, before)
 
 
 def test_interrupt_key_under_launch_saves_once(forks: Forks, tmp_path: Path) -> None:

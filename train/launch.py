@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from train import spawn
+from train.cgroups import oom_kills
 from train.errors import FAULT, FINISHED, PEER_LOST, STOPPED
 from train.log import Log
 from train.status import attempt_of, new_attempt, read_json
@@ -54,6 +55,7 @@ def launch(
     for restart in range(max_restarts + 1):
         attempt = attempt_of(job, restart)
         port = nodes.master_port or free_port()
+        killed_before = oom_kills()
         codes, first = _attempt(arguments, nodes, port, attempt, restart, stop, log)
         code = verdict(codes, first, stopped=stop.asked)
         if code == FINISHED and nodes.node_rank == 0:
@@ -61,9 +63,9 @@ def launch(
         if code < 128 or code == STOPPED:
             break
         if restart == max_restarts:
-            log.warn(f"{_ended(codes)}; gave up after {max_restarts} restarts, exit code {code}")
+            log.warn(f"{_ended(codes, killed_before)}; gave up after {max_restarts} restarts, exit code {code}")
             break
-        log.say(f"{_ended(codes)}; starting again ({restart + 1} of {max_restarts})")
+        log.say(f"{_ended(codes, killed_before)}; starting again ({restart + 1} of {max_restarts})")
     return code
 
 
@@ -172,11 +174,22 @@ def verdict(codes: dict[int, int], first: int | None, *, stopped: bool = False) 
     return FINISHED
 
 
-def _ended(codes: dict[int, int]) -> str:
+def _ended(codes: dict[int, int], killed_before: int | None) -> str:
     text = "ranks ended with " + ", ".join(f"{code} (local rank {rank})" for rank, code in sorted(codes.items()))
-    if 128 + 9 in codes.values():
-        text += " (137 is SIGKILL: if nobody sent it, the memory was not enough, or the limit of the container or job)"
-    return text
+    if 128 + 9 not in codes.values():
+        return text
+    now = oom_kills()
+    if now is None or killed_before is None:
+        return f"{text} (137 is SIGKILL: if nobody sent it, the memory was not enough, or the limit of the container or job)"
+    if (count := now - killed_before) > 0:
+        return (
+            f"{text} (137 is SIGKILL: {count} out-of-memory kill{'s were' if count > 1 else ' was'} counted in this container "
+            "or job meanwhile: give it more memory, or lower --num-workers or --batch-size)"
+        )
+    return (
+        f"{text} (137 is SIGKILL: no out-of-memory kill was counted in this container or job: somebody sent it, or the "
+        "machine itself ran out)"
+    )
 
 
 def _confirmed(run_dir: Path, attempt: str, log: Log) -> int:

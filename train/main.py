@@ -27,6 +27,7 @@ if __name__ == "__main__":
 from train import env, initmethod
 from train.config import Config, Extra, Parsed, check_world_size, help_text, load_config, parse_args, to_yaml
 from train.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, LaunchError, Stopped, UserError, exit_code
+from train.explain import advice
 from train.log import Log
 from train.status import tell_torchrun
 
@@ -224,7 +225,10 @@ def _report(error: BaseException, log: Log) -> int:
         log.warn(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
     else:
         # The rank and host stand before each line: in a heap of logs this is the one to find
-        log.warn("".join(traceback.format_exception(error)).rstrip())
+        text = "".join(traceback.format_exception(error)).rstrip()
+        log.warn(text)
+        if known := advice(text):
+            log.warn(known)
     return code
 
 
