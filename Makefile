@@ -56,14 +56,14 @@ bench: $(READY) ## Measure images/s, start, save and load on this machine
 k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it; OVERLAY=gpu: k8s/README.md
 	@k8s/kube.sh $(@:k8s-%=%)
 
-lock: ## Write docker/requirements.lock anew: the newest versions that pyproject.toml allows
+lock: ## Write docker/requirements*.lock anew: the newest versions that pyproject.toml allows
 	docker/lock.sh $(PYTHON)
 
 clean: ## Remove .venv and caches; runs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.ready: docker/requirements.lock pyproject.toml
+$(VENV)/.ready: docker/requirements.lock docker/requirements-text.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed, $(PYTHON) is not. Name one: make venv PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
@@ -71,7 +71,7 @@ $(VENV)/.ready: docker/requirements.lock pyproject.toml
 	@echo "Installing PyTorch and the rest into $(VENV) (once; about 5.6 GB on Linux)"
 	$(PYTHON) -m venv $(VENV)
 	@# Silent where nobody watches: a hundred lines of "Collecting" hide the one that matters
-	@test -t 1 || export PIP_QUIET=1; set -x; $(RUN)pip install -r docker/requirements.lock
+	@test -t 1 || export PIP_QUIET=1; set -x; $(RUN)pip install $(addprefix -r ,$(filter %.lock,$^))
 	@# The command `rankup`; built with the setuptools just installed, so that pip looks nothing up
 	@PIP_QUIET=1 $(RUN)pip install --no-deps --no-build-isolation --editable .
 	@touch $@

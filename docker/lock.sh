@@ -1,20 +1,26 @@
 #!/usr/bin/env bash
-# Write docker/requirements.lock anew: the newest versions that pyproject.toml allows, torch and torchvision as they are.
+# Write docker/requirements*.lock anew: the newest versions that pyproject.toml allows, torch and torchvision as they are.
 # Run: make lock PYTHON=python3.11      (the oldest Python that is supported: what runs there runs on newer ones)
 # Edit: the lines torch== and torchvision== in requirements.lock, to raise these two.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 lock=docker/requirements.lock
+text=docker/requirements-text.lock
 venv=$(mktemp -d)
 trap 'rm -rf "$venv"' EXIT
 
 "${1:-python3}" -m venv "$venv"
 grep -E '^torch(vision)?==' "$lock" > "$venv/keep.txt"
 "$venv/bin/pip" install --quiet --editable '.[test]' --constraint "$venv/keep.txt"
-{
-  grep '^#' "$lock"
+installed() {
   # torch needs the CUDA libraries and triton on Linux only; elsewhere there are none
   "$venv/bin/pip" freeze --all --exclude-editable --exclude pip --exclude wheel |
     sed -E '/^(nvidia|cuda|triton)/s/$/; platform_system == "Linux"/'
-} > "$venv/requirements.lock"
+}
+installed > "$venv/all.txt"
+# What a BERT needs besides, in a list of its own: the image is built anew when requirements.lock changes
+"$venv/bin/pip" install --quiet --editable '.[test,text]' --constraint "$venv/all.txt"
+{ grep '^#' "$text"; installed | grep -vxFf "$venv/all.txt"; } > "$venv/text.lock"
+{ grep '^#' "$lock"; cat "$venv/all.txt"; } > "$venv/requirements.lock"
 cp "$venv/requirements.lock" "$lock"
+cp "$venv/text.lock" "$text"

@@ -85,10 +85,11 @@ class Job:
 class Forks:
     """The process that forks, and what it forked."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, more: Sequence[str] = ()) -> None:
+        """`more`: modules that take long to import and that these jobs need besides."""
         self.folder = folder
         self.server = subprocess.Popen(
-            [sys.executable, __file__], env=environment({"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}), cwd=ROOT, text=True,
+            [sys.executable, __file__, *more], env=environment({"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}), cwd=ROOT, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=1,
         )  # fmt: skip
         self._count = 0
@@ -166,7 +167,8 @@ class Forks:
 
 def serve() -> None:
     """Fork one job a line of stdin; tell on stdout who was started and who ended."""
-    for slow in ("torch._dynamo", "torch.utils.tensorboard", "train.apply", "train.loop", "train.workloads.images"):
+    for slow in ("torch._dynamo", "torch.utils.tensorboard", "train.apply", "train.loop", "train.workloads.images",
+                 *sys.argv[1:]):  # fmt: skip
         importlib.import_module(slow)
 
     wakeup, writer = socket.socketpair()

@@ -263,9 +263,12 @@ def test_docs_list_what_a_run_leaves(tmp_path: Path) -> None:
 
 def test_docs_lock_fits_the_bounds() -> None:
     project = tomllib.loads(read("pyproject.toml"))["project"]
-    lines = [line for line in read("docker/requirements.lock").splitlines() if not line.startswith("#")]
+    locks = read("docker/requirements.lock") + read("docker/requirements-text.lock")
+    lines = [line for line in locks.splitlines() if not line.startswith("#")]
+    assert len({line.split("==")[0] for line in lines}) == len(lines)
     locked = {line.split("==")[0].lower().replace("_", "-"): line.split("==")[1].split(";")[0] for line in lines}
-    wanted = [Requirement(text) for text in [*project["dependencies"], *project["optional-dependencies"]["test"]]]
+    extras = project["optional-dependencies"]
+    wanted = [Requirement(text) for text in [*project["dependencies"], *extras["test"], *extras["text"]]]
     assert len(wanted) > 10
     for requirement in wanted:
         assert locked[requirement.name.lower()] in requirement.specifier, requirement

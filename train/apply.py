@@ -151,14 +151,16 @@ def _opened(
         torch.set_num_threads(settings.num_threads)
         torch.use_deterministic_algorithms(settings.deterministic)
         seed_everything(mix(settings.seed))
-        workload = load(settings)
+        workload = load(settings, pretrained=False)
         for note in workload.notes:
             log.say(note)
-        # Where the default fell back to other data, then or now, the classes would be those of the wrong set
-        if earlier.state["data"] != workload.data_name and not given & {"dataset", "workload"}:
+        # Where the default fell back to other data, then or now, the classes would be those of the wrong set; texts would become
+        # the numbers of another vocabulary
+        texts = settings.workload == "text"
+        if earlier.state["data"] != workload.data_name and (texts or not given & {"dataset", "workload"}):
             raise UserError(
                 f"{earlier.path} was trained on {earlier.state['data']}, got {workload.data_name} now. Set --data-dir or "
-                "--dataset."
+                f"--{'bert-dir' if texts else 'dataset'}."
             )
         try:
             workload.model.load_state_dict(earlier.model_state())

@@ -18,9 +18,10 @@ class Characters:
         self.number = {character: FIRST + index for index, character in enumerate(characters[:limit])}
         self.max_seq_len, self.size, self.pad = max_seq_len, FIRST + len(self.number), PAD
 
-    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+    def __call__(self, texts: Sequence[str]) -> tuple[list[list[int]], int]:
         end = self.max_seq_len - 1
-        return [[START, *(self.number.get(character, UNKNOWN) for character in text[:end])] for text in texts]
+        rows = [[START, *(self.number.get(character, UNKNOWN) for character in text[:end])] for text in texts]
+        return rows, sum(len(text) > end for text in texts)
 
 
 class Encoder(nn.Module):

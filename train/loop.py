@@ -56,7 +56,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
 
         # Data ---------------------------------------------------------------------------------------------------
         seed_everything(mix(config.seed))
-        workload = load(config)
+        workload = load(config, pretrained=record.checkpoint is None)
         for note in workload.notes:
             log.say(note)
         order = _order(config, group, workload)
@@ -271,14 +271,15 @@ def _initial(config: Config, model: nn.Module, log: Log) -> dict[str, torch.Tens
 
 
 def _must_match(group: Group, model: nn.Module) -> None:
-    group.must_match("the initial weights", weights.digest(model.state_dict())[:16], remedy="Look at init_from.")
+    group.must_match("the initial weights", weights.digest(model.state_dict())[:16], remedy="Look at init_from and bert_dir.")
 
 
 def _resume(earlier: Checkpoint, model: nn.Module, group: Group, workload: Workload) -> Progress:
     """Put back a checkpoint's weights, and say where it goes on. Raises UserError for one of other data or model."""
     state = earlier.state
     if state["data"] != workload.data_name:
-        raise UserError(f"{earlier.path} was trained on {state['data']}, got {workload.data_name} now. Set --data-dir.")
+        way_out = "Set --data-dir or --bert-dir" if state["config"]["workload"] == "text" else "Set --data-dir"
+        raise UserError(f"{earlier.path} was trained on {state['data']}, got {workload.data_name} now. {way_out}.")
     with _fitting(earlier):
         model.load_state_dict(earlier.model_state())
     group.log.say(f"resumed from {Path(earlier.path).name}")

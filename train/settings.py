@@ -47,6 +47,9 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=
     image_size: int | None = _result(None, "Scale images to this height and width; null: as they are.",
                                      unit="pixels", ge=8, le=1024)
     max_seq_len: int = _result(128, "text: longer texts are cut to this.", unit="tokens", ge=4, le=65_536)
+    bert_dir: str | None = _setting(None, "text: folder of a BERT, config, vocabulary and weights; null: a small encoder.",
+                                    min_length=1, rule="a path")
+    bert_download: bool = _setting(False, "text: bert_dir may be a name at the Hugging Face hub, downloaded once.")
     length_pool: int = _result(50, "Batches from which samples of like length are put together; 0: any lengths.",
                                unit="batches", ge=0, le=MANY)
     labels_file: str | None = _setting(None, "text: file of the labels, one a line; null: those of the training data.",

@@ -33,10 +33,12 @@ def shard(model: nn.Module, group: Group) -> None:
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:
-    """The layers that are gathered one after the other; none where two share a parameter, which has to be in one place."""
+    """The layers that are gathered one after the other, those of a list inside a child too; none where two share a parameter,
+    which has to be in one place."""
     found: list[nn.Module] = []
     for child in model.children():
-        found += _parts(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
+        lists = isinstance(child, nn.ModuleDict) or any(isinstance(module, nn.ModuleList) for module in child.modules())
+        found += _parts(child) if lists else [child]
     found = [part for part in found if next(part.parameters(), None) is not None]
     held = [id(parameter) for part in found for parameter in part.parameters()]
     return found if len(held) == len(set(held)) else []

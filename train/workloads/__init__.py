@@ -45,16 +45,20 @@ class Workload:
     notes: list[str] = field(default_factory=list)  # one line each, printed by rank 0
 
 
-def load(config: Config) -> Workload:
-    """Build the workload that the settings name. Raises ConfigError where the import path leads nowhere."""
+def load(config: Config, *, pretrained: bool = True) -> Workload:
+    """Build the workload that the settings name; `pretrained` False: a checkpoint's weights will take the place of those that it
+    would begin with. Raises ConfigError where the import path leads nowhere."""
     if config.workload == "images":
+        # Not among the contradictions: `evaluate --bert-dir` learns the workload from the checkpoint
+        if config.bert_dir is not None:
+            raise ConfigError(f"bert_dir must be null with workload images, got {config.bert_dir}. Set --workload text.")
         from train.workloads.images import build
 
         return build(config)
     if config.workload == "text":
         from train.workloads import text
 
-        return text.build(config)
+        return text.build(config, pretrained=pretrained)
     module_name, _, path = config.workload.partition(":")
     try:
         module = importlib.import_module(module_name)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from train.bert import build_bert
 from train.config import Config
 from train.data import Samples
 from train.encoder import Characters, Encoder
@@ -17,11 +18,11 @@ from train.workloads import Sums, Workload
 
 
 class Tokenize(Protocol):
-    """Texts -> token numbers of each, at most `max_seq_len`; `pad` fills a batch up."""
+    """Texts -> token numbers of each, at most `max_seq_len`, and how many were cut to that; `pad` fills a batch up."""
 
     pad: int
 
-    def __call__(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def __call__(self, texts: Sequence[str]) -> tuple[list[list[int]], int]: ...
 
 
 class TextSamples:
@@ -30,7 +31,7 @@ class TextSamples:
     in_memory = True
 
     def __init__(self, texts: Sequence[str], labels: Sequence[int], tokenize: Tokenize) -> None:
-        rows = tokenize(texts)
+        rows, self.num_cut = tokenize(texts)
         self.pad = tokenize.pad
         self.lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         # One tensor for all: a list of a million small ones takes ten times the memory
@@ -50,10 +51,10 @@ class TextSamples:
         return torch.where(real, self.tokens[where].long(), self.pad), self.labels[indices]
 
 
-def build(config: Config) -> Workload:
-    """The workload of the texts in `data_dir`. Raises DataError, ConfigError."""
+def build(config: Config, *, pretrained: bool = True) -> Workload:
+    """The workload of the texts in `data_dir`, `pretrained` as in `load`. Raises DataError, ConfigError."""
     found = load_texts(config)
-    tokenize, model = _model(config, len(found.classes), found.characters)
+    tokenize, model, notes, kind = _model(config, len(found.classes), found.characters, pretrained=pretrained)
 
     def samples(part: TextSet) -> TextSamples:
         return TextSamples(part.texts, part.labels, tokenize)
@@ -62,16 +63,20 @@ def build(config: Config) -> Workload:
         lines = read_lines(path)
         return TextSamples(lines, [0] * len(lines), tokenize), lambda index: lines[index]
 
+    train, evaluation = samples(found.train), samples(found.evaluation)
+    for part, path in ((train, found.train.path), (evaluation, found.evaluation.path)):
+        if part.num_cut:
+            notes.append(f"{path}: {part.num_cut:,} of {len(part):,} texts are longer than max_seq_len={config.max_seq_len}: cut")
     task = TextClassification(num_classes=len(found.classes), label_smoothing=config.label_smoothing)
     return Workload(
         model=model,
-        train=samples(found.train),
-        evaluation=samples(found.evaluation),
+        train=train,
+        evaluation=evaluation,
         loss=task.loss,
         evaluate=task.evaluate,
         predict=task.predict,
         # With a digest: two ranks whose files differ in one character would train two vocabularies
-        data_name=f"{found.name}-{found.digest}",
+        data_name=f"{found.name}-{found.digest}{kind}",
         data_origin=f"{found.train.path} and {found.evaluation.path.name}",
         classes=found.classes,
         input_name=lambda index: found.evaluation.texts[index],
@@ -79,7 +84,7 @@ def build(config: Config) -> Workload:
         pictures=lambda model, sums, device: {"eval/confusion": confusion_picture(sums["confusion"], _plain(found.classes))},
         derived=lambda sums: {"macro_f1": macro_f1(sums["confusion"])},
         report=lambda sums: (report(sums["confusion"], found.classes), _details(sums["confusion"], found.classes)),
-        notes=[*found.train.notes, *found.evaluation.notes],
+        notes=[*found.train.notes, *found.evaluation.notes, *notes],
     )
 
 
@@ -111,9 +116,15 @@ class TextClassification:
         return labels, probabilities
 
 
-def _model(config: Config, num_classes: int, characters: tuple[str, ...]) -> tuple[Tokenize, nn.Module]:
+def _model(
+    config: Config, num_classes: int, characters: tuple[str, ...], *, pretrained: bool
+) -> tuple[Tokenize, nn.Module, list[str], str]:
+    """How texts become numbers, the model of these, what to tell, and what the name of the data has for it."""
+    if config.bert_dir is not None:
+        words, bert, notes, digest = build_bert(config, num_classes=num_classes, pretrained=pretrained)
+        return words, bert, notes, f"-bert-{digest}"
     tokenize = Characters(characters, max_seq_len=config.max_seq_len)
-    return tokenize, Encoder(vocabulary=tokenize.size, num_classes=num_classes, dropout=config.dropout)
+    return tokenize, Encoder(vocabulary=tokenize.size, num_classes=num_classes, dropout=config.dropout), [], ""
 
 
 def _plain(classes: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,0 +1,107 @@
+"""The files of a BERT's folder: where it is, what it must hold, and reading it with errors that name the file."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.errors import ConfigError, DataError
+
+LAYOUT = "A BERT's folder holds config.json, vocab.txt (or tokenizer.json) and model.safetensors or pytorch_model.bin."
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # each also in parts, listed in NAME.index.json
+WORDS = ("config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def need_transformers() -> None:
+    missing = [name for name in ("transformers", "tokenizers", "safetensors") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"bert_dir must be null without the package {missing[0]}, which is not installed. For a BERT: pip install "
+            "'rankup[text]', in a checkout pip install -e '.[text]'"
+        )
+
+
+def find_folder(name: str, *, download: bool, pretrained: bool) -> Path:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise DataError(f"bert_dir must be a folder, got {folder}, a file. {LAYOUT}")
+    if not HUB_NAME.fullmatch(name):
+        raise DataError(f"bert_dir must be a folder, got {folder}, which is not there. {LAYOUT}")
+    if not download:
+        raise DataError(
+            f"bert_dir must be a folder, got {name}, which is none here. Nothing is downloaded unasked: if this is a name at the "
+            "Hugging Face hub, set --bert-download, or fetch it yourself and name its folder."
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=list(WORDS)))
+        if pretrained:
+            for weights in WEIGHTS:  # not both: they hold the same
+                if weight_files(folder, weights):
+                    break
+                stem, ending = weights.split(".")
+                snapshot_download(name, allow_patterns=[weights, f"{weights}.index.json", f"{stem}-*-of-*.{ending}"])
+    except Exception as error:  # of many kinds: no network, no such name, no access
+        raise DataError(f"bert_dir: {name} can't be downloaded from the Hugging Face hub: {one_line(error)}.") from None
+    return folder
+
+
+def weight_files(folder: Path, name: str) -> list[Path]:
+    """The files that hold these weights: one, or those that an index lists; none where neither is there."""
+    if (folder / name).exists():
+        return [folder / name]
+    index = folder / f"{name}.index.json"
+    if not index.exists():
+        return []
+    listed = read_json(index).get("weight_map", {})
+    return [folder / part for part in sorted(set(listed.values()))]
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    try:
+        with path.open("rb") as file:
+            if file.read(24).startswith(b"version https://git-lfs"):
+                raise DataError(f"{path}: is Git LFS's pointer to the weights, not the weights. git lfs pull, in that folder.")
+        safe = path.suffix == ".safetensors"
+        found = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
+        return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
+    except DataError:
+        raise
+    except FileNotFoundError:
+        raise DataError(f"{path}: is missing, though the index beside it lists it.") from None
+    except Exception as error:  # half a dozen unrelated types for a damaged file
+        raise DataError(f"{path}: must be weights that load without running code, got: {one_line(error)}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_text(path))
+    except ValueError as error:
+        raise DataError(f"{path}: must be JSON, got: {one_line(error)}.") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: must be a JSON object, got {type(found).__name__}.")
+    return found
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8").replace("\r\n", "\n")
+    except FileNotFoundError:
+        raise DataError(f"{path}: is missing. {LAYOUT}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: must be UTF-8, got other bytes. {LAYOUT}") from None
+
+
+def one_line(error: BaseException) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:200].rstrip(".")
