@@ -173,7 +173,7 @@ def digest_by_torchrun(folder: Path, job: str, *, nproc: int = 2) -> str:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     # torchrun itself warns, of other things in each version
     with ended(start(*torchrun, MAIN, "train", *job.split(), "--run-dir", folder, env={"PYTHONWARNINGS": "default"})) as run:
-        assert run.wait(120) == [0], run.output
+        assert run.wait(300) == [0], run.output
     digest: str = result(folder / "job")["digest"]
     return digest
 

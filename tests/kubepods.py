@@ -15,7 +15,7 @@ Object = dict[str, Any]
 JOB = ["--name", "job", "--dataset", "digits", "--model", "mlp", "--batch-size", "96"]
 SHORT = [*JOB, "--max-steps", "30"]
 # Long enough to be hit in the middle, whatever else the machine does: it is asked to save often
-LONG = [*JOB, "--max-steps", "600", "--epochs", "100", "--save-every-steps", "20", "--log-every-steps", "5"]
+LONG = [*JOB, "--max-steps", "1000", "--epochs", "100", "--save-every-steps", "20", "--log-every-steps", "5"]
 
 
 def _size(quantity: str) -> str:
@@ -63,7 +63,7 @@ class Cluster:
         words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
         words += ["--memory", _size(container["resources"]["limits"]["memory"])]
         if spec["restartPolicy"] == "OnFailure":  # by the kubelet, in the same pod
-            words += ["--restart", "on-failure:10"]
+            words += ["--restart", f"on-failure:{self.owner['spec']['runPolicy']['backoffLimit']}"]
         for volume in spec["volumes"]:
             (mount,) = [each for each in container["volumeMounts"] if each["name"] == volume["name"]]
             words += self._volume(volume, mount["mountPath"], ":ro" if mount.get("readOnly") else "")
@@ -103,7 +103,7 @@ class Cluster:
         over = ("exited", "dead")
         wait_for(
             f"the end of pods {which}", lambda: all(self.state(index)["Status"] in over for index in which),
-            timeout_s=400, log=self.logs,
+            timeout_s=600, log=self.logs,
         )  # fmt: skip
         return [self.state(index)["ExitCode"] for index in which]
 
@@ -121,12 +121,6 @@ class Cluster:
                 self.replace(index)
         return verdicts.count("counted")
 
-    def drain(self, index: int) -> int:
-        """End a pod for good, as the kubelet does: SIGTERM, the grace period, SIGKILL. Its exit code."""
-        grace_s = self.pods[index]["spec"]["terminationGracePeriodSeconds"]
-        docker("stop", "--time", str(grace_s), self.container(index), timeout_s=grace_s + 60)
-        return int(self.state(index)["ExitCode"])
-
     def remove(self) -> None:
         for index in range(len(self.pods)):
             docker("rm", "-f", self.container(index), check=False)
@@ -137,13 +131,18 @@ class Cluster:
     def saved(self) -> list[str]:
         return sorted(path.name for path in (self.runs / "job" / "checkpoints").glob("step-*"))
 
-    def hit(self, index: int, number: int) -> None:
-        """A signal for a pod's first process, from outside, as soon as the run has a checkpoint. The engine's own kill would
-        count as a wish, and come later."""
+    def hit(self, index: int, number: int, *, ranks: int = 2) -> None:
+        """A signal for a pod's first process, from outside, as soon as so many ranks train together and have a checkpoint. The
+        engine's own kill would count as a wish, and come later."""
+        together = f"r0/{ranks}] ready"
+        wait_for(f"{together}, and a checkpoint", lambda: together in self.log(0) and self.saved(), timeout_s=300, log=self.logs)
         pid = self.state(index)["Pid"]
         assert pid, self.logs()
-        wait_for("a checkpoint", self.saved, timeout_s=300, log=self.logs)
         os.kill(pid, number)
+
+    def delete(self, index: int) -> None:
+        """As with its node, or by kubectl scale: what ends now is not started again."""
+        docker("update", "--restart", "no", self.container(index))
 
     def read(self, name: str) -> Object:
         """result.json or status.json of the run."""

@@ -77,6 +77,44 @@ def test_pods_of_workers_wait_for_the_masters_name() -> None:
     assert [pod["labels"]["training.kubeflow.org/replica-type"] for pod in (master, worker)] == ["master", "worker"]
 
 
+def test_pods_of_an_elastic_job_take_what_its_policy_says() -> None:
+    policy = {"nProcPerNode": 2, "rdzvHost": "meet", "rdzvPort": 29400, "rdzvId": "id", "rdzvConf": [{"key": "a", "value": "b"}],
+              "standalone": True}  # fmt: skip
+    job = pytorchjob(master=False, workers=3, elasticPolicy=policy)
+    assert given(job) == [
+        {"PET_NPROC_PER_NODE": "2", "PET_RDZV_ENDPOINT": "meet:29400", "PET_RDZV_BACKEND": "c10d", "PET_NNODES": "3:3",
+         "PET_RDZV_ID": "id", "PET_RDZV_CONF": "a=b", "PET_STANDALONE": ""}
+    ] * 3  # fmt: skip
+    names = [[entry["name"] for entry in pod["spec"]["containers"][0]["env"]] for pod in operator_pods(job)]
+    assert all(names[0] == each and len(set(each)) == len(each) for each in names)
+    assert {"name": "PET_STANDALONE"} in operator_pods(job)[0]["spec"]["containers"][0]["env"]  # a name without a value
+
+
+def test_pods_have_the_names_roles_and_ports_that_others_look_for() -> None:
+    for job, names in ((pytorchjob(workers=2), ["job-master-0", "job-worker-0", "job-worker-1"]),
+                       (pytorchjob(master=False, workers=2), ["job-worker-0", "job-worker-1"])):  # fmt: skip
+        pods = operator_pods(job)
+        assert [pod["name"] for pod in pods] == names
+        assert [pod["labels"].get("training.kubeflow.org/job-role") for pod in pods] == ["master", *[None] * (len(pods) - 1)]
+
+
+def test_pods_get_the_operators_port_in_the_container_pytorch_alone() -> None:
+    job = pytorchjob()
+    spec = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    named = {"name": "own", "image": "none:1", "ports": [{"name": "pytorchjob-port", "containerPort": 1}]}
+    spec["containers"] = [named, *spec["containers"], {"name": "other", "image": "none:1"}]
+    own, pytorch, other = operator_pods(job)[0]["spec"]["containers"]
+    assert own["ports"] == [{"name": "pytorchjob-port", "containerPort": 1, "protocol": "TCP"}]
+    assert pytorch["ports"] == [{"name": "pytorchjob-port", "containerPort": 23456, "protocol": "TCP"}]
+    assert "ports" not in other
+    assert {"name": "MASTER_PORT", "value": "23456"} in pytorch["env"]
+
+
+def test_pods_of_an_elastic_job_meet_at_its_own_port() -> None:
+    job = pytorchjob(master=False, workers=2, port=29500, elasticPolicy={})
+    assert {values["PET_RDZV_ENDPOINT"] for values in given(job)} == {"job-worker-0:29500"}
+
+
 def test_pods_of_exit_code_are_not_started_again_by_the_kubelet() -> None:
     job = pytorchjob(workers=1)
     assert [pod["spec"]["restartPolicy"] for pod in operator_pods(job)] == ["OnFailure"] * 2

@@ -39,6 +39,9 @@ def test_k8s_pods_are_restricted(what: str) -> None:
         change("spec", "containers", 0, "securityContext", "readOnlyRootFilesystem", value=False),
         change("spec", "containers", 0, "securityContext", "capabilities", "add", value=["NET_ADMIN"]),
         change("spec", "containers", 0, "securityContext", "allowPrivilegeEscalation", value=True),
+        change("spec", "containers", 0, "securityContext", "procMount", value="Unmasked"),
+        change("spec", "containers", 0, "ports", value=[{"containerPort": 29400, "hostPort": 29400}]),
+        change("spec", "initContainers", value=[{"name": "init", "image": "busybox:1.37"}]),
     ],
 )
 def test_k8s_pods_that_are_not_restricted_are_found(mutate: Callable[[Object], None]) -> None:
@@ -73,7 +76,8 @@ PROBE = {"exec": {"command": ["true"]}}
         (change(*POD, "volumes", 0, value={"name": "tmp", "emptyDir": {}}), "tmp without a limit"),
         (change(*POD, "volumes", 0, value={"name": "tmp", "configMap": {"name": "code"}}), "no ConfigMap code"),
         (change(*POD, "terminationGracePeriodSeconds", value=0), "30 s to save in"),
-        (change(2, "metadata", "labels", value={}), "no label app.kubernetes.io/name"),
+        (change(*POD[:-1], "metadata", "labels", value={}), "rankup-master-0: no label app.kubernetes.io/name"),
+        (change(2, "metadata", "labels", value={}), "PyTorchJob rankup: no label app.kubernetes.io/name"),
         (change(2, "metadata", "namespace", value="default"), "a namespace"),
         (change(1, "spec", "podSelector", "matchLabels", value={"app": "other"}), "selects none of the pods"),
         (lambda objects: objects[2]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0].pop(

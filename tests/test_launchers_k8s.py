@@ -9,7 +9,7 @@ from containers import digest_by_torchrun, docker, wait_for
 from kube import IMAGE, K8S
 from kubepods import SHORT, Cluster
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 Pods = Callable[..., Cluster]
 OWN = ["--name", "job", "--batch-size", "32", "--epochs", "10"]
 
