@@ -56,8 +56,8 @@ bench: $(READY) ## Measure images/s, start, save and load on this machine
 k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it; OVERLAY=gpu: k8s/README.md
 	@k8s/kube.sh $(@:k8s-%=%)
 
-lock: ## Write docker/requirements*.lock anew: the newest versions that pyproject.toml allows
-	docker/lock.sh $(PYTHON)
+lock: ; @docker/lock.sh $(PYTHON) ## Write docker/requirements*.lock anew: the newest versions that pyproject.toml allows
+horovod: $(READY) ; @docker/horovod.sh $(RUN)python ## Build Horovod, once, and install it in .venv: train/parallel.md
 
 clean: ## Remove .venv and caches; runs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
@@ -76,4 +76,4 @@ $(VENV)/.ready: docker/requirements.lock docker/requirements-text.lock pyproject
 	@PIP_QUIET=1 $(RUN)pip install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-.PHONY: k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete slurm-local slurm-local-down sif engine help venv demo up down image wheels push test lint types unit soak bench lock clean
+.PHONY: k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down sif engine help venv demo up down image wheels push test lint types unit soak bench lock clean

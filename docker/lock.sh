@@ -5,7 +5,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 lock=docker/requirements.lock
-text=docker/requirements-text.lock
 venv=$(mktemp -d)
 trap 'rm -rf "$venv"' EXIT
 
@@ -18,9 +17,11 @@ installed() {
     sed -E '/^(nvidia|cuda|triton)/s/$/; platform_system == "Linux"/'
 }
 installed > "$venv/all.txt"
-# What a BERT needs besides, in a list of its own: the image is built anew when requirements.lock changes
-"$venv/bin/pip" install --quiet --editable '.[test,text]' --constraint "$venv/all.txt"
-{ grep '^#' "$text"; installed | grep -vxFf "$venv/all.txt"; } > "$venv/text.lock"
 { grep '^#' "$lock"; cat "$venv/all.txt"; } > "$venv/requirements.lock"
-cp "$venv/requirements.lock" "$lock"
-cp "$venv/text.lock" "$text"
+# What a BERT and Horovod need besides, in lists of their own: the image is built anew when requirements.lock changes
+for extra in text horovod; do
+  "$venv/bin/pip" install --quiet --editable ".[test,$extra]" --constraint "$venv/all.txt"
+  { grep '^#' "docker/requirements-$extra.lock"; installed | grep -vxFf "$venv/all.txt"; } > "$venv/requirements-$extra.lock"
+  installed > "$venv/all.txt"
+done
+cp "$venv"/requirements*.lock docker/

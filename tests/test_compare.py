@@ -49,7 +49,7 @@ def test_chart_has_bars_as_long_as_their_values(tmp_path: Path) -> None:
 
 
 def test_comparison_runs_what_it_can_and_goes_on_where_it_was_stopped(forks: Forks, tmp_path: Path) -> None:
-    line = (*LINE, "--ways", "none,ddp,horovod", "--repeats", "1", "--run-dir", tmp_path)
+    line = (*LINE, "--ways", "none,ddp,apex", "--repeats", "1", "--run-dir", tmp_path)
     folder = tmp_path / "compare"
     with forks.running(*line) as job:
         job.wait_until((folder / "compare.json").exists, "the first run", timeout_s=240)
@@ -64,7 +64,7 @@ def test_comparison_runs_what_it_can_and_goes_on_where_it_was_stopped(forks: For
     assert [run["world_size"] for run in outcome["runs"]] == [1, 2]
     assert all(len(run["step_s"]) == 3 for run in outcome["runs"])
     assert outcome["ways"]["ddp"]["peak_memory_mb"] > 50
-    assert set(outcome["missing"]) >= {"horovod"}
+    assert set(outcome["missing"]) >= {"apex"}
     assert (folder / "compare.md").read_text() == table(outcome)
     assert (folder / "compare.png").exists()
     codes, output = forks.run(*line, "--lr", "0.01")

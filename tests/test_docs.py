@@ -26,7 +26,7 @@ TOP_LEVEL = {
 }  # fmt: skip
 # Flags and words with an underscore that belong to others
 FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank",
-                 "--use-env", "--bind-to", "--allow-run-as-root"}  # fmt: skip
+                 "--use-env", "--bind-to", "--allow-run-as-root", "--gloo", "--mpi"}  # fmt: skip
 FOREIGN_WORDS = {"weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv"}
 # What torch says, not we
 TORCH_SAYS = re.compile(
@@ -263,12 +263,12 @@ def test_docs_list_what_a_run_leaves(tmp_path: Path) -> None:
 
 def test_docs_lock_fits_the_bounds() -> None:
     project = tomllib.loads(read("pyproject.toml"))["project"]
-    locks = read("docker/requirements.lock") + read("docker/requirements-text.lock")
+    locks = read("docker/requirements.lock") + "".join(read(f"docker/requirements-{extra}.lock") for extra in ("text", "horovod"))
     lines = [line for line in locks.splitlines() if not line.startswith("#")]
     assert len({line.split("==")[0] for line in lines}) == len(lines)
     locked = {line.split("==")[0].lower().replace("_", "-"): line.split("==")[1].split(";")[0] for line in lines}
-    extras = project["optional-dependencies"]
-    wanted = [Requirement(text) for text in [*project["dependencies"], *extras["test"], *extras["text"]]]
+    extras = [text for texts in project["optional-dependencies"].values() for text in texts]
+    wanted = [Requirement(text) for text in [*project["dependencies"], *extras]]
     assert len(wanted) > 10
     for requirement in wanted:
         assert locked[requirement.name.lower()] in requirement.specifier, requirement

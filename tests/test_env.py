@@ -298,9 +298,9 @@ def test_open_mpi_with_an_injected_world_size_is_refused():
     assert "WORLD_SIZE=8 but OMPI_COMM_WORLD_SIZE=2" in refusal({**MPI, "WORLD_SIZE": "8"})
 
 
-@pytest.mark.parametrize("name", ["HOROVOD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"])
+@pytest.mark.parametrize("name", ["PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"])
 def test_foreign_launcher_is_never_a_silent_world_of_one(name: str):
-    assert "Start with torchrun" in refusal({name: "2", "HOROVOD_RANK": "0"})
+    assert "Start with torchrun" in refusal({name: "2"})
     assert not read_env({name: "1"}).distributed
     assert read_env({**FULL, name: "4"}).rank == 1
 

@@ -28,7 +28,7 @@ LAYERS: list[list[list[str]]] = [
         ["data", "feed"],
         ["sources.download", "sources.sets", "sources.idx", "sources.cache", "sources.fetch", "sources.fake",
          "sources.folder", "sources.cifar", "sources.mnist", "sources", "sources.texts"],
-        ["models"], ["encoder"], ["bertfiles", "bert"], ["scores"], ["pictures"], ["compress"], ["shard"],
+        ["models"], ["encoder"], ["bertfiles", "bert"], ["scores"], ["pictures"], ["compress"], ["shard"], ["hvd"],
         ["parallel"], ["optim"], ["checkpoint", "weights"], ["lease"], ["metrics"],
         ["workloads", "workloads.images", "workloads.text"],
     ],

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ WAYS = {
     "ddp-powersgd": Way(("--parallel", "ddp", "--compress", "powersgd", "--powersgd-start", "2")),
     "fsdp": Way(("--parallel", "fsdp")),
     "apex": Way(needs="apex"),
-    "horovod": Way(needs="horovod"),
+    "horovod": Way(("--parallel", "horovod"), needs="horovod"),
 }
 
 
@@ -184,10 +185,9 @@ def _missing(need: str) -> str:
         listed = subprocess.run([found, "-L"], capture_output=True, text=True).stdout if found else ""
         count = len(listed.splitlines())
         return "" if count > 1 else f"DataParallel divides a batch over two GPUs or more, here are {count}."
-    return {
-        "apex": "Apex removed its mixed precision in 2025; precision bf16 and fp16 stand in its place.",
-        "horovod": "This program does not train through Horovod; ddp does what it does.",
-    }.get(need, "")
+    if need == "horovod" and find_spec("horovod") is None:
+        return "Horovod is not installed; make horovod builds it."
+    return "Apex removed its mixed precision in 2025; precision bf16 and fp16 stand in its place." if need == "apex" else ""
 
 
 def _conditions() -> dict[str, Any]:

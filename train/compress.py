@@ -19,7 +19,7 @@ class Compressor:
     def __init__(self, model: nn.Module, config: Config, group: Group) -> None:
         self.group = group
         self.memory: PowerSGDState | None = None
-        if config.compress == "none":
+        if config.compress == "none" or config.parallel == "horovod":  # which compresses in its optimizer
             return
         if not isinstance(model, DistributedDataParallel):
             group.log.say("compress  one process sends no gradients: nothing to compress")

@@ -23,7 +23,6 @@ _WHO_SETS_THEM = (
 )
 # Variables that count the processes of launchers whose ranks we do not adopt.
 _FOREIGN = {
-    "HOROVOD_SIZE": "horovodrun",
     "PMI_SIZE": "mpiexec (MPICH, Intel MPI)",
     "MV2_COMM_WORLD_SIZE": "mpirun (MVAPICH2)",
     "JSM_NAMESPACE_SIZE": "jsrun",
@@ -42,7 +41,7 @@ def read_env(environ: Mapping[str, str]) -> Launch:
         found = _explicit(environ)
     else:
         _refuse_kubeflow_without_rank(environ)
-        found = _open_mpi(environ) or _slurm(environ) or _no_launcher(environ)
+        found = _horovodrun(environ) or _open_mpi(environ) or _slurm(environ) or _no_launcher(environ)
     if found.launcher == "python":
         return single(run_name, found.warnings)
     launch = replace(check(found, run_name, who_sets_them=_WHO_SETS_THEM), file=environ.get("RANKUP_FILE", ""))
@@ -208,6 +207,29 @@ def _open_mpi(environ: Mapping[str, str]) -> Found | None:
         if environ.get(job):
             port = port_for(str(zlib.crc32(environ[job].encode())), 0, ephemeral_range())
             found.add("MASTER_PORT", port, f"derived from {job}")
+    return found
+
+
+# --- Horovod ----------------------------------------------------------------------------------------------------------
+
+
+def _horovodrun(environ: Mapping[str, str]) -> Found | None:
+    """Before Slurm and Open MPI, below which it may run."""
+    size = _count(environ, "HOROVOD_SIZE")
+    if size is None or size == 1:
+        return None
+    found = _given(environ, "horovodrun")
+    theirs = {"RANK": "RANK", "LOCAL_RANK": "LOCAL_RANK", "WORLD_SIZE": "SIZE", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
+    _adopt(environ, found, {ours: f"HOROVOD_{name}" for ours, name in theirs.items()}, "horovodrun")
+    if found.values.get("LOCAL_WORLD_SIZE") == str(size):
+        found.add("MASTER_ADDR", "127.0.0.1", "horovodrun (one node)")
+    elif "MASTER_ADDR" not in found.values:
+        raise LaunchError(
+            f"HOROVOD_SIZE={size} on several nodes, but horovodrun does not say where rank 0 is. Set MASTER_ADDR=<rank 0's host> "
+            "and MASTER_PORT=<a free port> before it."
+        )
+    if port := _count(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT"):  # another one in each start
+        found.add("MASTER_PORT", port_for(str(port), 0, ephemeral_range()), "derived from HOROVOD_GLOO_RENDEZVOUS_PORT")
     return found
 
 

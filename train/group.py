@@ -40,7 +40,8 @@ LINGER_S = 3.0  # rank 0 hosts the store, in which the others look for the cause
 # What a collective says when the other side is gone. torch raises these as plain RuntimeError, without a class.
 LOST = re.compile(
     r"gloo/transport/|closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|"
-    r"recvValue|sendBytes|Connection was likely closed|NCCL (error|communicator)|Application timeout",
+    r"recvValue|sendBytes|Connection was likely closed|NCCL (error|communicator)|Application timeout|"
+    r"Horovod has been shut down",
     re.IGNORECASE,
 )
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from train import advice, parallel, weights
+from train import advice, hvd, parallel, weights
 from train.checkpoint import Checkpoint
 from train.compress import Compressor
 from train.config import Config, check_world_size
@@ -45,6 +45,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
     # Group ------------------------------------------------------------------------------------------------------
     with (
         join(config, launch, log=log, stop=stop, run_dir=run_dir, attempt=attempt) as group,
+        hvd.running(config, group),
         start_record(config, group) as record,
     ):
         if record.finished:
@@ -96,6 +97,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         )  # fmt: skip
         compressor = Compressor(model, config, group)
         _warm_up(config, group, workload, model, order, free_bytes)
+        optimizer = hvd.distribute(optimizer, plain, config, group)
         compressor.start(record.checkpoint.training_state().get("compressor", {}) if record.checkpoint else {})
         metrics = record.open_metrics(progress)
         log.start_progress(
@@ -205,12 +207,13 @@ def step(
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             group.watch.wait_for_others(False)
         total += loss.detach().to(group.device)
-    if config.clip_norm > 0:
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(parallel.unwrap(model).parameters(), config.clip_norm)
-    scaler.step(optimizer)
+    with hvd.averaged(optimizer, group):
+        if config.clip_norm > 0:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(parallel.unwrap(model).parameters(), config.clip_norm)
+        scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     return total
 
 

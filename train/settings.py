@@ -69,7 +69,7 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=
         {}, "Free settings of your own workload: --options.key value.",
         rule="a mapping of words to finite numbers, texts, true, false, null, lists or mappings")
 
-    parallel: Literal["auto", "none", "dp", "ddp", "fsdp"] = _result(
+    parallel: Literal["auto", "none", "dp", "ddp", "fsdp", "horovod"] = _result(
         "auto", "auto: ddp where there are several processes; dp: one process, all its GPUs; fsdp: parameters split too.")
     device_ids: str = _result("", "dp: the GPUs, in this order; empty: all that are visible.", pattern=r"^(\d+(,\d+)*)?$",
                               rule="numbers of GPUs, such as 1,0")
@@ -101,7 +101,7 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=
     sync_bn: bool = _result(False, "Batch norm over all processes; needs an accelerator.")
     static_graph: bool = _result(False, "Tell DDP that the graph never changes; not with accumulate.")
     find_unused_parameters: bool = _result(False, "Tell DDP that some parameters may get no gradient.")
-    compress: Literal["none", "fp16", "bf16", "powersgd"] = _result("none", "What ddp sends of the gradients.")
+    compress: Literal["none", "fp16", "bf16", "powersgd"] = _result("none", "What ddp sends of gradients; horovod: none, fp16.")
     powersgd_rank: int = _result(4, "compress powersgd: columns kept of each matrix.", unit="columns", ge=1, le=1024)
     powersgd_start: int = _result(100, "compress powersgd: send all until this step.", unit="steps", ge=2, le=MANY)
     deterministic: bool = _result(False, "Refuse operations that are not deterministic.")
@@ -198,20 +198,26 @@ CONTRADICTIONS = (
                   lambda c: "false with parallel dp", "DataParallel copies the module in each step. Use ddp."),
     Contradiction(("sync_bn", "parallel"), lambda c: c.sync_bn and c.parallel == "dp",
                   lambda c: "false with parallel dp", "Its threads are no ranks. Use ddp."),
-    Contradiction(("compress", "parallel"), lambda c: c.compress != "none" and c.parallel not in ("auto", "ddp"),
+    Contradiction(("sync_bn", "parallel"), lambda c: c.sync_bn and c.parallel == "horovod",
+                  lambda c: "false with parallel horovod", "Horovod's own needs GPUs, torch's needs a group of them. Use ddp."),
+    Contradiction(("compress", "parallel"), lambda c: c.compress != "none" and c.parallel not in ("auto", "ddp", "horovod"),
                   lambda c: f"none with parallel {c.parallel}", "Only ddp sends gradients through hooks."),
+    Contradiction(("compress", "parallel"), lambda c: c.compress in ("bf16", "powersgd") and c.parallel == "horovod",
+                  lambda c: "none or fp16 with parallel horovod", "Horovod adds up neither bf16 nor factors. Use ddp."),
     Contradiction(("compress", "precision"), lambda c: c.compress == "powersgd" and c.precision == "fp16",
                   lambda c: "another than powersgd with precision fp16", "One overflow would stay in what it remembers."),
     Contradiction(("precision", "parallel"), lambda c: c.parallel == "fsdp" and c.precision == "fp16",
                   lambda c: "fp32 or bf16 with parallel fsdp", "Each rank would scale by the overflows of its own part."),
-    Contradiction(("compile", "parallel"), lambda c: c.compile and c.parallel == "fsdp",
-                  lambda c: "false with parallel fsdp", "The two together are not tried here. Use ddp."),
-    Contradiction(("channels_last", "parallel"), lambda c: c.channels_last and c.parallel == "fsdp",
-                  lambda c: "false with parallel fsdp", "FSDP2 splits contiguous parameters only."),
+    Contradiction(("compile", "parallel"), lambda c: c.compile and c.parallel in ("fsdp", "horovod"),
+                  lambda c: f"false with parallel {c.parallel}", "The two together are not tried here. Use ddp."),
+    Contradiction(("channels_last", "parallel"), lambda c: c.channels_last and c.parallel in ("fsdp", "horovod"),
+                  lambda c: f"false with parallel {c.parallel}", "It takes contiguous parameters only. Use ddp."),
     Contradiction(("find_unused_parameters", "parallel"), lambda c: c.find_unused_parameters and c.parallel == "fsdp",
                   lambda c: "false with parallel fsdp", "FSDP2 waits for every gradient. Freeze them, or use ddp."),
-    Contradiction(("static_graph", "parallel"), lambda c: c.static_graph and c.parallel == "fsdp",
-                  lambda c: "false with parallel fsdp", "It is a setting of ddp."),
+    Contradiction(("find_unused_parameters", "parallel"), lambda c: c.find_unused_parameters and c.parallel == "horovod",
+                  lambda c: "false with parallel horovod", "Their weights would decay. Freeze them, or use ddp."),
+    Contradiction(("static_graph", "parallel"), lambda c: c.static_graph and c.parallel in ("fsdp", "horovod"),
+                  lambda c: f"false with parallel {c.parallel}", "It is a setting of ddp."),
     Contradiction(("batch_size", "accumulate"), lambda c: c.batch_size % c.accumulate != 0,
                   lambda c: f"a multiple of accumulate={c.accumulate}", "Each step takes equal micro-batches."),
     Contradiction(("warmup_steps", "max_steps"), lambda c: 0 < c.max_steps <= c.warmup_steps,

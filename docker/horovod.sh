@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Builds Horovod for a Python that has torch (CPU, gloo), once, and installs it there: the wheel is kept in a cache.
+# Run: make horovod      (docker/horovod.sh PYTHON: of another environment; 4 to 12 minutes where there is no wheel yet)
+# Edit: VERSION is the last one there is; RANKUP_CACHE names another folder than ~/.cache/rankup.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+VERSION=0.28.1
+BOUND_S=1800
+python=${1:?the Python that has torch}
+cache=${RANKUP_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rankup}
+
+say() { echo "horovod: $*"; }
+fail() { printf 'horovod: %s\n' "$@" >&2; exit 2; }
+
+# What the wheel depends on: with other inputs another one is built
+inputs=$("$python" -c '
+import importlib.metadata, platform, sys, sysconfig
+print(importlib.metadata.version("torch"), sys.implementation.cache_tag, sysconfig.get_platform(), *platform.libc_ver())
+' 2> /dev/null) || fail "$python has no torch: make venv"
+key=$({ echo "$inputs $VERSION"; cat docker/horovod.sh docker/cxx.sh; } | sha256sum | cut -c1-16)
+kept=$cache/horovod-$key
+
+if "$python" -c "import horovod.torch as h, horovod; assert open(horovod.__path__[0] + '/.built').read() == '$key'" 2> /dev/null; then
+  say "$VERSION is installed already"
+  exit
+fi
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+# An environment to build in, which sees torch and leaves nothing in yours
+"$python" -m venv "$work/venv"
+packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+echo "import site; site.addsitedir('$(packages "$python")')" > "$(packages "$work/venv/bin/python")/torch.pth"
+pip=("$work/venv/bin/python" -m pip --disable-pip-version-check -qq)
+needs=(cloudpickle cffi psutil pyyaml packaging)
+pinned=(--constraint docker/requirements.lock --constraint docker/requirements-horovod.lock)
+
+build() {
+  local missing=() tool
+  for tool in g++ cmake make; do command -v "$tool" > /dev/null || missing+=("$tool"); done
+  "$python" -c 'import sysconfig; open(sysconfig.get_path("include") + "/Python.h")' 2> /dev/null || missing+=(python3-dev)
+  if ((${#missing[@]})); then
+    if [[ $(id -u) -ne 0 ]] || ! command -v apt-get > /dev/null; then fail "sudo apt install ${missing[*]}"; fi
+    { apt-get -q update && apt-get install -q -y --no-install-recommends "${missing[@]}"; } > /dev/null
+  fi
+  say "building $VERSION for $inputs, on $(nproc) CPUs"
+  "${pip[@]}" install "${pinned[@]}" setuptools wheel "${needs[@]}"
+  # No CUDA toolkit in sight, wherever one lies: torch says it was built without, and CMake looks for none
+  mkdir "$work/hide" "$work/wheel"
+  printf 'import torch\ntorch.version.cuda = None\n' > "$work/hide/sitecustomize.py"
+  # shellcheck disable=SC2016  # the shell that runs it expands these
+  printf '#!/bin/sh\n[ "$1" = --build ] || set -- "$@" -DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON\nexec cmake "$@"\n' > "$work/cmake"
+  chmod +x "$work/cmake"
+  env PYTHONPATH="$work/hide" CXX="$PWD/docker/cxx.sh" HOROVOD_CMAKE="$work/cmake" CUDACXX=/nowhere MAKEFLAGS="-j$(nproc)" \
+    CMAKE_POLICY_VERSION_MINIMUM=3.5 HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
+    HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 \
+    timeout "$BOUND_S" "${pip[@]}" wheel --no-deps --no-build-isolation --no-cache-dir --no-binary horovod \
+    --wheel-dir "$work/wheel" "horovod==$VERSION" > "$work/log" 2>&1 ||
+    { tail -n 40 "$work/log" >&2; fail "the build failed: see above"; }
+  # The other wheels beside it: from the cache it installs without an index
+  "${pip[@]}" wheel "${pinned[@]}" --wheel-dir "$work/wheel" "${needs[@]}"
+  "${pip[@]}" install --no-index --find-links "$work/wheel" "horovod==$VERSION"
+  "$work/venv/bin/python" -c '
+import horovod.torch as hvd, torch
+hvd.init()
+assert hvd.gloo_built() and hvd.allreduce(torch.ones(2)).tolist() == [1, 1]'
+  rm -rf "$kept.new" "$kept"
+  cp -r "$work/wheel" "$kept.new" && mv "$kept.new" "$kept" # whole or not at all
+}
+
+mkdir -p "$cache"
+exec 9> "$cache/horovod.lock"
+flock 9 # two at once would build twice
+began=$SECONDS
+if [[ -z $(find "$kept" -name '*.whl' -print -quit 2> /dev/null) ]]; then
+  build
+  say "built in $((SECONDS - began)) s: $kept"
+fi
+"${pip[@]}" --python "$python" uninstall -y horovod
+"${pip[@]}" --python "$python" install --no-index --find-links "$kept" "horovod==$VERSION"
+"$python" -c "import horovod; open(horovod.__path__[0] + '/.built', 'w').write('$key')"
+say "$VERSION is installed in $("$python" -c 'import sys; print(sys.prefix)'): --parallel horovod"
