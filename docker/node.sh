@@ -11,6 +11,7 @@ fi
 # measured, that is faster than restarts inside.
 nodes=$WORLD_SIZE node=$RANK address=$MASTER_ADDR port=$MASTER_PORT
 unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT
-shift # the command: launch starts `train` processes
-exec python -m train.main launch --nproc "$NPROC" --nnodes "$nodes" --node-rank "$node" --master-addr "$address" \
+command=$1
+shift
+exec python -m train.main launch --command "$command" --nproc "$NPROC" --nnodes "$nodes" --node-rank "$node" --master-addr "$address" \
   --master-port "$port" --max-restarts 0 "$@"

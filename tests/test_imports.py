@@ -35,7 +35,8 @@ LAYERS: list[list[list[str]]] = [
     [["evaluation"], ["record"]],
     [["finish"]],
     [["loop"], ["apply"]],
-    [["chart", "compare"]],
+    [["chart", "compare"], ["scaling", "wire"]],
+    [["bench"]],
     [["main"]],
     [["samples.make_digits"], ["samples.make_texts"]],
 ]  # fmt: skip

@@ -88,6 +88,19 @@ def test_settings_reach_the_nodes() -> None:
     assert node["environment"]["WORLD_SIZE"] == "4"
     assert node["environment"]["NPROC"] == "2"
     assert node["command"] == ["train", "--epochs", "5", "--model", "resnet18", "--name", "a b"]
+    assert config(COMMAND="bench", ARGS="--sizes 1K")["services"]["node0"]["command"] == ["bench", "--sizes", "1K"]
+
+
+@pytest.mark.parametrize(("nproc", "start"), [("1", "bench --sizes 1K"), ("2", "launch --command bench --nproc 2 ")])
+def test_a_node_runs_the_command_that_it_is_given(tmp_path: Path, nproc: str, start: str) -> None:
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NPROC": nproc, "WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node0",
+           "MASTER_PORT": "29400"}  # fmt: skip
+    command = ["sh", ROOT / "docker" / "node.sh", "bench", "--sizes", "1K"]
+    said = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert said.startswith(f"-m train.main {start}")
+    assert said.endswith("--sizes 1K\n")
 
 
 def test_compose_has_none_of_the_known_traps() -> None:

@@ -30,6 +30,18 @@ def oom_kills(root: Path = Path("/")) -> int | None:
     return None
 
 
+def memory_left(root: Path = Path("/")) -> int | None:
+    """Bytes that this container or job may still take, or None: no limit is told. Some of what it holds can be given back,
+    so that there may be more."""
+    found = []
+    for folder, version in folders("memory", root):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit, used = (read(folder / name).strip() for name in names)
+        if limit.isdigit() and used.isdigit() and int(limit) < 1 << 60:
+            found.append(max(0, int(limit) - int(used)))
+    return min(found, default=None)
+
+
 def read(file: Path) -> str:
     try:
         return file.read_text()

@@ -37,6 +37,7 @@ COMMANDS = {
     "predict": "Write input, label and probability of each sample to a CSV or JSONL file.",
     "show": "Print all settings as they would be used, with help, range and unit.",
     "compare": "Train in every way that can run here, several times, and set them side by side.",
+    "bench": "Measure how fast the ranks exchange, and what that means for the model in the settings.",
     "launch": "Start several processes of `train` on this node; keeps exit codes, restarts what it helps.",
 }
 EXTRA = {
@@ -48,12 +49,19 @@ EXTRA = {
     "node_rank": Extra(int, 0, "Which of the nodes this is, from 0.", ("launch",), metavar="N"),
     "master_addr": Extra(str, "", "Name or address of node 0, the same on all nodes.", ("launch",), metavar="HOST"),
     "master_port": Extra(int, 0, "Port on node 0; 0 takes 29400, or a free one on a single node.", ("launch",)),
+    "command": Extra(str, "train", "What the processes do.", ("launch",), choices=("train", "bench")),
+    "sizes": Extra(str, "", "Bytes of the messages, as 1K,1M,64M; by default 1K, 4K, ... to what fits.", ("bench", "launch"),
+                   metavar="LIST"),
+    "iterations": Extra(int, 20, "Samples of each size, at most.", ("bench", "launch"), metavar="N"),
+    "seconds": Extra(float, 60.0, "Time for all measurements of the wire, about.", ("bench", "launch"), metavar="X"),
+    "step_ms": Extra(float, 0.0, "Time of a step without exchange; 0 measures it.", ("bench", "launch"), metavar="X"),
+    "json": Extra(bool, False, "The result as JSON too, on one line, the last.", ("bench", "launch")),
     "launcher": Extra(str, "processes", "How: spawn goes through torch.multiprocessing.", ("launch",),
                       choices=("processes", "spawn")),
     "init_method": Extra(str, "", "tcp://HOST:PORT or file:///PATH in place of MASTER_ADDR and MASTER_PORT.",
-                         ("train", "evaluate", "predict", "launch"), metavar="URL"),
-    "rank": Extra(int, None, "In place of RANK.", ("train", "evaluate", "predict"), metavar="N"),
-    "world_size": Extra(int, None, "In place of WORLD_SIZE.", ("train", "evaluate", "predict"), metavar="N"),
+                         ("train", "evaluate", "predict", "bench", "launch"), metavar="URL"),
+    "rank": Extra(int, None, "In place of RANK.", ("train", "evaluate", "predict", "bench"), metavar="N"),
+    "world_size": Extra(int, None, "In place of WORLD_SIZE.", ("train", "evaluate", "predict", "bench"), metavar="N"),
     "max_restarts": Extra(int, 3, "Restarts after a lost rank, at most.", ("launch",), metavar="N"),
     "checkpoint": Extra(str, "", "Checkpoint directory; by default the newest good one of the run.",
                         ("evaluate", "predict"), metavar="DIR"),
@@ -110,6 +118,8 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
         # and a file do not
         sys.path.append(os.getcwd())
     run_dir = run_directory(config, launch)
+    if "bench" in (parsed.command, parsed.extra["command"]):
+        run_dir /= "bench"  # a folder of its own, so that the run's status stays the training's
     if parsed.command == "compare":
         return _compare(parsed, config, launch, stop, log)
     if parsed.command == "launch":
@@ -133,6 +143,15 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
         from train.loop import train
 
         train(config, launch, run_dir=run_dir, log=log, stop=stop, attempt=os.environ.get("RANKUP_ATTEMPT", ""))
+        return FINISHED
+    if parsed.command == "bench":
+        from train.bench import bench
+
+        extra = parsed.extra
+        bench(
+            config, launch, run_dir=run_dir, log=log, stop=stop, wanted=extra["sizes"], iterations=extra["iterations"],
+            seconds=extra["seconds"], step_ms=extra["step_ms"], as_json=extra["json"],
+        )  # fmt: skip
         return FINISHED
     from train.apply import evaluate_command, predict_command
 
@@ -180,7 +199,8 @@ def _launch(parsed: Parsed, config: Config, run_dir: Path, stop: StopRequest, lo
         mistakes.append(f"--max-restarts must be >= 0, got {extra['max_restarts']}.")
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    check_world_size(config, nproc * num_nodes)
+    if extra["command"] == "train":
+        check_world_size(config, nproc * num_nodes)
     address = extra["master_addr"] or "127.0.0.1"
     port = extra["master_port"] or (29400 if num_nodes > 1 else 0)
     if met:
@@ -207,10 +227,14 @@ def _compare(parsed: Parsed, config: Config, launch: env.Launch, stop: StopReque
 
 
 def _arguments(parsed: Parsed) -> list[str]:
-    """The line of one rank: `train` and the settings as they were given."""
-    words = ["train", *(["--config", parsed.config_file] if parsed.config_file else [])]
-    return words + [f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
-                    for name, value in parsed.settings.items()]  # fmt: skip
+    """The line of one rank: its command, and the settings and that command's options as they were given."""
+    command = parsed.extra["command"]
+    words = [command, *(["--config", parsed.config_file] if parsed.config_file else [])]
+    own = {name: parsed.extra[name] for name, option in EXTRA.items()
+           if command in option.commands and "launch" in option.commands and parsed.extra[name] != option.default}  # fmt: skip
+    own.pop("init_method", None)  # the launcher has understood it
+    given = {**parsed.settings, **own}
+    return words + [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in given.items()]
 
 
 def _report(error: BaseException, log: Log) -> int:
