@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from jobs import ROOT
-from kube import IMAGE
+from kube import EVERY, IMAGE, rendered
 
 # Each prints its line to $CALLS. kubectl tells the states in $STATES one after the other, the last one for ever.
 TOOL = '#!/bin/bash\necho "$(basename "$0") $*" >> "$CALLS"\n'
@@ -142,6 +142,8 @@ def test_kube_delete_leaves_the_volume(tools: Tools) -> None:
     assert tools.run("delete").returncode == 0
     (call,) = tools.calls()
     assert "delete pytorchjob/rankup networkpolicy/rankup" in call
+    maps = {f"configmap/{each['metadata']['name']}" for what in EVERY for each in rendered(what) if each["kind"] == "ConfigMap"}
+    assert maps <= set(call.split())
     assert "persistentvolumeclaim" not in call
     assert "pvc" not in call
 

@@ -130,6 +130,13 @@ def test_pods_of_our_gpu_job_start_a_process_for_each_device() -> None:
         assert {"--nproc=2", "--nnodes=2", *where} <= set(command_line(pod))
 
 
+def test_pods_of_an_indexed_job_are_told_their_index_twice() -> None:
+    for index, pod in enumerate(pods_of(rendered("job.yaml"))):
+        assert pod["name"] == f"rankup-{index}"
+        assert pod["labels"]["batch.kubernetes.io/job-completion-index"] == str(index)
+        assert environment(pod)["JOB_COMPLETION_INDEX"] == environment(pod)["RANK"] == str(index)
+
+
 def test_pods_of_our_trainjob_are_told_apart() -> None:
     pods = pods_of(rendered("trainjob.yaml"))
     assert [environment(pod)["PET_NODE_RANK"] for pod in pods] == ["0", "1"]
