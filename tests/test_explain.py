@@ -124,6 +124,11 @@ def test_doubtful_sign_alone_is_harmless_and_beside_a_failure_is_not() -> None:
     assert [diagnosis.harmless for diagnosis in both] == [False, False]
 
 
+def test_source_code_in_a_traceback_is_not_what_happened() -> None:
+    text = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    except MemoryError:\nKeyError: 1\n'
+    assert [(d.name, d.seen) for d in explain(text.splitlines())] == [("", "KeyError: 1")]
+
+
 def test_chained_exception_counts_once() -> None:
     text = "Traceback (most recent call last):\nKeyError: 'a'\n\nDuring handling of the above exception, another exception "
     text += 'occurred:\n\nTraceback (most recent call last):\n  File "x.py", line 1, in <module>\nValueError: b\n'

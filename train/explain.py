@@ -118,7 +118,8 @@ def explain(lines: Iterable[str]) -> list[Diagnosis]:
     last_bad: Diagnosis | None = None
     for number, raw in enumerate(lines, 1):
         line = split(raw)
-        known = _known(line, number)
+        # A line of source code in a traceback is none of what happened
+        known = None if traces.get(line.source) and line.text.startswith("  ") else _known(line, number)
         if known is not None:
             key = (known.name, known.rank, known.host)
             if key in found:
