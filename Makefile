@@ -34,10 +34,8 @@ slurm-local-down: ; @slurm/local.sh down ## Remove it again
 sif: ; @slurm/sif.sh ## Make rankup.sif, for Apptainer, of the image that make image builds
 
 test: lint types unit ## All checks: lint, types, tests. This is what CI runs
-lint: $(READY) ## ruff: mistakes and import order
-	$(RUN)ruff check .
-types: $(READY) ## mypy, strict on train/
-	$(RUN)mypy
+lint: $(READY) ; $(RUN)ruff check . ## ruff: mistakes and import order
+types: $(READY) ; $(RUN)mypy ## mypy, strict on train/
 unit: $(READY) ## pytest
 	$(RUN)python -m pytest $(ARGS)
 
@@ -50,6 +48,7 @@ soak: $(READY) ## The tests with random faults, a hundred runs of each (hours)
 compare: $(READY) ## Every way to train, side by side (ARGS: settings, --ways none,ddp)
 	$(RUN)python -m train.main compare $(ARGS)
 
+doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Is this machine fit to train? (ARGS: settings, --explain FILE)
 bench: $(READY) ## Measure images/s, start, save and load on this machine
 	$(RUN)python tests/bench/bench.py $(ARGS)
 
@@ -76,4 +75,4 @@ $(VENV)/.ready: docker/requirements.lock docker/requirements-text.lock pyproject
 	@PIP_QUIET=1 $(RUN)pip install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-.PHONY: k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down sif engine help venv demo up down image wheels push test lint types unit soak bench lock clean
+.PHONY: doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down sif engine help venv demo up down image wheels push test lint types unit soak bench lock clean

@@ -167,8 +167,8 @@ class Forks:
 
 def serve() -> None:
     """Fork one job a line of stdin; tell on stdout who was started and who ended."""
-    for slow in ("torch._dynamo", "torch.utils.tensorboard", "train.apply", "train.loop", "train.workloads.images",
-                 *sys.argv[1:]):  # fmt: skip
+    commands = ("train.apply", "train.doctor", "train.loop")
+    for slow in ("torch._dynamo", "torch.utils.tensorboard", *commands, "train.workloads.images", *sys.argv[1:]):
         importlib.import_module(slow)
 
     wakeup, writer = socket.socketpair()

@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
 from train import errors
+from train.commands import COMMANDS, EXTRA
 from train.config import Config, load_config, parse_args
-from train.main import COMMANDS, EXTRA
 from train.workloads import Workload
 
 TOP_LEVEL = {

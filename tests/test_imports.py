@@ -18,7 +18,7 @@ TRAIN = ROOT / "train"
 LAYERS: list[list[list[str]]] = [
     [["errors"], ["cgroups"], ["literals", "explain"]],
     [["yamltext", "settings", "fields", "flags", "config"], ["address", "cpus", "ranks", "env"], ["initmethod"]],
-    [["advice"]],
+    [["advice", "findings", "checks"]],
     [["stop"], ["status"], ["log"]],
     [
         ["network", "store", "meetfile", "roster", "rendezvous", "ways", "health", "suspects", "watch", "group"],
@@ -34,9 +34,10 @@ LAYERS: list[list[list[str]]] = [
     ],
     [["evaluation"], ["record"]],
     [["finish"]],
-    [["loop"], ["apply"]],
+    [["loop"], ["apply"], ["links", "together", "doctor"]],
     [["chart", "compare"], ["scaling", "wire"]],
     [["bench"]],
+    [["commands"]],
     [["main"]],
     [["samples.make_digits"], ["samples.make_texts"]],
 ]  # fmt: skip

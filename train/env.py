@@ -31,6 +31,26 @@ _FOREIGN = {
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
+# What to look at where ranks are missing, by who started this one.
+_HOW_TO_START = {
+    "torchrun": "Start torchrun on every node with the same --nnodes, --master-addr and --master-port, and --node-rank 0, 1, ...",
+    "launch": "Start `launch` on every node with the same --nnodes, --master-addr and --master-port, and --node-rank 0, 1, ...",
+    "slurm": "squeue -s and scontrol show job say which tasks of the step run; srun has to start all of them at once.",
+    "open mpi": "mpirun has to start all ranks at once; its -x passes MASTER_ADDR and MASTER_PORT on.",
+    "PyTorchJob": "kubectl get pods shows which pod is Pending or waits for its image; kubectl describe pod says why.",
+}
+
+
+def how_to_start(launch: Launch) -> str:
+    """Where the missing ranks are to be looked for, in the words of what started this one."""
+    who = "PyTorchJob" if any(origin.startswith("PyTorchJob") for origin in launch.origins.values()) else launch.launcher
+    by_hand = (
+        f"Start one process with each RANK from 0 to {launch.world_size - 1}, all with MASTER_ADDR={launch.master_addr} "
+        f"MASTER_PORT={launch.master_port}; docker compose ps -a shows nodes that ended."
+    )
+    return _HOW_TO_START.get(who, by_hand)
+
+
 def read_env(environ: Mapping[str, str]) -> Launch:
     """Who is this process? `environ` is os.environ or a test's mapping; besides, only /proc's port range is read.
 

@@ -209,8 +209,11 @@ def pick_backend(wanted: str, device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def join(config: Config, launch: Launch, *, log: Log, stop: StopRequest, run_dir: Path, attempt: str) -> Iterator[Group]:
-    """Be one of the group for the length of the block.
+def join(
+    config: Config, launch: Launch, *, log: Log, stop: StopRequest, run_dir: Path, attempt: str,
+    reached: Callable[[str, Group], None] = lambda stage, group: None,
+) -> Iterator[Group]:  # fmt: skip
+    """Be one of the group for the length of the block. `reached` hears of each stage as it is passed: members, ways, group.
 
     Raises JoinError (170) if it does not come together, PeerLost (171) if it falls apart, and whatever the block raises;
     each is told to the other ranks first.
@@ -225,7 +228,7 @@ def join(config: Config, launch: Launch, *, log: Log, stop: StopRequest, run_dir
     group.summarise("running", [])
     try:
         if launch.world_size > 1:
-            _come_together(config, group)
+            _come_together(config, group, reached)
         elif config.parallel in ("ddp", "fsdp"):
             dist.init_process_group(pick_backend(config.backend, device), store=HashStore(), rank=0, world_size=1)
         yield group
@@ -243,7 +246,7 @@ def join(config: Config, launch: Launch, *, log: Log, stop: StopRequest, run_dir
         raise failure from error
 
 
-def _come_together(config: Config, group: Group) -> None:
+def _come_together(config: Config, group: Group, reached: Callable[[str, Group], None]) -> None:
     launch, watch, log = group.launch, group.watch, group.log
     watch.enter("join", config.join_timeout_s + 10.0)
     backend = pick_backend(config.backend, group.device)
@@ -254,7 +257,9 @@ def _come_together(config: Config, group: Group) -> None:
     group.hosts = [member.host for member in meeting.members]
     group.restarted = any(member.restarts for member in meeting.members)
     watch.connect(meeting.beat_store, group.hosts, agent_store=launch.agent_store)
+    reached("members", group)
     open_ways(meeting, launch.rank, log=log)
+    reached("ways", group)
     # All reached each other a moment ago: what is left takes seconds, unless a rank has just died, which gloo waits for
     watch.enter("join", min(config.join_timeout_s, FORM_S + launch.world_size / 10) + 10.0)
     longest_s = max(config.setup_timeout_s, config.step_timeout_s, config.eval_timeout_s, config.save_timeout_s)
@@ -272,6 +277,7 @@ def _come_together(config: Config, group: Group) -> None:
             f"all ranks reached each other, but could not form a group: {str(error).splitlines()[0][:300]}; "
             f"{describe(suspects, group.hosts)}. {HINT}"
         ) from None
+    reached("group", group)
     _check_devices(group)
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from train import advice, hvd, parallel, weights
+from train import advice, checks, hvd, parallel, weights
 from train.checkpoint import Checkpoint
 from train.compress import Compressor
 from train.config import Config, check_world_size
 from train.data import Order, mix, seed_everything
-from train.env import Launch, cpu_quota
+from train.env import Launch
 from train.errors import DataError, Stopped, UserError
 from train.evaluation import evaluate
 from train.feed import ENLARGE_SHM, Feed, free_shared_memory, num_bytes, streams, to_device
@@ -53,7 +53,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         watch = group.watch
         watch.enter("setup", config.setup_timeout_s)
         num_devices = torch.accelerator.device_count() if group.device.type != "cpu" and config.parallel != "dp" else 0
-        advice.say(advice.on_cpus(config, launch, cpu_quota()) + advice.on_devices(launch, num_devices), launch, log.warn)
+        advice.say(checks.before_training(config, launch) + advice.on_devices(launch, num_devices), launch, log.warn)
 
         # Data ---------------------------------------------------------------------------------------------------
         seed_everything(mix(config.seed))

@@ -5,11 +5,13 @@ code: see `train.errors`.
 """
 
 import getpass
+import json
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 if not __package__:
@@ -24,51 +26,12 @@ if __name__ == "__main__":
     # traceback for SIGINT, nor sit out a grace period
     _stop = StopRequest().install()
 
-from train import env, initmethod
-from train.config import Config, Extra, Parsed, check_world_size, help_text, load_config, parse_args, to_yaml
+from train import env, explain, findings, initmethod
+from train.commands import COMMANDS, EXTRA
+from train.config import Config, Parsed, check_world_size, help_text, load_config, parse_args, to_yaml
 from train.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, LaunchError, Stopped, UserError, exit_code
-from train.explain import advice
 from train.log import Log
 from train.status import tell_torchrun
-
-COMMANDS = {
-    "train": "Train; the same command again goes on where it stopped.",
-    "evaluate": "Evaluate a checkpoint on the test data, exactly, with any number of processes.",
-    "predict": "Write input, label and probability of each sample to a CSV or JSONL file.",
-    "show": "Print all settings as they would be used, with help, range and unit.",
-    "compare": "Train in every way that can run here, several times, and set them side by side.",
-    "bench": "Measure how fast the ranks exchange, and what that means for the model in the settings.",
-    "launch": "Start several processes of `train` on this node; keeps exit codes, restarts what it helps.",
-}
-EXTRA = {
-    "nproc": Extra(int, 1, "Processes on this node.", ("launch",), metavar="N"),
-    "processes": Extra(int, 2, "Processes of the ways that take several.", ("compare",), metavar="N"),
-    "ways": Extra(str, "", "Which to compare, as none,ddp; by default all.", ("compare",), metavar="LIST"),
-    "repeats": Extra(int, 3, "Runs of each way.", ("compare",), metavar="N"),
-    "nnodes": Extra(int, 1, "Nodes; run the same command on each.", ("launch",), metavar="N"),
-    "node_rank": Extra(int, 0, "Which of the nodes this is, from 0.", ("launch",), metavar="N"),
-    "master_addr": Extra(str, "", "Name or address of node 0, the same on all nodes.", ("launch",), metavar="HOST"),
-    "master_port": Extra(int, 0, "Port on node 0; 0 takes 29400, or a free one on a single node.", ("launch",)),
-    "command": Extra(str, "train", "What the processes do.", ("launch",), choices=("train", "bench")),
-    "sizes": Extra(str, "", "Bytes of the messages, as 1K,1M,64M; by default 1K, 4K, ... to what fits.", ("bench", "launch"),
-                   metavar="LIST"),
-    "iterations": Extra(int, 20, "Samples of each size, at most.", ("bench", "launch"), metavar="N"),
-    "seconds": Extra(float, 60.0, "Time for all measurements of the wire, about.", ("bench", "launch"), metavar="X"),
-    "step_ms": Extra(float, 0.0, "Time of a step without exchange; 0 measures it.", ("bench", "launch"), metavar="X"),
-    "json": Extra(bool, False, "The result as JSON too, on one line, the last.", ("bench", "launch")),
-    "launcher": Extra(str, "processes", "How: spawn goes through torch.multiprocessing.", ("launch",),
-                      choices=("processes", "spawn")),
-    "init_method": Extra(str, "", "tcp://HOST:PORT or file:///PATH in place of MASTER_ADDR and MASTER_PORT.",
-                         ("train", "evaluate", "predict", "bench", "launch"), metavar="URL"),
-    "rank": Extra(int, None, "In place of RANK.", ("train", "evaluate", "predict", "bench"), metavar="N"),
-    "world_size": Extra(int, None, "In place of WORLD_SIZE.", ("train", "evaluate", "predict", "bench"), metavar="N"),
-    "max_restarts": Extra(int, 3, "Restarts after a lost rank, at most.", ("launch",), metavar="N"),
-    "checkpoint": Extra(str, "", "Checkpoint directory; by default the newest good one of the run.",
-                        ("evaluate", "predict"), metavar="DIR"),
-    "input": Extra(str, "", "What to predict: an image or a folder of them, a file of texts, or - for standard input; by "
-                   "default the test data.", ("predict",), metavar="PATH"),
-    "output": Extra(str, "predictions.csv", "Where to write, .csv or .jsonl.", ("predict",), metavar="FILE"),
-}  # fmt: skip
 
 
 def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> int:
@@ -91,6 +54,12 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         if parsed.command == "show":
             _print(to_yaml(config))
             return FINISHED
+        if parsed.command == "doctor" and parsed.extra["explain"]:
+            return _explain(parsed)
+        if launch is None and parsed.command == "doctor":
+            from train.doctor import refuse
+
+            return refuse(mistake, log, as_json=parsed.extra["json"])
         if launch is None:
             raise mistake
         return _run(parsed, config, launch, log, stop or StopRequest().install())
@@ -112,21 +81,24 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if parent := os.environ.get("RANKUP_PARENT") or (os.getppid() if launch.launcher == "torchrun" else None):
         die_with_parent(int(parent))
+    run_dir = run_directory(config, launch)
+    if parsed.command == "doctor":
+        return _doctor(parsed, config, launch, run_dir, stop, log)
     env.check_loopback(launch, config.simulated_nodes)
     if not {os.getcwd(), ""} & set(sys.path):
         # For the user's own module, which a checkpoint may name: `python -m` puts the current directory on the path, `rankup`
         # and a file do not
         sys.path.append(os.getcwd())
-    run_dir = run_directory(config, launch)
-    if "bench" in (parsed.command, parsed.extra["command"]):
-        run_dir /= "bench"  # a folder of its own, so that the run's status stays the training's
+    for apart in ("bench", "doctor"):
+        if apart in (parsed.command, parsed.extra["command"]):
+            run_dir /= apart  # a folder of its own, so that the run's status stays the training's
     if parsed.command == "compare":
         return _compare(parsed, config, launch, stop, log)
     if parsed.command == "launch":
         if launch.distributed:
             raise LaunchError(
                 f"launch must be started by hand, once a node, got RANK and WORLD_SIZE from {launch.launcher}, which starts "
-                "the processes already. Use the command train there."
+                f"the processes already. Use the command {parsed.extra['command']} there."
             )
         return _launch(parsed, config, run_dir, stop, log)
     if parsed.command == "train":
@@ -212,6 +184,30 @@ def _launch(parsed: Parsed, config: Config, run_dir: Path, stop: StopRequest, lo
     )  # fmt: skip
 
 
+def _explain(parsed: Parsed) -> int:
+    """What a log says: 20 where it shows a fault, 0 where nothing is wrong with it."""
+    path = Path(parsed.extra["explain"])
+    try:
+        found = explain.explain(explain.read(path))
+    except OSError as error:
+        raise ConfigError(f"--explain must be a file or directory that can be read, got {path}: {error.strerror}.") from None
+    told = [asdict(diagnosis) for diagnosis in found]
+    _print(f"{json.dumps(told) if parsed.extra['json'] else explain.report(found)}\n")
+    return FINISHED if all(diagnosis.harmless for diagnosis in found) else findings.CODES[findings.UNFIT]
+
+
+def _doctor(parsed: Parsed, config: Config, launch: env.Launch, run_dir: Path, stop: StopRequest, log: Log) -> int:
+    from train.doctor import doctor, refuse
+
+    as_json = parsed.extra["json"]
+    try:
+        env.check_loopback(launch, config.simulated_nodes)
+        check_world_size(config, launch.world_size)
+    except UserError as error:
+        return refuse(error, log, as_json=as_json)
+    return doctor(config, launch, run_dir=run_dir, log=log, stop=stop, as_json=as_json)
+
+
 def _compare(parsed: Parsed, config: Config, launch: env.Launch, stop: StopRequest, log: Log) -> int:
     from train.compare import compare
 
@@ -251,7 +247,7 @@ def _report(error: BaseException, log: Log) -> int:
         # The rank and host stand before each line: in a heap of logs this is the one to find
         text = "".join(traceback.format_exception(error)).rstrip()
         log.warn(text)
-        if known := advice(text):
+        if known := explain.advice(text):
             log.warn(known)
     return code
 

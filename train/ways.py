@@ -22,6 +22,7 @@ POLL_S = 0.02
 # A packet that a firewall drops is sent again after one and after three seconds.
 TRY_S = 4.0
 AT_LEAST_S, AT_MOST_S = 6.0, 15.0  # all were alive a moment ago, and the time to join may be all but used up
+EACH_S = 0.1  # and for each rank: all of them ask one store
 HEARD_S = 2.0  # how much longer the others wait for what rank 0 says
 HINT = (
     "gloo and nccl use any high port between the nodes: open them all, or narrow net.ipv4.ip_local_port_range on every node "
@@ -42,7 +43,7 @@ def open_ways(meeting: Meeting, rank: int, *, log: Log) -> None:
     """
     members = meeting.members
     now_s = time.monotonic()
-    until_s = min(max(meeting.deadline_s, now_s + AT_LEAST_S), now_s + AT_MOST_S)
+    until_s = min(max(meeting.deadline_s, now_s + AT_LEAST_S), now_s + AT_MOST_S + len(members) * EACH_S)
     waiting = _Waiting(meeting, until_s)
     listener, door = _open_door(members, rank, log)
     try:
@@ -56,7 +57,7 @@ def open_ways(meeting: Meeting, rank: int, *, log: Log) -> None:
         if rank == 0:
             reports = {member.rank: waiting.get(f"report/{member.rank}") for member in members}
             meeting.store.set("ways", json.dumps(_judge(members, reports)))
-        waiting.until_s += HEARD_S
+        waiting.until_s += HEARD_S + len(members) * EACH_S / 10
         verdict = waiting.get("ways")
     finally:
         if listener is not None:

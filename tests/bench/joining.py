@@ -1,0 +1,100 @@
+"""How joining grows with the number of ranks: light ranks on this machine, threads of a few processes, each with its own
+connection to one store, through the program's own `meet` and `open_ways`.
+
+    python tests/bench/joining.py 2 64 256 1024
+
+Prints, for each size, the seconds until the last rank has met the others, until the last one has tried its way to the next,
+and how many threads did it. Bounded: 300 s for each size. Everything stays on loopback.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+import time
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # before torch: a thousand lines on names that addresses do not have
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from train.env import Launch, read_env
+from train.log import Log
+from train.rendezvous import meet
+from train.ways import open_ways
+
+THREADS = 64  # ranks of one process
+TIMEOUT_S = 300.0
+
+
+def launch_of(rank: int, world_size: int, port: int) -> Launch:
+    five = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return read_env({name: str(value) for name, value in five.items()})
+
+
+class Quiet(Log):
+    def say(self, text: str) -> None:
+        del text
+
+    def warn(self, text: str) -> None:
+        del text
+
+
+def be_ranks(ranks: range, world_size: int, port: int, told: "SimpleQueue[tuple[int, float, float, str]]") -> None:
+    """Join as each of `ranks`, and tell the times on the clock that all processes share. The process with rank 0 stays until
+    the others have ended, since it holds the store."""
+
+    def one(rank: int) -> None:
+        met_s = 0.0
+        try:
+            log = Quiet(rank=rank, world_size=world_size)
+            meeting = meet(launch_of(rank, world_size, port), traits={"torch": "x"}, attempt="a", timeout_s=TIMEOUT_S, log=log)
+            met_s = time.monotonic()
+            open_ways(meeting, rank, log=log)
+            told.put((rank, met_s, time.monotonic(), ""))
+        except Exception as error:
+            told.put((rank, met_s, time.monotonic(), f"{type(error).__name__}: {error}"[:300]))
+        if rank == 0:
+            time.sleep(TIMEOUT_S)
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def measure(world_size: int) -> tuple[float, float, list[str]]:
+    """Seconds to the last rank's meeting and to the last way, and what failed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    told: SimpleQueue[tuple[int, float, float, str]] = context.SimpleQueue()
+    groups = [range(1), *(range(first, min(world_size, first + THREADS)) for first in range(1, world_size, THREADS))]
+    began_s = time.monotonic()
+    processes = [context.Process(target=be_ranks, args=(ranks, world_size, port, told), daemon=True) for ranks in groups]
+    for process in processes:
+        process.start()
+    ends = [told.get() for _ in range(world_size)]
+    for process in processes:
+        process.kill()
+        process.join()
+    return max(end[1] for end in ends) - began_s, max(end[2] for end in ends) - began_s, [end[3] for end in ends if end[3]]
+
+
+def main() -> int:
+    sizes = [int(word) for word in sys.argv[1:]] or [2, 16, 64, 256, 1024]
+    print("| ranks | all have met | every way tried |\n|---|---|---|")
+    for size in sizes:
+        met_s, tried_s, wrong = measure(size)
+        if wrong:
+            print(f"{len(wrong)} of {size} ranks failed, the first: {wrong[0]}")
+            return 1
+        print(f"| {size} | {met_s:.1f} s | {tried_s:.1f} s |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What tests of the doctor do to one rank before its program begins. Each function ends in the node that the environment
+names, if it names one."""
+
+import os
+import resource
+import signal
+import time
+
+import namespaces
+
+
+def _enter() -> None:
+    if namespaces.NODE in os.environ:
+        namespaces.enter()
+
+
+def few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+    _enter()
+
+
+def clock_ahead() -> None:
+    """A minute and a half ahead of the others. (A real clock is the machine's, whole.)"""
+    _enter()
+    right = time.time
+    time.time = lambda: right() + 90.0
+
+
+def other_torch() -> None:
+    import torch
+
+    _enter()
+    torch.__version__ = "2.13.0"  # type: ignore[assignment]
+
+
+def hangs_in_the_collective() -> None:
+    from train import links
+
+    _enter()
+    links.check_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
+
+
+def dies_in_the_collective() -> None:
+    from train import links
+
+    _enter()
+    links.check_collectives = lambda *a: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
+
+
+def adds_wrongly() -> None:
+    import torch.distributed as dist
+
+    _enter()
+    right = dist.all_reduce
+
+    def wrong(tensor: object, *rest: object, **more: object) -> object:
+        done = right(tensor, *rest, **more)
+        if getattr(tensor, "numel", int)() == 1000:
+            tensor[7] += 1  # type: ignore[index]
+        return done
+
+    dist.all_reduce = wrong
+
+
+def computes_slowly() -> None:
+    from train import links
+
+    _enter()
+    right = links.compute_s
+    links.compute_s = lambda device: 9 * right(device)
