@@ -41,7 +41,8 @@ def probe(where: str) -> None:
         return
     order: dict[str, Any] = json.loads(text)
     _calls[where] = _calls.get(where, 0) + 1
-    mine = order.get("rank") in (None, int(os.environ.get("RANK", "0")))
+    own = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+    mine = order.get("rank") in (None, int(own))
     if order["where"] != where or order["call"] != _calls[where] or not mine:
         return
     time.sleep(order.get("before_s", 0))
