@@ -1,6 +1,7 @@
 """What is done with a trained model: evaluate it exactly, and predict."""
 
 import csv
+import io
 import json
 import os
 import sys
@@ -27,6 +28,35 @@ from train.status import new_attempt
 from train.stop import StopRequest
 from train.workloads import Workload, load
 from train.yamltext import read_yaml
+
+PREDICTIONS = "predictions.csv"
+
+
+def export_command(path: str, output: Path, *, run_dir: Path, log: Log) -> None:
+    """Write the weights of a checkpoint, plain or sharded, as one file that `load_state_dict` of the plain module takes.
+    Raises UserError."""
+    found = checkpoint.read(Path(path)) if path else _newest(run_dir, log)
+    state = found.whole().model_state()
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    aside = output.with_name(f".{output.name}-{os.getpid()}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_bytes(buffer.getbuffer())
+        os.replace(aside, output)
+    except OSError as error:
+        with suppress(OSError):
+            aside.unlink()
+        raise UserError(f"--output must be a file that can be written, got {output}: {error.strerror}.") from None
+    size = f"{len(state)} tensors, {len(buffer.getbuffer()) / 1e6:.1f} MB"
+    log.say(f"{output}: the weights of step {found.step}, {size}, digest {weights.digest(state)[:16]}")
+
+
+def _newest(run_dir: Path, log: Log) -> Checkpoint:
+    found = checkpoint.newest_good(run_dir / "checkpoints", log.warn)
+    if found is None:
+        raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
+    return found
 
 
 def evaluate_command(
@@ -55,7 +85,7 @@ def predict_command(
     config: Config, parsed: Parsed, launch: Launch, *, run_dir: Path, log: Log, stop: StopRequest
 ) -> int:
     """Write input, label and probability for each sample, in order. Returns their number."""
-    output = Path(parsed.extra["output"])
+    output = Path(parsed.extra["output"] or PREDICTIONS)
     with _opened(config, parsed, launch, run_dir, log, stop) as (settings, group, workload, _):
         samples, name = _input(workload, settings, group, parsed.extra["input"])
         rows = _predicted(settings, group, workload, samples)
@@ -138,11 +168,8 @@ def _opened(
 
         def find() -> Checkpoint:
             if parsed.extra["checkpoint"]:
-                return checkpoint.read(Path(parsed.extra["checkpoint"]))
-            found = checkpoint.newest_good(run_dir / "checkpoints", log.warn)
-            if found is None:
-                raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
-            return found
+                return checkpoint.read(Path(parsed.extra["checkpoint"])).whole()
+            return _newest(run_dir, log).whole()
 
         earlier: Checkpoint = on_main(group, find)
         given = set(parsed.settings) | set(read_yaml(parsed.config_file) if parsed.config_file else {})

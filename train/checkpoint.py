@@ -3,7 +3,11 @@
 `step-00001200/` holds `model.pt` (plain weights, no wrapper's prefixes), `training.pt` (optimizer, scaler), `state.json`
 (position, random scheme, settings, versions) and `manifest.json` (size and SHA-256 of each). Everything loads with
 `weights_only=True`. Only rank 0 touches the disk; the others get what it read over the network.
+
+A sharded one has `shards/` in place of `model.pt`: weights and the optimizer's tensors, see `train.sharded`.
 """
+
+from __future__ import annotations
 
 import contextlib
 import errno
@@ -20,6 +24,7 @@ from typing import Any
 
 import torch
 
+from train import sharded
 from train.errors import UserError, disk_error
 
 NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
@@ -29,12 +34,14 @@ ASIDE = ".writing-"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint as read and verified. `model` and `training` are the bytes of torch.save."""
+    """A checkpoint as read and verified. `model` and `training` are the bytes of torch.save; `shards`: what `model` would
+    hold is still in that folder, and the optimizer's tensors too."""
 
     path: str
     state: dict[str, Any]
     model: bytes
     training: bytes
+    shards: bool = False
 
     @property
     def step(self) -> int:
@@ -47,6 +54,16 @@ class Checkpoint:
     def training_state(self) -> dict[str, Any]:
         state: dict[str, Any] = load_bytes(self.training)
         return state
+
+    def whole(self) -> Checkpoint:
+        """The same with nothing left in shards, which one process reads: as if it had been saved plain."""
+        if not self.shards:
+            return self
+        tensors = sharded.read_whole(Path(self.path) / sharded.FOLDER)
+        training = self.training_state()
+        for name, values in tensors.get("optimizer", {}).items():
+            training["optimizer"]["state"].setdefault(name, {}).update(values)
+        return Checkpoint(self.path, self.state, _saved(tensors["model"]), _saved(training))
 
 
 def load_bytes(data: bytes) -> Any:
@@ -63,23 +80,51 @@ def save(
     `still_ours` is called right before the checkpoint appears, and raises where another attempt owns the run by now.
     Raises UserError where the disk is full or not writable: the earlier checkpoints stay as they were.
     """
-    target = directory / f"step-{state['step']:08d}"
-    aside = directory / f"{ASIDE}{target.name}-{os.getpid()}"
+    aside = begin(directory, state["step"], str(os.getpid()))
+    contents = {"model.pt": _saved(model), "training.pt": _saved(training), "state.json": _as_json(state)}
+    manifest = {name: {"bytes": len(data), "sha256": _sha256(data)} for name, data in contents.items()}
+    return _publish(aside, contents, manifest, keep=keep, still_ours=still_ours, check=problem_of)
+
+
+def begin(directory: Path, step: int, mark: str) -> Path:
+    """The folder to write the checkpoint of that step into. `mark` keeps it apart from another attempt's. Raises UserError."""
+    aside = directory / f"{ASIDE}step-{step:08d}-{mark}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _sweep(directory)
         aside.mkdir()
-        contents = {
-            "model.pt": _saved(model),
-            "training.pt": _saved(training),
-            "state.json": (json.dumps(state, indent=2) + "\n").encode(),
-        }
-        manifest = {name: {"bytes": len(data), "sha256": _sha256(data)} for name, data in contents.items()}
-        contents["manifest.json"] = (json.dumps(manifest, indent=2) + "\n").encode()
-        for name, data in contents.items():
+    except OSError as error:
+        raise disk_error("checkpoint", directory, error) from None
+    return aside
+
+
+def save_shards(
+    aside: Path, *, shards: dict[str, sharded.Fingerprint], training: dict[str, Any], state: dict[str, Any], keep: int,
+    still_ours: Callable[[], None] = lambda: None,
+) -> Path:  # fmt: skip
+    """Complete a checkpoint whose shards all ranks have written into `aside`, and checked. Rank 0 only; as `save`."""
+    contents = {"training.pt": _saved(training), "state.json": _as_json(state)}
+    manifest = {f"{sharded.FOLDER}/{name}": entry for name, entry in shards.items()}
+    manifest |= {name: {"bytes": len(data), "sha256": _sha256(data)} for name, data in contents.items()}
+    # All of it was read back once already, each part by another rank
+    return _publish(aside, contents, manifest, keep=keep, still_ours=still_ours, check=lambda aside: "")
+
+
+def _publish(
+    aside: Path, contents: dict[str, bytes], manifest: dict[str, Any], *, keep: int, still_ours: Callable[[], None],
+    check: Callable[[Path], str],
+) -> Path:  # fmt: skip
+    directory = aside.parent
+    match = re.match(rf"{re.escape(ASIDE)}(step-\d+)-", aside.name)
+    assert match is not None
+    target = directory / match[1]
+    try:
+        for name, data in {**contents, "manifest.json": _as_json(manifest)}.items():
             _write(aside / name, data)
+        for folder in (path for path in aside.iterdir() if path.is_dir()):
+            _sync(folder)
         _sync(aside)
-        problem = problem_of(aside)
+        problem = check(aside)
         if problem:
             raise OSError(errno.EIO, f"read back differently: {problem}")
         still_ours()
@@ -95,6 +140,10 @@ def save(
         raise disk_error("checkpoint", directory, error) from None
     _retain(directory, keep, newest=target)
     return target
+
+
+def _as_json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def _saved(value: Any) -> bytes:
@@ -192,17 +241,22 @@ def read(path: Path) -> Checkpoint:
 
 
 def _verified(path: Path) -> tuple[dict[str, bytes], str]:
-    """The files of a checkpoint, and what is wrong with them or "". What is used later are these very bytes."""
+    """The files of a checkpoint but its shards, and what is wrong with any or "". What is used later are these very bytes."""
     contents: dict[str, bytes] = {}
     try:
         manifest = json.loads((path / "manifest.json").read_bytes())
-        for name in FILES:
-            expected, data = manifest[name], (path / name).read_bytes()
-            if len(data) != expected["bytes"]:
-                return {}, f"{name} has {len(data)} bytes instead of {expected['bytes']}"
-            if _sha256(data) != expected["sha256"]:
+        shards = [name for name in manifest if name.startswith(f"{sharded.FOLDER}/")]
+        for name in (*FILES[1:], *shards) if shards else FILES:
+            expected = manifest[name]
+            if name in shards:
+                got = sharded.fingerprint(path / name)
+            else:
+                contents[name] = (path / name).read_bytes()
+                got = {"bytes": len(contents[name]), "sha256": _sha256(contents[name])}
+            if got["bytes"] != expected["bytes"]:
+                return {}, f"{name} has {got['bytes']} bytes instead of {expected['bytes']}"
+            if got["sha256"] != expected["sha256"]:
                 return {}, f"{name} does not match its digest"
-            contents[name] = data
     except FileNotFoundError as error:
         return {}, f"{Path(error.filename).name} is missing"
     except OSError as error:
@@ -213,4 +267,5 @@ def _verified(path: Path) -> tuple[dict[str, bytes], str]:
 
 
 def _parsed(path: Path, contents: dict[str, bytes]) -> Checkpoint:
-    return Checkpoint(str(path), json.loads(contents["state.json"]), contents["model.pt"], contents["training.pt"])
+    model = contents.get("model.pt", b"")
+    return Checkpoint(str(path), json.loads(contents["state.json"]), model, contents["training.pt"], shards=not model)

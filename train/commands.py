@@ -6,6 +6,7 @@ COMMANDS = {
     "train": "Train; the same command again goes on where it stopped.",
     "evaluate": "Evaluate a checkpoint on the test data, exactly, with any number of processes.",
     "predict": "Write input, label and probability of each sample to a CSV or JSONL file.",
+    "export": "Write the weights of a checkpoint, plain or sharded, to one file.",
     "show": "Print all settings as they would be used, with help, range and unit.",
     "doctor": "Is this machine, and this group of machines, fit to train? Ends with 0, 10 (warnings), 20 (not fit) or 30.",
     "compare": "Train in every way that can run here, several times, and set them side by side.",
@@ -38,8 +39,8 @@ EXTRA = {
     "world_size": Extra(int, None, "In place of WORLD_SIZE.", ("train", "evaluate", "predict", "bench", "doctor"), metavar="N"),
     "max_restarts": Extra(int, 3, "Restarts after a lost rank, at most.", ("launch",), metavar="N"),
     "checkpoint": Extra(str, "", "Checkpoint directory; by default the newest good one of the run.",
-                        ("evaluate", "predict"), metavar="DIR"),
+                        ("evaluate", "predict", "export"), metavar="DIR"),
     "input": Extra(str, "", "What to predict: an image or a folder of them, a file of texts, or - for standard input; by "
                    "default the test data.", ("predict",), metavar="PATH"),
-    "output": Extra(str, "predictions.csv", "Where to write, .csv or .jsonl.", ("predict",), metavar="FILE"),
+    "output": Extra(str, "", "Where to write: predictions.csv or a .jsonl; model.pt.", ("predict", "export"), metavar="FILE"),
 }  # fmt: skip

@@ -25,7 +25,8 @@ from train.group import Group, join
 from train.log import Log
 from train.optim import build_optimizer, peak_rate, rate_at, set_rate
 from train.record import Progress, Speed, on_main, start_record
-from train.shard import load_optimizer_state, optimizer_state, shard, whole_weights
+from train.shard import load_optimizer_state, load_parts, shard, whole_weights
+from train.sharded import FOLDER, check_shared
 from train.stop import StopRequest
 from train.workloads import Workload, load
 
@@ -55,6 +56,9 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         num_devices = torch.accelerator.device_count() if group.device.type != "cpu" and config.parallel != "dp" else 0
         advice.say(checks.before_training(config, launch) + advice.on_devices(launch, num_devices), launch, log.warn)
 
+        if config.checkpoint_format == "sharded":
+            check_shared(run_dir / "checkpoints", group)
+
         # Data ---------------------------------------------------------------------------------------------------
         seed_everything(mix(config.seed))
         workload = load(config, pretrained=record.checkpoint is None)
@@ -73,7 +77,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
 
         progress = Progress()
         if record.checkpoint is not None:
-            progress = _resume(record.checkpoint, plain, group, workload)
+            progress = _resume(config, record.checkpoint, plain, group, workload)
         group.step = progress.step
         unsharded = None
         if config.parallel == "fsdp":
@@ -86,7 +90,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         optimizer = build_optimizer(plain, config, group.device)
         scaler = parallel.build_scaler(config, group.device)
         if record.checkpoint is not None:
-            _resume_training(record.checkpoint, plain, optimizer, scaler)
+            _resume_training(record.checkpoint, group, plain, optimizer, scaler)
         model = parallel.wrap(plain, config, group)
         if config.parallel != "fsdp":
             _must_match(group, plain)
@@ -113,11 +117,8 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             if saved == (progress.step, progress.evaluated):
                 return
             watch.enter("save", config.save_timeout_s, step=progress.step)
-            training = {
-                "optimizer": optimizer_state(plain, optimizer), "scaler": scaler.state_dict(),
-                "compressor": compressor.state(),
-            }  # fmt: skip
-            record.save(model=whole_weights(plain), training=training, state={**progress.state(), "data": workload.data_name})
+            training = {"scaler": scaler.state_dict(), "compressor": compressor.state()}
+            record.save(plain, optimizer, training=training, state={**progress.state(), "data": workload.data_name})
             saved = (progress.step, progress.evaluated)
 
         def stop_here() -> Stopped:
@@ -277,17 +278,20 @@ def _must_match(group: Group, model: nn.Module) -> None:
     group.must_match("the initial weights", weights.digest(model.state_dict())[:16], remedy="Look at init_from and bert_dir.")
 
 
-def _resume(earlier: Checkpoint, model: nn.Module, group: Group, workload: Workload) -> Progress:
-    """Put back a checkpoint's weights, and say where it goes on. Raises UserError for one of other data or model."""
+def _resume(config: Config, earlier: Checkpoint, model: nn.Module, group: Group, workload: Workload) -> Progress:
+    """Put back a checkpoint's weights (shards come later, when the model is split), and say where it goes on. Raises UserError
+    for one of other data or model."""
     state = earlier.state
     if state["data"] != workload.data_name:
         way_out = "Set --data-dir or --bert-dir" if state["config"]["workload"] == "text" else "Set --data-dir"
         raise UserError(f"{earlier.path} was trained on {state['data']}, got {workload.data_name} now. {way_out}.")
-    with _fitting(earlier):
-        model.load_state_dict(earlier.model_state())
+    if not earlier.shards:
+        with _fitting(earlier):
+            model.load_state_dict(earlier.model_state())
     group.log.say(f"resumed from {Path(earlier.path).name}")
     for what, then, now in (
         ("world size", state["world_size"], group.world_size),
+        ("parallel", state["config"]["parallel"], config.parallel),
         ("torch", state["versions"]["torch"], torch.__version__),
     ):
         if then != now:
@@ -296,12 +300,16 @@ def _resume(earlier: Checkpoint, model: nn.Module, group: Group, workload: Workl
 
 
 def _resume_training(
-    earlier: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+    earlier: Checkpoint, group: Group, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
 ) -> None:
     """Put back the rest, once the parameters are where they stay."""
     with _fitting(earlier):
         training = earlier.training_state()
-        load_optimizer_state(model, optimizer, training["optimizer"])
+        if earlier.shards:
+            folder = group.run_dir / "checkpoints" / Path(earlier.path).name / FOLDER
+            load_parts(model, optimizer, folder, training["optimizer"])
+        else:
+            load_optimizer_state(model, optimizer, training["optimizer"])
         scaler.load_state_dict(training["scaler"]) if training["scaler"] else None
 
 

@@ -103,7 +103,9 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
         return _launch(parsed, config, run_dir, stop, log)
     if parsed.command == "train":
         check_world_size(config, launch.world_size)
-    if parsed.command == "predict" and not parsed.extra["output"].endswith((".csv", ".jsonl")):
+    if parsed.command == "export":
+        return _export(parsed, run_dir, launch, log)
+    if parsed.command == "predict" and not (parsed.extra["output"] or ".csv").endswith((".csv", ".jsonl")):
         raise ConfigError(f"--output must end in .csv or .jsonl, got {parsed.extra['output']}.")
     log.open(run_dir)
     for warning in launch.warnings:
@@ -206,6 +208,15 @@ def _doctor(parsed: Parsed, config: Config, launch: env.Launch, run_dir: Path, s
     except UserError as error:
         return refuse(error, log, as_json=as_json)
     return doctor(config, launch, run_dir=run_dir, log=log, stop=stop, as_json=as_json)
+
+
+def _export(parsed: Parsed, run_dir: Path, launch: env.Launch, log: Log) -> int:
+    from train.apply import export_command
+
+    if launch.distributed:
+        raise LaunchError(f"export must be started by hand, once, got RANK and WORLD_SIZE from {launch.launcher}.")
+    export_command(parsed.extra["checkpoint"], Path(parsed.extra["output"] or "model.pt"), run_dir=run_dir, log=log)
+    return FINISHED
 
 
 def _compare(parsed: Parsed, config: Config, launch: env.Launch, stop: StopRequest, log: Log) -> int:

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from train import checkpoint
+from train import checkpoint, sharded
 from train.checkpoint import Checkpoint
 from train.config import Config, changed_settings, to_yaml
 from train.errors import PeerLost, UserError
 from train.group import Group
 from train.lease import Lease
 from train.metrics import Metrics
+from train.shard import optimizer_state, parts, whole_weights
 from train.status import job_of, read_json
 
 # How random numbers are drawn; a checkpoint of another scheme could not be continued exactly.
@@ -94,29 +96,66 @@ class Record:
         if self.metrics is not None:
             self.metrics.close()
 
-    def save(self, *, model: dict[str, torch.Tensor], training: dict[str, Any], state: dict[str, Any]) -> None:
-        """One checkpoint. All ranks call this, rank 0 writes, and all raise UserError if it could not."""
+    def save(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, training: dict[str, Any], state: dict[str, Any]
+    ) -> None:
+        """One checkpoint. All ranks call this, rank 0 writes, or each its shards, and all raise UserError if that failed."""
+        full = {
+            **state,
+            "config": self.config.model_dump(),
+            "world_size": self.group.world_size,
+            "attempt": self.group.attempt,
+            "start": os.environ.get("RANKUP_START", ""),
+            "random": RANDOM_SCHEME,
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        }
+        if self.config.checkpoint_format == "sharded":
+            self._save_shards(model, optimizer, training, full)
+        else:
+            weights, training = whole_weights(model), training | {"optimizer": optimizer_state(model, optimizer)}
+            directory, keep = self.directory / "checkpoints", self.config.keep
 
-        def write() -> None:
-            assert self.lease is not None
-            assert self.metrics is not None
-            self.metrics.flush()  # what is shown of the steps up to here must not be lost with this process
-            full = {
-                **state,
-                "config": self.config.model_dump(),
-                "world_size": self.group.world_size,
-                "attempt": self.group.attempt,
-                "start": os.environ.get("RANKUP_START", ""),
-                "random": RANDOM_SCHEME,
-                "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            }
-            checkpoint.save(
-                self.directory / "checkpoints", model=model, training=training, state=full,
-                keep=self.config.keep, still_ours=self.lease.check,
+            def write() -> None:
+                lease = self._flushed()
+                checkpoint.save(
+                    directory, model=weights, training=training, state=full, keep=keep, still_ours=lease.check
+                )  # fmt: skip
+
+            on_main(self.group, write)
+        self.group.log.keep(f"saved step {state['step']}") if self.group.is_main else None
+
+    def _flushed(self) -> Lease:
+        """What is shown of the steps up to here must not be lost with this process. Rank 0 only."""
+        assert self.lease is not None
+        assert self.metrics is not None
+        self.metrics.flush()
+        return self.lease
+
+    def _save_shards(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, training: dict[str, Any], full: dict[str, Any]
+    ) -> None:
+        directory = self.directory / "checkpoints"
+
+        def begin() -> str:
+            self._flushed()
+            return checkpoint.begin(directory, full["step"], self.group.attempt).name
+
+        aside = directory / on_main(self.group, begin)
+        tensors, rest = parts(model, optimizer)
+        try:
+            shards = sharded.write(aside / sharded.FOLDER, tensors, self.group)
+        except UserError:
+            if self.group.is_main:  # all have come to the end of their writing
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+
+        def publish() -> None:
+            checkpoint.save_shards(
+                aside, shards=shards, training=training | {"optimizer": rest}, state=full, keep=self.config.keep,
+                still_ours=self._flushed().check,
             )  # fmt: skip
-            self.group.log.keep(f"saved step {state['step']}")
 
-        on_main(self.group, write)
+        on_main(self.group, publish)
 
 
 def on_main(group: Group, work: Callable[[], Any]) -> Any:
@@ -153,6 +192,7 @@ def start_record(config: Config, group: Group) -> Iterator[Record]:
         earlier = checkpoint.newest_good(directory / "checkpoints", group.log.warn)
         if earlier is not None:
             _refuse_changes(config, earlier, directory)
+            earlier = earlier if config.checkpoint_format == "sharded" else earlier.whole()
         done = read_json(directory / "result.json") or {}
         finished = earlier is not None and done.get("step") == earlier.step and _covers(done, config)
         if not finished:

@@ -69,7 +69,7 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=
         {}, "Free settings of your own workload: --options.key value.",
         rule="a mapping of words to finite numbers, texts, true, false, null, lists or mappings")
 
-    parallel: Literal["auto", "none", "dp", "ddp", "fsdp", "horovod"] = _result(
+    parallel: Literal["auto", "none", "dp", "ddp", "fsdp", "horovod"] = _setting(
         "auto", "auto: ddp where there are several processes; dp: one process, all its GPUs; fsdp: parameters split too.")
     device_ids: str = _result("", "dp: the GPUs, in this order; empty: all that are visible.", pattern=r"^(\d+(,\d+)*)?$",
                               rule="numbers of GPUs, such as 1,0")
@@ -129,6 +129,8 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=
                          rule="at most 200 letters, digits and . _ - beginning with a letter, digit or _")
     run_dir: str = _setting("runs", "Folder of all runs, where rank 0 finds it again.", min_length=1, rule="a path")
     fresh: bool = _setting(False, "Start anew although the run has checkpoints.")
+    checkpoint_format: Literal["plain", "sharded"] = _setting(
+        "plain", "plain: rank 0 writes all; sharded, with fsdp: each rank its part, on storage that all nodes share.")
     keep: int = _setting(2, "Newest checkpoints kept.", unit="checkpoints", ge=1, le=1_000_000)
     save_every_steps: int = _setting(0, "Save each so many steps; 0: after each epoch.", unit="steps", ge=0, le=MANY)
     evaluate_every_epochs: int = _setting(1, "Evaluate each so many epochs and at the end.", unit="epochs", ge=1,
@@ -218,6 +220,8 @@ CONTRADICTIONS = (
                   lambda c: "false with parallel horovod", "Their weights would decay. Freeze them, or use ddp."),
     Contradiction(("static_graph", "parallel"), lambda c: c.static_graph and c.parallel in ("fsdp", "horovod"),
                   lambda c: f"false with parallel {c.parallel}", "It is a setting of ddp."),
+    Contradiction(("checkpoint_format", "parallel"), lambda c: c.checkpoint_format == "sharded" and c.parallel != "fsdp",
+                  lambda c: f"plain with parallel {c.parallel}", "Only fsdp splits what is saved."),
     Contradiction(("batch_size", "accumulate"), lambda c: c.batch_size % c.accumulate != 0,
                   lambda c: f"a multiple of accumulate={c.accumulate}", "Each step takes equal micro-batches."),
     Contradiction(("warmup_steps", "max_steps"), lambda c: 0 < c.max_steps <= c.warmup_steps,

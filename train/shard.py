@@ -1,5 +1,6 @@
 """fsdp: parameters, gradients and optimizer state split over the ranks (FSDP2), gathered layer by layer when they are needed."""
 
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -8,11 +9,13 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from train import sharded
 from train.errors import ConfigError
 from train.group import Group
 
@@ -63,8 +66,45 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Put it back; with fsdp each rank takes its part, whatever the number of ranks was. Raises ValueError and others."""
+    """Put it back, whichever way it was saved by; with fsdp each rank takes its part, whatever the number of ranks was. Raises
+    ValueError and others."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    # A kernel that is there for whole parameters only: this way's own choice
+    groups = [{**saved, "fused": own["fused"]} for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)]
+    state = {"state": state["state"], "param_groups": groups}
     if is_sharded(model):
-        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
+        named = _renamed(state, dict(enumerate(ordered)))
+        set_optimizer_state_dict(model, optimizer, named, options=StateDictOptions(full_state_dict=True))
     else:
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(_renamed(state, {name: number for number, name in enumerate(ordered)}))
+
+
+def _renamed(state: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
+    """torch numbers the parameters where they are whole and names them where they are split."""
+    groups = [{**group, "params": [names.get(key, key) for key in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names.get(key, key): value for key, value in state["state"].items()}, "param_groups": groups}
+
+
+def parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For a sharded checkpoint: this rank's part of the tensors of model and optimizer, and what of the optimizer is no
+    tensor. All ranks call this."""
+    options = StateDictOptions(cpu_offload=True)
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
+    split: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+    for name, values in state["state"].items():
+        for key, value in values.items():
+            split[isinstance(value, torch.Tensor)].setdefault(name, {})[key] = value
+    tensors = {"model": get_model_state_dict(model, options=options), "optimizer": split[True]}
+    return tensors, {"state": split[False], "param_groups": state["param_groups"]}
+
+
+def load_parts(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, rest: dict[str, Any]) -> None:
+    """Put both back, whatever the number of ranks was: no rank reads more than its part. Raises RuntimeError and others."""
+    tensors, _ = parts(model, optimizer)
+    sharded.read_into(folder, tensors)
+    names = tensors["optimizer"].keys() | rest["state"].keys()
+    state = {name: {**rest["state"].get(name, {}), **tensors["optimizer"].get(name, {})} for name in names}
+    whole: dict[str, Any] = {"state": state, "param_groups": rest["param_groups"]}
+    set_model_state_dict(model, tensors["model"])
+    set_optimizer_state_dict(model, optimizer, whole)

@@ -35,7 +35,7 @@ def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None]) ->
     """
     state: Any
     if path.is_dir():
-        state = read(path).model_state()
+        state = read(path).whole().model_state()
     else:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
