@@ -30,6 +30,7 @@ LAYERS: list[list[list[str]]] = [
          "sources.folder", "sources.cifar", "sources.mnist", "sources", "sources.texts"],
         ["models"], ["encoder"], ["bertfiles", "bert"], ["scores"], ["pictures"], ["compress"], ["hvd"],
         ["parallel"], ["optim"], ["sharded", "shard", "checkpoint", "weights"], ["lease"], ["metrics"],
+        ["profiling"],
         ["workloads", "workloads.images", "workloads.text"],
     ],
     [["evaluation"], ["record"]],

@@ -13,6 +13,7 @@ from train.config import Config
 from train.errors import disk_error
 from train.evaluation import Result
 from train.group import Group
+from train.profiling import Profiler
 from train.record import Progress, Record, Speed, table
 from train.status import write_json
 from train.workloads import Workload
@@ -20,10 +21,11 @@ from train.workloads import Workload
 
 def finish(
     config: Config, group: Group, record: Record, workload: Workload, model: nn.Module, state: dict[str, torch.Tensor],
-    progress: Progress, speed: Speed, *, steps_per_epoch: int, seconds: float,
+    progress: Progress, speed: Speed, *, steps_per_epoch: int, seconds: float, profiler: Profiler,
 ) -> dict[str, Any]:  # fmt: skip
     """Write and print the result; rank 0 alone, the others wait at the end of the group. `state`: the plain weights."""
     peaks = group.gather(_peak_memory_mb(group.device))
+    shares = group.gather(profiler.shares)
     result = {
         "attempt": group.attempt,
         "run": str(record.directory),
@@ -40,6 +42,8 @@ def finish(
         "way": parallel.way(config, group.world_size),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
+    if any(shares):
+        result["profile"] = {"steps": [profiler.first, profiler.last], "ranks": shares}
     if not group.is_main:
         return result
     assert record.metrics is not None
@@ -76,6 +80,12 @@ def _table(result: dict[str, Any]) -> str:
         "images/s": f"{result['images_per_s']:,.0f} (training alone)",
         "seconds": f"{result['seconds']:.1f}",
         "world size": f"{result['world_size']} on {', '.join(result['hosts'])}",
+    }
+    if "profile" in result:
+        (first, last), own = result["profile"]["steps"], result["profile"]["ranks"][0]
+        parts = ", ".join(f"{name} {own[name]:.0%}" for name in ("data", "compute", "communication"))
+        rows[f"steps {first} to {last}"] = f"{parts} of the time (rank 0)"
+    rows |= {
         "weights digest": result["digest"][:16],
         "outputs": f"{result['run']}/ (result.json, checkpoints/, tensorboard/)",
     }

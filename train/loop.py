@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from train import advice, checks, hvd, parallel, weights
 from train.checkpoint import Checkpoint
@@ -24,6 +25,7 @@ from train.finish import finish
 from train.group import Group, join
 from train.log import Log
 from train.optim import build_optimizer, peak_rate, rate_at, set_rate
+from train.profiling import Profiler
 from train.record import Progress, Speed, on_main, start_record
 from train.shard import load_optimizer_state, load_parts, shard, whole_weights
 from train.sharded import FOLDER, check_shared
@@ -110,6 +112,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         stop.defer()
         log.say(f"ready after {time.monotonic() - began_s:.1f} s")
         speed = Speed(config.batch_size, progress.step)
+        profiler = Profiler(config, group, step=progress.step, total_steps=total_steps)
         saved = (progress.step, progress.evaluated)
 
         def save() -> None:
@@ -124,6 +127,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         def stop_here() -> Stopped:
             """Save; all ranks come here at the same step."""
             save()
+            profiler.end()
             reason = stop.signal_name or "another rank's signal"
             where = f"saved at step {progress.step}" if progress.step else "at step 0, nothing to save,"
             again = f"The same command{' without --fresh' if config.fresh else ''} goes on from it."
@@ -150,6 +154,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
                     speed.pause()
                     save()
                     speed.resume()
+                profiler.at(progress.step)
                 if at_end:
                     break
 
@@ -157,7 +162,8 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
                 watch.enter("step", config.step_timeout_s, step=progress.step)
                 rate = rate_at(config, progress.step, total_steps=total_steps, steps_per_epoch=per_epoch)
                 set_rate(optimizer, rate)
-                loss = step(config, group, workload, model, optimizer, scaler, feed, number=progress.step)
+                with record_function("step"):
+                    loss = step(config, group, workload, model, optimizer, scaler, feed, number=progress.step)
 
                 # Stop -------------------------------------------------------------------------------------------
                 if loss is None:
@@ -179,7 +185,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             unsharded.load_state_dict(state)
         finish(
             config, group, record, workload, unsharded or plain, state, progress, speed, steps_per_epoch=per_epoch,
-            seconds=seconds,
+            seconds=seconds, profiler=profiler,
         )  # fmt: skip
 
 
@@ -193,8 +199,9 @@ def step(
     the first gradient is exchanged, and a rank that still waits for data agrees without it.
     """
     batches: list[Any] = []
-    while len(batches) < config.accumulate and (batch := feed.next()) is not None:
-        batches.append(batch)
+    with record_function("data"):
+        while len(batches) < config.accumulate and (batch := feed.next()) is not None:
+            batches.append(batch)
     if group.agree(int(group.stop.asked or len(batches) < config.accumulate)):
         return None
     # A random state of each step's and rank's own: a resumed run needs none of the past, and no two ranks drop the same

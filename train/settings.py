@@ -138,6 +138,8 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=
     report_every_s: float = _setting(5.0, "One progress line each so many seconds where there is no bar.", unit="s",
                                      gt=0, le=WEEK_S)
     log_every_steps: int = _setting(50, "Write metrics each so many steps.", unit="steps", ge=1, le=MANY)
+    profile: str = _setting("", "Trace these steps with torch.profiler, as 10:20: from the end of step 10 to that of 20.",
+                            pattern=r"^(\d{1,9}:\d{1,9})?$", rule="FIRST:LAST, such as 10:20")
     tensorboard: bool = _setting(True, "Write TensorBoard files.")
     progress: Literal["auto", "bar", "lines", "none"] = _setting("auto", "auto: a bar on a terminal, lines elsewhere.")
     simulated_nodes: bool = _setting(False, "Several nodes on one machine: allow a loopback MASTER_ADDR.")
@@ -185,6 +187,14 @@ class Contradiction:
         return f"{label(self.fields[0])} must be {self.rule(config)}, got {got}. {self.way_out}"
 
 
+MAX_PROFILED = 100  # a trace holds some hundred lines a step
+
+
+def _bad_span(config: Config) -> bool:
+    first, _, last = config.profile.partition(":")
+    return bool(config.profile) and not 0 < int(last) - int(first) <= MAX_PROFILED
+
+
 CONTRADICTIONS = (
     Contradiction(("accumulate", "static_graph"), lambda c: c.static_graph and c.accumulate > 1,
                   lambda c: "1 with static_graph", "Under no_sync DDP asserts in its first static pass."),
@@ -224,6 +234,8 @@ CONTRADICTIONS = (
                   lambda c: f"plain with parallel {c.parallel}", "Only fsdp splits what is saved."),
     Contradiction(("batch_size", "accumulate"), lambda c: c.batch_size % c.accumulate != 0,
                   lambda c: f"a multiple of accumulate={c.accumulate}", "Each step takes equal micro-batches."),
+    Contradiction(("profile",), _bad_span,
+                  lambda c: f"FIRST:LAST with FIRST before LAST, at most {MAX_PROFILED} steps", "Such as 10:20."),
     Contradiction(("warmup_steps", "max_steps"), lambda c: 0 < c.max_steps <= c.warmup_steps,
                   lambda c: f"< max_steps={c.max_steps}", "The run would end before the warm-up does."),
     Contradiction(("sync_bn", "device"), lambda c: c.sync_bn and c.device == "cpu",
