@@ -3,6 +3,8 @@ pair gets no warning. All sick pairs are looked at side by side."""
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -37,6 +39,7 @@ class Case:
     pair: Pair
     forks: Forks
     processes: list[Process] = field(default_factory=list)
+    foreign: subprocess.Popen[bytes] | None = None
 
     @property
     def nodes(self) -> list[Node]:
@@ -73,6 +76,10 @@ class Case:
             if process.code is None:
                 process.signal_group("SIGKILL")
                 process.ended.wait(20)
+        if self.foreign is not None and self.foreign.stdout is not None:
+            self.foreign.kill()
+            self.foreign.wait()
+            self.foreign.stdout.close()
         self.pair.close()
 
 
@@ -184,10 +191,10 @@ def test_doctor_names_ports_that_a_firewall_drops(cases: dict[str, Case]) -> Non
 @case
 def foreign_listener(case: Case) -> None:
     # It accepts connections, and says nothing
-    case.nodes[0].run(
-        f"nohup python3 -c 'import socket, time; s = socket.create_server((\"\", {PORT})); time.sleep(120)' >/dev/null 2>&1 &\n"
-        f"for i in $(seq 200); do ss -ltn | grep -q :{PORT} && exit; sleep 0.05; done; exit 1"
-    )
+    listen = f"import socket, time; s = socket.create_server((\"\", {PORT})); print(1, flush=True); time.sleep(600)"
+    case.foreign = subprocess.Popen([*case.nodes[0].prefix, sys.executable, "-c", listen], stdout=subprocess.PIPE)
+    assert case.foreign.stdout is not None
+    assert case.foreign.stdout.readline() == b"1\n"
     case.both(join_s=JOIN_S)
 
 
