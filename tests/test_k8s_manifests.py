@@ -111,7 +111,7 @@ def test_k8s_fsdp_pods_all_have_the_volume_on_any_node() -> None:
     claim = one("overlays/fsdp", "PersistentVolumeClaim")
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     for pod in pods_of(rendered("overlays/fsdp")):
-        assert "--parallel=fsdp" in command_line(pod)
+        assert {"--parallel=fsdp", "--checkpoint-format=sharded"} <= set(command_line(pod))
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
         assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
 

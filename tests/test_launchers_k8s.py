@@ -96,5 +96,5 @@ def test_k8s_fsdp_pods_train_to_the_digest_of_torchrun(pods: Pods, tmp_path: Pat
     cluster = pods("overlays/fsdp", SHORT)
     cluster.start()
     assert cluster.codes() == [0, 0], cluster.logs()
-    digest = digest_by_torchrun(tmp_path / "torchrun", " ".join([*SHORT, "--parallel", "fsdp"]))
+    digest = digest_by_torchrun(tmp_path / "torchrun", " ".join([*SHORT, "--parallel", "fsdp", "--checkpoint-format", "sharded"]))
     assert cluster.read("result.json")["digest"] == digest
