@@ -28,6 +28,8 @@ else
   say "packages from the index"
 fi
 
+if [[ $(setting TARGET) == horovod ]]; then docker/sources.sh "${reason:+offline}"; fi
+
 VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REVISION=$(git describe --always --abbrev=40 --dirty --exclude '*' 2> /dev/null || echo unknown)
 export VERSION REVISION

@@ -298,6 +298,33 @@ def test_open_mpi_with_an_injected_world_size_is_refused():
     assert "WORLD_SIZE=8 but OMPI_COMM_WORLD_SIZE=2" in refusal({**MPI, "WORLD_SIZE": "8"})
 
 
+# --- Horovod: what horovodrun 0.28.1 was seen to set ------------------------------------------------------------------
+
+HOROVOD = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2",
+           "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+           "HOROVOD_GLOO_RENDEZVOUS_PORT": "45123"}  # fmt: skip
+
+
+def test_horovodrun_is_adopted():
+    launch = read_env(HOROVOD)
+    assert (launch.rank, launch.local_rank, launch.world_size, launch.local_world_size) == (1, 1, 2, 2)
+    assert (launch.num_nodes, launch.master_addr, launch.launcher) == (1, "127.0.0.1", "horovodrun")
+    assert launch.origins["MASTER_PORT"] == "derived from HOROVOD_GLOO_RENDEZVOUS_PORT"
+    assert read_env({**HOROVOD, "HOROVOD_GLOO_RENDEZVOUS_PORT": "45124"}).master_port != launch.master_port
+    assert not read_env({"HOROVOD_SIZE": "1", "HOROVOD_RANK": "0"}).distributed
+
+
+def test_horovodrun_on_several_nodes_wants_the_address():
+    spread = {**HOROVOD, "HOROVOD_LOCAL_SIZE": "1", "HOROVOD_LOCAL_RANK": "0"}
+    assert "horovodrun does not say where rank 0 is. Set MASTER_ADDR=<rank 0's host>" in refusal(spread)
+    launch = read_env({**spread, "MASTER_ADDR": "node0", "MASTER_PORT": "12345"})
+    assert (launch.master_addr, launch.num_nodes, launch.rank) == ("node0", 2, 1)
+
+
+def test_horovodrun_without_a_rank_is_never_a_silent_world_of_one():
+    assert "HOROVOD_SIZE=2 on several nodes" in refusal({"HOROVOD_SIZE": "2"})
+
+
 @pytest.mark.parametrize("name", ["PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"])
 def test_foreign_launcher_is_never_a_silent_world_of_one(name: str):
     assert "Start with torchrun" in refusal({name: "2"})
