@@ -20,6 +20,7 @@ from train.chart import bars
 from train.config import Config
 from train.cpus import cpu_quota
 from train.errors import ConfigError, Stopped
+from train.launch import free_port
 from train.log import Log
 from train.status import read_json, write_json
 from train.stop import StopRequest
@@ -27,11 +28,13 @@ from train.stop import StopRequest
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How to start it; `several` processes or one; what it `needs`, as a key of `_missing`."""
+    """Its settings; `several` processes or one; by whom they are started, `launch` or a key of STARTERS; what it `needs`, as a
+    key of `_missing`."""
 
     settings: tuple[str, ...] = ()
     several: bool = True
     needs: str = ""
+    start: str = "launch"
 
 
 WAYS = {
@@ -39,6 +42,9 @@ WAYS = {
     "dp": Way(("--parallel", "dp"), several=False, needs="gpus"),
     "ddp": Way(("--parallel", "ddp")),
     "ddp-spawn": Way(("--parallel", "ddp", "--launcher", "spawn")),
+    "ddp-torchrun": Way(("--parallel", "ddp"), start="torchrun"),
+    "ddp-torch-launch": Way(("--parallel", "ddp"), start="torch-launch"),
+    "ddp-mpirun": Way(("--parallel", "ddp"), needs="mpirun", start="mpirun"),
     "ddp-bf16": Way(("--parallel", "ddp", "--precision", "bf16")),
     "ddp-compress": Way(("--parallel", "ddp", "--compress", "bf16")),
     "ddp-powersgd": Way(("--parallel", "ddp", "--compress", "powersgd", "--powersgd-start", "2")),
@@ -46,6 +52,20 @@ WAYS = {
     "apex": Way(needs="apex"),
     "horovod": Way(("--parallel", "horovod"), needs="horovod"),
 }
+# Others' programs that start the processes, before `-m train.main train`
+TORCHS = ("--nproc-per-node", "{nproc}", "--master-port", "{port}")
+STARTERS = {
+    "torchrun": (sys.executable, "-m", "torch.distributed.run", *TORCHS),
+    "torch-launch": (sys.executable, "-m", "torch.distributed.launch", *TORCHS),
+    # Each process may use all CPUs, as those of the other ways; root has to say that it means it
+    "mpirun": ("mpirun", "-np", "{nproc}", "--oversubscribe", "--bind-to", "none",
+               *(("--allow-run-as-root",) if getattr(os, "geteuid", lambda: 1)() == 0 else ()), sys.executable),
+}  # fmt: skip
+# None of them ends when whoever started it is killed, and their processes end with them
+TIED = """import os, sys
+from train.stop import die_with_parent
+die_with_parent(int(sys.argv[1]))
+os.execvp(sys.argv[2], sys.argv[2:])"""
 
 
 def compare(
@@ -81,12 +101,13 @@ def compare(
         write_json(directory / "compare.json", {"conditions": conditions, "runs": runs})
     reasons |= {run["way"]: run["reason"] for run in runs if "reason" in run}
     rows = summed(runs, [name for name in chosen if name not in reasons])
-    outcome = {"conditions": conditions, "ways": rows, "missing": reasons, "runs": runs}
+    unit = next((run["unit"] for run in runs if "unit" in run), "samples")
+    outcome = {"conditions": conditions, "unit": unit, "ways": rows, "missing": reasons, "runs": runs}
     write_json(directory / "compare.json", outcome)
     (directory / "compare.md").write_text(table(outcome), encoding="utf-8")
     if rows:
-        title = f"images/s, {steps} steps, {repeats} runs each, {nproc} processes (none: 1)"
-        bars({name: row["images_per_s"] for name, row in rows.items()}, title, directory / "compare.png")
+        title = f"{outcome['unit']}/s, {steps} steps, {repeats} runs each, {nproc} processes (none: 1)"
+        bars({name: row["per_s"] for name, row in rows.items()}, title, directory / "compare.png")
     log.say(f"{table(outcome)}\n{directory}/compare.json, compare.md, compare.png")
     return outcome
 
@@ -106,13 +127,12 @@ def _one(
 ) -> dict[str, Any]:
     """Run one way once, in a process of its own; what it measured, or the reason why it can't run here."""
     way = WAYS[name]
-    start = ["launch", "--nproc", str(nproc), "--max-restarts", "0"] if way.several else ["train"]
     run = directory / "runs" / f"{name}-{repeat}"
     own = ["--run-dir", str(run.parent), "--name", run.name, "--max-steps", str(steps), "--log-every-steps", "1", "--fresh",
            "--evaluate-every-epochs", "1000000", "--tensorboard=false", "--progress", "none"]  # fmt: skip
     output = directory / f"{run.name}.log"
-    env = {**os.environ, "RANKUP_PARENT": str(os.getpid())}
-    command = [sys.executable, "-m", "train.main", *start, *words, *way.settings, *own]
+    command, env = _command(way, nproc)
+    command += [*words, *way.settings, *own]
     path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), *filter(None, [env.get("PYTHONPATH", "")])])
     with output.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**env, "PYTHONPATH": path})
@@ -127,12 +147,25 @@ def _one(
         why = lines[0] if lines else f"code {process.returncode}"
         return {"reason": f"{why} (exit code {process.returncode}, {output.name})"}
     result = read_json(run / "result.json") or {}
+    unit = next(name for name in result if name.endswith("_per_s")).removesuffix("_per_s")
+    per_s = result[f"{unit}_per_s"]
     return {
-        "images_per_s": result["images_per_s"], "step_s": _step_times(run / "metrics.jsonl"),
-        "epoch_s": result["steps_per_epoch"] * config.batch_size / result["images_per_s"],
+        "unit": unit, "per_s": per_s, "step_s": _step_times(run / "metrics.jsonl"),
+        "epoch_s": result["steps_per_epoch"] * config.batch_size / per_s,
         "peak_memory_mb": result["peak_memory_mb"], "metrics": result["metrics"], "digest": result["digest"],
         "world_size": result["world_size"], "hosts": result["hosts"],
     }  # fmt: skip
+
+
+def _command(way: Way, nproc: int) -> tuple[list[str], dict[str, str]]:
+    """What starts it, up to the settings, and the environment: all of it ends when this process does."""
+    program = ["-m", "train.main"]
+    if way.several and way.start != "launch":
+        values = {"{nproc}": str(nproc), "{port}": str(free_port())}
+        starter = [values.get(word, word) for word in STARTERS[way.start]]
+        return [sys.executable, "-c", TIED, str(os.getpid()), *starter, *program, "train"], dict(os.environ)
+    start = ["launch", "--nproc", str(nproc), "--max-restarts", "0"] if way.several else ["train"]
+    return [sys.executable, *program, *start], {**os.environ, "RANKUP_PARENT": str(os.getpid())}
 
 
 def _step_times(path: Path) -> list[float]:
@@ -150,27 +183,28 @@ def summed(runs: list[dict[str, Any]], names: list[str]) -> dict[str, dict[str, 
         steps = sorted(seconds for run in own for seconds in run["step_s"]) or [0.0]
         found[name] = {
             "runs": len(own),
-            "images_per_s": statistics.median(run["images_per_s"] for run in own),
+            "per_s": statistics.median(run["per_s"] for run in own),
             "step_median_ms": 1000 * statistics.median(steps),
             "step_p95_ms": 1000 * steps[min(len(steps) - 1, int(0.95 * len(steps)))],
             "epoch_s": statistics.median(run["epoch_s"] for run in own),
             "peak_memory_mb": max(run["peak_memory_mb"] for run in own),
             "accuracy": statistics.median(run["metrics"].get("accuracy", 0.0) for run in own),
         }
-    alone = found.get("none", {}).get("images_per_s")
+    alone = found.get("none", {}).get("per_s")
     for row in found.values():
-        row["relative"] = row["images_per_s"] / alone if alone else None
+        row["relative"] = row["per_s"] / alone if alone else None
     return found
 
 
 def table(outcome: dict[str, Any]) -> str:
     """Markdown: a row for each way that ran, then the conditions and those that did not."""
-    lines = ["| way | images/s | step, median | step, p95 | an epoch | peak memory a process | accuracy | of one process |",
+    lines = [f"| way | {outcome['unit']}/s | step, median | step, p95 | an epoch | peak memory a process | accuracy | "
+             "of one process |",
              "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for name, row in outcome["ways"].items():
         relative = f"{row['relative']:.2f}" if row["relative"] else ""
         lines.append(
-            f"| {name} | {row['images_per_s']:,.0f} | {row['step_median_ms']:.1f} ms | {row['step_p95_ms']:.1f} ms | "
+            f"| {name} | {row['per_s']:,.0f} | {row['step_median_ms']:.1f} ms | {row['step_p95_ms']:.1f} ms | "
             f"{row['epoch_s']:.1f} s | {row['peak_memory_mb']:,.0f} MB | {row['accuracy']:.4f} | {relative} |"
         )
     lines += ["", *(f"- {name}: not here. {why}" for name, why in outcome["missing"].items())]
@@ -185,6 +219,10 @@ def _missing(need: str) -> str:
         listed = subprocess.run([found, "-L"], capture_output=True, text=True).stdout if found else ""
         count = len(listed.splitlines())
         return "" if count > 1 else f"DataParallel divides a batch over two GPUs or more, here are {count}."
+    if need == "mpirun":
+        found = shutil.which("mpirun")
+        told = subprocess.run([found, "--version"], capture_output=True, text=True).stdout if found else ""
+        return "" if "Open MPI" in told else "No mpirun of Open MPI. On Debian and Ubuntu: sudo apt install openmpi-bin"
     if need == "horovod" and find_spec("horovod") is None:
         return "Horovod is not installed; make horovod builds it."
     return "Apex removed its mixed precision in 2025; precision bf16 and fp16 stand in its place." if need == "apex" else ""

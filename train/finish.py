@@ -32,7 +32,7 @@ def finish(
         "step": progress.step,
         "steps_per_epoch": steps_per_epoch,
         "metrics": progress.metrics or {},
-        "images_per_s": round(speed.at(progress.step), 1),
+        f"{workload.unit}_per_s": round(speed.at(progress.step), 1),
         "seconds": round(seconds, 1),
         "peak_memory_mb": round(max(peaks)),
         "world_size": group.world_size,
@@ -58,7 +58,7 @@ def finish(
         write_json(record.directory / "result.json", result)
     except OSError as error:
         raise disk_error("result.json", record.directory, error) from None
-    group.log.say(_table(result))
+    group.log.say(_table(result, workload.unit))
     return result
 
 
@@ -73,11 +73,11 @@ def _peak_memory_mb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
-def _table(result: dict[str, Any]) -> str:
+def _table(result: dict[str, Any], unit: str) -> str:
     metrics = result["metrics"]
     rows = {name.replace("_", " "): f"{metrics[name]:.4f}" for name in sorted(metrics)}
     rows |= {
-        "images/s": f"{result['images_per_s']:,.0f} (training alone)",
+        f"{unit}/s": f"{result[f'{unit}_per_s']:,.0f} (training alone)",
         "seconds": f"{result['seconds']:.1f}",
         "world size": f"{result['world_size']} on {', '.join(result['hosts'])}",
     }

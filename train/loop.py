@@ -105,7 +105,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         _warm_up(config, group, workload, model, order, free_bytes)
         optimizer = hvd.distribute(optimizer, plain, config, group)
         compressor.start(record.checkpoint.training_state().get("compressor", {}) if record.checkpoint else {})
-        metrics = record.open_metrics(progress)
+        metrics = record.open_metrics(progress, workload.unit)
         log.start_progress(
             kind=config.progress, total_steps=total_steps, step=progress.step, every_s=config.report_every_s
         )

@@ -79,7 +79,8 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
     stop.say = log.say
     # torch says in 20 lines of C++ frames that a connection ended; we say whose, in one
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if parent := os.environ.get("RANKUP_PARENT") or (os.getppid() if launch.launcher == "torchrun" else None):
+    own = os.getppid() if launch.launcher in ("torchrun", "open mpi") else None
+    if parent := os.environ.get("RANKUP_PARENT") or own:
         die_with_parent(int(parent))
     run_dir = run_directory(config, launch)
     if parsed.command == "doctor":

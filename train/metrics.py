@@ -21,8 +21,10 @@ class Metrics:
     Every method raises UserError where the disk is full.
     """
 
-    def __init__(self, directory: Path | None, *, step: int, evaluated: int, tensorboard: bool) -> None:
-        self.directory = directory
+    def __init__(
+        self, directory: Path | None, *, step: int, evaluated: int, tensorboard: bool, unit: str = "images"
+    ) -> None:
+        self.directory, self.unit = directory, unit
         self.last: dict[str, float] = {}
         self._writer: Any = None
         self._file = None
@@ -39,9 +41,9 @@ class Metrics:
                 # What a killed attempt showed past its checkpoint is purged
                 self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else None)
 
-    def training(self, step: int, loss: float, rate: float, images_per_s: float) -> None:
-        self.last |= {"loss": loss, "images_per_s": images_per_s, "rate": rate}
-        self._write(step, {"train/loss": loss, "train/lr": rate, "train/images_per_s": images_per_s})
+    def training(self, step: int, loss: float, rate: float, per_s: float) -> None:
+        self.last |= {"loss": loss, "per_s": per_s, "rate": rate}
+        self._write(step, {"train/loss": loss, "train/lr": rate, f"train/{self.unit}_per_s": per_s})
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self._write(step, {f"eval/{name}": value for name, value in metrics.items()})
@@ -71,7 +73,7 @@ class Metrics:
         """Where the run stands, for the terminal."""
         if "loss" not in self.last:
             return f"step {step}/{total_steps}"
-        return f"step {step}/{total_steps}  loss {self.last['loss']:.4f}  {self.last['images_per_s']:,.0f} images/s"
+        return f"step {step}/{total_steps}  loss {self.last['loss']:.4f}  {self.last['per_s']:,.0f} {self.unit}/s"
 
     def flush(self) -> None:
         """Have all that was written so far survive this process. `metrics.jsonl` does line by line."""

@@ -77,15 +77,15 @@ class Record:
     def directory(self) -> Path:
         return self.group.run_dir
 
-    def open_metrics(self, progress: Progress) -> Metrics:
-        """Metrics from there on; what a killed attempt wrote past its last checkpoint is taken out. Rank 0 writes, and all
-        raise UserError if it can't."""
+    def open_metrics(self, progress: Progress, unit: str) -> Metrics:
+        """Metrics from there on, with the speed in `unit`/s; what a killed attempt wrote past its last checkpoint is taken
+        out. Rank 0 writes, and all raise UserError if it can't."""
         step, evaluated = progress.step, progress.evaluated
-        self.metrics = Metrics(None, step=step, evaluated=evaluated, tensorboard=False)
+        self.metrics = Metrics(None, step=step, evaluated=evaluated, tensorboard=False, unit=unit)
 
         def take() -> None:
             self.metrics = Metrics(
-                self.directory, step=step, evaluated=evaluated, tensorboard=self.config.tensorboard
+                self.directory, step=step, evaluated=evaluated, tensorboard=self.config.tensorboard, unit=unit
             )  # fmt: skip
 
         on_main(self.group, take)

@@ -34,6 +34,7 @@ class Workload:
     data_name: str = "own"
     data_origin: str = ""
     classes: tuple[str, ...] = ()
+    unit: str = "samples"  # what the speed counts: samples/s
     # Names of the samples to predict (files), and samples for a path that `predict --input` gives.
     input_name: Callable[[int], str] = lambda index: str(index)
     open_input: Callable[[str], tuple[Samples, Callable[[int], str]]] | None = None

@@ -72,6 +72,7 @@ def build(config: Config) -> Workload:
         data_name=train.name,
         data_origin=train.origin,
         classes=train.classes,
+        unit="images",
         input_name=lambda index: evaluation.paths[index] if isinstance(evaluation, FileSet) else f"test/{index}",
         open_input=lambda path: _open_input(path, channels=channels, size=size),
         pictures=lambda model, sums, device: _pictures(task, model, held_back, sums, device, train.classes),

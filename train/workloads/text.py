@@ -79,6 +79,7 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         data_name=f"{found.name}-{found.digest}{kind}",
         data_origin=f"{found.train.path} and {found.evaluation.path.name}",
         classes=found.classes,
+        unit="texts",
         input_name=lambda index: found.evaluation.texts[index],
         open_input=open_input,
         pictures=lambda model, sums, device: {"eval/confusion": confusion_picture(sums["confusion"], _plain(found.classes))},
