@@ -15,7 +15,7 @@ from train.main import COMMANDS, EXTRA
 
 
 def test_k8s_overlays_are_all_there() -> None:
-    assert {"gpu", "elastic", "fsdp", "kueue", "volcano", "istio", "own", "image", "debug", "board"} <= set(OVERLAYS)
+    assert {"gpu", "elastic", "fsdp", "kueue", "volcano", "istio", "own", "image", "debug", "doctor", "board"} <= set(OVERLAYS)
 
 
 def test_k8s_pytorchjob_read_alone_is_what_the_overlays_build_on() -> None:
@@ -47,7 +47,8 @@ def test_k8s_pods_run_what_the_program_understands(what: str, monkeypatch: pytes
             check_world_size(config, parsed.extra["nproc"] * len(pods))
         else:
             launch = read_env(values)
-            assert (launch.rank, launch.world_size, parsed.command) == (rank, len(pods), "train")
+            command = "doctor" if what == "overlays/doctor" else "train"
+            assert (launch.rank, launch.world_size, parsed.command) == (rank, len(pods), command)
             check_world_size(config, launch.world_size)
 
 

@@ -58,6 +58,16 @@ def test_k8s_debug_pods_say_what_they_see_and_end(pods: Pods) -> None:
     assert "rankup-master-0:23456 is reached" in cluster.log(1)
 
 
+def test_k8s_doctor_finds_the_pods_fit(pods: Pods) -> None:
+    cluster = pods("overlays/doctor")
+    cluster.start()
+    assert cluster.codes() == [0, 0], cluster.logs()
+    said = cluster.log(0)
+    assert "all 2 ranks: 0 on rankup-master-0; 1 on rankup-worker-0" in said
+    assert "between nodes: slowest ranks 0 on rankup-master-0" in said
+    assert "doctor: fit to train: " in said
+
+
 def test_k8s_mistake_ends_every_pod_with_2_and_the_job_with_them(pods: Pods) -> None:
     cluster = pods("pytorchjob.yaml", [*SHORT, "--lr", "-1"])
     cluster.start()
