@@ -36,9 +36,11 @@ stop() { # REASON: every node saves and leaves
 trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$scratch"' EXIT
 trap 'stop "stopping, every node saves and leaves"' INT TERM
 
-docker compose up -d --no-build "${nodes[@]}" 2> "$scratch/up" || { cat "$scratch/up" >&2; fail "the nodes could not be started"; }
-for node in "${nodes[@]}"; do id[$node]=$(docker compose ps -aq "$node"); done
-# In sessions of their own: Ctrl-C is for this script, which then still wants to see the nodes' last lines
+# In sessions of their own, here and below: Ctrl-C is for this script. Cut off, the start would leave nodes behind that nobody
+# watches; and the nodes' last lines are still to be seen
+setsid docker compose up -d --no-build "${nodes[@]}" 2> "$scratch/up" || { cat "$scratch/up" >&2; fail "the nodes could not be started"; }
+if [[ -n $stopping ]]; then setsid docker compose stop "${nodes[@]}" 2> /dev/null; fi # it may have come before there were any
+for node in "${nodes[@]}"; do id[$node]=$(setsid docker compose ps -aq "$node"); done
 setsid docker compose --ansi never logs -f --no-log-prefix --since "$began" "${nodes[@]}" 2> /dev/null &
 # `docker compose up` reports 0 although a node failed, and with its options another node's code: the events tell each end
 setsid docker events --since "$began" --filter event=die "${id[@]/#/--filter=container=}" \

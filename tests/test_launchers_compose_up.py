@@ -133,11 +133,12 @@ def test_up_ends_when_the_restarts_of_a_node_are_used_up(clone: Clone) -> None:
     assert clone.starts(1) == 3
 
 
-def test_up_interrupted_stops_the_nodes(clone: Clone) -> None:
+@pytest.mark.parametrize("late_s", [0.0, 2.0], ids=["while it starts them", "later"])
+def test_up_interrupted_stops_the_nodes(late_s: float, clone: Clone) -> None:
     process = clone.start("0:100:0 1:100:0")
     try:
         wait_for("both nodes at work", lambda: (clone.folder / "runs" / "0").exists() and (clone.folder / "runs" / "1").exists())
-        time.sleep(1)
+        time.sleep(late_s)
         os.killpg(process.pid, signal.SIGINT)
         said, _ = process.communicate(timeout=60)
         assert process.returncode == 143, said
