@@ -145,6 +145,7 @@ class Forks:
             assert self._news.wait_for(lambda: self._started, 60), "the forking process does not answer"
             process = Process(self._started.pop(), output)
             self._processes[process.pid] = process
+            self._news.notify_all()
         return process
 
     def _listen(self) -> None:
@@ -156,8 +157,10 @@ class Forks:
                     self._started.append(news["started"])
                     self._news.notify_all()
             if "ended" in news:
-                with self._news:  # the one who started it enters it before letting go of the lock
-                    process = self._processes.pop(news["ended"])
+                pid = news["ended"]
+                with self._news:  # who started it may not have got the lock back since, and has not entered it yet
+                    assert self._news.wait_for(lambda pid=pid: pid in self._processes, 60), f"nobody started {pid}"
+                    process = self._processes.pop(pid)
                 process.code = news["code"]
                 process.ended.set()
 
