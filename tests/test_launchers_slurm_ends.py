@@ -34,7 +34,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def finished(job: SlurmJob, undisturbed: str, *, restarts: int) -> None:
     assert job.wait() == "COMPLETED", job.log()
     assert job.result()["digest"] == undisturbed
-    assert int(job.show()["Restarts"]) == restarts, job.log()
+    # A node that has just come back may give no step at first, which the batch file mends by one more
+    mended = job.output.count("runs a step within")
+    assert int(job.show()["Restarts"]) == restarts + mended, job.log()
     assert "resumed from step-" in job.output
 
 
