@@ -222,6 +222,19 @@ def test_doctor_names_both_machines_that_claim_one_rank(cases: dict[str, Case]) 
 
 
 @case
+def missing(case: Case) -> None:
+    # Rank 1 leaves the word to rank 0, which is on its machine, and has a warning of its own
+    case.rank(0, 0, "--batch-size", "66", world_size=3, join_s=JOIN_S)
+    case.rank(1, 0, "--batch-size", "66", world_size=3, join_s=JOIN_S, sick="sickness:few_files", LOCAL_RANK="1")
+
+
+def test_doctor_of_a_rank_that_leaves_the_word_to_another_is_no_pass(cases: dict[str, Case]) -> None:
+    first, second = cases["missing"].said(20, 20)
+    assert "NOT FIT joined rank 2 of 3" in first
+    assert "NOT FIT" not in second
+
+
+@case
 def other_settings(case: Case) -> None:
     case.rank(0, 0)
     case.rank(1, 1, "--lr", "0.5")
@@ -331,9 +344,17 @@ def no_room(case: Case) -> None:
     case.rank(1, 1, runs="../../../../../../../../../mnt")
 
 
+@case
+def no_room_on_rank_0(case: Case) -> None:
+    case.nodes[0].run("mount -t tmpfs -o size=1m,ro tmpfs /mnt")
+    case.rank(0, 0, runs="../../../../../../../../../mnt")
+    case.rank(1, 1)
+
+
 @pytest.mark.parametrize(
     ("name", "what"),
     [
+        ("no_room_on_rank_0", "NOT FIT storage /"),
         ("wrong_sum", "NOT FIT collective rank 1 on node1: wrong result: all_reduce of 1000 numbers why: gradients"),
         ("no_room", "NOT FIT storage rank 1 on node1: /"),
     ],

@@ -1,10 +1,10 @@
 """The doctor on one machine: its line, its codes, its JSON, and the checks that read limits from files."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from forks import Forks
@@ -142,12 +142,16 @@ def test_doctor_asks_for_locked_memory_only_where_there_is_infiniband(tmp_path: 
         resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
 
 
-def test_doctor_wants_more_shared_memory_for_more_workers(tmp_path: Path) -> None:
-    (few,) = checks.shared_memory(load_config({"num_workers": 0}), folder=str(tmp_path))
-    free_mib = shutil.disk_usage(tmp_path).free // checks.MIB
-    workers = min(1024, int(free_mib * checks.MIB // checks.SHM_PER_WORKER) + 1)
-    (many,) = checks.shared_memory(load_config({"num_workers": workers}), folder=str(tmp_path))
-    assert (few.level, many.level) == (OK, WARNING if workers < 1024 else many.level)
+def test_doctor_wants_more_shared_memory_for_more_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(f_bavail=64, f_blocks=64, f_frsize=checks.MIB)
+    monkeypatch.setattr(checks.os, "statvfs", lambda folder: free)
+    (few,) = checks.shared_memory(load_config({"num_workers": 1}), folder="/")
+    (many,) = checks.shared_memory(load_config({"num_workers": 2}), folder="/")
+    assert (few.level, many.level) == (OK, WARNING)
+    assert "It is full" not in many.remedy
+    free.f_blocks = 1024
+    (full,) = checks.shared_memory(load_config({"num_workers": 2}), folder="/")
+    assert "It is full" in full.remedy
 
 
 # Links ----------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ LEAST_DISK = 1024 * MIB  # a few checkpoints of a middle-sized model
 LEAST_FILES = 1024
 SLOW_DISK = 5 * MIB  # bytes/s
 WRITTEN = 16 * MIB
-ENLARGE_SHM = "docker run --shm-size=1g; compose: SHM_SIZE=1g; elsewhere a memory volume at /dev/shm"
+ENLARGE_SHM = "Enlarge it (docker run --shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm)"
 
 
 def limits(config: Config, launch: Launch, *, root: Path = Path("/")) -> Iterator[Finding]:
@@ -93,7 +93,7 @@ def shared_memory(config: Config, *, folder: str = "/dev/shm") -> Iterator[Findi
     yield Finding(
         "memory", WARNING, seen,
         'workers end with "Bus error" or "No space left on device (28)", and nccl with "unhandled system error".',
-        f"Enlarge it ({ENLARGE_SHM}), or set --num-workers 0.{left}",
+        f"{ENLARGE_SHM}, or set --num-workers 0.{left}",
     )  # fmt: skip
 
 

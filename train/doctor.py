@@ -8,9 +8,8 @@ import contextlib
 import json
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -40,6 +39,7 @@ from train.log import Log
 from train.network import explain_connection, interface_of, is_own_address, try_connect
 from train.roster import ranges
 from train.stop import StopRequest
+from train.watch import within
 from train.ways import HINT
 
 NAME_S, DISK_S = 10.0, 30.0  # a resolver and a network disk may never answer
@@ -88,8 +88,7 @@ class _Doctor:
         except Stopped:
             raise
         except Exception as error:
-            if not getattr(error, "echo", False):
-                self._add(self._failure(error))
+            self._add(self._failure(error))
             return self._end_alone(silent=getattr(error, "echo", False))
         return exit_code(self.findings)
 
@@ -239,11 +238,8 @@ class _Doctor:
         elif self.launch.rank == 0:
             self._print_verdict(self.findings)
         elif not silent:
-            bad = [finding for finding in self.findings if finding.level not in (OK, NOTE)]
-            for finding in bad:
-                self.log.warn(line(finding))
-            self.log.warn(f"doctor: {VERDICTS[exit_code(self.findings)]}")
-        return exit_code(self.findings) or CODES[UNFIT]
+            _print_table([finding for finding in self.findings if finding.level not in (OK, NOTE)], self.log)
+        return exit_code(self.findings)
 
     def _report(self, everything: list[Finding]) -> None:
         if self.out:
@@ -253,25 +249,22 @@ class _Doctor:
                 if ranks[0] != 0 and finding.level not in (OK, NOTE):  # rank 0's own were printed as they were found
                     self.log.say(line(finding, ranks=f"rank {ranges(ranks)} on {finding.host}"))
             self._print_verdict(everything)
-        try:
+        with contextlib.suppress(OSError):  # the stage of this disk has said so
             path = self.run_dir / "doctor" / "report.json"
             path.write_text(json.dumps(as_json(everything, self._facts()), indent=2) + "\n")
-        except OSError:
-            pass  # said by the stage of this disk
 
     def _facts(self) -> dict[str, Any]:
         return {**self.facts, "seconds": round(time.monotonic() - self.began_s, 2)}
 
     def _print_verdict(self, findings: list[Finding]) -> None:
-        for text in _verdict(findings, time.monotonic() - self.began_s):
-            self.log.say(text)
+        self.log.say(_verdict(findings, time.monotonic() - self.began_s))
 
 
-def _verdict(findings: list[Finding], seconds: float) -> Iterator[str]:
+def _verdict(findings: list[Finding], seconds: float) -> str:
     stages = len({finding.stage for finding in findings})
     counts = {level: len(merge(f for f in findings if f.level == level)) for level in (UNFIT, INCOMPLETE, WARNING)}
     told = ", ".join(f"{count} {level}" for level, count in counts.items() if count)
-    yield f"doctor: {VERDICTS[exit_code(findings)]}{f' ({told})' if told else ''}: {stages} stages in {seconds:.1f} s"
+    return f"doctor: {VERDICTS[exit_code(findings)]}{f' ({told})' if told else ''}: {stages} stages in {seconds:.1f} s"
 
 
 def _print_table(findings: list[Finding], log: Log) -> None:
@@ -288,7 +281,5 @@ def _print_json(findings: list[Finding], facts: dict[str, Any], out: TextIO) -> 
 def _within(timeout_s: float, look: Callable[[], T]) -> T | None:
     """What `look` returns, or None where it takes longer: it is left behind in its thread."""
     found: list[T] = []
-    thread = threading.Thread(target=lambda: found.append(look()), daemon=True)
-    thread.start()
-    thread.join(timeout_s)
+    within(timeout_s, lambda: found.append(look()))
     return found[0] if found else None

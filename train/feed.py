@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from train.checks import ENLARGE_SHM
 from train.data import Key, Samples
 from train.errors import DataError, PeerLost
 from train.stop import SIGNALS, StopRequest, die_with_parent
 
-ENLARGE_SHM = "Enlarge it (docker run --shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm)"
 SHM_FULL = (
     f"/dev/shm must hold the batches of all DataLoader workers, got no space left on it. {ENLARGE_SHM}, or set "
     "--num-workers 0."

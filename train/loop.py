@@ -20,7 +20,7 @@ from train.data import Order, mix, seed_everything
 from train.env import Launch
 from train.errors import DataError, Stopped, UserError
 from train.evaluation import evaluate
-from train.feed import ENLARGE_SHM, Feed, free_shared_memory, num_bytes, streams, to_device
+from train.feed import Feed, free_shared_memory, num_bytes, streams, to_device
 from train.finish import finish
 from train.group import Group, join
 from train.log import Log
@@ -339,7 +339,7 @@ def _warm_up(
         num_samples = len(indices) + min(config.eval_batch_size, len(workload.evaluation))
         both_bytes = num_bytes(batch) * num_samples // len(indices)
         lines = advice.on_shared_memory(
-            config, group.launch, batch_bytes=both_bytes, free_bytes=free_bytes, way_out=ENLARGE_SHM
+            config, group.launch, batch_bytes=both_bytes, free_bytes=free_bytes, way_out=checks.ENLARGE_SHM
         )
         advice.say(lines, group.launch, group.log.warn)
     seed_everything(mix(config.seed, -1, group.rank))

@@ -1,6 +1,7 @@
 """What all ranks find out together, once there is a group: the same versions, right sums, how fast the wire is, whose clock is
 wrong. Each function that takes a group is collective: every rank calls it, and most findings are rank 0's."""
 
+import contextlib
 import os
 import platform
 import statistics
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from train import links
+from train.cgroups import read
 from train.env import Launch
 from train.findings import NOTE, OK, UNFIT, WARNING, Finding
 from train.group import Group
@@ -148,16 +150,14 @@ def clocks(group: Group) -> Iterable[Finding]:
 def shared_disk(group: Group, run_dir: Path) -> Iterable[Finding]:
     path = run_dir / "doctor" / "seen"
     if group.is_main:
-        try:
+        with contextlib.suppress(OSError):  # the stage of this disk has said so; the others wait below all the same
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(group.attempt)
-        except OSError:
-            return  # the stage of this disk has said so
     group.agree(0)
-    blind = [r for r, text in enumerate(group.gather(_read(path))) if text != group.attempt]
+    blind = [r for r, text in enumerate(group.gather(read(path))) if text != group.attempt]
     group.agree(0)
-    if group.is_main:
-        path.unlink(missing_ok=True)
+    if group.is_main and 0 not in blind:
+        path.unlink()
         if blind:
             yield Finding(
                 "storage", NOTE, f"{run_dir} of rank 0 is not seen by rank {ranges(blind)}: rank 0 alone reads and "
@@ -177,14 +177,7 @@ def _rate(bandwidth: float) -> str:
 
 
 def _cpu_model() -> str:
-    for text in _read(Path("/proc/cpuinfo")).splitlines():
+    for text in read(Path("/proc/cpuinfo")).splitlines():
         if text.startswith("model name"):
             return text.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
