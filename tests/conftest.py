@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if FOREIGN.match(name) and name != "RANKUP_RUNS"]:
         del os.environ[name]
     os.environ |= {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1", SESSION: secrets.token_hex(8)}
+    # What a shell starts in the background ignores Ctrl-C, its children with it, and a shell among them can't even trap it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

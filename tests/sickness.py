@@ -40,6 +40,17 @@ def hangs_in_the_collective() -> None:
     links.check_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
 
 
+def hangs_and_gives_up_first() -> None:
+    """Its own time is over before that of the ranks that wait for it."""
+    from train import links
+    from train.watch import Watch
+
+    _enter()
+    links.check_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
+    whole = Watch.enter
+    Watch.enter = lambda self, phase, timeout_s, **more: whole(self, phase, min(timeout_s, 2.0), **more)  # type: ignore[method-assign]
+
+
 def dies_in_the_collective() -> None:
     from train import links
 

@@ -261,10 +261,21 @@ def hangs(case: Case) -> None:
 
 def test_doctor_does_not_take_a_check_that_hangs_for_a_pass(cases: dict[str, Case]) -> None:
     first, second = cases["hangs"].said(30, 30)
-    assert "NOT DONE collective collective (step 0) took longer than " in first
+    ends = ("NOT DONE collective collective (step 0) took longer than ", "NOT DONE collective lost a peer at step 0")
+    assert any(end in first for end in ends)  # whichever rank's time is over first ends the other's too
     assert "suspected: rank 1 on node1" in first
     assert "doctor: could not be completed (1 incomplete)" in first
     assert "NOT DONE collective" in second
+
+
+@case
+def gives_up_first(case: Case) -> None:
+    case.both("--step-timeout-s", "30", sick="sickness:hangs_and_gives_up_first")
+
+
+def test_doctor_does_not_take_a_peer_that_gave_up_waiting_for_a_dead_one(cases: dict[str, Case]) -> None:
+    first, _ = cases["gives_up_first"].said(30, 30)
+    assert "NOT DONE collective lost a peer at step 0: suspected: rank 1 on node1 (" in first
 
 
 @case

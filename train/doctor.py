@@ -205,6 +205,8 @@ class _Doctor:
         """What an end of the joining means."""
         text, stage = str(error), self.stage
         start = env.how_to_start(self.launch)
+        if isinstance(error, PeerLost) and error.hang:  # another rank's time was over before this one's
+            return _hang(stage, text)
         if isinstance(error, PeerLost):
             return Finding(stage, UNFIT, text, "a rank that dies takes all others along.", "Read what that rank printed last.")
         if not isinstance(error, UserError | JoinError):
@@ -226,7 +228,7 @@ class _Doctor:
 
     def _overdue(self, why: str) -> None:
         """A stage's time is over: the last word of this rank, in the place of the watch's own end."""
-        self._add(Finding(self.stage, INCOMPLETE, why, "in training it would be a hang.", "Look at the rank that is suspected."))
+        self._add(_hang(self.stage, why))
         code = self._end_alone(silent=False)
         sys.stdout.flush()
         os._exit(code)
@@ -258,6 +260,10 @@ class _Doctor:
 
     def _print_verdict(self, findings: list[Finding]) -> None:
         self.log.say(_verdict(findings, time.monotonic() - self.began_s))
+
+
+def _hang(stage: str, why: str) -> Finding:
+    return Finding(stage, INCOMPLETE, why, "in training it would be a hang.", "Look at the rank that is suspected.")
 
 
 def _verdict(findings: list[Finding], seconds: float) -> str:

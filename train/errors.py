@@ -43,11 +43,12 @@ class JoinError(RuntimeError):
 
 
 class PeerLost(RuntimeError):
-    """Another rank died or a deadline passed, exit code 171, or the code that the lost rank told."""
+    """Another rank died or a deadline passed, exit code 171, or the code that the lost rank told. `hang`: nobody died."""
 
     code = PEER_LOST
     echo = False
     suspect: int | None = None
+    hang = False
 
 
 class Stopped(Exception):

@@ -334,6 +334,7 @@ def explain(group: Group, error: BaseException) -> BaseException:
     suspects = group.watch.suspects()
     group.log.keep(f"{type(error).__name__}: {error}")
     failure = PeerLost(f"lost a peer at step {group.step}: {describe(suspects, group.hosts)}")
+    failure.hang = all(suspect.alive for suspect in suspects)
     if suspects:
         failure.suspect, end = suspects[0].rank, suspects[0].end
         if end is not None and end.code == Stopped.code:

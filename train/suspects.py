@@ -21,11 +21,12 @@ LOOK_S = 7.0  # a store that does not answer within this is stopped itself
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """Who is to blame and why; `end` where that rank told it itself."""
+    """Who is to blame and why; `end` where that rank told it itself; `alive`: it keeps the others waiting."""
 
     rank: int
     why: str
     end: End | None = None
+    alive: bool = False
 
 
 def find_suspects(store: Store, world_size: int, *, myself: int, waiting: bool) -> list[Suspect]:
@@ -56,14 +57,14 @@ def find_suspects(store: Store, world_size: int, *, myself: int, waiting: bool) 
         return [Suspect(rank, "gave no sign of life") for rank in silent]
     if told := hearsay(ends):
         return told
-    return _behind(store, others) or ([] if waiting else [Suspect(myself, "the others wait for it")])
+    return _behind(store, others) or ([] if waiting else [Suspect(myself, "the others wait for it", alive=True)])
 
 
 def _behind(store: Store, others: list[int]) -> list[Suspect]:
     """All are alive: those not waiting in a collective keep the rest waiting."""
     beats = {r: json.loads(store.get(f"beat/{r}")) for r in others if store.check([f"beat/{r}"])}
     busy = [r for r, beat in beats.items() if not beat["waiting"]]
-    return [Suspect(r, f"is alive, in {beats[r]['phase']} at step {beats[r]['step']}") for r in busy]
+    return [Suspect(r, f"is alive, in {beats[r]['phase']} at step {beats[r]['step']}", alive=True) for r in busy]
 
 
 def ends_of(store: Store, world_size: int, *, myself: int) -> dict[int, End | None]:
@@ -89,7 +90,7 @@ def hearsay(ends: dict[int, End | None]) -> list[Suspect]:
     for rank, end in ends.items():
         if end is not None and end.suspect is not None:
             own = "says that the others wait for it" if end.suspect == rank else f"is suspected by rank {rank}"
-            return [Suspect(end.suspect, own)]
+            return [Suspect(end.suspect, own, alive=True)]
     return []
 
 
