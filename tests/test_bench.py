@@ -12,7 +12,7 @@ import namespaces
 import pytest
 import torch
 from forks import Forks
-from jobs import MAIN, ROOT, rank_env
+from jobs import MAIN, rank_env
 from namespaces import Pair
 from PIL import Image
 from torch import nn
@@ -27,7 +27,6 @@ from train.wire import backends
 
 JOB = ["--dataset", "digits", "--model", "mlp", "--batch-size", "16"]
 QUICK = ["--sizes", "1K,64K,256K", "--iterations", "3", "--seconds", "30"]
-WIRE = ROOT / "tests" / "bench" / "wire.py"
 
 
 def left(folder: Path) -> dict[str, Any]:
@@ -48,9 +47,10 @@ def test_bench_measures_each_operation_and_size(two: tuple[dict[str, Any], str, 
     rows = two[0]["collectives"]
     assert [(row["operation"], row["size"]) for row in rows] == [
         (operation, size)
-        for operation in ("all-reduce", "all-gather", "broadcast", "point to point")
+        for operation in ("point to point", "all-reduce", "all-gather", "broadcast", "point to point")
         for size in (1024, 65536, 262144)
     ]
+    assert [row["backend"] for row in rows] == ["sockets"] * 3 + ["gloo"] * 12
     for row in rows:
         assert 0 < row["median_s"] <= row["p95_s"]
         assert 0 < row["steadiness"] <= 1
@@ -131,6 +131,44 @@ def corrupt() -> None:
     dist.all_reduce = wrong
 
 
+def deaf() -> None:
+    """A rank 0 that no plain connection reaches."""
+    from train import sockets
+
+    sockets.address_of = lambda interface: "203.0.113.1"
+    sockets.address_of_host_name = lambda: "203.0.113.1"
+
+
+def test_bench_without_a_plain_connection_measures_the_rest(forks: Forks, tmp_path: Path) -> None:
+    line = ["bench", *JOB, "--sizes", "1K", "--iterations", "2", "--run-dir", str(tmp_path), "--name", "run"]
+    codes, output = forks.run(*line, world_size=2, preload="test_bench:deaf")
+    assert codes == [0, 0], output
+    assert "no plain connection to compare with: rank 0 can't listen: " in output
+    outcome = left(tmp_path / "run")
+    assert (outcome["plain"], {row["backend"] for row in outcome["collectives"]}) == (None, {"gloo"})
+
+
+def garble() -> None:
+    """A wire that turns one byte into another, towards rank 1."""
+    from train import sockets
+
+    right = sockets._receive
+
+    def wrong(connection: Any, message: bytearray) -> None:
+        right(connection, message)
+        if os.environ["RANK"] == "1" and len(message) > 1024:
+            message[77] ^= 1
+
+    sockets._receive = wrong
+
+
+def test_bench_finds_a_wrong_byte_on_the_plain_connection(forks: Forks, tmp_path: Path) -> None:
+    line = ["bench", *JOB, "--sizes", "1K,64K", "--iterations", "2", "--run-dir", str(tmp_path)]
+    codes, output = forks.run(*line, world_size=2, preload="test_bench:garble")
+    assert codes == [1, 1], output
+    assert "65536 bytes came out wrong over a plain connection on rank 1" in output
+
+
 def test_bench_finds_a_wrong_result_and_names_the_rank(forks: Forks, tmp_path: Path) -> None:
     line = ["bench", *JOB, "--sizes", "1K,64K", "--iterations", "2", "--run-dir", str(tmp_path)]
     codes, output = forks.run(*line, world_size=2, preload="test_bench:corrupt")
@@ -157,13 +195,6 @@ def test_bench_agrees_with_plain_sockets_under_one_limit(pair: Pair, tmp_path: P
     """Both are limited by 100 Mbit/s: their ratio does not depend on the machine."""
     for node in pair.nodes:
         node.run("tc qdisc add dev eth0 root tbf rate 100mbit burst 32kb latency 400ms")
-    server = jobs.start(*pair.nodes[0].prefix, sys.executable, WIRE, "serve", "29500")
-    with jobs.ended(server):
-        assert server.processes[0].stdout is not None
-        assert server.processes[0].stdout.readline() == "ready\n"
-        caller = jobs.start(*pair.nodes[1].prefix, sys.executable, WIRE, "call", pair.nodes[0].ip, "29500", "1048576", "5")
-        assert caller.wait(120) == [0], caller.output
-    plain = json.loads(caller.output)["algorithm"]
     line = ["bench", *JOB, "--sizes", "256K,1M", "--iterations", "5", "--run-dir", tmp_path, "--name", "run", "--step-ms", "1"]
     ranks = jobs.Job()
     with jobs.ended(ranks):
@@ -172,9 +203,12 @@ def test_bench_agrees_with_plain_sockets_under_one_limit(pair: Pair, tmp_path: P
             jobs.start(*node.prefix, sys.executable, MAIN, *line, env=env, job=ranks)
         assert ranks.wait(180) == [0, 0], ranks.output
     outcome = left(tmp_path / "run")
-    bus = {row["operation"]: row["bus"] for row in outcome["collectives"] if row["size"] == 2**20}
+    rows = [row for row in outcome["collectives"] if row["size"] == 2**20]
+    bus = {row["operation"]: row["bus"] for row in rows if row["backend"] == "gloo"}
+    plain = next(row["bus"] for row in rows if row["backend"] == "sockets")
     print("over plain sockets:", {operation: round(speed / plain, 3) for operation, speed in bus.items()}, round(plain))
-    assert plain < 1.05 * 100e6 / 8
+    assert 0.8 * 100e6 / 8 < plain < 1.05 * 100e6 / 8
+    assert outcome["plain"] == {"size": 2**20, "speed": plain, "ratio": {"gloo": bus["point to point"] / plain}}
     assert bus["point to point"] == pytest.approx(plain, rel=TOLERANCE)
     for operation in ("all-reduce", "broadcast"):
         assert 0.4 * plain < bus[operation] < 1.5 * plain, (operation, bus, plain)

@@ -36,7 +36,7 @@ LAYERS: list[list[list[str]]] = [
     [["evaluation"], ["record"]],
     [["finish"]],
     [["loop"], ["apply"], ["links", "together", "doctor"]],
-    [["chart", "compare"], ["scaling", "wire"]],
+    [["chart", "compare"], ["scaling", "sockets", "wire"]],
     [["bench"]],
     [["commands"]],
     [["main"]],

@@ -27,7 +27,7 @@ from train.log import Log
 from train.optim import build_optimizer
 from train.status import write_json
 from train.stop import StopRequest
-from train.wire import Row, as_dicts, measure
+from train.wire import SOCKETS, Row, as_dicts, measure
 from train.workloads import Workload, load
 
 COUNTS = (2, 8, 64, 512)
@@ -66,7 +66,8 @@ def bench(
             )  # fmt: skip
         outcome = {
             "ranks": group.world_size, "hosts": sorted(set(group.hosts)), "device": str(group.device.type),
-            "torch": torch.__version__, "job": job, "collectives": as_dicts(rows), **expectation(rows, job, group.world_size),
+            "torch": torch.__version__, "job": job, "collectives": as_dicts(rows), "plain": over_plain(rows),
+            **expectation(rows, job, group.world_size),
         }  # fmt: skip
         if group.is_main:
             _write(outcome, rows, run_dir, log)
@@ -172,6 +173,18 @@ def expectation(rows: list[Row], job: dict[str, Any], ranks: int) -> dict[str, A
     }
 
 
+def over_plain(rows: list[Row]) -> dict[str, Any] | None:
+    """Each backend's point to point over that of a plain connection, at the largest size that all have."""
+    speeds = {(row.backend, row.size): row.algorithm for row in rows if row.operation == "point to point"}
+    backends = {backend for backend, _ in speeds}
+    common = [size for _, size in speeds if all((backend, size) in speeds for backend in backends)]
+    if SOCKETS not in backends or len(backends) == 1 or not common:
+        return None
+    size = max(common)
+    plain = speeds[SOCKETS, size]
+    return {"size": size, "speed": plain, "ratio": {b: speeds[b, size] / plain for b in sorted(backends - {SOCKETS})}}
+
+
 def _write(outcome: dict[str, Any], rows: list[Row], run_dir: Path, log: Log) -> None:
     text = "\n".join([*table(rows), *meaning(outcome)])
     files = ["bench.json", "bench.md"]
@@ -210,6 +223,12 @@ def meaning(outcome: dict[str, Any]) -> list[str]:
         f"in {count} message{'s' if count > 1 else ''}",
         f"- step: {_time(job['step_s'])} without exchange, batch {job['batch_a_rank']} a rank ({job['step_from']})",
     ]
+    if plain := outcome["plain"]:
+        reached = ", ".join(f"{backend} {ratio:.2f}" for backend, ratio in plain["ratio"].items())
+        found.append(
+            f"- plain sockets: {_rate(plain['speed'])} between rank 0 and rank {outcome['ranks'] - 1}, {_bytes(plain['size'])} "
+            f"there and back; of that point to point reaches: {reached}"
+        )
     if link is None:
         return [*found, f"- no expectation: {outcome['missing']}"]
     speed = _rate(1 / link["beta_s"]) if link["beta_s"] else "more bandwidth than these sizes show"

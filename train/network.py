@@ -93,6 +93,14 @@ def address_of(interface: str) -> str:
     return ""
 
 
+def address_of_host_name() -> str:
+    """Where gloo listens if no interface is named."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"  # as gloo does
+
+
 def local_ip_towards(ip: str) -> str:
     """Our own address on the route to `ip`. Connecting a datagram socket sends nothing."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET

@@ -14,7 +14,15 @@ from typing import Any
 
 from train.errors import FINISHED, JOIN_FAILED, USER_MISTAKE, JoinError, LaunchError, UserError
 from train.log import Log
-from train.network import address_of, interface_of, interfaces, is_loopback, local_ip_towards, try_connect
+from train.network import (
+    address_of,
+    address_of_host_name,
+    interface_of,
+    interfaces,
+    is_loopback,
+    local_ip_towards,
+    try_connect,
+)
 from train.rendezvous import Meeting
 from train.roster import Member
 
@@ -147,7 +155,7 @@ def choose_interface(members: Sequence[Member], rank: int, log: Log) -> tuple[st
         if routed and not os.environ.get(name):
             os.environ[name] = routed
     chosen = named or routed
-    address = address_of(chosen) if chosen else _address_of_host_name()
+    address = address_of(chosen) if chosen else address_of_host_name()
     log.keep(f"interface {chosen or '(by host name)'}, address {address}; the way to the master starts at {own}")
     return chosen, address
 
@@ -162,10 +170,3 @@ def _own_address(members: Sequence[Member], rank: int) -> str:
     reached = [m.master_ip for m in others if m.master_ip and not is_loopback(m.master_ip) and interface_of(m.master_ip)]
     far = [m.local_ip for m in others if m.local_ip and not is_loopback(m.local_ip)]
     return reached[0] if reached else (local_ip_towards(far[0]) if far else "127.0.0.1")
-
-
-def _address_of_host_name() -> str:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"  # as gloo does

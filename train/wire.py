@@ -1,4 +1,5 @@
-"""How fast ranks exchange: all-reduce, all-gather, broadcast and point to point, timed and checked, size by size."""
+"""How fast ranks exchange: all-reduce, all-gather, broadcast and point to point, timed and checked, size by size; and a plain
+TCP connection beside them."""
 
 import statistics
 import time
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from train.cgroups import memory_left
 from train.group import Group
 from train.scaling import bus_factor
+from train.sockets import Line, plain_line
 
+SOCKETS = "sockets"  # not torch's: a plain connection, for point to point
 OPERATIONS = ("all-reduce", "all-gather", "broadcast", "point to point")
 SAMPLE_S = 1e-3  # a sample of short calls is several of them
 MOST_CALLS = 50
@@ -73,19 +76,28 @@ def measure(
     group: Group, wanted: Sequence[int], *, spec: str, iterations: int, seconds: float, timeout_s: float,
     note: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:  # fmt: skip
-    """Every operation on every backend, each within its share of `seconds`: what would take longer is left out.
+    """Point to point over a plain connection, then every operation on every backend, each within its share of `seconds`:
+    what would take longer is left out.
 
     `wanted`: sizes in bytes; empty takes all from 1 KiB on. `spec`: the group's backend as torch was told
     it. Raises RuntimeError where a result is not right.
     """
     rows: list[Row] = []
     places = backends(spec, group.device)
-    for backend, device in places:
-        for operation in OPERATIONS:
-            until_s = time.monotonic() + seconds / (len(places) * len(OPERATIONS))
+    tried = [(operation, backend, device) for backend, device in places for operation in OPERATIONS]
+    group.watch.enter("measure", timeout_s)
+    with plain_line(group, timeout_s) as line:
+        if isinstance(line, Line):
+            tried.insert(0, ("point to point", SOCKETS, torch.device("cpu")))
+        else:
+            note(f"no plain connection to compare with: {line}")
+        for operation, backend, device in tried:
+            until_s = time.monotonic() + seconds / len(tried)
             for size in wanted or sizes(room(group, device)):
                 group.watch.enter("measure", timeout_s)
-                row = _one(group, operation, backend, device, size, iterations, until_s)
+                prepared = _plain(line, size) if isinstance(line, Line) and backend == SOCKETS else None
+                call, check = prepared or _prepared(group, operation, device, size)
+                row = _one(group, operation, backend, device, size, iterations, until_s, call, check)
                 if row is None:
                     break
                 rows.append(row)
@@ -94,11 +106,11 @@ def measure(
 
 
 def _one(
-    group: Group, operation: str, backend: str, device: torch.device, size: int, iterations: int, until_s: float
-) -> Row | None:
+    group: Group, operation: str, backend: str, device: torch.device, size: int, iterations: int, until_s: float,
+    call: Callable[[], Any], check: Callable[[], None],
+) -> Row | None:  # fmt: skip
     """One size, or None: no time is left for it. All ranks decide alike."""
     group.watch.wait_for_others(True)
-    call, check = _prepared(group, operation, device, size)
     call()
     check()
     once_s = group.agree(max(1, round(1e6 * _timed(group, device, call, 1)))) / 1e6
@@ -166,6 +178,18 @@ def _prepared(
             dist.send(buffer, dst=0)
 
     return back_and_forth, lambda: _must_equal(buffer, pattern, operation, size, rank) if rank in (0, last) else None
+
+
+def _plain(line: Line, size: int) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """The same for the plain connection."""
+    pattern = bytes(range(251)) * (size // 251 + 1)
+    message = bytearray(pattern[:size] if line.group.rank == 0 else size)
+
+    def check() -> None:
+        if line.connection is not None and message != pattern[:size]:
+            raise RuntimeError(f"{size} bytes came out wrong over a plain connection on rank {line.group.rank}.")
+
+    return lambda: line.back_and_forth(message), check
 
 
 def _must_equal(found: torch.Tensor, right: torch.Tensor, operation: str, size: int, rank: int) -> None:
