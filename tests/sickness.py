@@ -5,8 +5,10 @@ import os
 import resource
 import signal
 import time
+from pathlib import Path
 
 import namespaces
+import torch
 
 
 def _enter() -> None:
@@ -27,8 +29,6 @@ def clock_ahead() -> None:
 
 
 def other_torch() -> None:
-    import torch
-
     _enter()
     torch.__version__ = "2.13.0"  # type: ignore[assignment]
 
@@ -74,8 +74,12 @@ def adds_wrongly() -> None:
 
 
 def computes_slowly() -> None:
+    """As an old CPU does: Intel's library really leaves out what came later, if it is told so before it is first used."""
     from train import links
 
     _enter()
+    if "GenuineIntel" in Path("/proc/cpuinfo").read_text() and torch.backends.mkl.is_available():
+        os.environ["MKL_ENABLE_INSTRUCTIONS"] = "SSE4_2"
+        return
     right = links.compute_s
     links.compute_s = lambda device: 9 * right(device)

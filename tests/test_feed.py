@@ -290,6 +290,9 @@ def node(ranks: int | None) -> Launch:
         (1, 4, 2.0, "4 processes x 1 threads on this node, but only 2 CPUs"),
         (4, 2, 4.0, "Set --num-threads 2"),
         (8, None, 1.0, "Set --num-threads 1"),
+        (1, 1, 0.75, ""),
+        (1, 1, 0.5, "1 process of 1 thread, but only 0.5 CPUs to use"),
+        (1, 2, 1.2, "2 processes x 1 threads on this node, but only 1.2 CPUs"),
     ],
 )
 def test_more_threads_than_cpus_are_said(threads: int, ranks: int | None, cpus: float | None, said: str) -> None:

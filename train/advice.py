@@ -6,19 +6,24 @@ from collections.abc import Callable
 from train.config import Config
 from train.ranks import Launch
 
+LEAST_CPU = 0.75  # of a CPU for each thread
+
 
 def on_cpus(config: Config, launch: Launch, cpus: float | None) -> list[str]:
     """Threads of this node's ranks against the CPUs that this process may use, which in a container are not the
     machine's."""
     ranks = launch.local_world_size or 1
     wanted = ranks * config.num_threads
-    if cpus is None or wanted <= math.ceil(cpus):
+    if cpus is None or (wanted <= math.ceil(cpus) and wanted * LEAST_CPU <= cpus):
         return []
     share = max(1, math.floor(cpus) // ranks)
-    way_out = f"Set --num-threads {share}" if share < config.num_threads else "Start fewer processes here"
+    way_out = f"Set --num-threads {share}, or allow" if share < config.num_threads else "Start fewer processes here, or allow"
+    if wanted == 1:
+        text = f"1 process of 1 thread, but only {cpus:g} CPUs to use (the container's limit): it will often stand still."
+        return [f"{text} Allow more CPUs."]
     return [
         f"{_processes(ranks)} x {config.num_threads} threads on this node, but only {cpus:g} CPUs to use (affinity, or the "
-        f"container's limit): they will wait for each other. {way_out}, or allow more CPUs."
+        f"container's limit): they will wait for each other. {way_out} more CPUs."
     ]
 
 

@@ -152,8 +152,8 @@ def _since(began_s: float, device: torch.device) -> float:
 
 
 def compute_s(device: torch.device) -> float:
-    """Seconds for a fixed piece of work, the best of many short tries: what other processes take of the CPU drops out, what a
-    quota or a slow clock takes stays."""
+    """Seconds for a fixed piece of work, the best of many short tries: what other processes or a quota take of the CPU drops
+    out, what a slow clock or another kind of CPU takes stays."""
     matrix = torch.ones(192, 192, device=device)
     best_s = float("inf")
     for _ in range(50):

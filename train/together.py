@@ -124,7 +124,7 @@ def ranks(group: Group, facts: dict[str, Any]) -> Iterable[Finding]:
     if ratio > SLOW_RANK:
         yield Finding(
             "ranks", WARNING, f"{place} takes {ratio:.1f} times as long as the median for the same work",
-            "all ranks wait for the slowest at every step.", "Look at its CPU limit, its clock, and what else runs (top).",
+            "all ranks wait for the slowest at every step.", "Look at its clock, its cooling and its kind of CPU (lscpu).",
         )  # fmt: skip
 
 
