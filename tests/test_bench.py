@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,6 +147,22 @@ def test_bench_without_a_plain_connection_measures_the_rest(forks: Forks, tmp_pa
     assert "no plain connection to compare with: rank 0 can't listen: " in output
     outcome = left(tmp_path / "run")
     assert (outcome["plain"], {row["backend"] for row in outcome["collectives"]}) == (None, {"gloo"})
+
+
+def dies_on_the_line() -> None:
+    """Rank 1, while rank 0 waits for it on the plain connection."""
+    from train import sockets
+
+    if os.environ["RANK"] == "1":
+        sockets._receive = lambda connection, message: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_bench_names_the_rank_that_dies_on_the_plain_connection(forks: Forks, tmp_path: Path) -> None:
+    line = ["bench", *JOB, "--sizes", "1K", "--run-dir", str(tmp_path), "--step-ms", "1"]
+    codes, output = forks.run(*line, world_size=2, preload="test_bench:dies_on_the_line")
+    assert codes == [171, -9], output
+    assert "lost a peer at step 0: suspected: rank 1 on " in output
+    assert "Traceback" not in output
 
 
 def garble() -> None:

@@ -19,14 +19,18 @@ class Line:
         self.group, self.connection = group, connection
 
     def back_and_forth(self, message: bytearray) -> None:
-        """Rank 0's `message` to the last rank and back, in place. Raises OSError where the other end is gone."""
+        """Rank 0's `message` to the last rank and back, in place. Raises RuntimeError where the other end is gone, in words that
+        the group takes for a lost peer."""
         if self.connection is None:
             return
-        if self.group.rank == 0:
-            self.connection.sendall(message)
-        _receive(self.connection, message)
-        if self.group.rank != 0:
-            self.connection.sendall(message)
+        try:
+            if self.group.rank == 0:
+                self.connection.sendall(message)
+            _receive(self.connection, message)
+            if self.group.rank != 0:
+                self.connection.sendall(message)
+        except OSError as error:
+            raise RuntimeError(f"plain connection closed by peer: {error}") from error
 
 
 @contextlib.contextmanager
