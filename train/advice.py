@@ -16,14 +16,14 @@ def on_cpus(config: Config, launch: Launch, cpus: float | None) -> list[str]:
     wanted = ranks * config.num_threads
     if cpus is None or (wanted <= math.ceil(cpus) and wanted * LEAST_CPU <= cpus):
         return []
-    share = max(1, math.floor(cpus) // ranks)
-    way_out = f"Set --num-threads {share}, or allow" if share < config.num_threads else "Start fewer processes here, or allow"
     if wanted == 1:
         text = f"1 process of 1 thread, but only {cpus:g} CPUs to use (the container's limit): it will often stand still."
         return [f"{text} Allow more CPUs."]
+    share = max(1, math.floor(cpus) // ranks)
+    way_out = f"Set --num-threads {share}" if share < config.num_threads else "Start fewer processes here"
     return [
         f"{_processes(ranks)} x {config.num_threads} threads on this node, but only {cpus:g} CPUs to use (affinity, or the "
-        f"container's limit): they will wait for each other. {way_out} more CPUs."
+        f"container's limit): they will wait for each other. {way_out}, or allow more CPUs."
     ]
 
 
