@@ -24,28 +24,25 @@ def test_compose_doctor_finds_two_containers_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("image")
-def test_compose_doctor_names_the_container_that_lacks_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("limits", "warnings"),
+    [
+        ("mem_limit: 700m, memswap_limit: 700m, shm_size: 16mb",
+         ["limits rank 1 on doctor1: 700 MiB of memory for 1 ranks", "memory rank 1 on doctor1: /dev/shm: 16 of 16 MiB free"]),
+        ("cpus: 0.3", ["limits rank 1 on doctor1: 1 process of 1 thread, but only 0.3 CPUs to use (the container's limit)"]),
+    ],
+    ids=["memory", "CPUs"],
+)  # fmt: skip
+def test_compose_doctor_names_the_container_that_has_too_little(limits: str, warnings: list[str], tmp_path: Path) -> None:
     with project(tmp_path, ARGS="--name job", COMPOSE_PROFILES="doctor") as made:
-        made.override("services: {doctor1: {mem_limit: 700m, memswap_limit: 700m, shm_size: 16mb}}")
+        made.override(f"services: {{doctor1: {{{limits}}}}}")
         made.up("doctor0", "doctor1")
         codes = made.codes("doctor0", "doctor1")
         said = " ".join(made.logs().replace("\x1b[2K", "").replace("[doctor0 r0/2]", "").split())
     assert codes == [10, 10], said
-    assert "WARNING limits rank 1 on doctor1: 700 MiB of memory for 1 ranks" in said
-    assert "WARNING memory rank 1 on doctor1: /dev/shm: 16 of 16 MiB free" in said
-    assert "doctor: fit to train, with warnings (2 warning)" in said
-
-
-@pytest.mark.usefixtures("image")
-def test_compose_doctor_names_the_container_whose_cpu_limit_is_too_low(tmp_path: Path) -> None:
-    with project(tmp_path, ARGS="--name job", COMPOSE_PROFILES="doctor") as made:
-        made.override("services: {doctor1: {cpus: 0.3}}")
-        made.up("doctor0", "doctor1")
-        codes = made.codes("doctor0", "doctor1")
-        said = " ".join(made.logs().replace("\x1b[2K", "").replace("[doctor0 r0/2]", "").split())
-    assert codes == [10, 10], said
-    assert "WARNING limits rank 1 on doctor1: 1 process of 1 thread, but only 0.3 CPUs to use (the container's limit)" in said
-    assert "doctor: fit to train, with warnings (1 warning)" in said
+    for warning in warnings:
+        assert f"WARNING {warning}" in said
+    assert f"doctor: fit to train, with warnings ({len(warnings)} warning)" in said
 
 
 @pytest.mark.parametrize("way", ["tasks", "torchrun"])
