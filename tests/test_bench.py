@@ -70,7 +70,9 @@ def test_bench_says_what_the_job_exchanges(two: tuple[dict[str, Any], str, Path]
 def test_bench_leaves_a_table_and_a_chart_and_json_as_its_last_line(two: tuple[dict[str, Any], str, Path]) -> None:
     outcome, output, run = two
     assert json.loads(output.splitlines()[-1]) == outcome
-    assert "| all-reduce | gloo | 64 KiB |" in (run / "bench" / "bench.md").read_text()
+    text = (run / "bench" / "bench.md").read_text()
+    assert "| all-reduce | gloo | 64 KiB |" in text
+    assert "at the median of the sizes (all-reduce on gloo" in text
     with Image.open(run / "bench" / "bench.png") as picture:
         colours = picture.convert("RGB").getcolors(1 << 20)
     assert colours is not None
@@ -232,6 +234,7 @@ def test_bench_agrees_with_plain_sockets_under_one_limit(pair: Pair, tmp_path: P
     # The line through the sizes finds the limit again
     assert 1 / outcome["link"]["beta_s"] == pytest.approx(100e6 / 8, rel=0.6)
     assert outcome["hosts"] == ["node0", "node1"]
+    assert "the line is through two sizes alone, unproven (all-reduce on gloo" in ranks.output
 
 
 # The model ----------------------------------------------------------------------------------------------------
