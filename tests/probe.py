@@ -2,8 +2,8 @@
 
 PROBE is JSON: {"where": "loss", "call": 7, "rank": 1, "signal": "SIGTERM", "to": "group", "sleep_s": 300}. `where` is one
 of build, data, loss, eval_data, evaluate; `call` counts them from 1 in each process; without `rank` all ranks do it;
-`before_s` it waits first, `until` a file exists it waits afterwards, `raise` names an error to end with, `hold_s` it keeps
-the interpreter lock. The loss is called twice before the first step. Not an
+`tell` is a file it makes on arrival, `before_s` it waits first, `until` a file exists it waits afterwards, `raise` names an
+error to end with, `hold_s` it keeps the interpreter lock. The loss is called twice before the first step. Not an
 option of the workload: those may not change when a run is resumed.
 """
 
@@ -14,6 +14,7 @@ import signal
 import time
 import urllib.error
 from email.message import Message
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ def probe(where: str) -> None:
     mine = order.get("rank") in (None, int(own))
     if order["where"] != where or order["call"] != _calls[where] or not mine:
         return
+    if "tell" in order:
+        Path(order["tell"]).touch()
     time.sleep(order.get("before_s", 0))
     if "signal" in order:
         number = getattr(signal, order["signal"])

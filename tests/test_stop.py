@@ -204,19 +204,19 @@ def test_second_request_leaves_at_once_although_the_loop_waits_for_a_peer(
 ) -> None:
     run = tmp_path / "run"
     # Rank 0 stays in the middle of a step, rank 1 waits for it in the collective of that step
-    order = probe("loss", 14, rank=0, sleep_s=600)
+    there = tmp_path / "there"
+    order = probe("loss", 14, rank=0, sleep_s=600, tell=str(there))
     with forks.running(*train(run), world_size=2, env=order, preload="test_stop:short_window") as job:
-        job.wait_until(lambda: 8 in steps(run), "checkpoint of step 8")
-        job.wait_until(lambda: len(lines(run, "train/loss")) == 11, "step 11")
+        job.wait_until(there.exists, "rank 0 in step 12, for which all have agreed that nobody was asked to stop")
         one = job.processes[1]
         one.signal("SIGTERM")
-        assert not one.ended.wait(1.0)
+        assert not one.ended.wait(2.0)  # well beyond the window, however late its thread reads the first
         one.signal("SIGTERM")
         assert one.ended.wait(20), "the second request did not end a rank that waits in a collective"
         assert one.code == 143
         assert "leaving without saving" in (run / "logs" / "rank-1.log").read_text()
         job.processes[0].signal("SIGTERM")
-        time.sleep(1.0)
+        time.sleep(2.0)
         job.processes[0].signal("SIGTERM")
         assert job.wait() == [143, 143], job.output
     assert steps(run) == [8]
@@ -225,12 +225,16 @@ def test_second_request_leaves_at_once_although_the_loop_waits_for_a_peer(
 
 def test_rank_that_left_at_once_ends_the_others_as_stopped(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    order = probe("loss", 14, rank=0, sleep_s=2)
+    there, left = tmp_path / "there", tmp_path / "left"
+    order = probe("loss", 14, rank=0, tell=str(there), until=str(left))
     with forks.running(*train(run), world_size=2, env=order, preload="test_stop:short_window") as job:
-        job.wait_until(lambda: (run / "metrics.jsonl").exists() and len(lines(run, "train/loss")) == 11, "step 11")
-        job.processes[1].signal("SIGTERM")
-        time.sleep(0.7)
-        job.processes[1].signal("SIGTERM")
+        job.wait_until(there.exists, "rank 0 in step 12, for which all have agreed that nobody was asked to stop")
+        one = job.processes[1]
+        one.signal("SIGTERM")
+        time.sleep(2.0)
+        one.signal("SIGTERM")
+        assert one.ended.wait(20)
+        left.touch()
         assert job.wait() == [143, 143], job.output
     assert "rank 1 on" in job.processes[0].output
     assert "leaving without saving" in job.processes[0].output

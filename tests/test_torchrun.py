@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import psutil
 import pytest
 from faults import Launched, environ, lives
 from forks import Forks
-from jobs import MAIN, ROOT, Job, ended, free_port, result, start
+from jobs import MAIN, ROOT, Job, ended, environment, free_port, result, start
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 PATH = f"{ROOT}:{ROOT / 'tests'}"
 SETTINGS = (
@@ -49,6 +51,33 @@ def test_torchruns_summary_holds_the_error_of_the_rank_that_failed(tmp_path: Pat
     _, _, summary = job.output.partition("Root Cause")
     assert "ValueError: probe" in summary, job.output
     assert "in probe" in summary  # its traceback
+
+
+def test_torchruns_summary_names_no_victim_as_the_cause(tmp_path: Path) -> None:
+    """Not even the lowest rank, whose record is of the same second or of an earlier one than torchrun's look at the others."""
+    files = [tmp_path / "0.json", tmp_path / "1.json"]
+    record = (
+        "import os, torch; from train.errors import PeerLost; from train.status import tell_torchrun\n"
+        f"for file, error in (({str(files[0])!r}, PeerLost('lost rank 1')), ({str(files[1])!r}, ValueError('broken'))):\n"
+        "    os.environ['TORCHELASTIC_ERROR_FILE'] = file; tell_torchrun(error)"
+    )
+    subprocess.run([sys.executable, "-c", record], check=True, env=environment(), cwd=ROOT)
+    failures = {rank: ProcessFailure(rank, pid=1, exitcode=1, error_file=str(file)) for rank, file in enumerate(files)}
+    summary = ChildFailedError("job", failures)
+    assert summary.get_first_failure()[0] == 1, summary
+    assert "broken" in str(summary)
+    assert "lost rank 1" in str(summary)
+
+
+def test_torchruns_summary_says_what_a_rank_waited_for(tmp_path: Path) -> None:
+    """A rank that ends at its own deadline has no exception: its reason stands there all the same."""
+    order = {"where": "loss", "call": 5, "rank": 1, "sleep_s": 600}
+    with ended(torchrun(tmp_path / "run", "--step-timeout-s=5", options=("--max-restarts=0",), order=order)) as job:
+        assert job.wait() == [1], job.output
+    _, _, summary = job.output.partition("FAILED\n---")
+    assert "took longer than 5 s" in summary, job.output
+    assert "NoneType" not in summary
+    assert "<N/A>" not in summary
 
 
 def test_torchruns_restart_goes_on_from_the_checkpoint(forks: Forks, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 failed: yesterday's success must never be read as today's.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -16,6 +17,7 @@ from typing import Any
 from train import errors
 
 UNDECIDED = "undecided"  # the state of a rank that looks for whom it lost
+VICTIM_LATER_S = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,4 +101,21 @@ def tell_torchrun(error: BaseException) -> None:
     if path and not Path(path).exists() and "torch" in sys.modules and isinstance(error, Exception):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)
+        with contextlib.suppress(OSError):  # a full disk must not hide the reason that is being told
+            get_error_handler().record_exception(error)
+            victim = isinstance(error, errors.JoinError | errors.PeerLost)
+            if victim or error.__traceback__ is None:
+                _correct(Path(path), later_s=VICTIM_LATER_S if victim else 0)
+
+
+def _correct(path: Path, *, later_s: int) -> None:
+    """What torch writes down is the exception being handled: have the summary show ours, whom this rank lost and why.
+
+    `later_s` keeps a victim from being named the root cause: the times have whole seconds, of equal ones the summary takes
+    the lowest rank, and for a rank that left no file it takes the time at which the others had ended.
+    """
+    record = json.loads(path.read_text(encoding="utf-8"))
+    more = record["message"]["extraInfo"]
+    more["py_callstack"] = record["message"]["message"]
+    more["timestamp"] = str(int(more["timestamp"]) + later_s)
+    write_json(path, record)

@@ -19,9 +19,9 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from train import health
-from train.errors import JOIN_FAILED, PEER_LOST
+from train.errors import JOIN_FAILED, PEER_LOST, PeerLost
 from train.log import Log
-from train.status import UNDECIDED, End
+from train.status import UNDECIDED, End, tell_torchrun
 from train.suspects import BEAT_S, LOOK_S, Suspect, code_of_cause, describe, ends_of, find_suspects, guilty, hearsay
 
 TICK_S = 0.2
@@ -155,7 +155,12 @@ class Watch:
             suspect = suspects[0].rank if suspects else None
             why = what if self.world_size == 1 else f"{what}: {describe(suspects, self.hosts)}"
             self.log.warn(f"{why}. The stacks of all threads are in logs/rank-{self.rank}.log (exit code {code})")
-            within(LAST_WORD_S, lambda: self.before_exit(code, why, suspect))
+
+            def last_word() -> None:
+                tell_torchrun(TimeoutError(why) if suspect in (None, self.rank) else PeerLost(why))
+                self.before_exit(code, why, suspect)
+
+            within(LAST_WORD_S, last_word)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
