@@ -142,10 +142,10 @@ def a_name_that_comes_late(case: Case) -> None:
 def firewall(node: Node, action: str, ports: str = str(PORT)) -> None:
     """Let in what goes to these ports, and answers from the master's."""
     node.run(
-        "iptables -A INPUT -i lo -j ACCEPT",
-        f"iptables -A INPUT -p tcp -m multiport --dports {ports} -j ACCEPT",
-        f"iptables -A INPUT -p tcp --sport {PORT} -j ACCEPT",
-        f"iptables -A INPUT -p tcp -j {action}",
+        "iptables -w -A INPUT -i lo -j ACCEPT",
+        f"iptables -w -A INPUT -p tcp -m multiport --dports {ports} -j ACCEPT",
+        f"iptables -w -A INPUT -p tcp --sport {PORT} -j ACCEPT",
+        f"iptables -w -A INPUT -p tcp -j {action}",
     )
 
 
@@ -261,7 +261,7 @@ def no_listener(case: Case) -> None:
 @case
 def no_resolver(case: Case) -> None:
     server, node = case.nodes
-    server.run("iptables -A INPUT -p udp --dport 53 -j DROP")
+    server.run("iptables -w -A INPUT -p udp --dport 53 -j DROP")
     node.lookup_file.write_text("hosts: files dns\n")
     node.mount("nameserver 192.168.77.1\noptions timeout:30\n", "/etc/resolv.conf")
     case.rank(1, 2, 1, addr="no-answer.example", join_s=1)
