@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,15 +111,21 @@ def test_apt_that_fails_gives_its_reason(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_download_is_bounded_and_what_it_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_hand(monkeypatch, tmp_path, apt_get="echo $$ > pid; exec sleep 600", dpkg="")
+    at_hand(monkeypatch, tmp_path, apt_get="echo $$ > new; mv new pid; exec sleep 600", dpkg="")
     folder = tmp_path / "apt"
     folder.mkdir()
     monkeypatch.setattr(fetch, "TELL_S", 0.3)
     said: list[str] = []
+
+    def clock() -> float:
+        """Time is over once it has begun, and was told of."""
+        return time.monotonic() + (1000.0 if said and (folder / "pid").exists() else 0.0)
+
+    monkeypatch.setattr(fetch, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
     task = ["apt", "some-package", "usr/share/place", str(folder)]
-    reason = fetch._run(task, folder, until=time.monotonic() + 2.0, title="it", say=said.append)
-    assert reason.startswith("not done after 2 s")
-    assert said[0].startswith("downloading it: 0.0 MB after 0 s")
+    reason = fetch._run(task, folder, until=time.monotonic() + 500.0, title="it", say=said.append)
+    assert reason.startswith("not done after 10")
+    assert said[0].startswith("downloading it: 0.0 MB after ")
     sleeper = int((folder / "pid").read_text())
     deadline = time.monotonic() + WAIT_S
     while _runs(sleeper) and time.monotonic() < deadline:
@@ -148,7 +155,7 @@ sys.stdin.read()
 
 def test_waiting_is_bounded_and_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "GRACE_S", 0.3)
-    monkeypatch.setattr(fetch, "TELL_S", 0.1)
+    monkeypatch.setattr(fetch, "TELL_S", 0.0)  # at its first look
     said: list[str] = []
     lock = tmp_path / ".FashionMNIST.lock"
     with subprocess.Popen(
