@@ -1,11 +1,12 @@
-"""What tests of the doctor do to one rank before its program begins. Each function ends in the node that the environment
-names, if it names one."""
+"""What tests, most of them of the doctor, do to one rank before its program begins. Those for the doctor end in the node that
+the environment names, if it names one."""
 
 import math
 import os
 import resource
 import signal
 import time
+from typing import Any
 
 import namespaces
 import torch
@@ -104,3 +105,19 @@ def computes_slowly() -> None:
             torch.ones = ones
 
     links.compute_s = slowly
+
+
+def dies_in_step_8() -> None:
+    """Rank 1, whatever it trains."""
+    if os.environ["RANK"] != "1":
+        return
+    import train.loop
+
+    step = train.loop.step
+
+    def dying(*given: Any, number: int, **more: Any) -> Any:
+        if number == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(*given, number=number, **more)
+
+    train.loop.step = dying

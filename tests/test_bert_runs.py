@@ -100,13 +100,11 @@ def test_bert_killed_and_run_again_without_the_folders_weights_has_the_same(jobs
     more = ("--dropout", "0.1", "--save-every-steps", "4")
     train(jobs, own, tmp_path / "whole", 2, *more)
     line = ("train", *LINE, "--bert-dir", own, "--max-steps", str(STEPS), *more, "--name", "killed", "--run-dir", tmp_path)
-    with jobs.running(*line, world_size=2) as job:
-        job.wait_until(lambda: any((tmp_path / "killed" / "checkpoints").glob("step-*")), "first checkpoint")
-        job.processes[-1].signal("SIGKILL")
-        job.wait()
+    codes, output = jobs.run(*line, world_size=2, preload="sickness:dies_in_step_8")
+    assert codes == [171, -9], output
     (own / "model.safetensors").unlink()
     output = train(jobs, own, tmp_path / "killed", 2, *more)
-    assert "resumed from step-" in output
+    assert "resumed from step-00000004" in output
     assert result(tmp_path / "killed")["digest"] == result(tmp_path / "whole")["digest"]
     # A run that begins does need them
     codes, output = jobs.run(*line, "--fresh")

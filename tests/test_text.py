@@ -230,12 +230,11 @@ def test_text_run_killed_and_run_again_has_the_same_weights(forks: Forks, tmp_pa
     line = ("train", *LINE, "--dropout", "0.2", "--epochs", "2", "--save-every-steps", "4", "--run-dir", tmp_path)
     whole = forks.run(*line, "--name", "whole", world_size=2)
     assert whole[0] == [0, 0], whole[1]
-    with forks.running(*line, "--name", "killed", world_size=2) as job:
-        job.wait_until(lambda: any((tmp_path / "killed" / "checkpoints").glob("step-*")), "first checkpoint")
-        job.processes[-1].signal("SIGKILL")
-        job.wait()
+    killed = forks.run(*line, "--name", "killed", world_size=2, preload="sickness:dies_in_step_8")
+    assert killed[0] == [171, -9], killed[1]
     again = forks.run(*line, "--name", "killed", world_size=2)
     assert again[0] == [0, 0], again[1]
+    assert "resumed from step-00000004" in again[1]
     assert result(tmp_path / "killed")["digest"] == result(tmp_path / "whole")["digest"]
 
 

@@ -73,14 +73,12 @@ def test_example_killed_and_run_again_has_the_same_weights(forks: Forks, project
     more: dict[str, Any] = {"world_size": 2, "cwds": [project] * 2}
     whole = forks.run(*line, "--name", "whole", "--run-dir", project, **more)
     assert whole[0] == [0, 0], whole[1]
-    with forks.running(*line, "--name", "killed", "--run-dir", project, "--num-workers", "2", **more) as job:
-        saved = project / "killed" / "checkpoints"
-        job.wait_until(lambda: any(saved.glob("step-*")), "first checkpoint")
-        job.processes[-1].signal("SIGKILL")
-        job.wait()
-    again = forks.run(*line, "--name", "killed", "--run-dir", project, **more)
+    where = ("--name", "killed", "--run-dir", project)
+    killed = forks.run(*line, *where, "--num-workers", "2", **more, preload="sickness:dies_in_step_8")
+    assert killed[0] == [171, -9], killed[1]
+    again = forks.run(*line, *where, **more)
     assert again[0] == [0, 0], again[1]
-    assert "resumed from step-" in again[1] or "is finished" in again[1]
+    assert "resumed from step-00000005" in again[1]
     assert result(project / "killed")["digest"] == result(project / "whole")["digest"]
 
 
