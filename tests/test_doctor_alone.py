@@ -25,7 +25,7 @@ def run(*words: str | Path, shell: str = "", **env: str) -> subprocess.Completed
 
 
 def test_doctor_alone_looks_at_the_machine_and_says_what_it_did_not_look_at(forks: Forks, tmp_path: Path) -> None:
-    (code,), said = forks.run("doctor", "--run-dir", tmp_path)
+    (code,), said = forks.run("doctor", "--run-dir", tmp_path, preload="sickness:healthy")
     assert code == 0, said
     assert "note     joined       a single process: nothing was looked at that takes several ranks" in said
     assert "doctor: fit to train" in said
@@ -40,7 +40,9 @@ def test_doctor_by_launch_gives_the_verdict_of_all_ranks(tmp_path: Path) -> None
     (line,) = done.stdout.splitlines()  # the table and torch's words go elsewhere
     report = json.loads(line)
     assert report["exit_code"] == 10
-    (finding,) = [told for told in report["findings"] if told["level"] == "warning"]
+    # How fast the disk and the link are, on a machine that others use too, is anybody's guess
+    warnings = [told for told in report["findings"] if told["level"] == "warning"]
+    (finding,) = [told for told in warnings if told["stage"] not in ("storage", "links")]
     assert finding["seen"] == "only 400 open files are allowed (ulimit -n)"
     assert finding["ranks"] == [0, 1]
     assert len(report["links"]) == 1

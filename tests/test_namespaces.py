@@ -308,8 +308,12 @@ def test_two_rank_0_on_two_machines_both_end(cases: dict[str, Case]):
 
 @case
 def three_of_four(case: Case) -> None:
-    for rank, node in ((0, 0), (1, 0), (2, 1)):
-        case.rank(rank, 4, node, join_s=2 * SHORT_S, LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2", GROUP_RANK=str(node))
+    # Rank 0 comes when the others are there, and its time is over first: it tells what all of them say
+    for rank, node, join_s in ((1, 0, LONG_S), (2, 1, LONG_S), (0, 0, 2 * SHORT_S)):
+        if rank == 0:
+            for other in case.ranks:
+                other.wait_for(" of 4")
+        case.rank(rank, 4, node, join_s=join_s, LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2", GROUP_RANK=str(node))
 
 
 def test_the_host_of_a_missing_rank_is_named(cases: dict[str, Case]):
@@ -322,8 +326,8 @@ def test_the_host_of_a_missing_rank_is_named(cases: dict[str, Case]):
 
 @case
 def cable(case: Case) -> None:
-    case.both("--max-steps", "1000000", "--save-every-steps", "1000000", "--step-timeout-s", "4",
-              "--eval-timeout-s", "4", "--save-timeout-s", "4")  # fmt: skip
+    case.both("--max-steps", "1000000", "--save-every-steps", "1000000", "--step-timeout-s", "10",
+              "--eval-timeout-s", "10", "--save-timeout-s", "30")  # fmt: skip
 
 
 def test_a_pulled_cable_ends_both_sides_and_names_the_other(cases: dict[str, Case]):
