@@ -215,7 +215,8 @@ def test_bench_agrees_with_plain_sockets_under_one_limit(pair: Pair, tmp_path: P
     """Both are limited by 20 Mbit/s: their ratio does not depend on the machine."""
     for node in pair.nodes:
         node.run("tc qdisc add dev eth0 root tbf rate 20mbit burst 32kb latency 4s")
-    line = ["bench", *JOB, "--sizes", "256K,1M", "--iterations", "3", "--seconds", "600", "--run-dir", tmp_path, "--name", "run", "--step-ms", "1"]
+    share = ["--sizes", "256K,1M", "--iterations", "3", "--seconds", "600"]
+    line = ["bench", *JOB, *share, "--run-dir", tmp_path, "--name", "run", "--step-ms", "1"]
     ranks = jobs.Job()
     with jobs.ended(ranks):
         for number, node in enumerate(pair.nodes):
