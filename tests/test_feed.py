@@ -195,7 +195,7 @@ def test_workers_die_with_a_killed_parent(forks: Forks, tmp_path: Path) -> None:
 
 def test_workers_die_when_the_job_fails(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with forks.running(*train(run, "--step-timeout-s", "3"), env=probe("data", 3, sleep_s=600)) as job:
+    with forks.running(*train(run, "--step-timeout-s", "6"), env=probe("data", 3, sleep_s=600)) as job:
         workers = workers_of(job)
         assert job.wait() == [171], job.output
         assert psutil.wait_procs(workers, timeout=30)[1] == []

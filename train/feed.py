@@ -58,7 +58,7 @@ class Feed:
                 continue
             if isinstance(item, BaseException):
                 if isinstance(item, ConnectionError | EOFError):  # a worker's end is felt before it can be seen
-                    multiprocessing.connection.wait([worker.sentinel for worker in self._workers], timeout=1.0)
+                    multiprocessing.connection.wait([worker.sentinel for worker in self._workers], timeout=5.0)
                 raise _explained(item, [worker.exitcode for worker in self._workers])
             return to_device(item, self.device)
         return None
