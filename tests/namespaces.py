@@ -62,7 +62,7 @@ class Node:
 
     def run(self, *commands: str) -> str:
         """Shell commands on the node, with their output."""
-        done = subprocess.run([*self.prefix, "sh", "-ec", "\n".join(commands)], capture_output=True, text=True, timeout=30)
+        done = subprocess.run([*self.prefix, "sh", "-ec", "\n".join(commands)], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{self.name}: {commands}: {done.stderr}"
         return done.stdout
 

@@ -12,7 +12,7 @@ from jobs import rank_env
 
 # Ranks that are bounded end seconds after their time to join; torch's own bounds begin at 300 s, and one side of gloo
 # waits for five times as long as it was told
-BOUND_S = 100
+BOUND_S = 200
 # What torch says when a store or a connection ends before those who use it
 NOISE = re.compile(r"recvValue|Broken pipe|destroy_process_group|Connection reset|Traceback|Warning|\[W\d|\[E\d")
 # The smallest job there is: a single step, an evaluation, a checkpoint

@@ -21,7 +21,7 @@ ALONE = read_env({})
 def run(*words: str | Path, shell: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "train.main", *map(str, words)]
     line = ["bash", "-c", f'{shell}; exec "$@"', "-", *command] if shell else command
-    return subprocess.run(line, env=environment(env), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(line, env=environment(env), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_doctor_alone_looks_at_the_machine_and_says_what_it_did_not_look_at(forks: Forks, tmp_path: Path) -> None:

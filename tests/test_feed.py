@@ -237,7 +237,8 @@ def kill_a_worker_in_the_second_save() -> None:
     def killing(path: Path, data: bytes) -> None:
         written.append(path)
         if len(written) == 6:
-            psutil.Process().children()[0].kill()
+            # The oldest: those of an evaluation may be there still, and numbers of processes begin anew at 32768
+            min(psutil.Process().children(), key=psutil.Process.create_time).kill()
             time.sleep(0.5)
         write(path, data)
 

@@ -251,7 +251,7 @@ def test_json_that_is_half_there_reads_as_none(tmp_path: Path) -> None:
 def as_user(number: int, *command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     """As a user without privileges and without an entry in the password file."""
     words = ["unshare", "--user", f"--map-user={number}", f"--map-group={number}", *map(str, command)]
-    return subprocess.run(words, env=environment(env), capture_output=True, text=True, timeout=100, cwd=ROOT)
+    return subprocess.run(words, env=environment(env), capture_output=True, text=True, timeout=300, cwd=ROOT)
 
 
 def test_run_dir_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

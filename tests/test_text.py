@@ -278,7 +278,7 @@ def test_texts_of_a_file_and_of_standard_input_are_predicted_alike(forks: Forks,
     with (tmp_path / "in.txt").open("rb") as source:
         subprocess.run(
             [sys.executable, MAIN, "predict", *where, "--input", "-", "--output", tmp_path / "stdin.csv"], stdin=source,
-            env=environment(), cwd=tmp_path, check=True, timeout=120,
+            env=environment(), cwd=tmp_path, check=True, timeout=300,
         )  # fmt: skip
     assert (tmp_path / "stdin.csv").read_bytes() == (tmp_path / "file.csv").read_bytes()
 
