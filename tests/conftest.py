@@ -24,7 +24,7 @@ SESSION = "PYTEST_SESSION_OF_CHILDREN"
 
 def pytest_configure(config: pytest.Config) -> None:
     """For this process and its children: nothing of a launcher, warnings are errors, one thread."""
-    for name in [name for name in os.environ if FOREIGN.match(name) and name != "RANKUP_RUNS"]:
+    for name in [name for name in os.environ if FOREIGN.match(name) and name not in ("RANKUP_RUNS", "RANKUP_SEED")]:
         del os.environ[name]
     os.environ |= {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1", SESSION: secrets.token_hex(8)}
     # What a shell starts in the background ignores Ctrl-C, its children with it, and a shell among them can't even trap it
@@ -64,7 +64,7 @@ def pytest_make_collect_report() -> Iterator[None]:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """No orphan is left: every process that the tests started has ended by now, or is just ending."""
-    left = psutil.wait_procs(list(_children_left()), timeout=10)[1]
+    left = psutil.wait_procs(list(_children_left()), timeout=60)[1]
     if left:
         lines = "\n".join(f"  {process}" for process in left)
         print(f"\nprocesses left behind by the tests:\n{lines}")

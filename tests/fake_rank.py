@@ -38,7 +38,9 @@ def be() -> None:
     given = {name: value for name, value in os.environ.items() if name.startswith(("RANK", "LOCAL_", "WORLD", "MASTER", "GROUP"))}
     rank, restart = int(given["LOCAL_RANK"]), int(given["RANKUP_RESTART"])
     folder = Path(os.environ["FAKE_FOLDER"])
-    (folder / f"start-{restart}-{rank}.json").write_text(json.dumps({**given, "arguments": sys.argv[1:], "pid": os.getpid()}))
+    aside = folder / f"aside-{restart}-{rank}.json"  # whoever reads, and whoever is killed here, leaves no half of it
+    aside.write_text(json.dumps({**given, "arguments": sys.argv[1:], "pid": os.getpid()}))
+    aside.rename(folder / f"start-{restart}-{rank}.json")
     plan = json.loads(os.environ["FAKE_RANKS"])
     word, _, what = plan[min(restart, len(plan) - 1)][rank].partition(" ")
     if word == "exit":

@@ -40,7 +40,7 @@ class Scene:
         """Everything of the job that lives, orphans and workers included."""
         raise NotImplementedError
 
-    def left_after(self, timeout_s: float = 10) -> list[psutil.Process]:
+    def left_after(self, timeout_s: float = 60) -> list[psutil.Process]:
         """What of the job is still there once it has had that time to go."""
         return psutil.wait_procs(self.processes(), timeout=timeout_s)[1]
 
@@ -158,7 +158,7 @@ class ByHand(Scene):
                     self._start(rank)
         return len(self.codes) < self.world_size
 
-    def wait(self, timeout_s: float = 120) -> list[int]:
+    def wait(self, timeout_s: float = 240) -> list[int]:
         """Restart and wait until all have ended for good; their codes."""
         until_s = time.monotonic() + timeout_s
         while self.running():
@@ -169,7 +169,7 @@ class ByHand(Scene):
     def kill(self) -> None:
         for process in self.all:
             if process.code is None:
-                process.signal_group("SIGKILL")
+                process.kill()
 
     def processes(self) -> list[psutil.Process]:
         sessions = {process.pid for process in self.all}  # each rank leads one, its workers belong to it

@@ -4,6 +4,7 @@ Each is a process of its own all the same, with its own signals, session, enviro
 of the start itself use `jobs.start`.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -42,6 +43,11 @@ class Process:
         """To it and all its children, as a batch system or a terminal does."""
         os.killpg(self.pid, getattr(signal, name))
 
+    def kill(self) -> None:
+        """It and all its children, if there are any still: the word of its end may be on the way to us."""
+        with contextlib.suppress(ProcessLookupError):
+            self.signal_group("SIGKILL")
+
 
 class Job:
     """The ranks of one job."""
@@ -53,7 +59,7 @@ class Job:
     def output(self) -> str:
         return "\n".join(process.output for process in self.processes)
 
-    def wait(self, timeout_s: float = 120) -> list[int]:
+    def wait(self, timeout_s: float = 240) -> list[int]:
         """Wait for all ranks and return their codes; past the bound they are killed and the test fails."""
         until_s = time.monotonic() + timeout_s
         for process in self.processes:
@@ -62,24 +68,25 @@ class Job:
                 raise AssertionError(f"the job did not end within {timeout_s} s:\n{self.output}")
         return [process.code for process in self.processes if process.code is not None]
 
-    def wait_for(self, text: str, *, timeout_s: float = 120, count: int = 1) -> None:
+    def wait_for(self, text: str, *, timeout_s: float = 240, count: int = 1) -> None:
         """Wait until any rank has printed `text` so often."""
         self.wait_until(lambda: self.output.count(text) >= count, f'"{text}"', timeout_s=timeout_s)
 
-    def wait_until(self, true: Callable[[], Any], what: str, *, timeout_s: float = 120) -> None:
+    def wait_until(self, true: Callable[[], Any], what: str, *, timeout_s: float = 240) -> None:
         until_s = time.monotonic() + timeout_s
         while not true():
-            over = [process for process in self.processes if process.code is not None]
-            assert len(over) < len(self.processes), f"the job ended before {what}:\n{self.output}"
+            over = all(process.code is not None for process in self.processes)
+            # Looked at once more: it may have come true and the job to its end since
+            assert not over or true(), f"the job ended before {what}:\n{self.output}"
             assert time.monotonic() < until_s, f"no {what} within {timeout_s} s:\n{self.output}"
             time.sleep(0.02)
 
     def kill(self) -> None:
         for process in self.processes:
             if process.code is None:
-                process.signal_group("SIGKILL")
+                process.kill()
         for process in self.processes:
-            process.ended.wait(20)
+            process.ended.wait(60)
 
 
 class Forks:
@@ -89,8 +96,10 @@ class Forks:
         """`more`: modules that take long to import and that these jobs need besides."""
         self.folder = folder
         self.server = subprocess.Popen(
-            [sys.executable, __file__, *more], env=environment({"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}), cwd=ROOT, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=1,
+            [sys.executable, __file__, *more], cwd=ROOT, text=True, bufsize=1, start_new_session=True,
+            # What the program tells torch before it imports it, which is too late here: its warnings come by chance
+            env=environment({"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "TORCH_CPP_LOG_LEVEL": "ERROR"}),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         self._count = 0
         self._started: list[int] = []
@@ -112,7 +121,7 @@ class Forks:
             processes.append(self._fork([str(word) for word in arguments], given, cwd, preload))
         return Job(processes)
 
-    def run(self, *arguments: str | Path, world_size: int = 1, timeout_s: float = 120, **more: Any) -> tuple[list[int], str]:
+    def run(self, *arguments: str | Path, world_size: int = 1, timeout_s: float = 240, **more: Any) -> tuple[list[int], str]:
         """To its end: the exit codes, and all output."""
         job = self.start(*arguments, world_size=world_size, **more)
         return job.wait(timeout_s), job.output
@@ -130,8 +139,8 @@ class Forks:
         assert self.server.stdin is not None
         assert self.server.stdout is not None
         self.server.stdin.close()
-        self.server.wait(20)
-        self._listener.join(20)
+        self.server.wait(60)
+        self._listener.join(60)
         self.server.stdout.close()
 
     def _fork(self, arguments: list[str], env: dict[str, str], cwd: Path, preload: str) -> Process:
@@ -193,7 +202,8 @@ def serve() -> None:
                 selector.unregister(sys.stdin.fileno())
                 open_ = False
                 for pid in alive:
-                    os.killpg(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # no group of its own yet
+                        os.killpg(pid, signal.SIGKILL)
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
                 pid = os.fork()

@@ -26,13 +26,19 @@ FOREIGN = re.compile(
 )
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A port that is free now, and that no outgoing connection of this machine will take: not one the kernel hands out."""
+    """A port that is free now, and that no outgoing connection of this machine will take: not one the kernel hands out.
+    Never the same twice, since nobody may have bound the first as yet."""
     while True:
         port = random.randrange(10000, 32000)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -49,7 +55,7 @@ class Job:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
 
-    def wait(self, timeout_s: float = 120) -> list[int]:
+    def wait(self, timeout_s: float = 240) -> list[int]:
         """Wait for all; past the bound they are killed and the test fails with their output."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
@@ -108,7 +114,7 @@ def start_ranks(world_size: int, arguments: Sequence[str], *, env: Mapping[str, 
     return job
 
 
-def run(*arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout_s: float = 120) -> Job:
+def run(*arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout_s: float = 240) -> Job:
     """`python train/main.py ARGUMENTS` to its end."""
     job = start(sys.executable, MAIN, *arguments, env=env, cwd=cwd)
     job.wait(timeout_s)
@@ -123,7 +129,7 @@ def ended(job: Job) -> Iterator[Job]:
     finally:
         job.kill()
         for process in job.processes:
-            process.wait(10)
+            process.wait(60)
             if process.stdout:
                 process.stdout.close()
 

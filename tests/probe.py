@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import signal
+import threading
 import time
 import urllib.error
 from email.message import Message
@@ -24,6 +25,7 @@ from torch.nn import functional
 from train.config import Config
 from train.data import mix, random_numbers
 from train.errors import DataError
+from train.stop import SIGNALS
 from train.workloads import Workload
 
 ERRORS: dict[str, BaseException] = {
@@ -52,6 +54,8 @@ def probe(where: str) -> None:
     if "signal" in order:
         number = getattr(signal, order["signal"])
         os.killpg(os.getpgrp(), number) if order.get("to") == "group" else os.kill(os.getpid(), number)
+        if order["signal"] in SIGNALS:
+            _wait_for_notice()
     while "until" in order and not os.path.exists(order["until"]):
         time.sleep(0.05)
     if "hold_s" in order:
@@ -59,6 +63,14 @@ def probe(where: str) -> None:
     time.sleep(order.get("sleep_s", 0.3))
     if "raise" in order:
         raise ERRORS[order["raise"]]
+
+
+def _wait_for_notice() -> None:
+    """Until the thread that reads the signals, if this process has it, has taken note: on a busy machine a run could end
+    before it gets a turn."""
+    for thread in threading.enumerate():
+        while thread.name == "stop-request" and not thread._target.__self__.asked:  # type: ignore[attr-defined]
+            time.sleep(0.01)
 
 
 class Samples:
@@ -97,9 +109,10 @@ def slow_save() -> None:
 
 def impatient() -> None:
     """To be called first in a process: the last resorts come after seconds, not after a minute."""
-    from train import launch, watch
+    from train import watch
 
-    watch.LOCKED_GRACE_S, watch.LEAVING_S, launch.SETTLE_S = 1.0, 3.0, 3.0
+    # Those that look for a culprit may need SEVERAL_SILENT_S
+    watch.LOCKED_GRACE_S, watch.LEAVING_S = 4.0, 8.0
 
 
 def stuck_disk() -> None:

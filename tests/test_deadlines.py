@@ -19,7 +19,7 @@ SETTINGS = (
     "--workload=probe:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4", "--log-every-steps=1",
     "--save-every-steps=2", "--tensorboard=false", "--progress=none", "--join-timeout-s=30", "--num-workers=1",
 )  # fmt: skip
-SHORT = 4  # seconds; a step takes milliseconds
+SHORT = 5  # seconds; a step takes milliseconds
 
 
 def train(run: Path, *more: str) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def assert_nothing_left(job: Job) -> None:
     """Each rank leads a session, and its DataLoader workers belong to it."""
     sessions = {process.pid for process in job.processes}
     left = [p for p in psutil.process_iter() if session(p) in sessions and lives(p)]
-    assert psutil.wait_procs(left, timeout=10)[1] == []
+    assert psutil.wait_procs(left, timeout=60)[1] == []
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +121,12 @@ def test_stopped_rank_is_found_by_its_deadline_and_the_job_goes_on_after_a_resta
     line = train(run, f"--step-timeout-s={SHORT}", f"--eval-timeout-s={SHORT}")
     with forks.running(*line, world_size=WORLD, env=order) as job:
         for rank in others:
-            assert job.processes[rank].ended.wait(60), job.output
+            assert job.processes[rank].ended.wait(240), job.output
             assert job.processes[rank].code == 171, job.output
-            assert f"{phase} (step" in job.processes[rank].output
-            assert "Thread 0x" in (run / "logs" / f"rank-{rank}.log").read_text()
+        # One whose time begins a second later hears of it from the other, before its own is over
+        found = [rank for rank in others if f"{phase} (step" in job.processes[rank].output]
+        assert found, job.output
+        assert all("Thread 0x" in (run / "logs" / f"rank-{rank}.log").read_text() for rank in found)
         assert job.processes[culprit].code is None
         assert_named(job, run, culprit, among=others)
     assert_nothing_left(job)
@@ -139,7 +141,7 @@ def test_rank_that_is_the_last_to_find_out_names_itself(forks: Forks, tmp_path: 
     order = probe("build", 1, 1, signal="SIGSTOP", sleep_s=1000)
     with forks.running(*train(run, f"--setup-timeout-s={SHORT}", "--num-workers=0"), world_size=WORLD, env=order) as job:
         for rank in (0, 2):
-            assert job.processes[rank].ended.wait(60), job.output
+            assert job.processes[rank].ended.wait(240), job.output
         job.processes[1].signal("SIGCONT")
         assert job.wait() == [171] * WORLD, job.output
     assert "setup (step 0) took longer" in job.processes[1].output
@@ -166,7 +168,7 @@ def test_rank_0_that_saves_too_long_is_named(forks: Forks, tmp_path: Path) -> No
     run = tmp_path / "run"
     with forks.running(*train(run, f"--save-timeout-s={SHORT}"), world_size=WORLD, preload="probe:slow_save") as job:
         assert job.wait() == [171] * WORLD, job.output
-    assert "save (step 4) took longer than 4 s" in job.processes[1].output
+    assert f"save (step 4) took longer than {SHORT} s" in job.output  # on whom it found first; it told the others
     assert_named(job, run, 0, among=list(range(WORLD)))
     assert "probe.py" in (run / "logs" / "rank-0.log").read_text()  # the stacks say where
 

@@ -31,7 +31,7 @@ def finish(forks: Forks, file: Path) -> str:
 
 
 def wait_until(true: Callable[[], Any], job: Job) -> None:
-    job.wait_until(true, "what the test waits for", timeout_s=60)
+    job.wait_until(true, "what the test waits for")
 
 
 # The file -------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def starts(folder: Path) -> list[dict[str, Any]]:
 
 
 def wait_for_file(path: Path) -> None:
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + 240
     while not path.exists():
         assert time.monotonic() < until_s
         time.sleep(0.01)
@@ -46,7 +46,7 @@ def wait_for_file(path: Path) -> None:
 
 def wait_for_end(folder: Path, local_rank: int) -> None:
     """Of a rank of the first incarnation: its process is gone, or waits for `launch` to look."""
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + 240
     while time.monotonic() < until_s:
         with suppress(OSError, ValueError, psutil.NoSuchProcess):  # not started yet, or gone
             start = json.loads((folder / f"start-0-{local_rank}.json").read_text())

@@ -84,7 +84,7 @@ def test_reader_that_has_had_enough_is_no_fault(words: str) -> None:
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
-    assert (process.stderr.read(), process.wait(60)) == ("", 0)
+    assert (process.stderr.read(), process.wait(240)) == ("", 0)
     process.stderr.close()
 
 
@@ -177,7 +177,7 @@ def test_configuration_that_ships_learns_the_digits(
 ) -> None:
     """Two ranks. Measured: tiny 0.972, digits 0.989; a single one of the 359 test images counts 0.003."""
     codes, output = forks.run(
-        "train", "--config", ROOT / f"train/configs/{file}.yaml", "--run-dir", tmp_path, world_size=2, timeout_s=280
+        "train", "--config", ROOT / f"train/configs/{file}.yaml", "--run-dir", tmp_path, world_size=2, timeout_s=800
     )
     assert codes == [0, 0], output
     found = result(next(tmp_path.glob("*/result.json")).parent)
@@ -186,10 +186,10 @@ def test_configuration_that_ships_learns_the_digits(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_defaults_train_fashion_mnist_to_90_percent_in_3_epochs(forks: Forks, tmp_path: Path) -> None:
     """Measured: 0.908 with two ranks."""
-    codes, output = forks.run("train", "--run-dir", tmp_path, "--report-every-s", "20", world_size=2, timeout_s=800)
+    codes, output = forks.run("train", "--run-dir", tmp_path, "--report-every-s", "20", world_size=2, timeout_s=2000)
     assert codes == [0, 0], output
     run = tmp_path / "fashion-mnist-cnn"
     assert "data   fashion-mnist, 60,000 + 10,000 samples" in output

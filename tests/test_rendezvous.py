@@ -24,7 +24,7 @@ from rank import BOUND_S, NOISE, TINY, Rank, Starter, starting
 
 from train.log import host_name
 
-JOIN_S = 4
+JOIN_S = 10  # two dozen ranks start beside each other, and those of one case have to meet within it
 RUNS = int(os.environ.get("RANKUP_RUNS", "1"))
 HOST = host_name()
 
@@ -60,18 +60,21 @@ def web_server() -> Iterator[tuple[int, int]]:
         [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"], env=environment(),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    until_s = time.monotonic() + BOUND_S
-    while not listens(port):
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
+    wait_for_port(port)
     yield port, server.pid
     server.kill()
     server.wait()
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def wait_for_port(port: int) -> None:
+    """Until somebody listens there."""
+    until_s = time.monotonic() + BOUND_S
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +104,12 @@ def failures(begin: Starter, web_server: tuple[int, int], mute_service: int) -> 
         "larger": case("larger", (0, 4), (1, 2)),
         "settings": case("settings", (0, 3), (1, 3, "--lr 0.5 --seed 3"), (2, 3)),
         "device": case("device", (0, 2), (1, 2, "--device cpu")),
-        "taken": [begin(0, 2, ports["taken"], "taken", join_s=4 * JOIN_S)],  # there when the second gives up
+        "taken": [begin(0, 2, ports["taken"], "taken", join_s=3 * JOIN_S)],  # there when the second gives up
         "loopback": case("loopback", (0, 2), MASTER_ADDR="localhost", LOCAL_WORLD_SIZE="1", GROUP_RANK="0"),
         "web": case("web", (0, 2), (1, 2)),
         "mute": case("mute", (1, 2)),
     }
-    ranks["taken"][0].wait_for("waiting for 2 ranks")
+    wait_for_port(ports["taken"])
     ranks["taken"] += case("taken", (0, 2))
     stopped = begin(0, 3, ports["stopped"], "stopped")
     ranks["stopped"] = case("stopped", (1, 3))
@@ -237,8 +240,7 @@ def test_rank_0_killed_while_joining_is_found_again(begin: Starter):
     dying, other = begin(0, 3, port, "main-again"), begin(1, 3, port, "main-again")
     other.wait_for("introduced")
     dying.process.signal("SIGKILL")
-    # Forked ranks imported torch before the program could tell it not to warn of the closed connection
-    finished(other, begin(2, 3, port, "main-again"), begin(0, 3, port, "main-again"), noise=re.compile("Traceback"))
+    finished(other, begin(2, 3, port, "main-again"), begin(0, 3, port, "main-again"))
 
 
 def test_a_signal_ends_a_join_at_once(begin: Starter):

@@ -57,8 +57,8 @@ def test_torchs_switch_for_libuv_is_honoured(monkeypatch: pytest.MonkeyPatch, va
     listener = open_port(free_port())
     assert listener is not None
     port = listener.getsockname()[1]
-    server = serve_store(listener, timeout_s=5)
-    client = connect_store("127.0.0.1", port, timeout_s=5)
+    server = serve_store(listener, timeout_s=60)
+    client = connect_store("127.0.0.1", port, timeout_s=60)
     client.set("key", "value")
     assert server.get("key") == b"value"
     assert server.libuvBackend is expected

@@ -16,6 +16,8 @@ from forks import Forks
 from jobs import MAIN, ROOT, Job, ended, environment, free_port, result, start
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from train.stop import REPEAT_WINDOW_S
+
 PATH = f"{ROOT}:{ROOT / 'tests'}"
 SETTINGS = (
     "--workload=probe:build", "--batch-size=8", "--max-steps=9", "--log-every-steps=1", "--save-every-steps=2",
@@ -33,7 +35,7 @@ def torchrun(run: Path, *more: str, options: tuple[str, ...] = (), order: dict[s
 
 
 def wait_until(true: Callable[[], object], job: Job) -> None:
-    until_s = time.monotonic() + 90
+    until_s = time.monotonic() + 200
     while not true():
         assert job.processes[0].poll() is None
         assert time.monotonic() < until_s
@@ -100,7 +102,7 @@ def test_nothing_is_left_when_torchrun_dies_of_a_signal(name: str, tmp_path: Pat
         assert len(family(mark)) >= 5  # torchrun, two ranks, a DataLoader worker for each
         os.kill(job.processes[0].pid, getattr(signal, name))
         job.wait()
-        assert psutil.wait_procs(family(mark), timeout=20)[1] == []
+        assert psutil.wait_procs(family(mark), timeout=60)[1] == []
 
 
 def test_nothing_is_left_when_launch_is_told_twice_to_stop(tmp_path: Path) -> None:
@@ -109,10 +111,18 @@ def test_nothing_is_left_when_launch_is_told_twice_to_stop(tmp_path: Path) -> No
     scene = Launched(tmp_path / "run", 2, *settings, env={"PYTHONPATH": PATH})
     with ended(scene.job):
         wait_until(scene.checkpoints, scene.job)
-        scene.ranks()[1].suspend()
+        suspended = scene.ranks()[1]
+        suspended.suspend()
         scene.process.send_signal(signal.SIGINT)
-        time.sleep(6)
+        wait_until(lambda: waits_for(suspended, signal.SIGTERM), scene.job)  # passed on: launch has read the first
+        time.sleep(REPEAT_WINDOW_S + 0.5)
         assert scene.running()
         scene.process.send_signal(signal.SIGINT)
-        assert scene.job.wait(30) == [143], scene.job.output
-    assert scene.left_after(20) == []
+        assert scene.job.wait(60) == [143], scene.job.output
+    assert scene.left_after() == []
+
+
+def waits_for(process: psutil.Process, number: int) -> bool:
+    """Whether that signal was sent to the process, which is stopped and has not had it."""
+    pending = Path(f"/proc/{process.pid}/status").read_text().partition("ShdPnd:")[2].split()[0]
+    return bool(int(pending, 16) >> (number - 1) & 1)

@@ -37,6 +37,7 @@ LEAVING_S = 30.0
 # The last resort, by the kernel: for a hang that holds the interpreter lock, so that no thread of ours runs.
 LOCKED_GRACE_S = 60.0
 REARM_S = 5.0
+DUMP_S = 2.0  # how long before that the stacks are dumped, by a thread that has to get its turn
 
 
 class Watch:
@@ -205,7 +206,7 @@ def arm(timeout_s: float) -> None:
     kernel = hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
     if kernel:
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    faulthandler.dump_traceback_later(max(0.1, timeout_s - 1.0), exit=not kernel)
+    faulthandler.dump_traceback_later(max(0.1, timeout_s - DUMP_S), exit=not kernel)
 
 
 def disarm() -> None:
