@@ -151,7 +151,8 @@ class Forks:
         request = {"arguments": arguments, "env": env, "cwd": str(cwd), "output": str(output), "preload": preload}
         with self._news:
             self.server.stdin.write(json.dumps(request) + "\n")
-            assert self._news.wait_for(lambda: self._started, 60), "the forking process does not answer"
+            # Before the first it has to import torch and more, which took 20 s on two busy CPUs
+            assert self._news.wait_for(lambda: self._started, 240), "the forking process does not answer"
             process = Process(self._started.pop(), output)
             self._processes[process.pid] = process
             self._news.notify_all()
