@@ -40,8 +40,12 @@ trap 'stop "stopping, every node saves and leaves"' INT TERM
 # watches; and the nodes' last lines are still to be seen
 setsid docker compose up -d --no-build "${nodes[@]}" 2> "$scratch/up" || { cat "$scratch/up" >&2; fail "the nodes could not be started"; }
 if [[ -n $stopping ]]; then setsid docker compose stop "${nodes[@]}" 2> /dev/null; fi # it may have come before there were any
-for node in "${nodes[@]}"; do id[$node]=$(setsid docker compose ps -aq "$node"); done
+# Once more: Ctrl-C may have come before it had its session
+for node in "${nodes[@]}"; do
+  id[$node]=$(setsid docker compose ps -aq "$node") || id[$node]=$(setsid docker compose ps -aq "$node")
+done
 setsid docker compose --ansi never logs -f --no-log-prefix --since "$began" "${nodes[@]}" 2> /dev/null &
+logs=$!
 # `docker compose up` reports 0 although a node failed, and with its options another node's code: the events tell each end
 setsid docker events --since "$began" --filter event=die "${id[@]/#/--filter=container=}" \
   --format '{{.ID}} {{.Actor.Attributes.exitCode}}' > "$scratch/events" &
@@ -56,17 +60,24 @@ while docker inspect -f '{{.State.Status}}' "${id[@]}" | grep -qE 'running|resta
     # Nothing is gained by trying again, and the engine would
     if ((code > 0 && code < 128)); then
       stop "$node ended with $code, which no restart mends: ending the others"
-    elif ((code > 0)) && [[ $(docker inspect -f '{{.State.Status}}' "${id[$node]}") == exited ]]; then
+    # With that very code: the events may lag behind a start that has ended well meanwhile
+    elif ((code > 0)) && [[ $(docker inspect -f '{{.State.Status}} {{.State.ExitCode}}' "${id[$node]}") == "exited $code" ]]; then
       stop "$node ended with $code and is not started again: ending the others"
     fi
   done
   sleep 0.5
 done
-sleep 1 # the last lines and events
+# The last lines are still on their way. Nobody tells their end where all nodes had ended before they were followed
+for ((tries = 0; tries < 50; tries++)); do
+  kill -0 "$logs" 2> /dev/null || break
+  sleep 0.2
+done
 
 worst=0
 for node in "${nodes[@]}"; do
   code=$(code_of "$node")
+  # The last event may still be on its way; the engine itself knows how the last start ended
+  ((code > 0 && code < 128)) || code=$(docker inspect -f '{{.State.ExitCode}}' "${id[$node]}")
   more=$(docker inspect -f '{{if .State.OOMKilled}}, out of memory{{end}}, {{.RestartCount}} restarts' "${id[$node]}")
   echo "up: $node ended with $code$more"
   # A mistake or a fault, below 128, is why the other nodes lost that one; 143 is what those have that were stopped then
