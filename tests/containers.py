@@ -27,7 +27,7 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return clean | {"DOCKER_CLI_HINTS": "false"} | dict(extra or {})
 
 
-def docker(*words: str | Path, check: bool = True, timeout_s: float = 120, **env: str) -> str:
+def docker(*words: str | Path, check: bool = True, timeout_s: float = 400, **env: str) -> str:
     """`docker WORDS`, and what it printed, errors included; one that fails fails the test unless `check` is False."""
     done = subprocess.run(
         ["docker", *map(str, words)], env=clean_environment(env), cwd=ROOT, text=True, timeout=timeout_s,
@@ -53,7 +53,7 @@ def _has_docker() -> bool:
     return any((Path(folder) / "docker").exists() for folder in os.environ["PATH"].split(":"))
 
 
-def wait_for(what: str, condition: Callable[[], Any], *, timeout_s: float = 120, log: Callable[[], str] = str) -> Any:
+def wait_for(what: str, condition: Callable[[], Any], *, timeout_s: float = 300, log: Callable[[], str] = str) -> Any:
     """The first true value of `condition`; past the bound the test fails with `log`."""
     until_s = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -77,7 +77,7 @@ class Project:
         path.write_text(text)
         self.files += ["-f", str(path)]
 
-    def compose(self, *words: str, check: bool = True, timeout_s: float = 120, **env: str) -> str:
+    def compose(self, *words: str, check: bool = True, timeout_s: float = 400, **env: str) -> str:
         # An empty file of settings: this checkout's .env is its user's
         options = ["--env-file", os.devnull, "--project-directory", str(ROOT), "-p", self.name, *self.files]
         return docker("compose", *options, *words, check=check, timeout_s=timeout_s, **{**self.env, **env})
@@ -103,7 +103,7 @@ class Project:
         state: dict[str, Any] = self.inspect(node)["State"]
         return state
 
-    def codes(self, *nodes: str, timeout_s: float = 180) -> list[int]:
+    def codes(self, *nodes: str, timeout_s: float = 600) -> list[int]:
         """Wait until these nodes, or node0 and node1, have ended for good; their exit codes."""
         nodes = nodes or ("node0", "node1")
         wait_for(
@@ -124,14 +124,18 @@ class Project:
                 continue
         return found
 
-    def kill_rank(self, node: str) -> None:
-        """SIGKILL for one process that trains: its container ends of it by itself."""
-        wait_for(f"a rank in {node}", lambda: self.ranks(node), log=self.logs)[0].send_signal(signal.SIGKILL)
+    def kill_rank(self, node: str, *, step: int = 0) -> None:
+        """SIGKILL for one process that trains, at this step of the run "job": its container ends of it by itself. Who it is has
+        been found out before: asking the engine may take longer than the rest of the run."""
+        rank = wait_for(f"a rank in {node}", lambda: self.ranks(node), log=self.logs)[0]
+        self.wait_for_step("job", step)
+        rank.send_signal(signal.SIGKILL)
 
-    def kill_container(self, node: str) -> None:
+    def kill_container(self, node: str, *, step: int = 0) -> None:
         """SIGKILL for the first process, from outside: the kernel ends all others, and the engine finds it dead. Its own
         `docker kill` would count as a wish, and nothing would be started again."""
         pid = wait_for(f"{node} running", lambda: self.state(node)["Pid"], log=self.logs)
+        self.wait_for_step("job", step)
         os.kill(pid, signal.SIGKILL)
 
     # Runs ---------------------------------------------------------------------------------------------------------
@@ -144,7 +148,7 @@ class Project:
         except (OSError, ValueError):
             return 0
 
-    def wait_for_step(self, run: str, step: int, *, timeout_s: float = 180) -> None:
+    def wait_for_step(self, run: str, step: int, *, timeout_s: float = 600) -> None:
         wait_for(f"step {step} of {run}", lambda: self.step(run) >= step, timeout_s=timeout_s, log=self.logs)
 
     def first_step_after(self, run: str, moment_s: float, old: int) -> float:
@@ -157,7 +161,7 @@ class Project:
                 return []
             return [t for t in (json.loads(line)["time"] for line in path.read_text().splitlines()) if t > moment_s]
 
-        found: list[float] = wait_for(f"a step of {run} after a restart", times, timeout_s=180, log=self.logs)
+        found: list[float] = wait_for(f"a step of {run} after a restart", times, timeout_s=600, log=self.logs)
         return found[0] - moment_s
 
     def result(self, run: str) -> dict[str, Any]:
@@ -173,9 +177,16 @@ def digest_by_torchrun(folder: Path, job: str, *, nproc: int = 2) -> str:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     # torchrun itself warns, of other things in each version
     with ended(start(*torchrun, MAIN, "train", *job.split(), "--run-dir", folder, env={"PYTHONWARNINGS": "default"})) as run:
-        assert run.wait(300) == [0], run.output
+        assert run.wait(600) == [0], run.output
     digest: str = result(folder / "job")["digest"]
     return digest
+
+
+def warned(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a doctor's report calls not well, but for speeds: those of disk and links are the machine's, and what else it does."""
+    bad = [found for found in report["findings"] if found["level"] not in ("ok", "note")]
+    assert report["exit_code"] == (10 if bad else 0), report
+    return [found for found in bad if found["stage"] != "links" and " writes " not in found["seen"]]
 
 
 @contextmanager

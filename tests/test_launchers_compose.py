@@ -12,7 +12,7 @@ import pytest
 from containers import Project, clean_environment, digest_by_torchrun, docker, project, wait_for
 from jobs import ROOT
 
-pytestmark = pytest.mark.usefixtures("image")
+pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
 # Everything that could tell two runs apart: dropout, augmentation, and batches prepared by workers
 JOB = "--dataset digits --model mlp --dropout 0.2 --augment --in-memory never --num-workers 1 --max-steps 60 --name job"
 # Nothing but steps: 10,000 to an epoch
@@ -122,7 +122,7 @@ def test_the_board_shows_a_run_on_loopback_alone(nodes: Project) -> None:
 
     def shown() -> bool:
         try:
-            with urllib.request.urlopen(f"http://{port}/data/runs", timeout=2) as answer:
+            with urllib.request.urlopen(f"http://{port}/data/runs", timeout=20) as answer:
                 return any("job" in run for run in json.load(answer))
         except OSError:
             return False
@@ -133,7 +133,7 @@ def test_the_board_shows_a_run_on_loopback_alone(nodes: Project) -> None:
 def test_health_tells_a_rank_that_trains_from_a_hung_one(nodes: Project) -> None:
     fast = "{healthcheck: {interval: 1s}, environment: {RANKUP_HEALTHY_STEP_S: 3}}"
     nodes.override(f"services: {{node0: {fast}, node1: {fast}}}")
-    nodes.up(ARGS=f"{LONG} --step-timeout-s 200")
+    nodes.up(ARGS=f"{LONG} --step-timeout-s 2000")
     nodes.wait_for_step("long", 1)
 
     def health(node: str) -> str:
@@ -165,7 +165,7 @@ def test_compile_works_in_the_image_that_has_one(nodes: Project) -> None:
     done = subprocess.run([ROOT / "docker" / "image.sh"], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout
     nodes.up(ARGS=JOB.replace("--max-steps 60", "--max-steps 12 --compile"), TARGET="compile")
-    assert nodes.codes() == [0, 0], nodes.logs()
+    assert nodes.codes(timeout_s=900) == [0, 0], nodes.logs()
 
 
 LOOK_INSIDE = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from containers import Project, digest_by_torchrun, docker, project, wait_for
 
-pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
 STEPS = 1200
 JOB = (
     f"--dataset digits --model mlp --dropout 0.2 --augment --batch-size 64 --max-steps {STEPS} --name job "
@@ -43,9 +43,9 @@ def test_a_killed_rank_or_container_comes_back_and_changes_nothing(
     nodes.up()
     for quarter, (kind, node) in enumerate(kills):
         step = chance.randrange(quarter * 250 + 5, quarter * 250 + 245)
-        nodes.wait_for_step("job", step)
+        nodes.wait_for_step("job", max(1, step - 150))
         metrics = (nodes.runs / "job" / "metrics.jsonl").stat().st_ino
-        (nodes.kill_rank if kind == "rank" else nodes.kill_container)(node)
+        (nodes.kill_rank if kind == "rank" else nodes.kill_container)(node, step=step)
         took_s = nodes.first_step_after("job", time.time(), metrics)
         record_property(f"{kind} of {node} killed, first step after", f"{took_s:.1f} s")
     assert nodes.codes() == [0, 0], nodes.logs()
@@ -58,8 +58,8 @@ def test_a_killed_rank_or_container_comes_back_and_changes_nothing(
 def test_one_of_several_processes_of_a_node_is_killed_and_changes_nothing(nodes: Project, tmp_path: Path) -> None:
     job = JOB.replace(f"--max-steps {STEPS}", "--max-steps 200 --seed 5")
     nodes.up(NPROC="2", ARGS=job)
-    nodes.wait_for_step("job", 60)
-    nodes.kill_rank("node1")
+    nodes.wait_for_step("job", 1)
+    nodes.kill_rank("node1", step=60)
     assert nodes.codes() == [0, 0], nodes.logs()
     assert "resumed from step-" in nodes.logs()
     assert nodes.result("job")["digest"] == digest_by_torchrun(tmp_path, job, nproc=4)
@@ -70,8 +70,8 @@ def test_fresh_begins_once_a_start_and_not_after_a_kill(nodes: Project, undistur
     assert nodes.codes() == [0, 0], nodes.logs()
     earlier = nodes.result("job")["attempt"]
     nodes.up(ARGS=f"{JOB} --fresh")
-    nodes.wait_for_step("job", 200)
-    nodes.kill_rank("node0")
+    nodes.wait_for_step("job", 60)  # the first start came to 50
+    nodes.kill_rank("node0", step=200)
     assert nodes.codes() == [0, 0], nodes.logs()
     assert nodes.result("job")["digest"] == undisturbed
     aside = list((nodes.runs / "job").glob("before-*"))
@@ -91,13 +91,14 @@ def test_stop_leaves_a_checkpoint_and_up_goes_on_to_the_same_weights(nodes: Proj
 
 
 def test_a_node_cut_off_the_network_is_named_and_the_job_goes_on_once_it_is_back(nodes: Project, undisturbed: str) -> None:
-    nodes.up(ARGS=JOB.replace("--step-timeout-s 60", "--step-timeout-s 5").replace("--join-timeout-s 60", "--join-timeout-s 10"))
+    # Their time to join stays longer than their start may take: otherwise two that start again and again may never meet
+    nodes.up(ARGS=JOB.replace("--step-timeout-s 60", "--step-timeout-s 10"))
     nodes.wait_for_step("job", 200)
     network, container = f"{nodes.name}_default", f"{nodes.name}-node1-1"
     docker("network", "disconnect", network, container)
-    wait_for("node1 named", lambda: "rank 1 on node1" in nodes.compose("logs", "node0"), timeout_s=60, log=nodes.logs)
+    wait_for("node1 named", lambda: "rank 1 on node1" in nodes.compose("logs", "node0"), log=nodes.logs)
     # The other side is left alone with its search for node0, and ends of that by its deadline
-    wait_for("node1's own end", lambda: "rank 0 on node0" in nodes.compose("logs", "node1"), timeout_s=60, log=nodes.logs)
+    wait_for("node1's own end", lambda: "rank 0 on node0" in nodes.compose("logs", "node1"), log=nodes.logs)
     docker("network", "connect", "--alias", "node1", network, container)
     assert nodes.codes() == [0, 0], nodes.logs()
     assert nodes.result("job")["digest"] == undisturbed

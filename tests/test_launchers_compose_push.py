@@ -14,7 +14,7 @@ import pytest
 from containers import clean_environment, docker, wait_for
 from jobs import ROOT, free_port
 
-pytestmark = pytest.mark.usefixtures("image")
+pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield place
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def _answers(place: str) -> bool:
@@ -66,7 +66,7 @@ def build(folder: Path, images: list[str], revision: str) -> str:
 def push(image: str, **env: str) -> subprocess.CompletedProcess[str]:
     words = [ROOT / "docker" / "push.sh"]
     return subprocess.run(
-        words, env=clean_environment({"IMAGE": image, **env}), capture_output=True, text=True, timeout=120, check=False,
+        words, env=clean_environment({"IMAGE": image, **env}), capture_output=True, text=True, timeout=400, check=False,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ def push(image: str, **env: str) -> subprocess.CompletedProcess[str]:
 def fetch(registry: str, what: str) -> bytes:
     kind = {"Accept": "application/vnd.docker.distribution.manifest.v2+json"}
     request = urllib.request.Request(f"http://{registry}/v2/me/rankup/{what}", headers=kind)
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         body: bytes = answer.read()
     return body
 
@@ -97,7 +97,7 @@ def test_push_refuses_what_was_not_committed(registry: str, images: list[str], t
     image = build(tmp_path, images, "abc123-dirty")
     done = push(image, REPOSITORY=f"{registry}/me/dirty")
     assert (done.returncode, "was built from files that are not committed" in done.stderr) == (2, True), done.stderr
-    with urllib.request.urlopen(f"http://{registry}/v2/_catalog", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{registry}/v2/_catalog", timeout=60) as answer:
         assert "me/dirty" not in json.load(answer)["repositories"]
 
 

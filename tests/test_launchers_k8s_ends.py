@@ -10,7 +10,7 @@ from containers import digest_by_torchrun, wait_for
 from jobs import result
 from kubepods import LONG, Cluster
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = pytest.mark.timeout(2400)
 Pods = Callable[..., Cluster]
 Object = dict[str, Any]
 

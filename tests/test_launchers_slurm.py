@@ -7,7 +7,7 @@ import pytest
 from clusters import Cluster
 from containers import digest_by_torchrun
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1200)
 JOB = "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 60 --name job"
 RUN = f"{JOB} --run-dir runs"
 

@@ -46,7 +46,7 @@ def render(folder: Path, script: Path, *words: str, **env: str) -> list[list[str
     stub(folder, "scontrol", SCONTROL)
     clean = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "record"), "DDP": str(DDP)}
     done = subprocess.run(
-        ["bash", script, *words], env={**clean, **env}, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        ["bash", script, *words], env={**clean, **env}, cwd=folder, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     return recorded(folder)
@@ -172,7 +172,7 @@ def test_slurm_job_whose_nodes_give_no_step_is_requeued(srun: str, tmp_path: Pat
     for name, text in (("srun", f"#!/bin/bash\n{srun}\n"), ("scontrol", SCONTROL.replace("esac", '  *) echo "did $*" ;;\nesac'))):
         stub(tmp_path, name, text)
     env = {**JOB, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DDP": str(DDP), "FIRST_STEP_S": "1"}
-    done = subprocess.run(["bash", DDP], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", DDP], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 143, done.stderr
     assert "not every node of big[7,9] runs a step within 1 s" in done.stderr
     assert "did requeue 7" in done.stdout
@@ -187,7 +187,7 @@ def test_slurm_shell_whose_job_is_no_longer_its_own_ends_and_requeues_nothing(st
     # The check of the disk succeeds, the training is killed
     stub(tmp_path, "srun", '#!/bin/bash\n[[ "$*" != *task.sh* ]] || exit 137\n')
     env = {**JOB, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DDP": str(DDP)}
-    done = subprocess.run(["bash", DDP], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", DDP], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2, done.stderr
     assert "this shell ends" in done.stderr
     assert "did requeue" not in done.stdout

@@ -11,7 +11,7 @@ import yaml
 from clusters import LOCAL, Cluster
 from containers import digest_by_torchrun
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1200)
 JOB = "--dataset digits --model mlp --max-steps 60"
 
 
