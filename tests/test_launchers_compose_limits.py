@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from containers import Project, docker, project, wait_for
 
-pytestmark = pytest.mark.usefixtures("image")
+pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1200)]
 JOB = "--dataset digits --model mlp --name job --join-timeout-s 6"
 
 
@@ -41,21 +41,23 @@ def test_a_wrong_address_is_said_within_the_bound(nodes: Project) -> None:
     assert f"no route to {free}" in said or f"{free}:29400 does not answer" in said
 
 
-def test_a_closed_port_is_said_within_the_bound(nodes: Project) -> None:
-    """Also when node0 gives up first, and its name goes with it."""
-    nodes.override(f"services: {{node1: {{command: train {JOB.replace('timeout-s 6', 'timeout-s 30')}}}}}")
-    said = _with_wrong(nodes, "MASTER_PORT", "29499", node0_waits_s=12)
-    assert "node0:29499 refuses the connection" in said
-    assert 'By now the name "node0" does not resolve here' in said
+def test_a_closed_port_is_said_also_when_node0_has_gone_and_its_name_with_it(nodes: Project) -> None:
+    nodes.override('services: {node1: {environment: {MASTER_PORT: "29499"}}}')
+    nodes.up(ARGS=JOB.replace("timeout-s 6", "timeout-s 3000"))
+    refused, gone = "node0:29499 refuses the connection", 'By now the name "node0" does not resolve here'
+    wait_for("the refusal", lambda: f"still waiting: {refused}" in nodes.logs(), log=nodes.logs)
+    nodes.kill_container("node0")
+    wait_for("node0 gone", lambda: gone in nodes.logs(), log=nodes.logs)
+    assert all(refused in line for line in nodes.logs().splitlines() if gone in line)  # the cause still comes first
 
 
-def _with_wrong(nodes: Project, variable: str, value: str, *, node0_waits_s: int = 6) -> str:
+def _with_wrong(nodes: Project, variable: str, value: str) -> str:
     """What both nodes say when node1 is told this."""
     nodes.override(f'services: {{node1: {{environment: {{{variable}: "{value}"}}}}}}')
-    nodes.up(ARGS=JOB.replace("timeout-s 6", f"timeout-s {node0_waits_s}"))
+    nodes.up()
     assert nodes.codes() == [170, 170], nodes.logs()
     said = nodes.logs()
-    assert f"rank 1 of 2 has not joined after {node0_waits_s} s" in said
+    assert "rank 1 of 2 has not joined after 6 s" in said
     return said
 
 
@@ -82,8 +84,9 @@ def test_a_container_out_of_memory_costs_no_checkpoint(nodes: Project) -> None:
     digest = nodes.result("job")["digest"]
 
     nodes.up(ARGS=f"{JOB} --max-steps 60", MEMORY="64m")
-    assert nodes.codes() == [137, 137], nodes.logs()
-    assert nodes.state("node0")["OOMKilled"]
+    assert nodes.codes() == [137, 137], nodes.logs()  # SIGKILL, which here nobody but the kernel sends
+    # The engine hears of memory and of the end on two ways, and forgets the first where it comes second
+    assert any(nodes.state(node)["OOMKilled"] for node in ("node0", "node1"))
     assert nodes.result("job")["digest"] == digest
 
     nodes.up(ARGS=f"{JOB} --max-steps 60", MEMORY="0")
