@@ -1,12 +1,13 @@
 """The doctor where jobs run: two containers, and a Slurm job that asks it before it trains."""
 
+import json
 from pathlib import Path
 
 import pytest
 from clusters import Cluster
-from containers import project
+from containers import project, warned
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1200)
 JOB = "--dataset digits --model mlp --max-steps 10 --name job"
 
 
@@ -16,11 +17,11 @@ def test_compose_doctor_finds_two_containers_fit(tmp_path: Path) -> None:
         made.up("doctor0", "doctor1")
         codes = made.codes("doctor0", "doctor1")
         said = made.logs()
-    assert codes == [0, 0], said
+    report = json.loads((made.runs / "job" / "doctor" / "report.json").read_text())
+    assert warned(report) == []
+    assert codes == [report["exit_code"]] * 2, said
     assert "all 2 ranks: 0 on doctor0; 1 on doctor1" in said
     assert "between nodes: slowest ranks 0 on doctor0 and 1 on doctor1" in said
-    assert "WARNING" not in said
-    assert (made.runs / "job" / "doctor" / "report.json").exists()
 
 
 @pytest.mark.usefixtures("image")
@@ -42,7 +43,9 @@ def test_compose_doctor_names_the_container_that_has_too_little(limits: str, war
     assert codes == [10, 10], said
     for warning in warnings:
         assert f"WARNING {warning}" in said
-    assert f"doctor: fit to train, with warnings ({len(warnings)} warning)" in said
+    report = json.loads((made.runs / "job" / "doctor" / "report.json").read_text())
+    assert len(warned(report)) == len(warnings), report
+    assert "doctor: fit to train, with warnings (" in said
 
 
 @pytest.mark.parametrize("way", ["tasks", "torchrun"])
