@@ -1,5 +1,6 @@
 """A real Slurm for tests: slurm/local.sh's two nodes of namespaces, jobs on them, and what they leave running."""
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -68,7 +69,7 @@ class Cluster:
         with output.open("wb") as file:
             done = subprocess.run(
                 [str(word) for word in words], env={**self.env, **env}, cwd=cwd, stdin=subprocess.DEVNULL, stdout=file,
-                stderr=subprocess.STDOUT, timeout=120, check=False,
+                stderr=subprocess.STDOUT, timeout=400, check=False,
             )  # fmt: skip
         text = output.read_text()
         output.unlink()
@@ -102,7 +103,7 @@ class Cluster:
         wait_for(
             "idle nodes", lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2", log=self.report
         )
-        wait_for("end of all processes", lambda: not self.processes(), timeout_s=20, log=lambda: str(self.processes()))
+        wait_for("end of all processes", lambda: not self.processes(), log=lambda: str(self.processes()))
 
     def report(self) -> str:
         return self.run("sinfo", "-N", check=False) + self.run("squeue", check=False)
@@ -125,7 +126,7 @@ class SlurmJob:
     def log(self) -> str:
         return f"{self.cluster.report()}{self.cluster.run('scontrol', 'show', 'job', self.number, check=False)}\n{self.output}"
 
-    def wait(self, *, timeout_s: float = 240) -> str:
+    def wait(self, *, timeout_s: float = 600) -> str:
         """Wait until it is over for good; its state. A requeued job need not wait for its time."""
 
         def over() -> str:
@@ -174,9 +175,10 @@ class SlurmJob:
         for process in self.cluster.processes():
             told = environ_of(process.pid)
             if told.get("SLURM_JOB_ID") == self.number and "RANK" in told and node in told.get("SLURMD_NODENAME", ""):
-                line = " ".join(process.cmdline())
-                if "main.py train" in line and "torch.distributed.run" not in line and "python" in process.name():
-                    found.append((int(told["RANK"]), process))
+                with contextlib.suppress(psutil.Error):  # it ends just now
+                    line = " ".join(process.cmdline())
+                    if "main.py train" in line and "torch.distributed.run" not in line and "python" in process.name():
+                        found.append((int(told["RANK"]), process))
         return [process for _, process in sorted(found, key=lambda pair: pair[0])]
 
     def kill_rank(self, node: str) -> None:
@@ -191,8 +193,14 @@ class SlurmJob:
             return 0
 
     def wait_for_step(self, step: int, run: str = "job") -> None:
-        wait_for(f"step {step}", lambda: self.step(run) >= step or self.show()["JobState"] in OVER, log=self.log)
-        assert self.step(run) >= step, self.log()
+        def seen() -> str:
+            if self.step(run) >= step:
+                return "reached"
+            over = self.show()["JobState"] in OVER
+            return "reached" if self.step(run) >= step else "over" if over else ""
+
+        # Each look may find a line half written, so that none is taken twice
+        assert wait_for(f"step {step}", seen, timeout_s=600, log=self.log) == "reached", self.log()
 
     def wait_for_text(self, text: str, count: int = 1) -> None:
         wait_for(f'"{text}"', lambda: len(re.findall(text, self.output)) >= count, log=self.log)

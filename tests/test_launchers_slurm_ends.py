@@ -9,7 +9,7 @@ import pytest
 from clusters import Cluster, SlurmJob
 from containers import digest_by_torchrun, wait_for
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1200)
 JOB = (
     "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 900 --save-every-steps 40 --log-every-steps 5 "
     "--evaluate-every-epochs 50"
@@ -60,8 +60,14 @@ def test_slurm_job_that_is_told_to_stop_saves_and_goes_on_after_a_requeue(
 
 
 def test_slurm_time_that_runs_out_requeues_and_scancel_ends_for_good(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.submit(tmp_path, ENDLESS, "--time=1", "--signal=B:USR1@10")
-    wait_for("the requeue", lambda: job.show()["Restarts"] == "1", timeout_s=180, log=job.log)
+    job = cluster.submit(tmp_path, ENDLESS, "--time=30", "--signal=B:USR1@45")
+    job.wait_for_step(50)
+    # From now on a minute or two, however long the start took: Slurm looks every half minute, so that it signals 45 to 75 s
+    # before the end, and there is something to save
+    hours, minutes, _ = job.show()["RunTime"].split(":")
+    cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={int(hours) * 60 + int(minutes) + 2}")
+    wait_for("the requeue", lambda: job.show()["Restarts"] == "1", log=job.log)
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
     saved = job.step()
     job.go_on()
     job.wait_for_text("resumed from step-")
