@@ -49,7 +49,7 @@ SlurmdPort=$((PORT + 1))
 SlurmUser=root
 AuthType=auth/munge
 # A requeued job waits until its old credential is void: 120 s elsewhere
-AuthInfo=socket=$DIR/munge/socket,cred_expire=5
+AuthInfo=socket=$DIR/munge/socket,cred_expire=15
 StateSaveLocation=$DIR/state
 SlurmdSpoolDir=$DIR/spool/%n
 SlurmctldPidFile=$DIR/slurmctld.pid
@@ -61,8 +61,11 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout=20
 SlurmctldTimeout=30
+# 10 s each elsewhere: here the nodes share one machine with all that they run
+MessageTimeout=30
+BatchStartTimeout=60
 KillWait=30
 MinJobAge=3600
 JobRequeue=1
@@ -94,13 +97,15 @@ node_up() { # NODE: a machine of namespaces, whose first process does nothing bu
   local node=$1 number=${1#node} init
   # shellcheck disable=SC2016  # expanded in the node
   setsid unshare --net --uts --mount --pid --fork --kill-child --mount-proc bash -c '
-    hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount --bind "$2/nsswitch.conf" /etc/nsswitch.conf
-    ip link set lo up; trap : TERM INT HUP; while :; do sleep 1000 & wait; done' \
+    mount --bind "$2/hosts" /etc/hosts; mount --bind "$2/nsswitch.conf" /etc/nsswitch.conf; ip link set lo up
+    trap : TERM INT HUP; hostname "$1"; while :; do sleep 1000 & wait; done' \
     "$node" "$node" "$DIR" < /dev/null > "$DIR/log/$node.boot" 2>&1 &
   echo $! > "$DIR/$node.unshare"
   until init=$(pgrep -P "$(cat "$DIR/$node.unshare")"); do sleep 0.05; done
   echo "$init" > "$DIR/$node.pid1"
-  until [[ $(nsenter -t "$init" -u hostname) == "$node" ]]; do sleep 0.05; done
+  until [[ $(nsenter -t "$init" -u hostname) == "$node" ]]; do sleep 0.05; done # the last that it sets
+  # A node that lost its power may not have let go of its cable yet
+  ip -n "$SWITCH" link del "$node" 2> /dev/null || true
   ip link add name eth0 netns "$init" type veth peer name "$node" netns "$SWITCH"
   ip -n "$SWITCH" link set "$node" master switch up
   on "$node" ip addr add "$NET.$((10 + number))/24" dev eth0
@@ -131,7 +136,7 @@ up() {
   env -i PATH="$PATH" SLURM_CONF="$CONF" slurmctld -c -f "$CONF"
   for ((i = 0; i < NODES; i++)); do node_up "node$i"; done
   export SLURM_CONF=$CONF
-  for ((tries = 0; tries < 300; tries++)); do
+  for ((tries = 0; tries < 1200; tries++)); do
     [[ $(sinfo -h -t idle -o %D 2> /dev/null) != "$NODES" ]] || break
     sleep 0.1
   done
@@ -145,7 +150,10 @@ kill_pid() { # FILE NAME: SIGKILL for the process whose id stands there, unless 
   rm -f "$1"
   [[ $(cat "/proc/$pid/comm" 2> /dev/null) == "$2" ]] || return 0
   kill -9 "$pid" 2> /dev/null || true
-  for ((tries = 0; tries < 100; tries++)); do kill -0 "$pid" 2> /dev/null || break; sleep 0.05; done
+  for ((tries = 0; tries < 600; tries++)); do
+    [[ $(ps -o stat= -p "$pid") == [!Z]* ]] || break
+    sleep 0.05
+  done
 }
 
 no_network() {
