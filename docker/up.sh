@@ -68,7 +68,7 @@ while docker inspect -f '{{.State.Status}}' "${id[@]}" | grep -qE 'running|resta
   sleep 0.5
 done
 # The last lines are still on their way. Nobody tells their end where all nodes had ended before they were followed
-for ((tries = 0; tries < 50; tries++)); do
+for ((tries = 0; tries < 25; tries++)); do
   kill -0 "$logs" 2> /dev/null || break
   sleep 0.2
 done

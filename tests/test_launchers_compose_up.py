@@ -93,7 +93,7 @@ def clone(tmp_path: Path, stub: str) -> Iterator[Clone]:
 
 
 def test_up_ends_with_0_when_all_nodes_do(clone: Clone) -> None:
-    code, said = clone.up("0:1:0 1:0:0")
+    code, said = clone.up("0:8:0 1:0:0")  # long enough to be followed
     assert (code, "up: node0 ended with 0" in said, "up: node1 ended with 0" in said) == (0, True, True), said
     assert "node0 leaves with 0" in said
 

@@ -1,5 +1,6 @@
 """The pods of k8s/ as real containers: they find each other by name, train to torchrun's digest, and say what they see."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,9 @@ def test_k8s_debug_pods_say_what_they_see_and_end(pods: Pods) -> None:
 def test_k8s_doctor_finds_the_pods_fit(pods: Pods) -> None:
     cluster = pods("overlays/doctor")
     cluster.start()
-    codes, report = cluster.codes(), cluster.read("doctor/report.json")
+    codes = cluster.codes()
+    (path,) = cluster.runs.glob("*/doctor/report.json")
+    report = json.loads(path.read_text())
     assert warned(report) == []
     assert codes == [report["exit_code"]] * 2, cluster.logs()
     said = cluster.log(0)
