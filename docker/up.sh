@@ -52,9 +52,23 @@ setsid docker events --since "$began" --filter event=die "${id[@]/#/--filter=con
 
 set +e # from here on Ctrl-C may end any command below, and the loop goes on until the nodes have ended
 # A node's last end, but one below 128 says more than whatever its next start came to
-code_of() { awk -v id="${id[$1]}" '$1 == id && !(code > 0 && code < 128) {code = $2} END {print code + 0}' "$scratch/events"; }
+code_of() { awk -v id="${id[$1]}" '$1 == id && !(code > 0 && code < 128) {code = $2} END {print code}' "$scratch/events"; }
 
-while docker inspect -f '{{.State.Status}}' "${id[@]}" | grep -qE 'running|restarting'; do
+# A look that fails says nothing of the nodes, unless they were removed
+alive() {
+  local states tries
+  for ((tries = 0; tries < 20; tries++)); do
+    if states=$(setsid docker inspect -f '{{.State.Status}}' "${id[@]}" 2> /dev/null); then
+      [[ $states =~ running|restarting ]]
+      return
+    fi
+    sleep 0.5
+  done
+  gone
+}
+gone() { fail "the engine knows nothing of the nodes any more: were they removed?"; }
+
+while alive; do
   for node in "${nodes[@]}"; do
     code=$(code_of "$node")
     # Nothing is gained by trying again, and the engine would
@@ -77,8 +91,9 @@ worst=0
 for node in "${nodes[@]}"; do
   code=$(code_of "$node")
   # The last event may still be on its way; the engine itself knows how the last start ended
-  ((code > 0 && code < 128)) || code=$(docker inspect -f '{{.State.ExitCode}}' "${id[$node]}")
-  more=$(docker inspect -f '{{if .State.OOMKilled}}, out of memory{{end}}, {{.RestartCount}} restarts' "${id[$node]}")
+  if last=$(docker inspect -f '{{.State.ExitCode}}' "${id[$node]}" 2> /dev/null) && ! ((code > 0 && code < 128)); then code=$last; fi
+  [[ -n $code ]] || gone
+  more=$(docker inspect -f '{{if .State.OOMKilled}}, out of memory{{end}}, {{.RestartCount}} restarts' "${id[$node]}" 2> /dev/null)
   echo "up: $node ended with $code$more"
   # A mistake or a fault, below 128, is why the other nodes lost that one; 143 is what those have that were stopped then
   if ((code > 0 && (worst == 0 || worst == 143 || code < 128))); then worst=$code; fi

@@ -133,12 +133,36 @@ def test_up_ends_when_the_restarts_of_a_node_are_used_up(clone: Clone) -> None:
 
 
 def test_up_knows_how_a_node_ended_although_no_event_tells_it_in_time(clone: Clone, tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    late = tmp_path / "bin" / "docker"
-    late.write_text(f'#!/bin/sh\n[ "$1" != events ] || exec sleep 900\nexec {shutil.which("docker")} "$@"\n')
-    late.chmod(0o755)
-    code, said = clone.up("0:0:0 1:0:171", RESTARTS="1", PATH=f"{late.parent}:{os.environ['PATH']}")
+    path = docker_that(tmp_path, '[ "$1" != events ] || exec sleep 900')
+    code, said = clone.up("0:0:0 1:0:171", RESTARTS="1", PATH=path)
     assert (code, "up: node1 ended with 171, 1 restarts" in said) == (171, True), said
+
+
+def test_up_takes_no_answer_of_the_engine_for_no_end_of_the_nodes(clone: Clone, tmp_path: Path) -> None:
+    path = docker_that(tmp_path, f'if [ "$1" = inspect ] && mkdir {tmp_path}/once 2> /dev/null; then exit 1; fi')
+    code, said = clone.up("0:15:5 1:900:0", PATH=path)
+    assert (code, "up: node0 ended with 5" in said, (tmp_path / "once").exists()) == (5, True, True), said
+
+
+def test_up_whose_nodes_are_removed_under_it_is_no_success(clone: Clone) -> None:
+    process = clone.start("0:900:0 1:900:0")
+    try:
+        wait_for("both nodes at work", lambda: (clone.folder / "runs" / "0").exists() and (clone.folder / "runs" / "1").exists())
+        clone.remove()
+        said, _ = process.communicate(timeout=400)
+        assert process.returncode not in (0, None), said
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def docker_that(folder: Path, does_first: str) -> str:
+    """A PATH with a docker that does something else before it is docker."""
+    (folder / "bin").mkdir()
+    docker = folder / "bin" / "docker"
+    docker.write_text(f'#!/bin/sh\n{does_first}\nexec {shutil.which("docker")} "$@"\n')
+    docker.chmod(0o755)
+    return f"{docker.parent}:{os.environ['PATH']}"
 
 
 @pytest.mark.parametrize("late_s", [0.0, 2.0], ids=["while it starts them", "later"])
