@@ -198,7 +198,7 @@ def test_bench_finds_a_wrong_result_and_names_the_rank(forks: Forks, tmp_path: P
 # Against plain sockets ----------------------------------------------------------------------------------------
 
 LIMIT = 20e6 / 8  # bytes/s; so slow that a process which has to wait for a CPU is hardly seen beside it
-TOLERANCE = 0.4  # of point to point: half of it, or twice as much, would be another way to count
+TOLERANCE = 0.25  # of point to point; measured: within 2 %, on a busy machine too
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_bench_agrees_with_plain_sockets_under_one_limit(pair: Pair, tmp_path: P
     bus = {row["operation"]: row["bus"] for row in rows if row["backend"] == "gloo"}
     plain = next(row["bus"] for row in rows if row["backend"] == "sockets")
     print("over plain sockets:", {operation: round(speed / plain, 3) for operation, speed in bus.items()}, round(plain))
-    assert 0.6 * LIMIT < plain < 1.05 * LIMIT
+    assert 0.8 * LIMIT < plain < 1.05 * LIMIT
     assert outcome["plain"] == {"size": 2**20, "speed": plain, "ratio": {"gloo": bus["point to point"] / plain}}
     assert bus["point to point"] == pytest.approx(plain, rel=TOLERANCE)
     for operation in ("all-reduce", "broadcast"):

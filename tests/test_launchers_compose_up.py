@@ -77,6 +77,9 @@ class Clone:
                 os.killpg(process.pid, signal.SIGKILL)
         return process.returncode, said
 
+    def wait_for_nodes(self) -> None:
+        wait_for("both nodes at work", lambda: all((self.folder / "runs" / node).exists() for node in "01"))
+
     def starts(self, node: int) -> int:
         return int((self.folder / "runs" / str(node)).read_text())
 
@@ -147,7 +150,7 @@ def test_up_takes_no_answer_of_the_engine_for_no_end_of_the_nodes(clone: Clone, 
 def test_up_whose_nodes_are_removed_under_it_is_no_success(clone: Clone) -> None:
     process = clone.start("0:900:0 1:900:0")
     try:
-        wait_for("both nodes at work", lambda: (clone.folder / "runs" / "0").exists() and (clone.folder / "runs" / "1").exists())
+        clone.wait_for_nodes()
         clone.remove()
         said, _ = process.communicate(timeout=400)
         assert process.returncode not in (0, None), said
@@ -159,17 +162,17 @@ def test_up_whose_nodes_are_removed_under_it_is_no_success(clone: Clone) -> None
 def docker_that(folder: Path, does_first: str) -> str:
     """A PATH with a docker that does something else before it is docker."""
     (folder / "bin").mkdir()
-    docker = folder / "bin" / "docker"
-    docker.write_text(f'#!/bin/sh\n{does_first}\nexec {shutil.which("docker")} "$@"\n')
-    docker.chmod(0o755)
-    return f"{docker.parent}:{os.environ['PATH']}"
+    stand_in = folder / "bin" / "docker"
+    stand_in.write_text(f'#!/bin/sh\n{does_first}\nexec {shutil.which("docker")} "$@"\n')
+    stand_in.chmod(0o755)
+    return f"{stand_in.parent}:{os.environ['PATH']}"
 
 
 @pytest.mark.parametrize("late_s", [0.0, 2.0], ids=["while it starts them", "later"])
 def test_up_interrupted_stops_the_nodes(late_s: float, clone: Clone) -> None:
     process = clone.start("0:900:0 1:900:0")
     try:
-        wait_for("both nodes at work", lambda: (clone.folder / "runs" / "0").exists() and (clone.folder / "runs" / "1").exists())
+        clone.wait_for_nodes()
         time.sleep(late_s)
         os.killpg(process.pid, signal.SIGINT)
         said, _ = process.communicate(timeout=400)
