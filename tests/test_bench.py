@@ -232,7 +232,7 @@ def test_bench_agrees_with_plain_sockets_under_one_limit(pair: Pair, tmp_path: P
     assert outcome["plain"] == {"size": 2**20, "speed": plain, "ratio": {"gloo": bus["point to point"] / plain}}
     assert bus["point to point"] == pytest.approx(plain, rel=TOLERANCE)
     for operation in ("all-reduce", "broadcast"):
-        assert 0.3 * LIMIT < bus[operation] < 1.5 * LIMIT, (operation, bus, plain)
+        assert 0.4 * plain < bus[operation] < 1.5 * plain, (operation, bus, plain)
     # The line through the sizes finds the limit again
     assert 1 / outcome["link"]["beta_s"] == pytest.approx(LIMIT, rel=0.6)
     assert outcome["hosts"] == ["node0", "node1"]

@@ -45,10 +45,10 @@ def test_compose_bench_agrees_with_plain_sockets_in_the_same_containers(tmp_path
     found = speeds(said, 2**20)
     plain = found["point to point", "sockets"]
     assert said["hosts"] == ["node0", "node1"]
-    assert 0.5 * LIMIT < plain < 1.05 * LIMIT
+    assert 0.8 * LIMIT < plain < 1.05 * LIMIT
     assert said["plain"]["ratio"]["gloo"] == pytest.approx(1.0, abs=0.25)
     for operation in ("all-reduce", "broadcast"):
-        assert 0.3 * plain < found[operation, "gloo"] < 2 * plain, found
+        assert 0.4 * plain < found[operation, "gloo"] < 1.5 * plain, found
 
 
 def test_slurm_bench_measures_the_nodes_of_the_job_and_trains_nothing(cluster: Cluster, tmp_path: Path) -> None:
