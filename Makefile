@@ -40,23 +40,23 @@ unit: $(READY) ## pytest
 	$(RUN)python -m pytest $(ARGS)
 
 engine: $(READY) ## pytest on a real container engine: builds the image, starts and kills containers (root)
-	RANKUP_ENGINE=1 $(RUN)python -m pytest tests/test_launchers_compose*.py tests/test_launchers_k8s*.py $(ARGS)
+	RANKUP_ENGINE=1 $(RUN)python -m pytest tests/launchers/compose tests/launchers/k8s $(ARGS)
 
 soak: $(READY) ## The tests with random faults, a hundred runs of each (hours)
-	RANKUP_RUNS=100 $(RUN)python -m pytest --timeout 0 $(or $(ARGS),$(shell grep -l RANKUP_RUNS tests/test_*.py))
+	RANKUP_RUNS=100 $(RUN)python -m pytest --timeout 0 $(or $(ARGS),$(shell grep -rl RANKUP_RUNS tests --include="test_*.py"))
 
 compare: $(READY) ## Every way to train, side by side (ARGS: settings, --ways none,ddp)
 	$(RUN)python -m train.main compare $(ARGS)
 
 doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Is this machine fit to train? (ARGS: settings, --explain FILE)
 bench: $(READY) ## Measure images/s, start, save and load on this machine
-	$(RUN)python tests/bench/bench.py $(ARGS)
+	$(RUN)python tests/bench/throughput.py $(ARGS)
 
 k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it; OVERLAY=gpu: k8s/README.md
 	@k8s/kube.sh $(@:k8s-%=%)
 
 lock: ; @docker/lock.sh $(PYTHON) ## Write docker/requirements*.lock anew: the newest versions that pyproject.toml allows
-horovod: $(READY) ; @docker/horovod.sh $(RUN)python ## Build Horovod, once, and install it in .venv: train/parallel.md
+horovod: $(READY) ; @docker/horovod.sh $(RUN)python ## Build Horovod, once, and install it in .venv: train/parallel/README.md
 
 clean: ## Remove .venv and caches; runs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info

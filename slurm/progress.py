@@ -10,11 +10,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from train.config import load_config, parse_args
-from train.env import read_env
+from train.config import load_config
+from train.config.load import parse_args
 from train.errors import FINISHED, STOPPED
 from train.main import EXTRA, run_directory
-from train.status import read_json
+from train.process.env import read_env
+from train.process.status import read_json
 
 
 def main(arguments: list[str]) -> None:

@@ -7,13 +7,13 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import clusters
-import kubepods
 import psutil
 import pytest
-from containers import clean_environment, docker, why_not
-from forks import Forks
-from jobs import FOREIGN, ROOT, environ_of
+
+from tests.rigs import kubepods, slurm_cluster
+from tests.rigs.containers import clean_environment, docker, why_not
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import FOREIGN, ROOT, environ_of
 
 IN_CI = os.environ.get("CI") == "true"
 # Building and killing containers takes a quarter of an hour, 20 GB and root
@@ -107,11 +107,11 @@ def image() -> str:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[clusters.Cluster]:
+def cluster() -> Iterator[slurm_cluster.Cluster]:
     """A real Slurm of two nodes, started by slurm/local.sh."""
-    if reason := clusters.why_not():
+    if reason := slurm_cluster.why_not():
         pytest.skip(reason)
-    made = clusters.Cluster()
+    made = slurm_cluster.Cluster()
     try:
         made.local("up")
         yield made

@@ -20,7 +20,7 @@ class UserError(ValueError):
     """The user's mistake: printed as one line without a traceback, exit code 2."""
 
     code = USER_MISTAKE
-    echo = False  # rank 0 raises the same: this rank keeps it in its log
+    printed_elsewhere = False  # rank 0 raises the same: this rank keeps it in its log
 
 
 class ConfigError(UserError):
@@ -39,16 +39,16 @@ class JoinError(RuntimeError):
     """The group did not come together within its deadline, exit code 170."""
 
     code = JOIN_FAILED
-    echo = False
+    printed_elsewhere = False
 
 
 class PeerLost(RuntimeError):
     """Another rank died or a deadline passed, exit code 171, or the code that the lost rank told. `hang`: nobody died."""
 
     code = PEER_LOST
-    echo = False
+    printed_elsewhere = False
     suspect: int | None = None
-    hang = False
+    nobody_died = False
 
 
 class Stopped(Exception):

@@ -12,24 +12,26 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from train import advice, checks, hvd, parallel, weights
-from train.checkpoint import Checkpoint
-from train.compress import Compressor
 from train.config import Config, check_world_size
-from train.data import Order, mix, seed_everything
-from train.env import Launch
+from train.data.loader import BatchLoader, free_shared_memory, num_bytes, to_device, uses_workers
+from train.data.samples import Order, derive_seed, seed_everything
 from train.errors import DataError, Stopped, UserError
-from train.evaluation import evaluate
-from train.feed import Feed, free_shared_memory, num_bytes, streams, to_device
-from train.finish import finish
-from train.group import Group, join
-from train.log import Log
-from train.optim import build_optimizer, peak_rate, rate_at, set_rate
-from train.profiling import Profiler
-from train.record import Progress, Speed, on_main, start_record
-from train.shard import load_optimizer_state, load_parts, shard, whole_weights
-from train.sharded import FOLDER, check_shared
-from train.stop import StopRequest
+from train.group.group import Group, join
+from train.parallel import horovod, wrap
+from train.parallel.compress import Compressor
+from train.parallel.fsdp import full_state_dict, load_optimizer_state, load_parts, shard
+from train.parallel.optimizer import build_optimizer, peak_rate, rate_at, set_rate
+from train.process import advice, machine_checks
+from train.process.env import Launch
+from train.process.log import Log
+from train.process.stop import StopRequest
+from train.run import weights
+from train.run.checkpoint import Checkpoint
+from train.run.evaluation import evaluate
+from train.run.profiler import Profiler
+from train.run.result import finish
+from train.run.run_directory import Progress, Speed, on_rank0, open_run_directory
+from train.run.sharded_checkpoint import FOLDER, check_shared, read_into
 from train.workloads import Workload, load
 
 
@@ -48,33 +50,33 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
     # Group ------------------------------------------------------------------------------------------------------
     with (
         join(config, launch, log=log, stop=stop, run_dir=run_dir, attempt=attempt) as group,
-        hvd.running(config, group),
-        start_record(config, group) as record,
+        horovod.running(config, group),
+        open_run_directory(config, group) as record,
     ):
         if record.finished:
             return
         watch = group.watch
         watch.enter("setup", config.setup_timeout_s)
         num_devices = torch.accelerator.device_count() if group.device.type != "cpu" and config.parallel != "dp" else 0
-        advice.say(checks.before_training(config, launch) + advice.on_devices(launch, num_devices), launch, log.warn)
+        advice.say(machine_checks.before_training(config, launch) + advice.on_devices(launch, num_devices), launch, log.warning)
 
         if config.checkpoint_format == "sharded":
             check_shared(run_dir / "checkpoints", group)
 
         # Data ---------------------------------------------------------------------------------------------------
-        seed_everything(mix(config.seed))
+        seed_everything(derive_seed(config.seed))
         workload = load(config, pretrained=record.checkpoint is None)
         for note in workload.notes:
-            log.say(note)
+            log.info(note)
         order = _order(config, group, workload)
         per_epoch = order.steps_per_epoch
         total_steps = config.max_steps or config.epochs * per_epoch
-        log.say(_describe(config, group, workload, order))
+        log.info(_describe(config, group, workload, order))
 
         # Model --------------------------------------------------------------------------------------------------
         if config.init_from and record.checkpoint is None:
-            workload.model.load_state_dict(on_main(group, lambda: _initial(config, workload.model, log)))
-        plain = parallel.prepare(workload.model, config, group.device)
+            workload.model.load_state_dict(on_rank0(group, lambda: _initial(config, workload.model, log)))
+        plain = wrap.prepare(workload.model, config, group.device)
         _must_fit(group, plain)
 
         progress = Progress()
@@ -85,32 +87,32 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         if config.parallel == "fsdp":
             # Before they are split: afterwards no rank has them all
             _must_match(group, plain)
-            unsharded = copy.deepcopy(plain).cpu() if group.is_main and workload.pictures is not None else None
+            unsharded = copy.deepcopy(plain).cpu() if group.is_rank0 and workload.pictures is not None else None
             shard(plain, group)
 
         # Optimizer ----------------------------------------------------------------------------------------------
         optimizer = build_optimizer(plain, config, group.device)
-        scaler = parallel.build_scaler(config, group.device)
+        scaler = wrap.build_scaler(config, group.device)
         if record.checkpoint is not None:
             _resume_training(record.checkpoint, group, plain, optimizer, scaler)
-        model = parallel.wrap(plain, config, group)
+        model = wrap.wrap(plain, config, group)
         if config.parallel != "fsdp":
             _must_match(group, plain)
         free_bytes = free_shared_memory()  # before workers fill it
-        feed = Feed(
+        feed = BatchLoader(
             workload.train, order.keys(progress.step, total_steps), device=group.device, stop=stop,
             num_workers=config.num_workers, prefetch_factor=config.prefetch_factor,
-        )  # fmt: skip
+        )
         compressor = Compressor(model, config, group)
         _warm_up(config, group, workload, model, order, free_bytes)
-        optimizer = hvd.distribute(optimizer, plain, config, group)
+        optimizer = horovod.distribute(optimizer, plain, config, group)
         compressor.start(record.checkpoint.training_state().get("compressor", {}) if record.checkpoint else {})
         metrics = record.open_metrics(progress, workload.unit)
         log.start_progress(
             kind=config.progress, total_steps=total_steps, step=progress.step, every_s=config.report_every_s
         )
-        stop.defer()
-        log.say(f"ready after {time.monotonic() - began_s:.1f} s")
+        stop.finish_step_first()
+        log.info(f"ready after {time.monotonic() - began_s:.1f} s")
         speed = Speed(config.batch_size, progress.step)
         profiler = Profiler(config, group, step=progress.step, total_steps=total_steps)
         saved = (progress.step, progress.evaluated)
@@ -147,7 +149,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
                     progress.evaluated, progress.metrics = progress.step, result.metrics
                     record.tables = result.tables
                     metrics.evaluation(progress.step, result.metrics)
-                    log.say(_evaluated(progress.step / per_epoch, result.metrics, result.count))
+                    log.info(_evaluated(progress.step / per_epoch, result.metrics, result.count))
                     save()
                     speed.resume()
                 elif progress.step % (config.save_every_steps or per_epoch) == 0:
@@ -180,19 +182,19 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             log.end_progress()
         watch.enter("end", config.save_timeout_s, step=progress.step)
         seconds = time.monotonic() - began_s
-        state = whole_weights(plain)
+        state = full_state_dict(plain)
         if unsharded is not None:
             unsharded.load_state_dict(state)
         finish(
             config, group, record, workload, unsharded or plain, state, progress, speed, steps_per_epoch=per_epoch,
             seconds=seconds, profiler=profiler,
-        )  # fmt: skip
+        )
 
 
 def step(
     config: Config, group: Group, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler, feed: Feed, *, number: int,
-) -> torch.Tensor | None:  # fmt: skip
+    scaler: torch.amp.GradScaler, feed: BatchLoader, *, number: int,
+) -> torch.Tensor | None:
     """One optimizer update from `accumulate` micro-batches.
 
     Returns this rank's mean loss, a scalar on the device, or None if any rank was asked to stop: all agree on that before
@@ -202,23 +204,23 @@ def step(
     with record_function("data"):
         while len(batches) < config.accumulate and (batch := feed.next()) is not None:
             batches.append(batch)
-    if group.agree(int(group.stop.asked or len(batches) < config.accumulate)):
+    if group.agree(int(group.stop.requested or len(batches) < config.accumulate)):
         return None
     # A random state of each step's and rank's own: a resumed run needs none of the past, and no two ranks drop the same
-    seed_everything(mix(config.seed, number, group.rank))
+    seed_everything(derive_seed(config.seed, number, group.rank))
     total = torch.zeros((), device=group.device)
     for part, batch in enumerate(batches):
-        with parallel.without_sync(model, last=part == config.accumulate - 1):
-            with parallel.autocast(config, group.device):
+        with wrap.without_sync(model, last=part == config.accumulate - 1):
+            with wrap.autocast(config, group.device):
                 loss = workload.loss(model, batch) / config.accumulate
             group.watch.wait_for_others(True)  # backward holds the all-reduce of the gradients
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             group.watch.wait_for_others(False)
         total += loss.detach().to(group.device)
-    with hvd.averaged(optimizer, group):
+    with horovod.averaged(optimizer, group):
         if config.clip_norm > 0:
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(parallel.unwrap(model).parameters(), config.clip_norm)
+            nn.utils.clip_grad_norm_(wrap.unwrap(model).parameters(), config.clip_norm)
         scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
@@ -229,7 +231,7 @@ def _order(config: Config, group: Group, workload: Workload) -> Order:
     group.must_match(
         "the data", f"{workload.data_name}, {len(workload.train)} + {len(workload.evaluation)} samples",
         remedy="Give all nodes the same files, or set --data-dir.",
-    )  # fmt: skip
+    )
     if len(workload.train) < config.batch_size:
         raise DataError(
             f"batch_size must be at most the number of training samples, {len(workload.train)}, got "
@@ -238,7 +240,7 @@ def _order(config: Config, group: Group, workload: Workload) -> Order:
     return Order(
         len(workload.train), config.batch_size, config.seed, group.rank, group.world_size, config.accumulate,
         lengths=getattr(workload.train, "lengths", None), pool=config.length_pool,
-    )  # fmt: skip
+    )
 
 
 def _describe(config: Config, group: Group, workload: Workload, order: Order) -> str:
@@ -246,7 +248,7 @@ def _describe(config: Config, group: Group, workload: Workload, order: Order) ->
     split += f" in {config.accumulate} parts" if config.accumulate > 1 else ""
     parameters = sum(p.numel() for p in workload.model.parameters())
     name = config.model if config.workload == "images" else config.workload
-    way = parallel.way(config, group.world_size)
+    way = wrap.way(config, group.world_size)
     return (
         f"data   {workload.data_name}, {len(workload.train):,} + {len(workload.evaluation):,} samples"
         f"{f', {workload.data_origin}' if workload.data_origin else ''}\n"
@@ -277,7 +279,7 @@ def _must_fit(group: Group, model: nn.Module) -> None:
 def _initial(config: Config, model: nn.Module, log: Log) -> dict[str, torch.Tensor]:
     """Rank 0's model with the weights of `init_from` in it: the file needs to be on its disk only."""
     assert config.init_from is not None
-    weights.init_from(model, Path(config.init_from), log.say)
+    weights.init_from(model, Path(config.init_from), log.info)
     return model.state_dict()
 
 
@@ -295,14 +297,14 @@ def _resume(config: Config, earlier: Checkpoint, model: nn.Module, group: Group,
     if not earlier.shards:
         with _fitting(earlier):
             model.load_state_dict(earlier.model_state())
-    group.log.say(f"resumed from {Path(earlier.path).name}")
+    group.log.info(f"resumed from {Path(earlier.path).name}")
     for what, then, now in (
         ("world size", state["world_size"], group.world_size),
         ("parallel", state["config"]["parallel"], config.parallel),
         ("torch", state["versions"]["torch"], torch.__version__),
     ):
         if then != now:
-            group.log.say(f"  {what} was {then}, is {now}: the run goes on, but its last bits will differ")
+            group.log.info(f"  {what} was {then}, is {now}: the run goes on, but its last bits will differ")
     return Progress(earlier.step, int(state["evaluated"]), state["metrics"])
 
 
@@ -314,7 +316,7 @@ def _resume_training(
         training = earlier.training_state()
         if earlier.shards:
             folder = group.run_dir / "checkpoints" / Path(earlier.path).name / FOLDER
-            load_parts(model, optimizer, folder, training["optimizer"])
+            load_parts(model, optimizer, lambda tensors: read_into(folder, tensors), training["optimizer"])
         else:
             load_optimizer_state(model, optimizer, training["optimizer"])
         scaler.load_state_dict(training["scaler"]) if training["scaler"] else None
@@ -335,17 +337,17 @@ def _warm_up(
     """The throwaway passes see the first micro-batch of the first epoch on every start, whatever the position."""
     epoch, indices = next(order.keys(0, 1))
     batch = to_device(workload.train.batch(indices, epoch), group.device)
-    if streams(workload.train, config.num_workers):
+    if uses_workers(workload.train, config.num_workers):
         num_samples = len(indices) + min(config.eval_batch_size, len(workload.evaluation))
         both_bytes = num_bytes(batch) * num_samples // len(indices)
         lines = advice.on_shared_memory(
-            config, group.launch, batch_bytes=both_bytes, free_bytes=free_bytes, way_out=checks.ENLARGE_SHM
+            config, group.launch, batch_bytes=both_bytes, free_bytes=free_bytes, way_out=machine_checks.ENLARGE_SHM
         )
-        advice.say(lines, group.launch, group.log.warn)
-    seed_everything(mix(config.seed, -1, group.rank))
+        advice.say(lines, group.launch, group.log.warning)
+    seed_everything(derive_seed(config.seed, -1, group.rank))
 
     def run() -> torch.Tensor:
-        with parallel.autocast(config, group.device):
+        with wrap.autocast(config, group.device):
             return workload.loss(model, batch)
 
-    parallel.warm_up(model, run, find_unused=config.find_unused_parameters or config.static_graph)
+    wrap.warm_up(model, run, find_unused=config.find_unused_parameters or config.static_graph)

@@ -19,19 +19,21 @@ if not __package__:
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parent), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
 
-from train.stop import StopRequest, die_with_parent
+from train.process.stop import StopRequest, die_with_parent
 
 if __name__ == "__main__":
     # Before anything slow is imported: a process that is stopped while it starts must neither die of the signal, with a
     # traceback for SIGINT, nor sit out a grace period
     _stop = StopRequest().install()
 
-from train import env, explain, findings, initmethod
-from train.commands import COMMANDS, EXTRA
-from train.config import Config, Parsed, check_world_size, help_text, load_config, parse_args, to_yaml
+from train.commands.explain import explain
+from train.config import Config, check_world_size, load_config, to_yaml
+from train.config.commands import COMMANDS, EXTRA
+from train.config.load import Parsed, help_text, parse_args
 from train.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, LaunchError, Stopped, UserError, exit_code
-from train.log import Log
-from train.status import tell_torchrun
+from train.process import env, findings, init_method
+from train.process.log import Log
+from train.process.status import tell_torchrun
 
 
 def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> int:
@@ -57,7 +59,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         if parsed.command == "doctor" and parsed.extra["explain"]:
             return _explain(parsed)
         if launch is None and parsed.command == "doctor":
-            from train.doctor import refuse
+            from train.commands.doctor.doctor import refuse
 
             return refuse(mistake, log, as_json=parsed.extra["json"])
         if launch is None:
@@ -72,11 +74,11 @@ def _environment(parsed: Parsed) -> Mapping[str, str]:
     if parsed.command == "launch":
         return env.outside_pod(os.environ, num_nodes=extra["nnodes"], nproc=extra["nproc"])
     url, rank, world_size = extra["init_method"], extra["rank"], extra["world_size"]
-    return initmethod.environment(os.environ, url=url, rank=rank, world_size=world_size)
+    return init_method.environment(os.environ, url=url, rank=rank, world_size=world_size)
 
 
 def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: StopRequest) -> int:
-    stop.say = log.say
+    stop.say = log.info
     # torch says in 20 lines of C++ frames that a connection ended; we say whose, in one
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     own = os.getppid() if launch.launcher in ("torchrun", "open mpi") else None
@@ -110,9 +112,9 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
         raise ConfigError(f"--output must end in .csv or .jsonl, got {parsed.extra['output']}.")
     log.open(run_dir)
     for warning in launch.warnings:
-        log.warn(warning)
+        log.warning(warning)
     if launch.distributed:
-        log.say(env.describe(launch))
+        log.info(env.describe(launch))
     _name_torchs_cache()
     if parsed.command == "train":
         from train.loop import train
@@ -120,15 +122,15 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
         train(config, launch, run_dir=run_dir, log=log, stop=stop, attempt=os.environ.get("RANKUP_ATTEMPT", ""))
         return FINISHED
     if parsed.command == "bench":
-        from train.bench import bench
+        from train.commands.bench.bench import bench
 
         extra = parsed.extra
         bench(
             config, launch, run_dir=run_dir, log=log, stop=stop, wanted=extra["sizes"], iterations=extra["iterations"],
             seconds=extra["seconds"], step_ms=extra["step_ms"], as_json=extra["json"],
-        )  # fmt: skip
+        )
         return FINISHED
-    from train.apply import evaluate_command, predict_command
+    from train.commands.apply import evaluate_command, predict_command
 
     command = evaluate_command if parsed.command == "evaluate" else predict_command
     command(config, parsed, launch, run_dir=run_dir, log=log, stop=stop)
@@ -158,14 +160,14 @@ def _print(text: str) -> None:
 
 
 def _launch(parsed: Parsed, config: Config, run_dir: Path, stop: StopRequest, log: Log) -> int:
-    from train.launch import Nodes, launch
+    from train.process.local_launcher import Nodes, launch
 
     extra = parsed.extra
     nproc, num_nodes, node_rank = extra["nproc"], extra["nnodes"], extra["node_rank"]
     mistakes = [f"--{n.replace('_', '-')} must be >= 1, got {extra[n]}." for n in ("nproc", "nnodes") if extra[n] < 1]
     if not 0 <= node_rank < max(1, num_nodes):
         mistakes.append(f"--node-rank must be from 0 to {num_nodes - 1}, got {node_rank}.")
-    met = initmethod.place(extra["init_method"]) if extra["init_method"] else {}
+    met = init_method.place(extra["init_method"]) if extra["init_method"] else {}
     if met and (extra["master_addr"] or extra["master_port"]):
         mistakes.append("--init-method must be left out with --master-addr and --master-port. Keep one of them.")
     if num_nodes > 1 and not extra["master_addr"] and not met:
@@ -184,7 +186,7 @@ def _launch(parsed: Parsed, config: Config, run_dir: Path, stop: StopRequest, lo
     nodes = Nodes(nproc, num_nodes, node_rank, address, port, met.get("RANKUP_FILE", ""), by_spawn)
     return launch(
         _arguments(parsed), nodes, max_restarts=extra["max_restarts"], run_dir=run_dir, stop=stop, log=log
-    )  # fmt: skip
+    )
 
 
 def _explain(parsed: Parsed) -> int:
@@ -200,7 +202,7 @@ def _explain(parsed: Parsed) -> int:
 
 
 def _doctor(parsed: Parsed, config: Config, launch: env.Launch, run_dir: Path, stop: StopRequest, log: Log) -> int:
-    from train.doctor import doctor, refuse
+    from train.commands.doctor.doctor import doctor, refuse
 
     as_json = parsed.extra["json"]
     try:
@@ -212,7 +214,7 @@ def _doctor(parsed: Parsed, config: Config, launch: env.Launch, run_dir: Path, s
 
 
 def _export(parsed: Parsed, run_dir: Path, launch: env.Launch, log: Log) -> int:
-    from train.apply import export_command
+    from train.commands.apply import export_command
 
     if launch.distributed:
         raise LaunchError(f"export must be started by hand, once, got RANK and WORLD_SIZE from {launch.launcher}.")
@@ -221,7 +223,7 @@ def _export(parsed: Parsed, run_dir: Path, launch: env.Launch, log: Log) -> int:
 
 
 def _compare(parsed: Parsed, config: Config, launch: env.Launch, stop: StopRequest, log: Log) -> int:
-    from train.compare import compare
+    from train.commands.compare import compare
 
     if launch.distributed:
         raise LaunchError(f"compare must be started by hand, once, got RANK and WORLD_SIZE from {launch.launcher}.")
@@ -230,7 +232,7 @@ def _compare(parsed: Parsed, config: Config, launch: env.Launch, stop: StopReque
     compare(
         config, words, Path(config.run_dir) / (config.name or "compare"), ways=extra["ways"], nproc=extra["processes"],
         repeats=extra["repeats"], log=log, stop=stop,
-    )  # fmt: skip
+    )
     return FINISHED
 
 
@@ -239,7 +241,7 @@ def _arguments(parsed: Parsed) -> list[str]:
     command = parsed.extra["command"]
     words = [command, *(["--config", parsed.config_file] if parsed.config_file else [])]
     own = {name: parsed.extra[name] for name, option in EXTRA.items()
-           if command in option.commands and "launch" in option.commands and parsed.extra[name] != option.default}  # fmt: skip
+           if command in option.commands and "launch" in option.commands and parsed.extra[name] != option.default}
     own.pop("init_method", None)  # the launcher has understood it
     given = {**parsed.settings, **own}
     return words + [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in given.items()]
@@ -250,17 +252,17 @@ def _report(error: BaseException, log: Log) -> int:
     tell_torchrun(error)
     code = exit_code(error)
     if isinstance(error, Stopped):
-        log.say(str(error))
-    elif getattr(error, "echo", False):
-        log.keep(str(error))
+        log.info(str(error))
+    elif getattr(error, "printed_elsewhere", False):
+        log.debug(str(error))
     elif isinstance(error, OURS):
-        log.warn(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
+        log.warning(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
     else:
         # The rank and host stand before each line: in a heap of logs this is the one to find
         text = "".join(traceback.format_exception(error)).rstrip()
-        log.warn(text)
+        log.warning(text)
         if known := explain.advice(text):
-            log.warn(known)
+            log.warning(known)
     return code
 
 

@@ -11,10 +11,10 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from containers import Project, project, why_not
-from jobs import MAIN, ended, free_port, rank_env, result, start
+from tests.rigs.containers import Project, project, why_not
+from tests.rigs.jobs import MAIN, ended, free_port, rank_env, result, start
 
 FASHION = "--model cnn --epochs 1 --log-every-steps 10 --name fashion"
 ENDLESS = (

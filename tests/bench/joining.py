@@ -19,10 +19,10 @@ from pathlib import Path
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # before torch: a thousand lines on names that addresses do not have
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from train.env import Launch, read_env
-from train.log import Log
-from train.rendezvous import meet
-from train.ways import open_ways
+from train.group.connectivity import check_connectivity
+from train.group.rendezvous import meet
+from train.process.env import Launch, read_env
+from train.process.log import Log
 
 THREADS = 64  # ranks of one process
 TIMEOUT_S = 300.0
@@ -34,10 +34,10 @@ def launch_of(rank: int, world_size: int, port: int) -> Launch:
 
 
 class Quiet(Log):
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         del text
 
-    def warn(self, text: str) -> None:
+    def warning(self, text: str) -> None:
         del text
 
 
@@ -49,9 +49,9 @@ def be_ranks(ranks: range, world_size: int, port: int, told: "SimpleQueue[tuple[
         met_s = 0.0
         try:
             log = Quiet(rank=rank, world_size=world_size)
-            meeting = meet(launch_of(rank, world_size, port), traits={"torch": "x"}, attempt="a", timeout_s=TIMEOUT_S, log=log)
+            meeting = meet(launch_of(rank, world_size, port), fingerprint={"torch": "x"}, attempt="a", timeout_s=TIMEOUT_S, log=log)
             met_s = time.monotonic()
-            open_ways(meeting, rank, log=log)
+            check_connectivity(meeting, rank, log=log)
             told.put((rank, met_s, time.monotonic(), ""))
         except Exception as error:
             told.put((rank, met_s, time.monotonic(), f"{type(error).__name__}: {error}"[:300]))

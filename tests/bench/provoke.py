@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-LOGS = Path(__file__).resolve().parents[1] / "data" / "logs"
+LOGS = Path(__file__).resolve().parents[1] / "commands" / "logs"
 TIMEOUT_S = 4
 # case -> what the ranks do, the variables of each rank, or "torchrun"
 CASES: dict[str, tuple[str, list[dict[str, object]] | str]] = {
@@ -59,7 +59,7 @@ def record(case: str) -> None:
         else:
             if any(rank.get("taken") for rank in ranks):
                 listener = subprocess.Popen([sys.executable, "-m", "http.server", str(port)], stdout=subprocess.DEVNULL,
-                                            stderr=subprocess.DEVNULL, cwd=folder)  # fmt: skip
+                                            stderr=subprocess.DEVNULL, cwd=folder)
                 time.sleep(2)
             commands = [([sys.executable, "job.py", *line], clean | {k: str(v) for k, v in rank.items()}) for rank in ranks]
         started = [

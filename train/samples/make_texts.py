@@ -76,7 +76,7 @@ PATTERNS: dict[str, list[tuple[str, dict[str, str]]]] = {
         ("{a}的{b}{c}", {"a": "去灯塔|前往首都|到温泉|环湖|进山", "b": "旅游专线|船票|航班|徒步路线|导游团",
          "c": "需要提前预订|全程三小时|儿童免票|从二号站台出发|周一停运"}),
     ],
-}  # fmt: skip
+}
 
 
 def main(folder: Path) -> None:

@@ -8,12 +8,13 @@ from torch import nn
 from torch.nn import functional
 
 from train.config import Config
-from train.data import Samples, TensorSamples, random_numbers, shift_and_flip
+from train.data import Samples, TensorSamples
+from train.data.samples import random_numbers, shift_and_flip
+from train.data.sources import FileSet, ImageSet, load
 from train.errors import DataError
-from train.models import build_model
-from train.pictures import confusion_picture, grid_picture
-from train.sources import FileSet, ImageSet, load
-from train.workloads import Sums, Workload
+from train.workloads.pictures import confusion_picture, grid_picture
+from train.workloads.vision_models import build_model
+from train.workloads.workload import Sums, Workload
 
 
 class FileSamples:
@@ -59,7 +60,7 @@ def build(config: Config) -> Workload:
     num_classes = len(train.classes)
     model = build_model(
         config.model, channels=channels, size=size, num_classes=num_classes, dropout=config.dropout
-    )  # fmt: skip
+    )
     task = Classification(train.mean, train.std, num_classes=num_classes, label_smoothing=config.label_smoothing)
     held_back = _samples(evaluation, config, augment=False)
     return Workload(
@@ -112,7 +113,7 @@ class Classification:
             "confusion": torch.bincount(
                 labels * self.num_classes + guess, minlength=self.num_classes**2
             ).view(self.num_classes, self.num_classes),
-        }  # fmt: skip
+        }
         if self.num_classes > 5:
             sums["accuracy_top5"] = (logits.topk(5, 1).indices == labels[:, None]).sum()
         return sums
@@ -146,7 +147,7 @@ def _shape(found: ImageSet | FileSet) -> tuple[int, int]:
 
 def _open_input(path: str, *, channels: int, size: int) -> tuple[Samples, Callable[[int], str]]:
     """Samples from an image file or a folder of them, to be predicted; their labels are unknown, 0."""
-    from train.sources.folder import EXTENSIONS, MEAN, STD
+    from train.data.sources.folder import EXTENSIONS, MEAN, STD
 
     root = Path(path)
     found = [p for p in root.rglob("*") if p.name.lower().endswith(EXTENSIONS)] if root.is_dir() else [root]

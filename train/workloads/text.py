@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from train.bert import build_bert
 from train.config import Config
 from train.data import Samples
-from train.encoder import Characters, Encoder
-from train.pictures import confusion_picture
-from train.scores import class_scores, macro_f1, report
-from train.sources.texts import TextSet, load_texts, read_lines
-from train.workloads import Sums, Workload
+from train.data.sources.texts import TextSet, load_texts, read_lines
+from train.workloads.bert import build_bert
+from train.workloads.class_scores import class_scores, macro_f1, report
+from train.workloads.pictures import confusion_picture
+from train.workloads.text_encoder import Characters, Encoder
+from train.workloads.workload import Sums, Workload
 
 
 class Tokenize(Protocol):

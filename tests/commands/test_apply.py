@@ -1,0 +1,222 @@
+"""evaluate and predict: with the settings that the run was trained with, on any number of ranks, in files of two forms."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import metrics
+from train.data.sources.mnist import DIGITS, DIGITS_DIR, load_family
+
+# Settings unlike the defaults: whoever evaluates without them gets another model, or other data
+TRAINED = ("--dataset", "digits", "--model", "mlp", "--precision", "bf16", "--limit-eval", "101", "--eval-batch-size", "10",
+           "--epochs", "4", "--tensorboard=false")
+
+
+@pytest.fixture(scope="module")
+def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    codes, output = forks.run("train", *TRAINED, "--name", "run", "--run-dir", folder)
+    assert codes == [0], output
+    return folder / "run"
+
+
+def command(forks: Forks, run: Path, *arguments: str | Path, world_size: int = 1, code: int = 0) -> str:
+    words = ("--name", run.name, "--run-dir", run.parent)
+    codes, output = forks.run(*arguments, *words, world_size=world_size)
+    assert codes == [code] * world_size, output
+    return output
+
+
+def evaluation(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "evaluation.json").read_text())
+    return found
+
+
+# evaluate -------------------------------------------------------------------------------------------------------
+
+
+def test_evaluate_restores_the_settings_of_the_run(forks: Forks, trained: Path) -> None:
+    status = (trained / "status.json").read_bytes()
+    output = command(forks, trained, "evaluate")
+    found = evaluation(trained)
+    final = {k.removeprefix("eval/"): v for k, v in metrics(trained)[-1].items() if k.startswith("eval/")}
+    assert found["metrics"] == final  # bf16 and 101 samples among them
+    assert found["count"] == 101
+    assert found["step"] == 22 * 4
+    assert f"  accuracy        {final['accuracy']:.4f}" in output
+    assert (trained / "status.json").read_bytes() == status  # the run that is looked at stays as it was
+
+
+def test_flag_outranks_what_was_trained_with(forks: Forks, trained: Path) -> None:
+    command(forks, trained, "evaluate", "--limit-eval", "0")
+    assert evaluation(trained)["count"] == 359
+    command(forks, trained, "evaluate", "--precision", "fp32")
+    assert evaluation(trained)["count"] == 101
+    assert evaluation(trained)["metrics"]["loss"] != metrics(trained)[-1]["eval/loss"]
+
+
+def test_file_outranks_what_was_trained_with(forks: Forks, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text("limit_eval: 50\n")
+    command(forks, trained, "evaluate", "--config", tmp_path / "settings.yaml")
+    assert evaluation(trained)["count"] == 50
+
+
+def test_checkpoint_is_named_or_the_newest(forks: Forks, trained: Path) -> None:
+    checkpoints = sorted((trained / "checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == ["step-00000066", "step-00000088"]
+    command(forks, trained, "evaluate", "--checkpoint", checkpoints[0])
+    earlier = evaluation(trained)
+    assert (earlier["step"], earlier["checkpoint"]) == (66, str(checkpoints[0]))
+    command(forks, trained, "evaluate", world_size=2)
+    assert evaluation(trained)["step"] == 88
+    assert evaluation(trained)["digest"] != earlier["digest"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_run_without_a_checkpoint_is_one_line(forks: Forks, tmp_path: Path, world_size: int) -> None:
+    output = command(forks, tmp_path / "nothing", "evaluate", "--dataset", "digits", world_size=world_size, code=2)
+    assert f"checkpoint: {tmp_path}/nothing/checkpoints must hold one, got none. Train first, or name one." in output
+    assert "Traceback" not in output
+
+
+def test_checkpoint_that_does_not_fit_is_one_line(forks: Forks, trained: Path) -> None:
+    output = command(forks, trained, "evaluate", "--model", "cnn", code=2)
+    assert "step-00000088 does not fit the model of these settings:" in output
+    assert "Traceback" not in output
+
+
+# predict --------------------------------------------------------------------------------------------------------
+
+
+def predicted(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_prediction_is_of_the_test_data_in_order(forks: Forks, trained: Path, tmp_path: Path) -> None:
+    output = command(forks, trained, "predict", "--output", tmp_path / "new" / "out.csv")
+    assert f"101 predictions in {tmp_path}/new/out.csv" in output
+    rows = predicted(tmp_path / "new" / "out.csv")
+    assert [row["input"] for row in rows] == [f"test/{index}" for index in range(101)]
+    labels = load_family(DIGITS_DIR, DIGITS, train=False).labels[:101]
+    right = sum(row["label"] == str(int(label)) for row, label in zip(rows, labels, strict=True))
+    assert right / 101 == pytest.approx(metrics(trained)[-1]["eval/accuracy"])
+    assert all(0.1 <= float(row["probability"]) <= 1 for row in rows)
+
+
+def test_prediction_is_the_same_file_from_any_number_of_ranks(forks: Forks, trained: Path, tmp_path: Path) -> None:
+    for form in ("csv", "jsonl"):
+        for world_size in (1, 2, 3):
+            command(forks, trained, "predict", "--output", tmp_path / f"{world_size}.{form}", world_size=world_size)
+        files = [(tmp_path / f"{world_size}.{form}").read_bytes() for world_size in (1, 2, 3)]
+        assert files[0] == files[1] == files[2]
+    as_csv, as_json = predicted(tmp_path / "1.csv"), predicted(tmp_path / "1.jsonl")
+    assert [(row["input"], row["label"], float(row["probability"])) for row in as_csv] == [
+        (row["input"], row["label"], row["probability"]) for row in as_json
+    ]
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Test images as PNG files, of two sizes, in a folder of folders, with a file beside them that is none."""
+    images = load_family(DIGITS_DIR, DIGITS, train=False).images
+    for index in range(5):
+        image = Image.fromarray(images[index, 0].numpy())
+        path = tmp_path / "pictures" / ("odd" if index % 2 else "even") / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.resize((16, 16), Image.Resampling.NEAREST).save(path) if index == 3 else image.save(path)
+    (tmp_path / "pictures" / "notes.txt").write_text("no image\n")
+    return tmp_path / "pictures"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_folder_of_images_is_predicted(forks: Forks, trained: Path, pictures: Path, tmp_path: Path, world_size: int) -> None:
+    command(forks, trained, "predict", "--input", pictures, "--output", tmp_path / "out.jsonl", world_size=world_size)
+    rows = predicted(tmp_path / "out.jsonl")
+    assert [Path(row["input"]).relative_to(pictures).as_posix() for row in rows] == [
+        "even/0.png", "even/2.png", "even/4.png", "odd/1.png", "odd/3.png"
+    ]
+    command(forks, trained, "predict", "--output", tmp_path / "test.jsonl")
+    test = predicted(tmp_path / "test.jsonl")
+    for row in rows[:4]:  # the same pixels: the same answer
+        same = test[int(Path(row["input"]).stem)]
+        assert (row["label"], row["probability"]) == (same["label"], pytest.approx(same["probability"], abs=0.02))
+
+
+def test_single_image_is_predicted(forks: Forks, trained: Path, pictures: Path, tmp_path: Path) -> None:
+    """By two ranks too, of which one has nothing to do."""
+    for world_size in (1, 2):
+        command(
+            forks, trained, "predict", "--input", pictures / "even/2.png", "--output", tmp_path / f"{world_size}.csv",
+            world_size=world_size,
+        )
+    assert [row["input"] for row in predicted(tmp_path / "1.csv")] == [str(pictures / "even/2.png")]
+    assert (tmp_path / "1.csv").read_text() == (tmp_path / "2.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("nowhere", "--input must be an image or a folder of images, got {folder}/nowhere, where there is none."),
+     ("empty", "--input must be an image or a folder of images, got {folder}/empty, where there is none."),
+     ("notes.png", "{folder}/notes.png")],
+)
+def test_input_that_is_no_image_is_one_line(
+    forks: Forks, trained: Path, tmp_path: Path, given: str, message: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.png").write_text("no image\n")
+    output = command(
+        forks, trained, "predict", "--input", tmp_path / given, "--output", tmp_path / "out.csv", world_size=2, code=2
+    )
+    assert message.format(folder=tmp_path) in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_output_of_another_form_is_refused_before_anything_runs(forks: Forks, tmp_path: Path) -> None:
+    output = command(forks, tmp_path / "runs" / "run", "predict", "--output", "out.xlsx", code=2)
+    assert output == "error: --output must end in .csv or .jsonl, got out.xlsx.\n"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_output_that_cannot_be_written_is_one_line(forks: Forks, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    output = command(forks, trained, "predict", "--output", tmp_path / "file" / "out.csv", world_size=2, code=2)
+    assert f"--output must be a file that can be written, got {tmp_path}/file/out.csv" in output
+    assert "Traceback" not in output
+
+
+def test_prediction_that_is_stopped_writes_nothing(forks: Forks, trained: Path, tmp_path: Path) -> None:
+    with forks.running(
+        "predict", "--name", "run", "--run-dir", trained.parent, "--output", tmp_path / "out.csv", world_size=2,
+        preload="tests.commands.test_apply:slow_prediction",
+    ) as job:
+        job.wait_for("predicting")
+        job.processes[1].signal("SIGTERM")
+        assert job.wait() == [143, 143], job.output
+    assert "prediction stopped, nothing was written." in job.output
+    assert not list(tmp_path.iterdir())
+
+
+def slow_prediction() -> None:
+    """In the process of a rank: take a while for each batch."""
+    import time
+
+    from train.workloads.images import Classification
+
+    predict = Classification.predict
+
+    def slowly(self: Classification, *values: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        print("predicting", flush=True)
+        time.sleep(1)
+        return predict(self, *values)
+
+    Classification.predict = slowly  # type: ignore[method-assign]

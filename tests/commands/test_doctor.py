@@ -1,0 +1,407 @@
+"""The doctor on two machines of namespaces, each with one thing wrong: it names it, with the rank and the host, and a healthy
+pair gets no warning. All sick pairs are looked at side by side."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.rigs import namespaces
+from tests.rigs.fork_server import Forks, Process
+from tests.rigs.injected_faults import LOOK
+from tests.rigs.jobs import rank_env
+from tests.rigs.namespaces import Node, Pair
+
+PORT = 29400
+JOIN_S = "8"  # where ranks never meet; the others meet in a second or two, on a machine that has much to do
+LONG_S = "90"
+BOUND_S = 150
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _possible() -> None:
+    reason = namespaces.missing()
+    if reason and os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+
+
+@dataclass
+class Case:
+    """A pair of machines, and a doctor for each rank on them."""
+
+    folder: Path
+    pair: Pair
+    forks: Forks
+    processes: list[Process] = field(default_factory=list)
+    foreign: subprocess.Popen[bytes] | None = None
+
+    @property
+    def nodes(self) -> list[Node]:
+        return self.pair.nodes
+
+    def rank(
+        self, rank: int, node: int, *words: str, world_size: int = 2, addr: str = "192.168.77.1", join_s: str = LONG_S,
+        sick: str = "tests.rigs.injected_faults:healthy", runs: str = "runs", **env: str,
+    ) -> None:
+        five = {**rank_env(rank, world_size, PORT), "LOCAL_RANK": "0", "MASTER_ADDR": addr}
+        line = ("doctor", "--run-dir", str(self.folder / runs), "--name", "job", "--join-timeout-s", join_s, *words)
+        job = self.forks.start(*line, env={**five, **self.nodes[node].env, **env}, preload=sick)
+        self.processes += job.processes
+
+    def both(self, *words: str, sick: str = "tests.rigs.injected_faults:healthy", **more: str) -> None:
+        """A rank on each machine; `sick` is done to rank 1."""
+        self.rank(0, 0, *words, **more)  # type: ignore[arg-type]
+        self.rank(1, 1, *words, sick=sick, **more)  # type: ignore[arg-type]
+
+    def said(self, *codes: int) -> list[str]:
+        """What each rank said, in one line each; they ended with `codes`."""
+        for process in self.processes:
+            assert process.ended.wait(BOUND_S), f"did not end:\n{process.output}"
+        ended = [process.code for process in self.processes]
+        said = [" ".join(line.partition("] ")[2].strip() for line in p.output.splitlines()) for p in self.processes]
+        said = [" ".join(text.split()) for text in said]
+        told = "\n".join(process.output for process in self.processes)
+        assert ended == list(codes), f"{ended}\n{told}"
+        assert "Traceback" not in told
+        return said
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.code is None:
+                process.signal_group("SIGKILL")
+                process.ended.wait(20)
+        if self.foreign is not None and self.foreign.stdout is not None:
+            self.foreign.kill()
+            self.foreign.wait()
+            self.foreign.stdout.close()
+        self.pair.close()
+
+
+CASES: dict[str, Callable[[Case], None]] = {}
+
+
+def case(begin: Callable[[Case], None]) -> Callable[[Case], None]:
+    CASES[begin.__name__] = begin
+    return begin
+
+
+@pytest.fixture(scope="module")
+def cases(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
+    """All of them, begun."""
+    folder = tmp_path_factory.mktemp("doctor")
+    with ExitStack() as stack:
+        begun = {}
+        for name, begin in CASES.items():
+            begun[name] = Case(folder / name, Pair(folder / name / "nodes"), forks)
+            stack.callback(begun[name].end)
+            begin(begun[name])
+        yield begun
+
+
+# Names, ways and ports ----------------------------------------------------------------------------------------------
+
+
+@case
+def no_such_name(case: Case) -> None:
+    case.rank(1, 1, addr="no-such-host.example", join_s="1")
+
+
+@case
+def black_hole(case: Case) -> None:
+    case.nodes[1].run("ip route add default via 192.168.77.1")
+    case.rank(1, 1, addr="192.0.2.1", join_s="1")
+
+
+@case
+def no_route(case: Case) -> None:
+    case.rank(1, 1, addr="192.0.2.1", join_s="1")
+
+
+@case
+def nobody_listens(case: Case) -> None:
+    case.rank(1, 1, join_s="1")
+
+
+@case
+def wrong_hosts_file(case: Case) -> None:
+    # node1 believes that the master is node1 itself
+    case.nodes[1].know("master", "192.168.77.2")
+    case.nodes[0].know("master", "192.168.77.1")
+    case.both(addr="master", join_s=JOIN_S)
+
+
+@case
+def no_resolver(case: Case) -> None:
+    server, node = case.nodes
+    server.run("iptables -w -A INPUT -p udp --dport 53 -j DROP")
+    node.lookup_file.write_text("hosts: files dns\n")
+    node.mount("nameserver 192.168.77.1\noptions timeout:30\n", "/etc/resolv.conf")
+    case.rank(1, 1, addr="no-answer.example", join_s="1")
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "what"),
+    [
+        ("no_such_name", "names", 'the name "no-such-host.example" does not resolve here'),
+        ("black_hole", "port", f"192.0.2.1:{PORT} does not answer: a wrong address, a machine that is down, or a firewall"),
+        ("no_route", "route", "no route to 192.0.2.1 (Network is unreachable)"),
+        ("nobody_listens", "port", f"192.168.77.1:{PORT} refuses the connection: the machine answers, but nothing listens"),
+        ("no_resolver", "names", 'the name "no-answer.example" gets no answer from the resolver'),
+    ],
+)
+def test_doctor_tells_ways_to_miss_the_master_apart(cases: dict[str, Case], name: str, stage: str, what: str) -> None:
+    (said,) = cases[name].said(20)
+    assert f"NOT FIT {stage} {what}" in said
+    assert said.endswith("doctor: not fit to train")
+
+
+def test_doctor_names_the_machine_with_a_wrong_hosts_file(cases: dict[str, Case]) -> None:
+    first, second = cases["wrong_hosts_file"].said(20, 20)
+    assert "NOT FIT joined rank 1 of 2 has not joined after 8 s (joined: 0 on node0)" in first
+    assert f"NOT FIT port master:{PORT} refuses the connection" in second
+    assert "mend: Start one process with each RANK from 0 to 1" in second
+
+
+@case
+def dropped_ports(case: Case) -> None:
+    for node in case.nodes:
+        node.run(
+            "iptables -w -A INPUT -i lo -j ACCEPT",
+            f"iptables -w -A INPUT -p tcp --dport {PORT} -j ACCEPT",
+            f"iptables -w -A INPUT -p tcp --sport {PORT} -j ACCEPT",
+            "iptables -w -A INPUT -p tcp -j DROP",
+        )
+    case.both()
+
+
+def test_doctor_names_ports_that_a_firewall_drops(cases: dict[str, Case]) -> None:
+    first, _ = cases["dropped_ports"].said(20, 20)
+    assert "ok joined all 2 ranks: 0 on node0; 1 on node1" in first
+    assert "NOT FIT ways all ranks reached the master, but not each other: " in first
+    assert "rank 1 on node1 got no answer from rank 0 on node0 at 192.168.77.1:" in first
+    assert "mend: gloo and nccl use any high port between the nodes" in first
+
+
+@case
+def foreign_listener(case: Case) -> None:
+    # It accepts connections, and says nothing
+    listen = f"import socket, time; s = socket.create_server((\"\", {PORT})); print(1, flush=True); time.sleep(600)"
+    case.foreign = subprocess.Popen([*case.nodes[0].prefix, sys.executable, "-c", listen], stdout=subprocess.PIPE)
+    assert case.foreign.stdout is not None
+    assert case.foreign.stdout.readline() == b"1\n"
+    case.both(join_s=JOIN_S)
+
+
+def test_doctor_names_a_foreign_service_on_the_port(cases: dict[str, Case]) -> None:
+    first, second = cases["foreign_listener"].said(20, 20)
+    assert f"NOT FIT port MASTER_PORT={PORT} is in use on node0 by pid " in first
+    assert "NOT FIT store " in second
+    assert "does not answer as a rendezvous store: another service holds the port" in second
+
+
+# Who is there ---------------------------------------------------------------------------------------------------------
+
+
+@case
+def rank_twice(case: Case) -> None:
+    # One is missing too, so that the group can't be complete before the second of them comes
+    for node, rank in ((0, 0), (0, 1), (1, 1)):
+        case.rank(rank, node, "--batch-size", "66", world_size=3)
+
+
+def test_doctor_names_both_machines_that_claim_one_rank(cases: dict[str, Case]) -> None:
+    said = cases["rank_twice"].said(20, 20, 20)
+    # Who came first is named first
+    assert re.search(r"NOT FIT joined rank 1 was claimed twice: by node[01] \(pid \d+\) and by node[01] \(pid ", said[0])
+    assert "by node0 (pid " in said[0]
+    assert "by node1 (pid " in said[0]
+
+
+@case
+def missing(case: Case) -> None:
+    # Rank 1 leaves the word to rank 0, which is on its machine, and has a warning of its own. It comes before rank 0's time is
+    # over, and its own is not over first
+    case.rank(0, 0, "--batch-size", "66", world_size=3, join_s="20")
+    case.rank(1, 0, "--batch-size", "66", world_size=3, sick="tests.rigs.injected_faults:few_files", LOCAL_RANK="1")
+
+
+def test_doctor_of_a_rank_that_leaves_the_word_to_another_is_no_pass(cases: dict[str, Case]) -> None:
+    first, second = cases["missing"].said(20, 20)
+    assert "NOT FIT joined rank 2 of 3" in first
+    assert "NOT FIT" not in second
+
+
+@case
+def other_settings(case: Case) -> None:
+    case.rank(0, 0)
+    case.rank(1, 1, "--lr", "0.5")
+
+
+@case
+def other_torch(case: Case) -> None:
+    case.both(sick="tests.rigs.injected_faults:other_torch")
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("other_settings", "setting lr must be the same"), ("other_torch", "torch version must be the same")]
+)
+def test_doctor_names_the_rank_with_another_version(cases: dict[str, Case], name: str, what: str) -> None:
+    first, _ = cases[name].said(20, 20)
+    assert f"NOT FIT versions {what} on all ranks, got " in first
+    assert "on rank 1 (node1)" in first
+
+
+@case
+def hangs(case: Case) -> None:
+    case.both("--step-timeout-s", "12", sick="tests.rigs.injected_faults:hangs_in_the_collective")
+
+
+def test_doctor_does_not_take_a_check_that_hangs_for_a_pass(cases: dict[str, Case]) -> None:
+    first, second = cases["hangs"].said(30, 30)
+    ends = ("NOT DONE collective collective (step 0) took longer than ", "NOT DONE collective lost a peer at step 0")
+    assert any(end in first for end in ends)  # whichever rank's time is over first ends the other's too
+    assert "suspected: rank 1 on node1" in first
+    assert "doctor: could not be completed (1 incomplete)" in first
+    assert "NOT DONE collective" in second
+
+
+@case
+def gives_up_first(case: Case) -> None:
+    case.both("--step-timeout-s", "30", sick="tests.rigs.injected_faults:hangs_and_gives_up_first")
+
+
+def test_doctor_does_not_take_a_peer_that_gave_up_waiting_for_a_dead_one(cases: dict[str, Case]) -> None:
+    first, _ = cases["gives_up_first"].said(30, 30)
+    assert "NOT DONE collective lost a peer at step 0: suspected: rank 1 on node1 (" in first
+
+
+@case
+def dies(case: Case) -> None:
+    case.both(sick="tests.rigs.injected_faults:dies_in_the_collective")
+
+
+def test_doctor_names_a_peer_that_dies(cases: dict[str, Case]) -> None:
+    first, _ = cases["dies"].said(20, -9)
+    assert "NOT FIT collective lost a peer at step 0: suspected: rank 1 on node1 (gave no sign of life)" in first
+
+
+# What is wrong on one machine -----------------------------------------------------------------------------------------
+
+
+@case
+def full_shm(case: Case) -> None:
+    case.nodes[1].run("mount -t tmpfs -o size=64m tmpfs /dev/shm", "head -c 60000000 /dev/zero > /dev/shm/left")
+    case.both()
+
+
+@case
+def few_files(case: Case) -> None:
+    case.both(sick="tests.rigs.injected_faults:few_files")
+
+
+@case
+def clock_ahead(case: Case) -> None:
+    case.both(sick="tests.rigs.injected_faults:clock_ahead")
+
+
+@case
+def slow_rank(case: Case) -> None:
+    # Of four, as the median of two is drawn by the slow one
+    for rank in range(4):
+        sick = "tests.rigs.injected_faults:computes_slowly" if rank == 2 else "tests.rigs.injected_faults:healthy"
+        case.rank(rank, rank // 2, world_size=4, sick=sick, **{LOOK: "ranks"})
+
+
+@case
+def slow_link(case: Case) -> None:
+    # Links inside the nodes are beside it, which are as fast as ever
+    for node in case.nodes:
+        node.run("tc qdisc add dev eth0 root tbf rate 8mbit burst 16kb latency 2s")
+    for rank in range(4):
+        case.rank(rank, rank // 2, world_size=4, **{LOOK: "links"})
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("full_shm", r"WARNING memory rank 1 on node1: /dev/shm: "),
+        ("few_files", r"WARNING limits rank 1 on node1: only 300 open files are allowed \(ulimit -n\)"),
+        ("clock_ahead", r"WARNING clocks rank 1 on node1 is \+[89]\d\.\d s from rank 0"),
+        ("slow_rank", r"WARNING ranks rank 2 on node1 takes "),
+        ("slow_link", r"WARNING links ranks 0 on node0 and 2 on node1: \d MB/s \(median \d MB/s\)"),
+    ],
+)
+def test_doctor_warns_of_what_is_wrong_on_one_machine(cases: dict[str, Case], name: str, what: str) -> None:
+    case = cases[name]
+    first, *_ = case.said(*[10] * len(case.processes))
+    assert re.search(what, first), first
+    assert first.count("WARNING") == 1, first
+    assert "why: " in first
+    assert "mend: " in first
+    assert "doctor: fit to train, with warnings (1 warning): " in first
+
+
+@case
+def wrong_sum(case: Case) -> None:
+    case.both(sick="tests.rigs.injected_faults:adds_wrongly")
+
+
+@case
+def no_room(case: Case) -> None:
+    case.nodes[1].run("mount -t tmpfs -o size=1m,ro tmpfs /mnt")
+    case.rank(0, 0)
+    case.rank(1, 1, runs="../../../../../../../../../mnt")
+
+
+@case
+def no_room_on_rank_0(case: Case) -> None:
+    case.nodes[0].run("mount -t tmpfs -o size=1m,ro tmpfs /mnt")
+    case.rank(0, 0, runs="../../../../../../../../../mnt")
+    case.rank(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("no_room_on_rank_0", "NOT FIT storage /"),
+        ("wrong_sum", "NOT FIT collective rank 1 on node1: wrong result: all_reduce of 1000 numbers why: gradients"),
+        ("no_room", "NOT FIT storage rank 1 on node1: /"),
+    ],
+)
+def test_doctor_refuses_the_rank_that_is_not_fit(cases: dict[str, Case], name: str, what: str) -> None:
+    first, _ = cases[name].said(20, 20)
+    assert what in first
+    assert "doctor: not fit to train (1 unfit)" in first
+
+
+# A healthy pair -------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_finds_a_healthy_pair_fit_and_warns_of_nothing(forks: Forks, cases: dict[str, Case], tmp_path: Path) -> None:
+    for sick in cases.values():  # the machine is theirs alone: not with twenty other pairs on two cores
+        for process in sick.processes:
+            process.ended.wait(BOUND_S)
+    with closing(Pair(tmp_path / "nodes")) as pair:
+        case = Case(tmp_path, pair, forks)
+        case.both()
+        first, second = case.said(0, 0)
+    assert not any(word in first + second for word in ("WARNING", "NOT FIT", "NOT DONE")), first
+    stages = ["environment", "names", "limits", "memory", "devices", "storage", "store", "joined", "versions", "ways", "group",
+              "collective", "links", "ranks", "clocks", "storage"]
+    places = [first.index(f"ok {stage} " if stage != "names" else f"note {stage} ") for stage in stages[:-1]]
+    assert places == sorted(places), first
+    assert "ok links between nodes: slowest ranks 0 on node0 and 1 on node1 " in first
+    assert f"ok storage all ranks see the same {tmp_path}/runs/job" in first
+    assert "doctor: fit to train: " in first
+    report = json.loads((tmp_path / "runs" / "job" / "doctor" / "report.json").read_text())
+    assert (report["exit_code"], report["verdict"], report["hosts"]) == (0, "fit to train", ["node0", "node1"])
+    assert [link["ranks"] for link in report["links"]] == [[0, 1]]

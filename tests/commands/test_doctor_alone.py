@@ -1,0 +1,194 @@
+"""The doctor on one machine: its line, its codes, its JSON, and the checks that read limits from files."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import ROOT, environment
+from train.commands.doctor import link_speed
+from train.config import load_config
+from train.process import findings, machine_checks
+from train.process.env import read_env
+from train.process.findings import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding
+
+ALONE = read_env({})
+
+
+def run(*words: str | Path, shell: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "train.main", *map(str, words)]
+    line = ["bash", "-c", f'{shell}; exec "$@"', "-", *command] if shell else command
+    return subprocess.run(line, env=environment(env), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_doctor_alone_looks_at_the_machine_and_says_what_it_did_not_look_at(forks: Forks, tmp_path: Path) -> None:
+    (code,), said = forks.run("doctor", "--run-dir", tmp_path, preload="tests.rigs.injected_faults:healthy")
+    assert code == 0, said
+    assert "note     joined       a single process: nothing was looked at that takes several ranks" in said
+    assert "doctor: fit to train" in said
+    (run,) = tmp_path.iterdir()
+    assert [path.name for path in run.iterdir()] == ["doctor"]  # nothing that a training could take for its own
+    assert json.loads((run / "doctor" / "report.json").read_text())["exit_code"] == 0
+
+
+def test_doctor_by_launch_gives_the_verdict_of_all_ranks(tmp_path: Path) -> None:
+    done = run("launch", "--command", "doctor", "--nproc", "2", "--run-dir", tmp_path, "--json", shell="ulimit -n 400")
+    assert done.returncode == 10, done.stderr
+    (line,) = done.stdout.splitlines()  # the table and torch's words go elsewhere
+    report = json.loads(line)
+    assert report["exit_code"] == 10
+    # How fast the disk and the link are, on a machine that others use too, is anybody's guess
+    warnings = [told for told in report["findings"] if told["level"] == "warning"]
+    (finding,) = [told for told in warnings if told["stage"] not in ("storage", "links")]
+    assert finding["seen"] == "only 400 open files are allowed (ulimit -n)"
+    assert finding["ranks"] == [0, 1]
+    assert len(report["links"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "what"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "but MASTER_ADDR MASTER_PORT are not set"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK must be 0..1 with WORLD_SIZE=2, got 2."),
+    ],
+)
+def test_doctor_judges_an_environment_that_describes_no_launch(forks: Forks, env: dict[str, str], what: str) -> None:
+    (code,), said = forks.run("doctor", env=env)
+    assert code == 20
+    assert what in " ".join(said.split())
+    assert "doctor: not fit to train" in said
+
+
+def test_doctor_explains_a_log_and_standard_input(tmp_path: Path) -> None:
+    log = "[node0 r0/2] step 5\n[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    (tmp_path / "log").write_text(log)
+    done = run("doctor", "--explain", tmp_path / "log")
+    assert (done.returncode, done.stderr) == (20, "")
+    assert "rank 1" in done.stdout
+    assert "\n  mend  " in done.stdout
+    piped = run("doctor", "--explain", "-", "--json", shell=f"exec < {tmp_path / 'log'}")
+    assert (piped.returncode, json.loads(piped.stdout)[0]["rank"]) == (20, 1)
+    (tmp_path / "fine").write_text("[node0 r0/2] step 5\n")
+    assert run("doctor", "--explain", tmp_path / "fine").returncode == 0
+    missing = run("doctor", "--explain", tmp_path / "none")
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert "--explain must be a file or directory that can be read, got " in missing.stderr
+
+
+# The verdict ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("levels", "code"),
+    [([], 0), ([OK, NOTE], 0), ([NOTE, WARNING], 10), ([WARNING, INCOMPLETE], 30), ([INCOMPLETE, UNFIT, WARNING], 20)],
+)
+def test_doctor_verdict_is_the_worst_finding(levels: list[str], code: int) -> None:
+    """What is certainly broken counts for more than what could not be looked at."""
+    assert findings.exit_code(Finding("x", level, "") for level in levels) == code
+
+
+def test_doctor_merges_what_several_ranks_of_a_host_found() -> None:
+    told = [Finding("memory", WARNING, "full", "why", "mend", rank, "node1") for rank in (2, 3)]
+    told.insert(0, Finding("limits", OK, "2 CPUs", rank=0, host="node0"))
+    merged = findings.merge(told)
+    assert [(finding.stage, ranks) for finding, ranks in merged] == [("limits", [0]), ("memory", [2, 3])]
+
+
+# Limits ---------------------------------------------------------------------------------------------------------------
+
+
+def files(root: Path, **contents: str) -> Path:
+    for name, text in contents.items():
+        path = root / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+GROUPS = {"proc__self__cgroup": "0::/\n3:memory:/\n"}
+V2, V1 = "sys__fs__cgroup__memory_DOT_max", "sys__fs__cgroup__memory__memory_DOT_limit_in_bytes"
+
+
+@pytest.mark.parametrize(("name", "text", "limit"), [(V2, "max\n", None), (V2, "536870912\n", 2**29), (V1, "1048576\n", 2**20),
+                                                     (V1, f"{2**63 - 4096}\n", None)])
+def test_doctor_reads_the_memory_limit_of_both_kinds_of_control_groups(
+    tmp_path: Path, name: str, text: str, limit: int | None
+) -> None:
+    assert machine_checks.memory_limit(files(tmp_path, **GROUPS, **{name: text})) == limit
+
+
+def test_doctor_warns_of_little_memory_and_of_earlier_kills(tmp_path: Path) -> None:
+    """What exit code 137 without a traceback comes from."""
+    root = files(tmp_path, **GROUPS, **{V2: "314572800\n", "sys__fs__cgroup__memory_DOT_events": "low 0\noom 3\noom_kill 2\n"})
+    told = [finding.seen for finding in machine_checks.limits(load_config({}), ALONE, root=root) if finding.level == WARNING]
+    assert told[0] == "300 MiB of memory for 1 ranks"
+    assert told[1:] == ["2 processes of this container or job were killed because the memory was not enough"]
+
+
+def test_doctor_asks_for_locked_memory_only_where_there_is_infiniband(tmp_path: Path) -> None:
+    def told() -> str:
+        return " ".join(finding.seen for finding in machine_checks.limits(load_config({}), ALONE, root=tmp_path))
+
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    assert "may be locked" not in told()
+    (tmp_path / "dev" / "infiniband").mkdir(parents=True)
+    try:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, before[1]))
+        assert "only 0.0625 MiB of memory may be locked (ulimit -l)" in told()
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+
+
+def test_doctor_wants_more_shared_memory_for_more_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(f_bavail=64, f_blocks=64, f_frsize=machine_checks.MIB)
+    monkeypatch.setattr(machine_checks.os, "statvfs", lambda folder: free)
+    (few,) = machine_checks.shared_memory(load_config({"num_workers": 1}), folder="/")
+    (many,) = machine_checks.shared_memory(load_config({"num_workers": 2}), folder="/")
+    assert (few.level, many.level) == (OK, WARNING)
+    assert "It is full" not in many.remedy
+    free.f_blocks = 1024
+    (full,) = machine_checks.shared_memory(load_config({"num_workers": 2}), folder="/")
+    assert "It is full" in full.remedy
+
+
+# Links ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
+def test_doctor_has_every_pair_meet_once_and_nobody_twice_in_a_round(count: int) -> None:
+    met = list(link_speed.rounds(range(count)))
+    for pairs in met:
+        members = [member for pair in pairs for member in pair]
+        assert len(members) == len(set(members))
+    pairs = [pair for one in met for pair in one]
+    assert len(pairs) == len(set(pairs)) == count * (count - 1) // 2
+
+
+def test_doctor_measures_between_first_ranks_of_nodes_and_inside_nodes() -> None:
+    plan = link_speed.plan(["a", "a", "b", "b", "c"])
+    assert sorted(pair for pairs, between in plan if between for pair in pairs) == [(0, 2), (0, 4), (2, 4)]
+    assert sorted(pair for pairs, between in plan if not between for pair in pairs) == [(0, 1), (2, 3)]
+
+
+def test_doctor_bounds_the_rounds_of_a_thousand_nodes() -> None:
+    plan = link_speed.plan([f"n{number}" for number in range(1000)])
+    assert len(plan) == link_speed.MOST_ROUNDS
+    assert all(len(pairs) == 500 for pairs, _ in plan)
+
+
+def test_doctor_finds_the_odd_link_among_its_kind() -> None:
+    def link(number: int, bandwidth: float, between: bool = True) -> link_speed.Link:
+        return link_speed.Link((0, number), 1e-4, bandwidth, between)
+
+    fast = [link(number, 90e6) for number in range(1, 4)]
+    assert link_speed.odd_ones([*fast, link(9, 90e6, between=False)], least=12.5e6, apart=5.0) == []
+    assert link_speed.odd_ones([*fast, link(4, 15e6)], least=12.5e6, apart=5.0) == [link(4, 15e6)]
+    # Far apart, but fast: beside a link inside one chip any cable looks slow
+    assert link_speed.odd_ones([link(1, 9e9), link(2, 9e9), link(3, 1e9)], least=12.5e6, apart=5.0) == []
+    assert link_speed.odd_ones([link(1, 1e6)], least=12.5e6, apart=5.0) == [link(1, 1e6)]

@@ -1,0 +1,325 @@
+"""Logs of failed jobs and what is said of them. The texts are real: recorded by tests/bench/provoke.py, printed by our own
+program here, or quoted from reports beside each entry of pains.toml."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rigs import jobs
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import ROOT
+from train.commands.explain.explain import (
+    FOLLOWED,
+    HARMLESS,
+    SEEN,
+    Diagnosis,
+    Fault,
+    advice,
+    explain,
+    known_faults,
+    read,
+    report,
+    split,
+)
+
+LOGS = Path(__file__).parent / "logs"
+TINY = ["train", "--dataset", "digits", "--model", "mlp", "--progress", "none", "--no-tensorboard"]
+
+
+def named(lines: list[str]) -> list[str]:
+    return [diagnosis.name for diagnosis in explain(lines)]
+
+
+# The table ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pain", known_faults(), ids=lambda pain: pain.name)
+def test_pain_is_found_in_its_own_example(pain: Fault) -> None:
+    beside = [] if not pain.doubtful else ["RuntimeError: Rank 1 failed to pass monitoredBarrier in 2000 ms"]
+    found = [diagnosis for diagnosis in explain([pain.example, *beside]) if diagnosis.line == 1]
+    assert [diagnosis.name for diagnosis in found] == [pain.name]
+    assert found[0].harmless == (pain.order == HARMLESS)
+    assert found[0].remedy or found[0].harmless
+    assert not re.search(r"[{}]", found[0].title + found[0].why + found[0].remedy)
+
+
+@pytest.mark.parametrize("pain", known_faults(), ids=lambda pain: pain.name)
+def test_pain_fills_its_text_from_groups_of_its_pattern(pain: Fault) -> None:
+    names = set(re.findall(r"\{(\w+)\}", pain.title + pain.why + pain.remedy))
+    assert names <= {*pain.pattern.groupindex, "rank"}
+
+
+def test_pains_are_ordered_from_root_to_harmless() -> None:
+    orders = {pain.order for pain in known_faults()}
+    assert orders == {1, 2, 3, 4, 5, 9}
+    assert len(known_faults()) > 60
+
+
+# What torch said ----------------------------------------------------------------------------------------------
+
+RECORDED = {
+    "world-size-too-big": ("clients-missing", None),
+    "no-such-name": ("ipv6-name", None),
+    "nobody-listens": ("master-unreached", None),
+    "port-taken": ("port-in-use", None),
+    "duplicate-rank": ("rank-unregistered", 2),
+    "no-rank-variable": ("variable-missing", None),
+    "no-such-interface": ("interface", None),
+    "killed-in-all-reduce": ("killed", 1),
+    "exception-on-one-rank": ("", 1),
+    "slow-rank": ("collective-timeout", 0),
+    "monitored-barrier": ("monitored-barrier", 1),
+    "models-differ": ("shapes-differ", 1),
+    "nccl-without-gpu": ("no-nccl", None),
+    "host-memory": ("host-memory", None),
+    "weights-only": ("weights-only", None),
+    "truncated-checkpoint": ("truncated-checkpoint", None),
+    "empty-checkpoint": ("truncated-checkpoint", None),
+    "local-rank-flag": ("local-rank-flag", None),
+    "no-user-name": ("uid", None),
+}
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_recorded_log_has_its_root_first(case: str) -> None:
+    first = explain(read(LOGS / f"{case}.log"))[0]
+    assert (first.name, first.rank) == RECORDED[case]
+
+
+def test_recorded_logs_are_all_told() -> None:
+    assert {path.stem for path in LOGS.glob("*.log")} == {*RECORDED, "healthy"}
+
+
+def test_recorded_healthy_log_has_nothing_wrong() -> None:
+    found = explain(read(LOGS / "healthy.log"))
+    assert all(diagnosis.harmless for diagnosis in found)
+    assert report(found).startswith("nothing wrong was found")
+
+
+def test_exception_that_is_not_known_is_quoted_and_not_guessed_at() -> None:
+    first, *rest = explain(read(LOGS / "exception-on-one-rank.log"))
+    assert first.seen == "KeyError: 'image_17'"
+    assert "not known" in first.title
+    assert {diagnosis.order for diagnosis in rest} == {FOLLOWED}
+
+
+def test_every_line_of_the_logs_alone_names_no_other_root() -> None:
+    """The patterns are not so wide that they find each other's texts."""
+    for case, (name, _) in RECORDED.items():
+        found = {diagnosis.name for diagnosis in explain(read(LOGS / f"{case}.log")) if diagnosis.order < FOLLOWED}
+        also = {"no-such-name": {"master-unreached"}, "monitored-barrier": {"collective-timeout"}}.get(case, set())
+        assert found - also <= {name, ""}, case
+
+
+# Order --------------------------------------------------------------------------------------------------------
+
+CLOSED = "[node0 r0/2] RuntimeError: [pair.cc:553] Connection closed by peer [10.77.0.2]:19612."
+KILLED = "srun: error: node1: task 1: Killed"
+OOM = "slurmstepd: error: Detected 1 oom_kill event in StepId=4711.0. Some of the step tasks have been OOM Killed."
+
+
+def test_order_has_a_killed_rank_before_what_its_peers_say() -> None:
+    assert named([CLOSED, KILLED]) == ["killed", "peer-closed"]
+
+
+def test_order_has_memory_before_a_killed_rank() -> None:
+    assert named([CLOSED, KILLED, OOM]) == ["slurm-memory", "killed", "peer-closed"]
+
+
+def test_doubtful_sign_alone_is_harmless_and_beside_a_failure_is_not() -> None:
+    warning = "[W1121 10:02:33 socket.cpp:764] [c10d] The IPv6 network addresses of (node0, 29400) cannot be retrieved"
+    assert [diagnosis.harmless for diagnosis in explain([warning])] == [True]
+    both = explain([warning, "torch.distributed.DistNetworkError: The client socket has timed out after 4000ms while trying "
+                    "to connect to (node0, 29400)."])
+    assert [diagnosis.harmless for diagnosis in both] == [False, False]
+
+
+def test_source_code_in_a_traceback_is_not_what_happened() -> None:
+    text = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    except MemoryError:\nKeyError: 1\n'
+    assert [(d.name, d.seen) for d in explain(text.splitlines())] == [("", "KeyError: 1")]
+
+
+def test_chained_exception_counts_once() -> None:
+    text = "Traceback (most recent call last):\nKeyError: 'a'\n\nDuring handling of the above exception, another exception "
+    text += 'occurred:\n\nTraceback (most recent call last):\n  File "x.py", line 1, in <module>\nValueError: b\n'
+    assert [diagnosis.seen for diagnosis in explain(text.splitlines())] == ["ValueError: b"]
+
+
+# Who ----------------------------------------------------------------------------------------------------------
+
+OUCH = "CUDA out of memory"
+
+
+@pytest.mark.parametrize(
+    ("line", "rank", "host"),
+    [
+        (f"[node1 r3/4] {OUCH}", 3, "node1"),
+        (f"2026-11-21T10:02:03 gpu-7 r12 {OUCH}", 12, "gpu-7"),
+        (f"[default1]:{OUCH}", 1, ""),
+        (f"[rank5]: {OUCH}", 5, ""),
+        (f"[default0]:[rank8]: {OUCH}", 8, ""),
+        (f"1: {OUCH}", 1, ""),
+        (f" 2: [node2 r2/4] {OUCH}", 2, "node2"),
+        (f"node1  | {OUCH}", None, "node1"),
+        (f"\x1b[36mrankup-node1-1  | \x1b[0m[node1 r1/2] {OUCH}", 1, "node1"),
+        (f"[pod/ddp-worker-0/pytorch] {OUCH}", None, "ddp-worker-0"),
+        (f"2026-11-21T10:02:03.123456Z [pod-a r1/2] {OUCH}", 1, "pod-a"),
+        (OUCH, None, ""),
+    ],
+)
+def test_prefix_says_who_wrote_a_line(line: str, rank: int | None, host: str) -> None:
+    (found,) = explain([line])
+    assert (found.rank, found.host, found.seen) == (rank, host, OUCH)
+
+
+def test_tracebacks_of_ranks_that_mix_are_told_apart() -> None:
+    lines = []
+    for one, two in zip(
+        ["Traceback (most recent call last):", '  File "a.py", line 1', "KeyError: 'a'"],
+        ["Traceback (most recent call last):", '  File "b.py", line 2', "OSError: b"],
+        strict=True,
+    ):
+        lines += [f"[n0 r0/2] {one}", f"[n1 r1/2] {two}"]
+    assert [(d.rank, d.host, d.seen) for d in explain(lines)] == [(0, "n0", "KeyError: 'a'"), (1, "n1", "OSError: b")]
+
+
+def test_report_names_all_ranks_with_one_pain_once() -> None:
+    text = report(explain([f"[n{rank} r{rank}/3] {OUCH}" for rank in range(3)]))
+    assert text.splitlines()[0] == "the GPU's memory was not enough, ranks 0, 1, 2 on n0, n1, n2 (line 1)"
+    assert "also seen" not in text
+
+
+# Files --------------------------------------------------------------------------------------------------------
+
+
+def test_long_lines_and_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    log.write_bytes(b"\xff\xfe\x00" + b"x" * 3_000_000 + b"\n" + OUCH.encode() + b" \xff" * 1000 + b"\n")
+    (found,) = explain(read(log))
+    assert found.name == "cuda-memory"
+    assert len(found.seen) <= SEEN
+
+
+def test_repeated_line_is_one_finding() -> None:
+    (found,) = explain(OUCH for _ in range(10_000))
+    assert (found.line, found.times) == (1, 10_000)
+
+
+def test_endless_kinds_of_exceptions_are_bounded() -> None:
+    text = (f"Traceback (most recent call last):\nKeyError: {number}\n" for number in range(3000))
+    assert len(explain(line for lines in text for line in lines.splitlines())) <= 1000
+
+
+def test_no_line_at_all_is_nothing_wrong() -> None:
+    assert explain([]) == []
+    assert report([]) == "nothing wrong was found in these lines."
+
+
+def test_last_line_that_looks_bad_is_quoted_where_nothing_is_known() -> None:
+    (found,) = explain(["all is well", "frobnicator: fatal: no flux"])
+    assert (found.seen, found.name) == ("frobnicator: fatal: no flux", "")
+
+
+# Our own program ----------------------------------------------------------------------------------------------
+
+
+def test_healthy_run_has_nothing_wrong(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*TINY, "--max-steps", "3", "--run-dir", str(tmp_path), "--name", "run", world_size=2)
+    assert codes == [0, 0], output
+    assert explain(output.splitlines()) == []
+    assert explain(read(tmp_path / "run" / "logs" / "rank-0.log")) == []
+    assert explain(read(tmp_path / "run")) == []
+
+
+def test_run_that_never_came_together_names_the_missing_rank(forks: Forks, tmp_path: Path) -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(jobs.free_port())}
+    line = [*TINY, "--join-timeout-s", "1", "--run-dir", str(tmp_path), "--name", "run"]
+    codes, output = forks.run(*line, env=env)
+    assert codes == [170], output
+    for lines in (output.splitlines(), list(read(tmp_path / "run"))):
+        first = explain(lines)[0]
+        assert (first.name, first.rank) == ("rank-missing", 1)
+
+
+def test_mistake_is_the_line_itself(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*TINY, "--run-dir", str(tmp_path), "--data-dir", str(tmp_path), "--dataset", "imagefolder")
+    assert codes == [2], output
+    first = explain(output.splitlines())[0]
+    assert first.name == "mistake"
+    assert first.seen in output
+
+
+def known_fault() -> None:
+    """As a torch without the class fails, in the loop."""
+    from train import loop
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_11_8_0>: No space left on device (28)")
+
+    loop.load = fail  # type: ignore[assignment]
+
+
+def strange_fault() -> None:
+    from train import loop
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no flux in the frobnicator")
+
+    loop.load = fail  # type: ignore[assignment]
+
+
+def test_known_fault_ends_with_what_it_is(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*TINY, "--run-dir", str(tmp_path), preload="tests.commands.test_explain:known_fault")
+    assert codes == [1], output
+    assert output.splitlines()[-1].startswith("this is: /dev/shm is too small. ")
+    assert output.count("this is:") == 1
+    assert explain(output.splitlines())[0].name == "shm"
+
+
+def test_strange_fault_ends_with_its_traceback_alone(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*TINY, "--run-dir", str(tmp_path), preload="tests.commands.test_explain:strange_fault")
+    assert codes == [1], output
+    assert output.splitlines()[-1] == "RuntimeError: no flux in the frobnicator"
+    assert explain(output.splitlines())[0].seen == output.splitlines()[-1]
+
+
+def test_lost_rank_is_named_with_its_reason(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "status" / "20261121T100000-abc123").mkdir(parents=True)
+    (run / "logs").mkdir()
+    (run / "status.json").write_text('{"attempt": "20261121T100000-abc123", "state": "failed", "world_size": 2}')
+    end = '{"rank": 1, "host": "node1", "state": "failed", "code": 1, "why": "MemoryError: "}'
+    (run / "status" / "20261121T100000-abc123" / "rank-1.json").write_text(end)
+    lost = "lost a peer at step 5: suspected: rank 1 on node1 (MemoryError: ) (exit code 1)"
+    old = "2026-11-20T10:00:00 node0 r0 torch.OutOfMemoryError: CUDA out of memory\n"
+    (run / "logs" / "rank-0.log").write_text(f"{old}2026-11-21T10:00:09 node0 r0 {lost}\n")
+    found = explain(read(run))
+    assert [(d.name, d.rank, d.host, d.times) for d in found] == [("host-memory", 1, "node1", 2)]
+
+
+def test_finished_run_is_over_whatever_earlier_attempts_said(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").write_text(f"2026-11-21T10:00:09 node0 r0 {OUCH}\n")
+    assert named(list(read(tmp_path))) == ["cuda-memory"]
+    (tmp_path / "status.json").write_text('{"attempt": "20261121T100000-abc123", "state": "finished"}')
+    assert named(list(read(tmp_path))) == []
+
+
+def test_advice_is_one_line_and_only_on_what_is_known() -> None:
+    assert advice("Traceback (most recent call last):\nRuntimeError: CUDA error: invalid device ordinal").count("\n") == 0
+    assert advice("Traceback (most recent call last):\nRuntimeError: CUDA error: invalid device ordinal")
+    assert advice("Traceback (most recent call last):\nKeyError: 'x'") == ""
+
+
+def test_explain_needs_no_torch() -> None:
+    code = "import sys; from train.commands.explain import explain; explain.explain(['x']); print('torch' in sys.modules)"
+    ran = jobs.start(sys.executable, "-c", code, cwd=ROOT)
+    assert ran.wait(60) == [0]
+    assert ran.output.strip() == "False"
+
+
+def test_split_takes_the_prefixes_off() -> None:
+    assert split("node1  | [node1 r1/2] step 3").text == "step 3"
+    assert isinstance(explain([OUCH])[0], Diagnosis)

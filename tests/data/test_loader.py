@@ -1,0 +1,326 @@
+"""The feed: the same batches in the same order, workers that hear no signal, die with their parent and are explained."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.rigs.fork_server import Forks, Job
+from tests.rigs.jobs import result
+from tests.rigs.small_filesystems import own_tmpfs
+from train.config import Config
+from train.data import MapSamples
+from train.data.loader import BatchLoader, num_bytes
+from train.data.samples import BatchIndex, Order
+from train.errors import DataError
+from train.process import advice
+from train.process.placement import Launch
+from train.process.stop import StopRequest
+
+CPU = torch.device("cpu")
+
+
+class Noisy:
+    """A map-style data set that draws random numbers, as augmentation does."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 99:
+            raise DataError("file 99 is no image")
+        if index == 98:
+            raise ZeroDivisionError("a fault of the data set")
+        if index == 97:
+            time.sleep(600)
+        return torch.rand(3) + index, index
+
+
+def keys(*batches: list[int]) -> Iterator[BatchIndex]:
+    return iter([(0, torch.tensor(batch)) for batch in batches])
+
+
+def feed_of(given: Iterator[BatchIndex], num_workers: int, stop: StopRequest | None = None) -> BatchLoader:
+    samples = MapSamples(Noisy(), seed=3)  # type: ignore[arg-type]  # what torch takes for a data set has no base
+    return BatchLoader(
+        samples, given, device=CPU, stop=stop or StopRequest(), num_workers=num_workers, prefetch_factor=2
+    )
+
+
+def batches(num_workers: int, first_step: int = 0) -> list[Any]:
+    feed = feed_of(Order(24, 4, seed=1).keys(first_step, 12), num_workers)
+    found = []
+    try:
+        while True:
+            found.append(feed.next())
+    except StopIteration:
+        return found
+    finally:
+        feed.close()
+
+
+def test_any_number_of_workers_gives_the_same_batches_in_order() -> None:
+    alone = batches(0)
+    assert len(alone) == 12
+    for num_workers in (1, 2):
+        for one, other in zip(alone, batches(num_workers), strict=True):
+            assert torch.equal(one[0], other[0])
+            assert torch.equal(one[1], other[1])
+
+
+def test_feed_that_begins_later_goes_on_with_the_same_batches() -> None:
+    for one, other in zip(batches(0)[5:], batches(2, first_step=5), strict=True):
+        assert torch.equal(one[0], other[0])
+
+
+def test_starting_workers_draws_no_random_number() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    feed = feed_of(keys([1, 2]), 1)
+    assert torch.equal(torch.get_rng_state(), before)
+    feed.next()
+    assert torch.equal(torch.get_rng_state(), before)
+    feed.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_unreadable_sample_is_one_line(num_workers: int) -> None:
+    feed = feed_of(keys([1], [99]), num_workers)
+    assert feed.next() is not None
+    with pytest.raises(DataError) as caught:
+        feed.next()
+    assert str(caught.value) == "file 99 is no image"
+    feed.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_fault_of_a_data_set_keeps_its_traceback(num_workers: int) -> None:
+    feed = feed_of(keys([98]), num_workers)
+    with pytest.raises(ZeroDivisionError, match="a fault of the data set"):
+        feed.next()
+    feed.close()
+
+
+def test_stop_is_seen_while_waiting_for_data() -> None:
+    stop = StopRequest()
+    feed = feed_of(keys([1], [97]), 1, stop)
+    assert feed.next() is not None
+    stop.signal_name = "SIGTERM"
+    assert feed.next() is None
+    feed.close()
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+def test_closed_feed_leaves_no_worker() -> None:
+    feed = feed_of(keys(*[[1, 2]] * 50), 2)
+    feed.next()
+    assert multiprocessing.active_children()
+    feed.close()
+    until = time.monotonic() + 30
+    while multiprocessing.active_children():
+        assert time.monotonic() < until, multiprocessing.active_children()
+        time.sleep(0.05)
+
+
+def test_bytes_of_a_batch_are_those_of_its_tensors() -> None:
+    batch = (torch.zeros(2, 3, dtype=torch.uint8), {"label": torch.zeros(2, dtype=torch.int64), "name": ["a", "b"]})
+    assert num_bytes(batch) == 6 + 16
+
+
+# Jobs ---------------------------------------------------------------------------------------------------------
+
+SETTINGS = (
+    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4", "--tensorboard=false", "--num-workers", "2",
+    "--join-timeout-s", "30", "--eval-batch-size", "4",
+)
+
+
+def train(run: Path, *more: str) -> tuple[str, ...]:
+    return ("train", *SETTINGS, "--run-dir", str(run.parent), "--name", run.name, *more)
+
+
+def probe(where: str, call: int, **order: Any) -> dict[str, str]:
+    return {"PROBE": json.dumps({"where": where, "call": call, **order})}
+
+
+def workers_of(job: Job) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+
+    def complete() -> bool:
+        found[:] = [child for process in job.processes for child in psutil.Process(process.pid).children()]
+        return len(found) == 2 * len(job.processes)
+
+    job.wait_until(complete, "workers")
+    return found
+
+
+def ignores_all_three(worker: psutil.Process) -> bool:
+    ignored = next(line for line in Path(f"/proc/{worker.pid}/status").read_text().splitlines() if line.startswith("SigIgn"))
+    mask = int(ignored.split()[1], 16)
+    return all(mask >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
+
+
+def test_workers_go_on_whatever_signal_they_get(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*train(tmp_path / "undisturbed"), world_size=2)
+    assert codes == [0, 0], output
+    go_on = tmp_path / "go on"
+    order = probe("data", 3, until=str(go_on))
+    with forks.running(*train(tmp_path / "run"), world_size=2, env=order) as job:
+        workers = workers_of(job)
+        job.wait_until(lambda: all(map(ignores_all_three, workers)), "workers that ignore the signals")
+        for worker in workers:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                worker.send_signal(number)
+        go_on.touch()
+        assert job.wait() == [0, 0], job.output
+    assert result(tmp_path / "run")["digest"] == result(tmp_path / "undisturbed")["digest"]
+
+
+def test_workers_die_with_a_killed_parent(forks: Forks, tmp_path: Path) -> None:
+    # All asleep in their first batch: an idle worker would look for its parent by itself
+    with forks.running(*train(tmp_path / "run"), env=probe("data", 1, sleep_s=600)) as job:
+        workers = workers_of(job)
+        job.wait_until(lambda: all(map(ignores_all_three, workers)), "workers that have begun")
+        job.processes[0].signal("SIGKILL")
+        assert psutil.wait_procs(workers, timeout=30)[1] == []
+
+
+def test_workers_die_when_the_job_fails(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with forks.running(*train(run, "--step-timeout-s", "6"), env=probe("data", 3, sleep_s=600)) as job:
+        workers = workers_of(job)
+        assert job.wait() == [171], job.output
+        assert psutil.wait_procs(workers, timeout=30)[1] == []
+
+
+def test_killed_worker_ends_all_ranks_as_worth_a_retry(forks: Forks, tmp_path: Path) -> None:
+    order = probe("data", 3, rank=1, signal="SIGKILL")
+    codes, output = forks.run(*train(tmp_path / "run"), world_size=2, env=order)
+    assert codes == [171, 171], output
+    assert "a DataLoader worker was killed, most likely for want of memory" in output
+    assert "Traceback" not in output
+
+
+def test_bus_error_in_a_worker_is_explained(forks: Forks, tmp_path: Path) -> None:
+    order = probe("data", 3, rank=0, signal="SIGBUS")
+    codes, output = forks.run(*train(tmp_path / "run"), world_size=2, env=order)
+    assert codes == [2, 2], output
+    assert "/dev/shm must hold the batches of all DataLoader workers" in output
+    assert "--shm-size" in output
+    assert "Traceback" not in output
+
+
+def test_worker_killed_during_a_save_does_not_hurt_it(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    codes, output = forks.run(*train(run), preload="tests.data.test_loader:kill_a_worker_in_the_second_save")
+    assert codes == [171], output
+    assert "a DataLoader worker was killed" in output
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000008", "step-00000016"]
+    codes, output = forks.run(*train(run))
+    assert codes == [0], output
+    assert "resumed from step-00000016" in output
+
+
+def kill_a_worker_in_the_second_save() -> None:
+    from train.run import checkpoint
+
+    write, written = checkpoint._write, []
+
+    def killing(path: Path, data: bytes) -> None:
+        written.append(path)
+        if len(written) == 6:
+            # The oldest: those of an evaluation may be there still, and numbers of processes begin anew at 32768
+            min(psutil.Process().children(), key=psutil.Process.create_time).kill()
+            time.sleep(0.5)
+        write(path, data)
+
+    checkpoint._write = killing  # type: ignore[assignment]
+
+
+# /dev/shm and other advice ------------------------------------------------------------------------------------
+
+# 12 KiB an image
+IMAGES = (
+    "train", "--dataset", "fake", "--fake-samples", "256", "--image-size", "64", "--model", "mlp", "--in-memory", "never",
+    "--num-workers", "2", "--batch-size", "64", "--max-steps", "4", "--tensorboard=false", "--name", "run",
+)
+
+
+def little_shared_memory() -> None:
+    own_tmpfs("/dev/shm", "1m")
+
+
+def test_small_dev_shm_is_said_at_the_start_and_ends_with_2(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*IMAGES, "--run-dir", str(tmp_path), preload="tests.data.test_loader:little_shared_memory")
+    assert codes == [2], output
+    assert "/dev/shm has 1.0 MiB free, but 1 process x 2 workers x 2 batches may need " in output
+    assert "error: /dev/shm must hold the batches of all DataLoader workers" in output
+    assert "Traceback" not in output.split("error: /dev/shm")[1]
+
+
+def test_large_dev_shm_and_no_workers_are_not_mentioned(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*IMAGES, "--run-dir", str(tmp_path))
+    assert codes == [0], output
+    assert "/dev/shm" not in output
+    codes, output = forks.run(
+        *IMAGES, "--run-dir", str(tmp_path), "--fresh", "--num-workers", "0", preload="tests.data.test_loader:little_shared_memory"
+    )
+    assert codes == [0], output
+    assert "/dev/shm" not in output
+
+
+def node(ranks: int | None) -> Launch:
+    return Launch(0, 0, ranks or 1, ranks, 1, 0, "127.0.0.1", 0, "python", None, {}, ())
+
+
+@pytest.mark.parametrize(
+    ("threads", "ranks", "cpus", "said"),
+    [
+        (1, 1, 1.0, ""),
+        (1, 2, 1.5, ""),  # half a CPU is no CPU less
+        (4, 2, 8.0, ""),
+        (4, 2, None, ""),
+        (1, 4, 2.0, "4 processes x 1 threads on this node, but only 2 CPUs"),
+        (4, 2, 4.0, "Set --num-threads 2"),
+        (8, None, 1.0, "Set --num-threads 1"),
+        (1, 1, 0.75, ""),
+        (1, 1, 0.5, "1 process of 1 thread, but only 0.5 CPUs to use"),
+        (1, 2, 1.2, "2 processes x 1 threads on this node, but only 1.2 CPUs"),
+    ],
+)
+def test_more_threads_than_cpus_are_said(threads: int, ranks: int | None, cpus: float | None, said: str) -> None:
+    lines = advice.on_cpus(Config(num_threads=threads), node(ranks), cpus)
+    assert (len(lines) == 1 and said in lines[0]) if said else lines == []
+
+
+def test_threads_beyond_the_cpus_are_said_by_a_job(forks: Forks, tmp_path: Path) -> None:
+    many = (os.cpu_count() or 1) + 1
+    codes, output = forks.run(*train(tmp_path / "run", "--max-steps", "1", "--num-threads", str(many)), world_size=2)
+    assert codes == [0, 0], output
+    assert output.count(f"x {many} threads on this node, but only ") == 1
+
+
+@pytest.mark.parametrize(("ranks", "devices", "said"), [(1, 0, 0), (1, 1, 0), (1, 8, 1), (8, 8, 0), (None, 8, 0), (2, 4, 1)])
+def test_idle_devices_are_said(ranks: int | None, devices: int, said: int) -> None:
+    lines = advice.on_devices(node(ranks), devices)
+    assert len(lines) == said
+    if said:
+        assert f"{devices - (ranks or 0)} will stay idle" in lines[0]
+        assert f"--nproc-per-node {devices}" in lines[0]
+
+
+def test_advice_is_given_once_a_node() -> None:
+    said: list[str] = []
+    for local_rank in (0, 1):
+        launch = Launch(local_rank, local_rank, 2, 2, 1, 0, "127.0.0.1", 0, "python", None, {}, ())
+        advice.say(["a line"], launch, said.append)
+    assert said == ["a line"]

@@ -1,0 +1,199 @@
+"""The order of samples and their augmentation: the same for any world size, restart and number of workers."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import metrics
+from train.data import MapSamples, TensorSamples
+from train.data.samples import (
+    Order,
+    derive_seed,
+    evaluation_keys,
+    num_batches,
+    random_numbers,
+    shift_and_flip,
+)
+
+
+def steps(order: Order, first: int, last: int) -> list[list[int]]:
+    """The sample numbers of each micro-batch."""
+    return [indices.tolist() for _, indices in order.keys(first, last)]
+
+
+def world(num_samples: int, batch_size: int, world_size: int, accumulate: int = 1) -> list[Order]:
+    return [Order(num_samples, batch_size, 7, rank, world_size, accumulate) for rank in range(world_size)]
+
+
+# Epochs ---------------------------------------------------------------------------------------------------------
+
+
+def test_order_of_two_epochs_differs() -> None:
+    order = Order(103, 10, 0)
+    first, second = steps(order, 0, 10), steps(order, 10, 20)
+    assert first != second
+    assert [epoch for epoch, _ in order.keys(0, 20)] == [0] * 10 + [1] * 10
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 5])
+def test_epoch_takes_each_sample_once_and_drops_the_tail(epoch: int) -> None:
+    order = Order(103, 10, 0)
+    seen = [sample for batch in steps(order, epoch * 10, epoch * 10 + 10) for sample in batch]
+    assert order.steps_per_epoch == 10
+    assert len(seen) == len(set(seen)) == 100
+    # what is left out is the end of that epoch's permutation, other samples each time
+    assert seen == order.epoch(epoch)[:100].tolist()
+    assert sorted(order.epoch(epoch).tolist()) == list(range(103))
+
+
+def test_dropped_tail_is_another_each_epoch() -> None:
+    order = Order(103, 10, 0)
+    assert len({tuple(sorted(order.epoch(epoch)[100:].tolist())) for epoch in range(5)}) > 1
+
+
+def test_seeds_give_other_orders() -> None:
+    assert steps(Order(100, 10, 0), 0, 10) != steps(Order(100, 10, 1), 0, 10)
+    # a sum of seed and epoch would collide: epoch 1 of seed 0 is not epoch 0 of seed 1
+    assert not torch.equal(Order(100, 10, 0).epoch(1), Order(100, 10, 1).epoch(0))
+
+
+def test_mixed_seeds_do_not_collide() -> None:
+    assert len({derive_seed(*key) for key in ((1, 2), (2, 1), (12,), (1, 2, 0), (0, 1, 2), (3, 0))}) == 6
+    assert all(0 <= derive_seed(seed, 5) < 2**63 for seed in range(1000))
+
+
+# World size -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 12])
+@pytest.mark.parametrize("accumulate", [1, 2, 5])
+def test_ranks_together_take_the_global_batch_of_one_process(world_size: int, accumulate: int) -> None:
+    alone = steps(Order(1000, 120, 7), 0, 17)
+    ranks = [steps(order, 0, 17) for order in world(1000, 120, world_size, accumulate)]
+    for step, expected in enumerate(alone):
+        parts = [r[step * accumulate + part] for r in ranks for part in range(accumulate)]
+        assert [sample for part in parts for sample in part] == expected
+        assert {len(part) for part in parts} == {120 // world_size // accumulate}
+
+
+@pytest.mark.parametrize("first", [0, 1, 8, 9, 25])
+def test_keys_from_the_middle_are_those_of_the_whole_run(first: int) -> None:
+    for order in world(100, 12, 2, accumulate=3):
+        assert steps(order, first, 30) == steps(order, 0, 30)[first * 3 :]
+
+
+# Evaluation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 15])
+@pytest.mark.parametrize("num_samples", [1, 10, 100, 101, 109])
+def test_evaluation_takes_each_sample_once_in_the_same_batches(num_samples: int, world_size: int) -> None:
+    batches_of_rank: dict[int, list[int]] = {}
+    for rank in range(world_size):
+        for number, (epoch, indices) in evaluation_keys(num_samples, 10, rank, world_size):
+            assert epoch is None
+            assert number not in batches_of_rank
+            batches_of_rank[number] = indices.tolist()
+    assert sorted(batches_of_rank) == list(range(num_batches(num_samples, 10)))
+    assert [sample for number in sorted(batches_of_rank) for sample in batches_of_rank[number]] == list(range(num_samples))
+    assert all(len(batch) == 10 for number, batch in batches_of_rank.items() if number < len(batches_of_rank) - 1)
+
+
+# Augmentation ---------------------------------------------------------------------------------------------------
+
+
+def splitmix64(start: int, count: int) -> Iterator[float]:
+    """The reference, in whole numbers: https://prng.di.unimi.it/splitmix64.c"""
+    for _ in range(count):
+        start = (start + 0x9E3779B97F4A7C15) % 2**64
+        z = start
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        yield ((z ^ (z >> 31)) >> 11) / 2**53
+
+
+def test_random_numbers_are_splitmix64() -> None:
+    numbers = random_numbers(3, 5, torch.arange(50), 3)
+    assert numbers.flatten().tolist() == list(splitmix64(derive_seed(3, 5), 150))
+
+
+def test_random_numbers_belong_to_the_sample_whatever_its_batch() -> None:
+    whole = random_numbers(0, 2, torch.arange(1000), 3)
+    some = torch.tensor([5, 999, 0, 77])
+    assert torch.equal(random_numbers(0, 2, some, 3), whole[some])
+    assert not torch.equal(random_numbers(0, 3, some, 3), whole[some])
+    assert not torch.equal(random_numbers(1, 2, some, 3), whole[some])
+    assert ((whole >= 0) & (whole < 1)).all()
+    assert abs(whole.mean().item() - 0.5) < 0.02
+
+
+def test_shift_moves_an_image_by_whole_pixels_and_fills_with_black() -> None:
+    image = torch.arange(1, 257, dtype=torch.uint8).view(1, 1, 16, 16)
+    still, down_right = torch.tensor([[0.5, 0.5, 0.9]]), torch.tensor([[0.0, 0.0, 0.9]])
+    assert torch.equal(shift_and_flip(image, still), image)
+    moved = shift_and_flip(image, down_right)
+    assert torch.equal(moved[..., 2:, 2:], image[..., :-2, :-2])
+    assert not moved[..., :2, :].any()
+    assert not moved[..., :, :2].any()
+
+
+def test_flip_mirrors_half_of_the_images_unless_told_not_to() -> None:
+    images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
+    numbers = torch.tensor([[0.5, 0.5, flip] for flip in (0.1, 0.9, 0.49, 0.5)])
+    flipped = shift_and_flip(images, numbers)
+    expected = torch.stack([images[0].flip(2), images[1], images[2].flip(2), images[3]])
+    assert torch.equal(flipped, expected)
+    assert torch.equal(shift_and_flip(images, numbers, mirror=False), images)
+
+
+def test_tensor_samples_augment_in_training_alone() -> None:
+    images, labels = torch.randint(0, 256, (40, 1, 16, 16), dtype=torch.uint8), torch.arange(40)
+    samples = TensorSamples(images, labels, augment=True, seed=1)
+    indices = torch.tensor([3, 30, 7])
+    assert torch.equal(samples.batch(indices, None)[0], images[indices])
+    first, second = samples.batch(indices, 0)[0], samples.batch(indices, 1)[0]
+    assert not torch.equal(first, second)
+    assert torch.equal(samples.batch(indices.flip(0), 0)[0], first.flip(0))  # its place in the batch changes nothing
+    assert samples.batch(indices, 0)[1].tolist() == [3, 30, 7]
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Draws from every source of random numbers that a user's Dataset may draw from."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        import numpy
+
+        return torch.tensor([index, torch.rand(()), random.random(), numpy.random.rand()], dtype=torch.float64)
+
+
+def test_map_samples_draw_the_same_for_a_sample_whatever_came_before() -> None:
+    samples = MapSamples(Noisy(), seed=3)
+    whole = samples.batch(torch.arange(50), 0)
+    some = torch.tensor([20, 4])
+    assert torch.equal(samples.batch(some, 0), whole[some])
+    for column in (1, 2, 3):
+        assert len(set(whole[:, column].tolist())) == 50
+        assert not torch.equal(samples.batch(some, 1)[:, column], whole[some, column])  # other numbers each epoch
+        assert not torch.equal(MapSamples(Noisy(), seed=4).batch(some, 0)[:, column], whole[some, column])
+
+
+# Whole jobs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_training_on_a_set_that_the_batch_does_not_divide_ends(forks: Forks, tmp_path: Path, world_size: int) -> None:
+    """The tail of 17 samples is left out on all ranks alike: with 20 a step, some would have had a batch more."""
+    codes, output = forks.run(
+        "train", "--dataset", "digits", "--model", "mlp", "--limit-train", "97", "--batch-size", "20", "--epochs", "3",
+        "--tensorboard=false", "--log-every-steps", "1", "--run-dir", str(tmp_path), world_size=world_size,
+    )
+    assert codes == [0] * world_size, output
+    assert [line["step"] for line in metrics(tmp_path / "digits-mlp") if "train/loss" in line] == list(range(1, 13))

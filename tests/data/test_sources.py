@@ -1,0 +1,200 @@
+"""Data sets in memory: found where they lie, whole and in range, or refused with the file's name."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rigs.idx_files import made_up, write_set
+from train.config import Config
+from train.data.sources import ImageSet, load, mnist
+from train.data.sources.cifar import FOLDER
+from train.data.sources.idx import write_idx
+from train.errors import DataError
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("below", ["", "FashionMNIST/raw"])
+def test_fashion_mnist_is_found_in_data_dir(tmp_path: Path, suffix: str, below: str) -> None:
+    write_set(tmp_path / below, suffix=suffix)
+    config = Config(data_dir=str(tmp_path))
+    train, test = load(config, train=True), load(config, train=False)
+    assert isinstance(train, ImageSet)
+    assert isinstance(test, ImageSet)
+    assert (train.images.shape, train.images.dtype) == ((20, 1, 6, 6), torch.uint8)
+    assert (test.labels.shape, test.labels.dtype) == ((10,), torch.int64)
+    assert torch.equal(train.images[:, 0], made_up(20)[0])
+    assert (train.name, len(train.classes)) == ("fashion-mnist", 10)
+    assert str(tmp_path) in train.origin
+
+
+def test_fashion_mnist_in_debians_place_comes_before_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
+    write_set(tmp_path / "cache" / "FashionMNIST" / "raw")
+    debian = replace(mnist.FASHION, debian_dir=write_set(tmp_path / "debian", suffix=".gz"))
+    assert mnist.locate(debian, data_dir=None, timeout_s=1.0, say=print) == tmp_path / "debian"
+    without = replace(mnist.FASHION, debian_dir=tmp_path / "nothing")
+    there = tmp_path / "cache" / "FashionMNIST" / "raw"
+    assert mnist.locate(without, data_dir=None, timeout_s=1.0, say=print) == there
+
+
+def test_mnist_is_found_in_torchvisions_layout(tmp_path: Path) -> None:
+    write_set(tmp_path / "MNIST" / "raw")
+    assert load(Config(dataset="mnist", data_dir=str(tmp_path)), train=True).name == "mnist"
+
+
+def test_data_dir_with_other_things_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "holiday.txt").write_text("no data")
+    with pytest.raises(DataError, match=r"holds none of the files of Fashion-MNIST.*holiday\.txt"):
+        load(Config(data_dir=str(tmp_path)), train=True)
+
+
+def test_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="must be a folder"):
+        load(Config(data_dir=str(tmp_path / "file")), train=True)
+
+
+def test_data_dir_with_some_of_the_files_names_the_missing(tmp_path: Path) -> None:
+    write_set(tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte \(or \.gz\) missing"):
+        load(Config(data_dir=str(tmp_path)), train=True)
+
+
+def test_label_out_of_range_names_file_and_item(tmp_path: Path) -> None:
+    write_set(tmp_path)
+    labels = made_up(20)[1]
+    labels[7] = 10
+    write_idx(tmp_path / "train-labels-idx1-ubyte", labels)
+    with pytest.raises(DataError, match=r"train-labels-idx1-ubyte: label must be 0\.\.9.*got 10 at item 7"):
+        load(Config(data_dir=str(tmp_path)), train=True)
+
+
+def test_counts_that_differ_name_both_files(tmp_path: Path) -> None:
+    write_set(tmp_path)
+    write_idx(tmp_path / "train-labels-idx1-ubyte", made_up(19)[1])
+    with pytest.raises(DataError, match=r"train-labels-idx1-ubyte: holds 19 labels for 20 images in train-images"):
+        load(Config(data_dir=str(tmp_path)), train=True)
+
+
+def test_swapped_files_are_named(tmp_path: Path) -> None:
+    write_set(tmp_path)
+    (tmp_path / "train-images-idx3-ubyte").write_bytes((tmp_path / "train-labels-idx1-ubyte").read_bytes())
+    with pytest.raises(DataError, match="train-images-idx3-ubyte: holds labels where images"):
+        load(Config(data_dir=str(tmp_path)), train=True)
+
+
+def test_digits_that_ship_are_whole_and_stratified() -> None:
+    halves = [load(Config(dataset="digits"), train=train) for train in (True, False)]
+    assert [len(half) for half in halves] == [1438, 359]
+    for half, least in zip(halves, (139, 35), strict=True):
+        assert isinstance(half, ImageSet)
+        assert half.images.shape[1:] == (1, 8, 8)
+        assert int(half.images.max()) == 240
+        assert int(half.labels.bincount(minlength=10).min()) >= least
+    values = halves[0].images.double() / 255  # type: ignore[union-attr]
+    assert values.mean().item() == pytest.approx(halves[0].mean[0], abs=5e-4)
+    assert values.std().item() == pytest.approx(halves[0].std[0], abs=5e-4)
+
+
+def test_fake_is_the_same_each_time_and_can_be_learnt() -> None:
+    config = Config(dataset="fake", fake_samples=400, fake_classes=4)
+    train, again, test = (load(config, train=half) for half in (True, True, False))
+    assert isinstance(train, ImageSet)
+    assert isinstance(again, ImageSet)
+    assert isinstance(test, ImageSet)
+    assert torch.equal(train.images, again.images)
+    assert train.images.shape == (400, 3, 32, 32)
+    assert len(test) == 100
+    assert not torch.equal(train.images[:100], test.images)
+    centres = torch.stack([train.images[train.labels == label].float().mean(0) for label in range(4)])
+    guess = torch.cdist(test.images.float().flatten(1), centres.flatten(1)).argmin(1)
+    assert torch.equal(guess, test.labels)
+
+
+def test_limits_take_the_first_samples() -> None:
+    config = Config(dataset="digits", limit_train=100, limit_eval=30)
+    whole = load(Config(dataset="digits"), train=True)
+    cut, test = load(config, train=True), load(config, train=False)
+    assert (len(cut), len(test)) == (100, 30)
+    assert torch.equal(cut.labels, whole.labels[:100])
+    assert len(load(Config(dataset="digits", limit_train=10**6), train=True)) == len(whole)
+
+
+def test_image_size_scales_images_in_memory() -> None:
+    small = load(Config(dataset="digits", limit_train=5), train=True)
+    large = load(Config(dataset="digits", limit_train=5, image_size=16), train=True)
+    assert isinstance(small, ImageSet)
+    assert isinstance(large, ImageSet)
+    assert (large.images.shape, large.images.dtype) == ((5, 1, 16, 16), torch.uint8)
+    assert large.images.float().mean().item() == pytest.approx(small.images.float().mean().item(), abs=3)
+
+
+def test_importing_sources_does_not_import_torchvision() -> None:
+    code = "import sys, train.data.sources; sys.exit('torchvision' in sys.modules or 'PIL' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
+
+
+# CIFAR-10
+
+
+def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    from torchvision.datasets import CIFAR10
+
+    folder = root / FOLDER
+    folder.mkdir(parents=True)
+
+    def write(name: str, entry: object) -> list[str]:
+        # As in the published files: the dtype spelt with numbers, of which numpy >= 2.4 warns
+        content = pickle.dumps(entry, protocol=2).replace(b"\x89\x88\x87", b"K\x00K\x01\x87")
+        (folder / name).write_bytes(content)
+        return [name, hashlib.md5(content, usedforsecurity=False).hexdigest()]
+
+    def batch(name: str, count: int) -> list[str]:
+        data = np.random.default_rng(count).integers(0, 256, (count, 3072), dtype=np.uint8)
+        return write(name, {"data": data, "labels": [number % 10 for number in range(count)]})
+
+    meta = write("batches.meta", {"label_names": list("abcdefghij")})
+    monkeypatch.setattr(CIFAR10, "train_list", [batch("data_batch_1", 12), batch("data_batch_2", 13)])
+    monkeypatch.setattr(CIFAR10, "test_list", [batch("test_batch", 11)])
+    monkeypatch.setattr(CIFAR10, "meta", {"filename": meta[0], "key": "label_names", "md5": meta[1]})
+    return folder
+
+
+@pytest.mark.parametrize("named", ["parent", "itself"])
+def test_cifar10_is_read_from_torchvisions_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    folder = write_cifar(tmp_path, monkeypatch)
+    config = Config(dataset="cifar10", data_dir=str(tmp_path if named == "parent" else folder))
+    train, test = load(config, train=True), load(config, train=False)
+    assert isinstance(train, ImageSet)
+    assert (train.images.shape, len(test)) == ((25, 3, 32, 32), 11)
+    first = np.random.default_rng(12).integers(0, 256, (12, 3072), dtype=np.uint8)[0].reshape(3, 32, 32)
+    assert np.array_equal(train.images[0].numpy(), first)
+
+
+def test_cifar10_with_another_md5_is_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_cifar(tmp_path, monkeypatch)
+    trap = tmp_path / "opened"
+
+    class Trap:
+        def __reduce__(self) -> object:
+            return os.mkdir, (str(trap),)
+
+    (folder / "data_batch_2").write_bytes(pickle.dumps(Trap()))
+    config = Config(dataset="cifar10", data_dir=str(tmp_path))
+    with pytest.raises(DataError, match=r"data_batch_2: is damaged.*md5"):
+        load(config, train=True)
+    assert not trap.exists()
+    (folder / "data_batch_2").unlink()
+    with pytest.raises(DataError, match="data_batch_2: is missing"):
+        load(config, train=True)

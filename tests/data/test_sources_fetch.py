@@ -1,0 +1,216 @@
+"""Downloading a data set once per node: real processes, and a server on loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rigs.idx_files import ROWS, everything, made_up, small, write_set
+from train.data.sources import mnist
+from train.data.sources.fetch import NotFetched
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 240.0
+
+
+class Mirror:
+    """A slow server of four small files. `served` counts downloads; torchvision first asks once for redirects only."""
+
+    def __init__(self, folder: Path, *, status: int = 200) -> None:
+        self.folder, self.status = folder, status
+        self.served: Counter[str] = Counter()
+        self.begun, self.gate, self.broken = threading.Event(), threading.Event(), threading.Event()
+        self.gate.set()
+        mirror = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                name = self.path.lstrip("/")
+                probe = self.headers.get("Method") == "HEAD"
+                content = (mirror.folder / name).read_bytes()
+                mirror.served[name] += mirror.status != 200 or not probe
+                if mirror.status != 200:
+                    mirror.begun.set()
+                    mirror.gate.wait(WAIT_S)
+                    self.send_error(mirror.status)
+                    return
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                if probe:
+                    return
+                try:
+                    middle = len(content) // 2
+                    for piece in (content[:middle], content[middle:]):
+                        self.wfile.write(piece)
+                        self.wfile.flush()
+                        mirror.begun.set()
+                        time.sleep(0.2)
+                        while not mirror.gate.wait(0.1):
+                            self.wfile.write(b"")
+                            if self._left():
+                                raise ConnectionResetError
+                except OSError:
+                    mirror.broken.set()
+
+            def _left(self) -> bool:
+                ready, _, _ = select.select([self.connection], [], [], 0)
+                return bool(ready) and self.connection.recv(1) == b""
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def attributes(self) -> dict[str, Any]:
+        files = sorted(self.folder.iterdir())
+        return {
+            "mirrors": [f"http://127.0.0.1:{self.server.server_port}/"],
+            "resources": [(f.name, hashlib.md5(f.read_bytes(), usedforsecurity=False).hexdigest()) for f in files],
+        }
+
+
+@pytest.fixture
+def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Mirror]]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    started: list[Mirror] = []
+
+    def start(**options: Any) -> Mirror:
+        started.append(Mirror(write_set(tmp_path / "served", suffix=".gz"), **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.gate.set()
+        one.server.shutdown()
+        one.server.server_close()
+
+
+# Without the rest of the package, which imports torch: four of those on two cores take longer than all else here
+WORKER = """
+import json, pathlib, sys, types
+package = sys.modules["train.data.sources"] = types.ModuleType("train.data.sources")
+package.__path__ = [sys.argv[3]]
+from train.errors import DataError
+from train.data.sources.fetch import Remote, fetch
+
+def check(folder):
+    seen.append(sorted(path.name for path in (folder / "raw").iterdir()))
+
+seen = []
+remote = Remote("Fashion-MNIST", "FashionMNIST", "FashionMNIST", check, attributes=json.loads(sys.argv[2]))
+try:
+    fetch(remote, pathlib.Path(sys.argv[1]), timeout_s=240, say=lambda line: print(line, flush=True))
+    check(pathlib.Path(sys.argv[1]) / "FashionMNIST")
+    print("has", len(seen[-1]))
+except DataError as error:
+    print("refused", error)
+"""
+
+
+def start_worker(root: Path, attributes: dict[str, Any]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(root), json.dumps(attributes), str(ROOT / "train" / "sources")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_four_processes_with_one_folder_download_each_file_once(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
+    server = mirror()
+    root = tmp_path / "data"
+    workers = [start_worker(root, server.attributes()) for _ in range(4)]
+    outputs = [worker.communicate(timeout=WAIT_S)[0] for worker in workers]
+    for worker, output in zip(workers, outputs, strict=True):
+        assert worker.returncode == 0, output
+        assert "has 8" in output  # torchvision leaves the packed files beside the plain ones
+    assert server.served == {path.name: 1 for path in server.folder.iterdir()}
+    assert sum("downloading Fashion-MNIST to" in output for output in outputs) == 1
+    assert everything(root) == ["FashionMNIST"]
+    images = mnist.load_family(root / "FashionMNIST" / "raw", small(), train=True).images
+    assert torch.equal(images[:, 0], made_up(ROWS["train"])[0])
+
+
+def test_killed_downloader_leaves_no_orphan_and_the_next_run_cleans_up(
+    tmp_path: Path, mirror: Callable[..., Mirror]
+) -> None:
+    server = mirror()
+    server.gate.clear()
+    root = tmp_path / "data"
+    with start_worker(root, server.attributes()) as killed:
+        assert server.begun.wait(WAIT_S)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+    # The process that downloads for it has gone too: its connection is closed
+    assert server.broken.wait(WAIT_S)
+    assert any(".partial-" in name for name in everything(root))
+    assert "FashionMNIST" not in everything(root)
+    server.gate.set()
+    with start_worker(root, server.attributes()) as second:
+        output = second.communicate(timeout=WAIT_S)[0]
+    assert second.returncode == 0, output
+    assert "has 8" in output
+    assert everything(root) == ["FashionMNIST"]
+
+
+def test_those_who_waited_share_the_reason_and_do_not_try_again(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
+    server = mirror(status=403)
+    server.gate.clear()
+    workers = [start_worker(tmp_path / "data", server.attributes()) for _ in range(3)]
+    assert server.begun.wait(WAIT_S)
+    until_s = time.monotonic() + WAIT_S
+    while not all(has_open(worker.pid, tmp_path / "data" / ".FashionMNIST.lock") for worker in workers):
+        assert time.monotonic() < until_s, "not all wait for the lock"
+        time.sleep(0.05)
+    server.gate.set()
+    outputs = [worker.communicate(timeout=WAIT_S)[0] for worker in workers]
+    for output in outputs:
+        assert "HTTP Error 403" in output.splitlines()[-1]
+    assert sum(server.served.values()) == 1
+    assert everything(tmp_path / "data") == []
+
+
+def has_open(pid: int, path: Path) -> bool:
+    try:
+        return any(os.path.samefile(handle, path) for handle in Path(f"/proc/{pid}/fd").iterdir())
+    except FileNotFoundError:  # a file that it closes right now
+        return False
+
+
+def test_wrong_md5_is_refused_and_nothing_is_left(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
+    server = mirror()
+    attributes = server.attributes()
+    attributes["resources"][0] = (attributes["resources"][0][0], "0" * 32)
+    with pytest.raises(NotFetched, match=r"torchvision: .*corrupted"):
+        mnist.locate(small(attributes), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
+    assert everything(tmp_path / "data") == []
+
+
+def test_torchvisions_own_files_are_checked_by_md5() -> None:
+    from torchvision.datasets import CIFAR10, MNIST, FashionMNIST
+
+    assert small().attributes is None
+    assert mnist.FASHION.attributes is None
+    assert mnist.MNIST.attributes is None
+    for kind in (FashionMNIST, MNIST):
+        assert len(kind.resources) == 4
+        assert all(len(md5) == 32 for _, md5 in kind.resources)
+    assert len(CIFAR10.tgz_md5) == 32

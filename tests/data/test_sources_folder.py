@@ -1,0 +1,163 @@
+"""Folders of images: listed the same everywhere, decoded to one size, each unusable file or folder named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from train.config import Config
+from train.data.sources import FileSet, load
+from train.errors import DataError
+
+
+def write_images(folder: Path, count: int, *, size: tuple[int, int] = (40, 30), suffix: str = "png") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        Image.new("RGB", size, (10 * number % 256, 128, 0)).save(folder / f"{number:03}.{suffix}")
+
+
+def folder_set(root: Path, *, train: bool = True, image_size: int | None = 16) -> FileSet:
+    found = load(Config(dataset="imagefolder", data_dir=str(root), image_size=image_size), train=train)
+    assert isinstance(found, FileSet)
+    return found
+
+
+@pytest.mark.parametrize("other", ["val", "test"])
+def test_imagefolder_with_two_halves(tmp_path: Path, other: str) -> None:
+    for half, count in (("train", 4), (other, 2)):
+        for name in ("zebra", "ape"):
+            write_images(tmp_path / half / name, count)
+    write_images(tmp_path / "train" / "ape" / "deeper", 1)
+    (tmp_path / "train" / ".DS_Store").write_text("")
+    (tmp_path / "train" / "ape" / ".hidden").write_text("")
+    train, test = folder_set(tmp_path), folder_set(tmp_path, train=False)
+    assert train.classes == ("ape", "zebra")
+    assert train.labels.tolist() == [0] * 5 + [1] * 4
+    assert test.labels.tolist() == [0, 0, 1, 1]
+    assert list(train.paths) == sorted(train.paths)
+
+
+def test_imagefolder_without_halves_is_split_in_a_fixed_way(tmp_path: Path) -> None:
+    write_images(tmp_path / "a", 30)
+    write_images(tmp_path / "b", 3)
+    train, test = folder_set(tmp_path), folder_set(tmp_path, train=False)
+    assert (train.labels.tolist().count(0), test.labels.tolist().count(0)) == (27, 3)
+    assert (train.labels.tolist().count(1), test.labels.tolist().count(1)) == (2, 1)
+    assert not set(train.paths) & set(test.paths)
+    assert folder_set(tmp_path).paths == train.paths
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "bmp", "webp"])
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1"])
+def test_imagefolder_decodes_to_rgb_of_one_size(tmp_path: Path, suffix: str, mode: str) -> None:
+    for name in ("a", "b"):
+        for number, size in enumerate([(40, 30), (9, 50)]):
+            (tmp_path / name).mkdir(exist_ok=True)
+            image = Image.new("RGB", size, (200, 100, 50)).convert(mode)
+            image = image.convert("RGB") if (suffix, mode) in {("jpg", "P"), ("jpg", "RGBA")} else image
+            image.save(tmp_path / name / f"{number}.{suffix}")
+    for half in (True, False):
+        found = folder_set(tmp_path, train=half)
+        for index in range(len(found)):
+            image = found.load(index)
+            assert (image.shape, image.dtype, image.is_contiguous()) == ((3, 16, 16), torch.uint8, True)
+
+
+def test_imagefolder_keeps_the_middle_and_224_is_the_default(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_images(tmp_path / name, 1)
+        image = Image.new("RGB", (900, 300), (255, 0, 0))
+        image.paste((0, 255, 0), (300, 0, 600, 300))
+        image.save(tmp_path / name / "wide.jpg", quality=95)
+    for half in (True, False):
+        found = folder_set(tmp_path, train=half, image_size=None)
+        wide = [found.load(index) for index, path in enumerate(found.paths) if path.endswith("wide.jpg")]
+        for image in wide:
+            assert image.shape == (3, 224, 224)
+            assert image[1, :, 5:-5].float().mean() > 245
+            assert image[0, :, 5:-5].float().mean() < 10
+
+
+def test_palette_with_transparency_gives_no_warning(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_images(tmp_path / name, 1)
+        palette = Image.new("P", (20, 20))
+        palette.putpalette([0, 0, 0, 255, 255, 255])
+        palette.save(tmp_path / name / "p.png", transparency=bytes([0, 128]))
+    for half in (True, False):
+        found = folder_set(tmp_path, train=half)
+        assert [found.load(index).shape for index in range(len(found))] == [(3, 16, 16)] * 2
+
+
+def test_empty_class_folder_is_named(tmp_path: Path) -> None:
+    write_images(tmp_path / "a", 2)
+    (tmp_path / "b").mkdir()
+    with pytest.raises(DataError, match=rf"{tmp_path / 'b'}: holds no images"):
+        folder_set(tmp_path)
+
+
+def test_empty_class_in_the_other_half_is_named_when_that_is_read(tmp_path: Path) -> None:
+    write_images(tmp_path / "train" / "a", 2)
+    (tmp_path / "val" / "a").mkdir(parents=True)
+    with pytest.raises(DataError, match=rf"{tmp_path / 'val' / 'a'}: holds no images"):
+        folder_set(tmp_path, train=False)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_classes_that_differ_are_named(tmp_path: Path, train: bool) -> None:
+    for below in ("train/a", "train/b", "val/a"):
+        write_images(tmp_path / below, 1)
+    with pytest.raises(DataError, match=rf"{tmp_path / 'train' / 'b'}: is a class that {tmp_path / 'val'} lacks"):
+        folder_set(tmp_path, train=train)
+
+
+@pytest.mark.parametrize("there", ["train", "val"])
+def test_one_half_alone_is_refused(tmp_path: Path, there: str) -> None:
+    write_images(tmp_path / there / "a", 1)
+    with pytest.raises(DataError, match="is missing beside"):
+        folder_set(tmp_path)
+
+
+def test_folder_without_classes_and_missing_folder_are_refused(tmp_path: Path) -> None:
+    write_images(tmp_path, 3)
+    with pytest.raises(DataError, match=rf"{tmp_path}: holds no class folders"):
+        folder_set(tmp_path)
+    with pytest.raises(DataError, match=rf"{tmp_path / 'absent'}: cannot be read"):
+        folder_set(tmp_path / "absent")
+
+
+def test_class_with_one_image_cannot_be_split(tmp_path: Path) -> None:
+    write_images(tmp_path / "a", 1)
+    with pytest.raises(DataError, match=rf"{tmp_path / 'a'}: holds one image"):
+        folder_set(tmp_path)
+
+
+def test_file_of_another_kind_is_named(tmp_path: Path) -> None:
+    write_images(tmp_path / "a", 2)
+    (tmp_path / "a" / "notes.txt").write_text("hm")
+    with pytest.raises(DataError, match=r"notes\.txt: is no image"):
+        folder_set(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["text", "empty", "truncated.jpg", "truncated.png", "bomb", "gone"])
+def test_file_that_is_no_image_is_named_when_loaded(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_images(tmp_path / "train" / "a", 1, size=(300, 300), suffix="jpg" if kind.endswith("jpg") else "png")
+    write_images(tmp_path / "val" / "a", 1)
+    path = next((tmp_path / "train" / "a").iterdir())
+    found = folder_set(tmp_path)
+    whole = path.read_bytes()
+    if kind == "bomb":
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)
+    elif kind == "gone":
+        path.unlink()
+    else:
+        path.write_bytes({"text": b"hello", "empty": b""}.get(kind, whole[: len(whole) // 2]))
+    with pytest.raises(DataError) as caught:
+        found.load(0)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    assert {"bomb": "too many pixels", "gone": "is gone"}.get(kind, "is no image") in message

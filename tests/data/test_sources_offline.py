@@ -1,0 +1,263 @@
+"""Fetching where something is refused: the next source, bounded waiting, the cache, and the digits that ship."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import train.data.sources as sources
+from tests.rigs.idx_files import ROWS, everything, small, write_set
+from train.config import Config
+from train.data.sources import cache, fetch, load, mnist
+from train.data.sources.fetch import NotFetched, Remote
+from train.data.sources.idx import write_idx
+from train.errors import DataError
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 120.0
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *, reasons: dict[str, str], made: Path | None = None) -> list[str]:
+    """Let each source fail for a reason, or make a copy of `made` where its download would be; lists what was tried."""
+    tried: list[str] = []
+
+    def run(task: list[str], folder: Path, **_: Any) -> str:
+        tried.append(task[0])
+        assert folder.is_absolute(), "apt-get runs in another folder"
+        if task[0] in reasons:
+            return reasons[task[0]]
+        assert made is not None
+        target = folder / "found" if task[0] == "apt" else folder / "FashionMNIST" / "raw"
+        target.mkdir(parents=True)
+        for path in made.iterdir():
+            (target / path.name).write_bytes(path.read_bytes())
+        return ""
+
+    monkeypatch.setattr(fetch, "_run", run)
+    return tried
+
+
+def at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **scripts: str) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, script in scripts.items():
+        path = folder / name.replace("_", "-")
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+def test_content_that_is_wrong_though_delivered_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = write_set(tmp_path / "served")
+    write_idx(served / "t10k-images-idx3-ubyte", torch.zeros(9, 5, 5, dtype=torch.uint8))
+    pretend(monkeypatch, reasons={}, made=served)
+    with pytest.raises(NotFetched, match="10 labels for 9 images"):
+        mnist.locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
+    assert everything(tmp_path / "data") == []
+
+
+def test_package_is_unpacked_where_the_download_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    at_hand(monkeypatch, tmp_path, apt_get="exit 1", dpkg="exit 1")
+    tried = pretend(monkeypatch, reasons={"torchvision": "HTTP Error 403"}, made=write_set(tmp_path / "served"))
+    family = replace(small(), debian_package="some-package")
+    folder = mnist.locate(family, data_dir="data", timeout_s=WAIT_S, say=print)
+    assert tried == ["torchvision", "apt"]
+    assert folder == tmp_path / "data" / "FashionMNIST" / "raw"
+    assert len(mnist.load_family(folder, family, train=False)) == ROWS["t10k"]
+    assert everything(tmp_path / "data") == ["FashionMNIST"]
+
+
+APT_GET = """
+case "$*" in
+  *Lists*update*) touch lists/fetched ;;
+  *download*) if [ ! -e lists/fetched ]; then echo "E: Unable to locate package some-package"; exit 100; fi
+              touch some-package_1_all.deb ;;
+  *) echo "E: unexpected: $*"; exit 100 ;;
+esac
+"""
+DPKG = """
+[ "$1" = -x ] && [ -f "$2" ] && mkdir -p "$3/usr/share/place" && touch "$3/usr/share/place/file"
+"""
+
+
+def test_apt_fetches_its_own_lists_when_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_hand(monkeypatch, tmp_path, apt_get=APT_GET, dpkg=DPKG)
+    folder = tmp_path / "apt"
+    folder.mkdir()
+    task = ["apt", "some-package", "usr/share/place", str(folder)]
+    assert fetch._run(task, folder, until=time.monotonic() + WAIT_S, title="it", say=print) == ""
+    assert (folder / "found" / "file").is_file()
+
+
+def test_apt_that_fails_gives_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_hand(monkeypatch, tmp_path, apt_get='echo "Err:1 mirror"; echo "E: Failed to fetch it  403"; exit 100', dpkg="")
+    folder = tmp_path / "apt"
+    folder.mkdir()
+    task = ["apt", "some-package", "usr/share/place", str(folder)]
+    reason = fetch._run(task, folder, until=time.monotonic() + WAIT_S, title="it", say=print)
+    assert reason == "apt-get: Err:1 mirror E: Failed to fetch it 403"
+
+
+def test_download_is_bounded_and_what_it_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_hand(monkeypatch, tmp_path, apt_get="echo $$ > new; mv new pid; exec sleep 600", dpkg="")
+    folder = tmp_path / "apt"
+    folder.mkdir()
+    monkeypatch.setattr(fetch, "TELL_S", 0.3)
+    said: list[str] = []
+
+    def clock() -> float:
+        """Time is over once it has begun, and was told of."""
+        return time.monotonic() + (1000.0 if said and (folder / "pid").exists() else 0.0)
+
+    monkeypatch.setattr(fetch, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    task = ["apt", "some-package", "usr/share/place", str(folder)]
+    reason = fetch._run(task, folder, until=time.monotonic() + 500.0, title="it", say=said.append)
+    assert reason.startswith("not done after 10")
+    assert said[0].startswith("downloading it: 0.0 MB after ")
+    sleeper = int((folder / "pid").read_text())
+    deadline = time.monotonic() + WAIT_S
+    while _runs(sleeper) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(sleeper)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        # An orphan that has ended stays a zombie where no process one collects it
+        stat = Path(f"/proc/{pid}/stat")
+        return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+HOLDER = """
+import fcntl, os, sys
+handle = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.lockf(handle, fcntl.LOCK_EX)
+os.write(handle, b"process 4711 on elsewhere")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_waiting_is_bounded_and_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "GRACE_S", 0.3)
+    monkeypatch.setattr(fetch, "TELL_S", 0.0)  # at its first look
+    said: list[str] = []
+    lock = tmp_path / ".FashionMNIST.lock"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(
+            DataError, match="process 4711 on elsewhere has not finished downloading Fashion-MNIST"
+        ) as e:
+            mnist.locate(small(), data_dir=str(tmp_path), timeout_s=0.2, say=said.append)
+        assert not isinstance(e.value, NotFetched)  # no ground to fall back: somebody may well succeed
+        holder.kill()
+    assert said[0].startswith("waiting for process 4711 on elsewhere to download Fashion-MNIST (0 s of at most 0.2 s)")
+
+
+def test_without_locks_it_still_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    pretend(monkeypatch, reasons={}, made=write_set(tmp_path / "served"))
+    of_another = tmp_path / "data" / ".FashionMNIST.partial-x"
+    of_another.mkdir(parents=True)
+    mnist.locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
+    assert everything(tmp_path / "data") == [of_another.name, "FashionMNIST"]
+
+
+def test_second_to_rename_keeps_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "data"
+    pretend(monkeypatch, reasons={}, made=write_set(tmp_path / "served"))
+
+    def meanwhile(_: Path) -> None:
+        (root / "FashionMNIST" / "raw").mkdir(parents=True, exist_ok=True)
+
+    remote = Remote("it", "FashionMNIST", "FashionMNIST", check=meanwhile)
+    assert fetch.fetch(remote, root, timeout_s=WAIT_S, say=print) == root / "FashionMNIST"
+    assert everything(root) == ["FashionMNIST"]
+
+
+def test_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, dir: Path, **__: Any) -> str:
+        raise OSError(errno.EROFS, "Read-only file system", str(dir))
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    with pytest.raises(DataError, match=rf"{tmp_path}: Fashion-MNIST cannot be stored there \(Read-only file system\)"):
+        mnist.locate(small(), data_dir=str(tmp_path), timeout_s=1.0, say=print)
+    assert everything(tmp_path) == []
+
+
+# What is done without network and package
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(mnist, "FASHION", small())
+    monkeypatch.setattr(sources, "_out_of_reach", {})
+    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
+    return pretend(monkeypatch, reasons={"torchvision": "<urlopen error [Errno -2] Name or service not known>"})
+
+
+def test_default_falls_back_to_digits_and_says_so_in_one_line(offline: list[str]) -> None:
+    said: list[str] = []
+    halves = [load(Config(), train=train, say=said.append) for train in (True, False)]
+    assert [half.name for half in halves] == ["digits", "digits"]
+    assert offline == ["torchvision"], "the second half must not try, and decide, again"
+    told = [line for line in said if "digits" in line]
+    assert len(told) == 1
+    assert "Name or service not known" in told[0]
+    assert "\n" not in told[0]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "own"), [("fashion-mnist", True), ("mnist", False), ("mnist", True), ("cifar10", False)]
+)
+def test_a_chosen_set_or_place_is_never_replaced(tmp_path: Path, offline: list[str], dataset: Any, own: bool) -> None:
+    config = Config(dataset=dataset, data_dir=str(tmp_path / "empty") if own else None)
+    for train in (True, False):
+        with pytest.raises(NotFetched, match=r"cannot be downloaded.*set data_dir"):
+            load(config, train=train, say=print)
+
+
+def test_cache_is_the_named_one_then_the_users_then_the_temporary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "named"))
+    assert cache.writable_cache() == tmp_path / "named"
+    monkeypatch.delenv("RANKUP_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache.writable_cache() == tmp_path / "xdg" / "rankup"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache.writable_cache() == tmp_path / "home" / ".cache" / "rankup"
+    (tmp_path / "broken").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "broken"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert cache.writable_cache() == tmp_path / f"rankup-{os.geteuid()}"
+    assert (tmp_path / f"rankup-{os.geteuid()}").stat().st_mode & 0o777 == 0o700
+
+
+def test_named_cache_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(DataError, match=rf"{tmp_path / 'file' / 'cache'}: cannot be written"):
+        cache.writable_cache()

@@ -1,0 +1,191 @@
+"""Whatever happens to one rank, all end: within the bound, with the code of the cause, and with the culprit's name."""
+
+import json
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.rigs.faults import lives, session
+from tests.rigs.fork_server import Forks, Job
+from tests.rigs.jobs import result
+from train.process.log import host_name
+
+HOST = host_name()
+WORLD = 3
+# Eight steps an epoch; the loss is called twice before the first step
+SETTINGS = (
+    "--workload=probe:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4", "--log-every-steps=1",
+    "--save-every-steps=2", "--tensorboard=false", "--progress=none", "--join-timeout-s=30", "--num-workers=1",
+)
+SHORT = 5  # seconds; a step takes milliseconds
+
+
+def train(run: Path, *more: str) -> tuple[str, ...]:
+    return ("train", *SETTINGS, f"--run-dir={run.parent}", f"--name={run.name}", *more)
+
+
+def probe(where: str, call: int, rank: int, **order: object) -> dict[str, str]:
+    return {"PROBE": json.dumps({"where": where, "call": call, "rank": rank, **order})}
+
+
+def assert_named(job: Job, run: Path, culprit: int, *, among: list[int]) -> None:
+    """Each of those ranks names the culprit, and nobody else, in its output and in `status/`."""
+    for rank in among:
+        output = job.processes[rank].output
+        named = re.findall(r"rank (\d+) on (\S+) \(", output)
+        assert named, output
+        assert set(named) == {(str(culprit), HOST)}, output
+        (told,) = run.glob(f"status/*/rank-{rank}.json")
+        assert json.loads(told.read_text())["suspect"] == culprit
+
+
+def assert_nothing_left(job: Job) -> None:
+    """Each rank leads a session, and its DataLoader workers belong to it."""
+    sessions = {process.pid for process in job.processes}
+    left = [p for p in psutil.process_iter() if session(p) in sessions and lives(p)]
+    assert psutil.wait_procs(left, timeout=60)[1] == []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    codes, output = forks.run(*train(run), world_size=WORLD)
+    assert codes == [0] * WORLD, output
+    return result(run)["digest"]  # type: ignore[no-any-return]
+
+
+# A rank that fails ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("culprit", "error", "code", "says"),
+    [
+        (0, "ValueError", 1, "ValueError: probe"),
+        (2, "ValueError", 1, "ValueError: probe"),
+        (0, "DataError", 2, "error: probe"),
+        (2, "DataError", 2, "error: probe"),
+        (1, "SystemExit", 1, "SystemExit: 0"),  # to leave before the end is no success
+        (1, "HTTPError", 1, "HTTPError: HTTP Error 404: probe"),  # its code is no exit code
+    ],
+)
+def test_error_on_one_rank_ends_all_with_its_code_and_names_it(
+    culprit: int, error: str, code: int, says: str, forks: Forks, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    order = probe("loss", 6, culprit, **{"raise": error})
+    with forks.running(*train(run), world_size=WORLD, env=order) as job:
+        assert job.wait() == [code] * WORLD, job.output
+    assert says in job.processes[culprit].output
+    assert_named(job, run, culprit, among=[rank for rank in range(WORLD) if rank != culprit])
+    assert_nothing_left(job)
+
+
+def test_every_line_names_host_and_rank_and_others_than_rank_0_tell_their_own_failure_only(
+    forks: Forks, tmp_path: Path
+) -> None:
+    with forks.running(*train(tmp_path / "run"), world_size=WORLD, env=probe("loss", 6, 1, **{"raise": "ValueError"})) as job:
+        job.wait()
+    for rank, process in enumerate(job.processes):
+        lines = process.output.splitlines()
+        assert lines
+        assert all(line.startswith(f"[{HOST} r{rank}/{WORLD}] ") for line in lines), process.output
+    assert len(job.processes[0].output.splitlines()) > 3
+    assert job.processes[2].output.count("\n") == 1
+    assert "Traceback" in job.processes[1].output.splitlines()[0]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_killed_rank_is_named_by_all_others(culprit: int, forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with forks.running(*train(run), world_size=WORLD, env=probe("loss", 6, culprit, signal="SIGKILL")) as job:
+        codes = job.wait()
+    assert codes == [-9 if rank == culprit else 171 for rank in range(WORLD)], job.output
+    assert_named(job, run, culprit, among=[rank for rank in range(WORLD) if rank != culprit])
+    assert_nothing_left(job)
+
+
+# A rank that hangs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "call", "phase", "culprit"), [("loss", 6, "step", 0), ("loss", 6, "step", 2), ("evaluate", 1, "evaluation", 1)]
+)
+def test_stopped_rank_is_found_by_its_deadline_and_the_job_goes_on_after_a_restart(
+    where: str, call: int, phase: str, culprit: int, forks: Forks, undisturbed: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    order = probe(where, call, culprit, signal="SIGSTOP")
+    others = [rank for rank in range(WORLD) if rank != culprit]
+    line = train(run, f"--step-timeout-s={SHORT}", f"--eval-timeout-s={SHORT}")
+    with forks.running(*line, world_size=WORLD, env=order) as job:
+        for rank in others:
+            assert job.processes[rank].ended.wait(240), job.output
+            assert job.processes[rank].code == 171, job.output
+        # One whose time begins a second later hears of it from the other, before its own is over
+        found = [rank for rank in others if f"{phase} (step" in job.processes[rank].output]
+        assert found, job.output
+        assert all("Thread 0x" in (run / "logs" / f"rank-{rank}.log").read_text() for rank in found)
+        assert job.processes[culprit].code is None
+        assert_named(job, run, culprit, among=others)
+    assert_nothing_left(job)
+    codes, output = forks.run(*train(run), world_size=WORLD)
+    assert codes == [0] * WORLD, output
+    assert result(run)["digest"] == undisturbed, output
+
+
+def test_rank_that_is_the_last_to_find_out_names_itself(forks: Forks, tmp_path: Path) -> None:
+    """When it looks for a culprit, those that waited for it have left, and the store with rank 0."""
+    run = tmp_path / "run"
+    order = probe("build", 1, 1, signal="SIGSTOP", sleep_s=1000)
+    with forks.running(*train(run, f"--setup-timeout-s={SHORT}", "--num-workers=0"), world_size=WORLD, env=order) as job:
+        for rank in (0, 2):
+            assert job.processes[rank].ended.wait(240), job.output
+        job.processes[1].signal("SIGCONT")
+        assert job.wait() == [171] * WORLD, job.output
+    assert "setup (step 0) took longer" in job.processes[1].output
+    assert_named(job, run, 1, among=list(range(WORLD)))
+
+
+@pytest.mark.parametrize(
+    ("where", "call", "phase", "setting", "culprit"),
+    [("build", 1, "setup", "setup", 1), ("data", 6, "step", "step", 0), ("loss", 6, "step", "step", 1)],
+)
+def test_rank_that_works_too_long_is_named_by_the_others_and_by_itself(
+    where: str, call: int, phase: str, setting: str, culprit: int, forks: Forks, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    order = probe(where, call, culprit, sleep_s=1000)
+    line = train(run, f"--{setting}-timeout-s={SHORT}", "--num-workers=0")
+    with forks.running(*line, world_size=WORLD, env=order) as job:
+        assert job.wait() == [171] * WORLD, job.output
+    assert f"{phase} (step" in job.processes[culprit].output
+    assert_named(job, run, culprit, among=list(range(WORLD)))
+
+
+def test_rank_0_that_saves_too_long_is_named(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with forks.running(*train(run, f"--save-timeout-s={SHORT}"), world_size=WORLD, preload="tests.rigs.faulting_workload:slow_save") as job:
+        assert job.wait() == [171] * WORLD, job.output
+    assert f"save (step 4) took longer than {SHORT} s" in job.output  # on whom it found first; it told the others
+    assert_named(job, run, 0, among=list(range(WORLD)))
+    assert "probe.py" in (run / "logs" / "rank-0.log").read_text()  # the stacks say where
+
+
+def test_hang_that_holds_the_interpreter_lock_ends_as_worth_a_restart(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    order = probe("loss", 6, 1, hold_s=1000)
+    line = train(run, f"--step-timeout-s={SHORT}")
+    with forks.running(*line, world_size=WORLD, env=order, preload="tests.rigs.faulting_workload:impatient") as job:
+        assert job.wait() == [171, -14, 171], job.output  # 142 as a shell counts it
+    assert_named(job, run, 1, among=[0, 2])
+    assert "in probe" in job.processes[1].output
+
+
+def test_disk_that_hangs_after_a_failure_keeps_neither_the_rank_nor_its_code(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    order = probe("loss", 6, 1, **{"raise": "DataError"})
+    with forks.running(*train(run), world_size=WORLD, env=order, preload="tests.rigs.faulting_workload:stuck_disk") as job:
+        assert job.wait() == [2] * WORLD, job.output
+    assert_named(job, run, 1, among=[0, 2])

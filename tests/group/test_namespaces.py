@@ -1,0 +1,337 @@
+"""Two machines, made of namespaces, with the networks that users meet: names that resolve to 127.0.1.1, second interfaces,
+firewalls, names and routes that do not exist, cables that are pulled.
+
+The cases run side by side, each on a pair of machines of its own.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.rigs import namespaces
+from tests.rigs.fork_server import Forks
+from tests.rigs.namespaces import Node, Pair
+from tests.rigs.single_rank import NOISE, TINY, Rank, Starter, starting
+
+PORT = 29400
+SHORT_S = 5  # where ranks never meet
+LONG_S = 60  # where they do: what follows is bounded by itself
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _possible() -> None:
+    reason = namespaces.missing()
+    if reason and os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+
+
+@dataclass
+class Case:
+    """A pair of machines, and the ranks on them."""
+
+    name: str
+    pair: Pair
+    starter: Starter
+    ranks: list[Rank] = field(default_factory=list)
+
+    @property
+    def nodes(self) -> list[Node]:
+        return self.pair.nodes
+
+    def rank(self, rank: int, world_size: int, node: int, *arguments: str, addr: str = "192.168.77.1", join_s: float = LONG_S,
+             **env: str) -> Rank:
+        env = {"LOCAL_RANK": "0", "MASTER_ADDR": addr, **self.nodes[node].env, **env}
+        self.ranks.append(self.starter(rank, world_size, PORT, self.name, *arguments, join_s=join_s, **env))
+        return self.ranks[-1]
+
+    def both(self, *arguments: str, **more: str | float) -> None:
+        """A rank on each machine, rank 0 on the first."""
+        for node in (0, 1):
+            self.rank(node, 2, node, *arguments, **more)  # type: ignore[arg-type]
+
+    def said(self, code: int) -> list[str]:
+        """What each rank said; all ended with `code`."""
+        codes = [rank.wait() for rank in self.ranks]
+        said = [rank.said for rank in self.ranks]
+        assert codes == [code] * len(codes), "\n".join(said)
+        assert not any("Traceback" in text for text in said), "\n".join(said)
+        return said
+
+
+CASES: dict[str, Callable[[Case], None]] = {}
+
+
+def case(begin: Callable[[Case], None]) -> Callable[[Case], None]:
+    CASES[begin.__name__] = begin
+    return begin
+
+
+@pytest.fixture(scope="module")
+def cases(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
+    """All of them, begun."""
+    folder = tmp_path_factory.mktemp("machines")
+    with ExitStack() as stack:
+        begun = {}
+        for name, begin in CASES.items():
+            pair = Pair(folder / name)
+            stack.callback(pair.close)
+            begun[name] = Case(name, pair, stack.enter_context(starting(forks, folder / "runs")))
+            begin(begun[name])
+        begun["cable"].ranks[0].wait_for("epoch 1:")
+        begun["cable"].nodes[0].run("ip link set eth0 down")
+        yield begun
+
+
+# Machines that have all they need -----------------------------------------------------------------------------
+
+
+@case
+def by_address(case: Case) -> None:
+    case.both()
+
+
+@case
+def the_other_way_round(case: Case) -> None:
+    # gloo's higher address listens, the lower one calls: each has to be tried as the one that names itself 127.0.1.1
+    case.rank(0, 2, 1, addr="192.168.77.2")
+    case.rank(1, 2, 0, addr="192.168.77.2")
+
+
+@case
+def by_name(case: Case) -> None:
+    # On node0 itself the name is 127.0.1.1: rank 0 and rank 1 see no address of theirs that would serve the others
+    for rank, node in ((0, 0), (1, 0), (2, 1), (3, 1)):
+        case.rank(rank, 4, node, addr="node0", LOCAL_RANK=str(rank % 2))
+
+
+@case
+def without_ipv6(case: Case) -> None:
+    for node in case.nodes:
+        node.run("sysctl -qw net.ipv6.conf.all.disable_ipv6=1")
+    case.both()
+
+
+@case
+def ipv6_alone(case: Case) -> None:
+    for number, node in enumerate(case.nodes):
+        node.run("ip -4 addr flush dev eth0", f"ip -6 addr add fd77::{number + 1}/64 dev eth0 nodad")
+    case.both(addr="fd77::1")
+
+
+@case
+def ports_that_are_open(case: Case) -> None:
+    for node in case.nodes:
+        node.run("sysctl -qw net.ipv4.ip_local_port_range='40000 40050'")
+        firewall(node, "DROP", f"{PORT},40000:40050")
+    case.both()
+
+
+@case
+def a_name_that_comes_late(case: Case) -> None:
+    case.rank(1, 2, 1, addr="late.example")
+    case.ranks[0].wait_for("rank 1 of 2")
+    case.nodes[0].know("late.example", "192.168.77.1")
+    case.nodes[1].know("late.example", "192.168.77.1")
+    case.rank(0, 2, 0, addr="late.example")
+
+
+def firewall(node: Node, action: str, ports: str = str(PORT)) -> None:
+    """Let in what goes to these ports, and answers from the master's."""
+    node.run(
+        "iptables -w -A INPUT -i lo -j ACCEPT",
+        f"iptables -w -A INPUT -p tcp -m multiport --dports {ports} -j ACCEPT",
+        f"iptables -w -A INPUT -p tcp --sport {PORT} -j ACCEPT",
+        f"iptables -w -A INPUT -p tcp -j {action}",
+    )
+
+
+@pytest.mark.parametrize("name", [by_address, the_other_way_round, by_name, without_ipv6, ipv6_alone, ports_that_are_open,
+                                  a_name_that_comes_late], ids=lambda begin: begin.__name__)
+def test_two_machines_train(cases: dict[str, Case], name: Callable[[Case], None]):
+    for said in cases[name.__name__].said(0):
+        assert not NOISE.search(said), said
+
+
+@case
+def launched(case: Case) -> None:
+    for number, node in enumerate(case.nodes):
+        line = ("launch", "--nnodes", "2", "--nproc", "2", "--node-rank", str(number), "--master-addr", "node0", "--master-port",
+                str(PORT), *TINY)
+        case.ranks.append(case.starter.command(line, case.name, env=node.env))
+
+
+def test_launch_starts_two_ranks_on_each_of_two_machines(cases: dict[str, Case]):
+    said = cases["launched"].said(0)
+    assert "4 on node0, node1" in said[0]
+
+
+# Interfaces ---------------------------------------------------------------------------------------------------
+
+
+@case
+def no_such_interface(case: Case) -> None:
+    case.rank(0, 2, 0)
+    case.rank(1, 2, 1, GLOO_SOCKET_IFNAME="eth9")
+
+
+def test_an_interface_that_does_not_exist_is_named_on_all_ranks(cases: dict[str, Case]):
+    for said in cases["no_such_interface"].said(2):
+        assert "GLOO_SOCKET_IFNAME must name an interface that exists on node1, got eth9. There are: lo, " in said
+
+
+@case
+def interface_to_nowhere(case: Case) -> None:
+    case.rank(0, 2, 0, GLOO_SOCKET_IFNAME="aux0")
+    case.rank(1, 2, 1)
+
+
+def test_an_interface_without_a_way_to_the_others_is_named(cases: dict[str, Case]):
+    for said in cases["interface_to_nowhere"].said(170):
+        assert "rank 1 on node1 has no route to rank 0 on node0 at 172.30.0.9:" in said
+        assert "(interface aux0 there)" in said
+        assert "name another interface in GLOO_SOCKET_IFNAME" in said
+
+
+# Firewalls ----------------------------------------------------------------------------------------------------
+
+
+@case
+def ports_dropped(case: Case) -> None:
+    for node in case.nodes:
+        firewall(node, "DROP")
+    case.both()
+
+
+@case
+def ports_rejected(case: Case) -> None:
+    for node in case.nodes:
+        firewall(node, "REJECT")
+    case.both()
+
+
+@case
+def ports_dropped_on_one_side(case: Case) -> None:
+    firewall(case.nodes[1], "DROP")
+    case.both()
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("ports_dropped", "rank 1 on node1 got no answer from rank 0 on node0 at 192.168.77.1:"),
+        ("ports_rejected", "rank 1 on node1 was refused by rank 0 on node0 at 192.168.77.1:"),
+        ("ports_dropped_on_one_side", "rank 0 on node0 got no answer from rank 1 on node1 at 192.168.77.2:"),
+    ],
+)
+def test_closed_ports_between_machines_are_named_on_both(cases: dict[str, Case], name: str, what: str):
+    for said in cases[name].said(170):
+        assert "all ranks reached the master, but not each other: " in said
+        assert what in said
+        assert "gloo and nccl use any high port between the nodes" in said
+
+
+# The master's address -----------------------------------------------------------------------------------------
+
+
+@case
+def black_hole(case: Case) -> None:
+    case.nodes[1].run("ip route add default via 192.168.77.1")
+    case.rank(1, 2, 1, addr="192.0.2.1", join_s=SHORT_S)
+
+
+@case
+def no_route(case: Case) -> None:
+    case.rank(1, 2, 1, addr="192.0.2.1", join_s=SHORT_S)
+
+
+@case
+def no_such_name(case: Case) -> None:
+    case.rank(1, 2, 1, addr="no-such-host.example", join_s=SHORT_S)
+
+
+@case
+def no_listener(case: Case) -> None:
+    case.rank(1, 2, 1, join_s=SHORT_S)
+
+
+@case
+def no_resolver(case: Case) -> None:
+    server, node = case.nodes
+    server.run("iptables -w -A INPUT -p udp --dport 53 -j DROP")
+    node.lookup_file.write_text("hosts: files dns\n")
+    node.mount("nameserver 192.168.77.1\noptions timeout:30\n", "/etc/resolv.conf")
+    case.rank(1, 2, 1, addr="no-answer.example", join_s=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("black_hole", f"192.0.2.1:{PORT} does not answer: a wrong address, a machine that is down, or a firewall"),
+        ("no_route", "no route to 192.0.2.1 (Network is unreachable)"),
+        ("no_such_name", 'the name "no-such-host.example" does not resolve here'),
+        ("no_listener", f"192.168.77.1:{PORT} refuses the connection: the machine answers, but nothing listens"),
+        ("no_resolver", 'the name "no-answer.example" gets no answer from the resolver'),
+    ],
+)
+def test_each_cause_has_its_own_diagnosis(cases: dict[str, Case], name: str, what: str):
+    (said,) = cases[name].said(170)
+    assert what in said
+    assert "rank 1 of 2 on node1 could not join within" in said
+
+
+@case
+def localhost(case: Case) -> None:
+    case.both(addr="localhost", join_s=SHORT_S)
+
+
+def test_localhost_on_two_machines_is_explained(cases: dict[str, Case]):
+    first, second = cases["localhost"].said(170)
+    assert "rank 1 of 2 has not joined" in first
+    assert "A loopback address is each machine itself" in second
+
+
+@case
+def two_mains(case: Case) -> None:
+    case.rank(0, 2, 0, join_s=SHORT_S)
+    case.rank(0, 2, 1, join_s=SHORT_S)
+
+
+def test_two_rank_0_on_two_machines_both_end(cases: dict[str, Case]):
+    first, second = cases["two_mains"].said(170)
+    assert "rank 1 of 2 has not joined after 5 s (joined: 0 on node0)" in first
+    assert "MASTER_ADDR=192.168.77.1 is no address of this machine (node1), where rank 0 runs" in second
+
+
+@case
+def three_of_four(case: Case) -> None:
+    # Rank 0 comes when the others are there, and its time is over first: it tells what all of them say
+    for rank, node, join_s in ((1, 0, LONG_S), (2, 1, LONG_S), (0, 0, 2 * SHORT_S)):
+        if rank == 0:
+            for other in case.ranks:
+                other.wait_for(" of 4")
+        case.rank(rank, 4, node, join_s=join_s, LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2", GROUP_RANK=str(node))
+
+
+def test_the_host_of_a_missing_rank_is_named(cases: dict[str, Case]):
+    for said in cases["three_of_four"].said(170):
+        assert "rank 3 of 4 (on node1) has not joined after 10 s (joined: 0-1 on node0; 2 on node1)" in said
+
+
+# The cable ----------------------------------------------------------------------------------------------------
+
+
+@case
+def cable(case: Case) -> None:
+    case.both("--max-steps", "1000000", "--save-every-steps", "1000000", "--step-timeout-s", "10",
+              "--eval-timeout-s", "10", "--save-timeout-s", "30")
+
+
+def test_a_pulled_cable_ends_both_sides_and_names_the_other(cases: dict[str, Case]):
+    first, second = cases["cable"].said(171)
+    assert "suspected: rank 1 on node1 (gave no sign of life)" in first
+    assert "the store of rank 0 on node0 does not answer" in second

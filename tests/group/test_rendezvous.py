@@ -1,0 +1,390 @@
+"""Joining: whoever is missing, double, different or in the way is named, on every rank, within the bound, with the right code.
+
+Real processes. The failures run side by side, as each mostly waits for its deadline.
+"""
+
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.rigs import jobs
+from tests.rigs.fork_server import Forks, Job
+from tests.rigs.jobs import environment, free_port
+from tests.rigs.single_rank import BOUND_S, NOISE, TINY, Rank, Starter, starting
+from train.process.log import host_name
+
+JOIN_S = 10  # two dozen ranks start beside each other, and those of one case have to meet within it
+RUNS = int(os.environ.get("RANKUP_RUNS", "1"))
+HOST = host_name()
+
+
+@pytest.fixture(scope="module")
+def begin(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    with starting(forks, tmp_path_factory.mktemp("runs")) as starter:
+        yield starter
+
+
+# Failures that end by themselves ------------------------------------------------------------------------------
+
+
+@dataclass
+class Failures:
+    ranks: dict[str, list[Rank]]
+    port: dict[str, int]
+
+    def of(self, name: str, code: int) -> list[str]:
+        """What each rank of a case said; all ended with `code`."""
+        codes = [rank.wait() for rank in self.ranks[name]]
+        said = [rank.said for rank in self.ranks[name]]
+        assert codes == [code] * len(codes), "\n".join(said)
+        assert not any("Traceback" in text for text in said), "\n".join(said)
+        return said
+
+
+@pytest.fixture(scope="module")
+def web_server() -> Iterator[tuple[int, int]]:
+    """Port and pid of a service that is not ours."""
+    port = free_port()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"], env=environment(),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )
+    wait_for_port(port)
+    yield port, server.pid
+    server.kill()
+    server.wait()
+
+
+def wait_for_port(port: int) -> None:
+    """Until somebody listens there."""
+    until_s = time.monotonic() + BOUND_S
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def mute_service() -> Iterator[int]:
+    """The port of something that takes connections and never says a word, like a stopped process."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port()))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def failures(begin: Starter, web_server: tuple[int, int], mute_service: int) -> Failures:
+    """All cases at once."""
+    names = ("missing", "closed", "double", "sizes", "larger", "settings", "device", "taken", "stopped", "loopback")
+    ports = {name: free_port() for name in names}
+    ports |= {"web": web_server[0], "mute": mute_service}
+
+    def case(name: str, *ranks: tuple[int, int] | tuple[int, int, str], **env: str) -> list[Rank]:
+        return [begin(r[0], r[1], ports[name], name, *(r[2:] and str(r[2]).split()), join_s=JOIN_S, **env) for r in ranks]
+
+    ranks = {
+        "missing": case("missing", (0, 4), (1, 4), (2, 4)),
+        "closed": case("closed", (1, 2)),
+        "double": case("double", (0, 3), (1, 3), (1, 3)),
+        "sizes": case("sizes", (0, 2), (1, 4)),
+        "larger": case("larger", (0, 4), (1, 2)),
+        "settings": case("settings", (0, 3), (1, 3, "--lr 0.5 --seed 3"), (2, 3)),
+        "device": case("device", (0, 2), (1, 2, "--device cpu")),
+        "taken": [begin(0, 2, ports["taken"], "taken", join_s=3 * JOIN_S)],  # there when the second gives up
+        "loopback": case("loopback", (0, 2), MASTER_ADDR="localhost", LOCAL_WORLD_SIZE="1", GROUP_RANK="0"),
+        "web": case("web", (0, 2), (1, 2)),
+        "mute": case("mute", (1, 2)),
+    }
+    wait_for_port(ports["taken"])
+    ranks["taken"] += case("taken", (0, 2))
+    stopped = begin(0, 3, ports["stopped"], "stopped")
+    ranks["stopped"] = case("stopped", (1, 3))
+    ranks["stopped"][0].wait_for("introduced")
+    stopped.process.signal("SIGSTOP")
+    ranks["stopped"] += case("stopped", (2, 3))
+    return Failures(ranks, ports)
+
+
+def test_a_missing_rank_is_named_by_all_others(failures: Failures):
+    for said in failures.of("missing", 170):
+        assert f"rank 3 of 4 has not joined after {JOIN_S} s (joined: 0-2 on {HOST})" in said
+
+
+def test_an_error_of_all_is_printed_by_one_rank_of_the_host(failures: Failures):
+    failures.of("missing", 170)
+    assert sum("has not joined" in rank.process.output for rank in failures.ranks["missing"]) == 1
+
+
+def test_a_closed_port_is_told_from_other_causes(failures: Failures):
+    (said,) = failures.of("closed", 170)
+    assert f"127.0.0.1:{failures.port['closed']} refuses the connection" in said
+    assert "does not answer" not in said
+
+
+def test_a_foreign_service_on_the_port_is_named(failures: Failures, web_server: tuple[int, int]):
+    first, other = failures.of("web", 170)
+    assert re.search(rf"MASTER_PORT={web_server[0]} is in use on {HOST} by pid {web_server[1]} \(.*http\.server", first)
+    assert "does not answer as a rendezvous store: another service holds the port" in other
+
+
+def test_a_service_that_never_answers_does_not_hold_a_rank(failures: Failures):
+    (said,) = failures.of("mute", 170)
+    assert "does not answer as a rendezvous store" in said
+
+
+def test_a_second_rank_0_is_told_who_holds_the_port(failures: Failures):
+    first, second = failures.of("taken", 170)
+    holder = failures.ranks["taken"][0].process.pid
+    assert f"MASTER_PORT={failures.port['taken']} is in use on {HOST} by pid {holder}" in failures.ranks["taken"][1].said
+    assert "a second process with RANK=0" in second
+    assert "rank 1 of 2 has not joined" in first
+
+
+def test_a_stopped_rank_0_holds_nobody(failures: Failures):
+    first, late = failures.of("stopped", 170)
+    assert f"the store at 127.0.0.1:{failures.port['stopped']} answers no more: the process of rank 0 is stopped" in first
+    assert "or the process of rank 0 is stopped" in late
+
+
+def test_both_holders_of_one_rank_are_named(failures: Failures):
+    one, two = (rank.process.pid for rank in failures.ranks["double"][1:])
+    for said in failures.of("double", 170):
+        assert "rank 1 was claimed twice: by" in said
+        assert f"{HOST} (pid {one})" in said
+        assert f"{HOST} (pid {two})" in said
+
+
+@pytest.mark.parametrize(("case", "mine", "theirs"), [("sizes", 2, 4), ("larger", 4, 2)])
+def test_world_sizes_that_differ_are_named_with_their_ranks(failures: Failures, case: str, mine: int, theirs: int):
+    pids = [rank.process.pid for rank in failures.ranks[case]]
+    for said in failures.of(case, 170):
+        assert f"rank 1 on {HOST} (pid {pids[1]}) was started with WORLD_SIZE={theirs}" in said
+        assert f"rank 0 on {HOST} (pid {pids[0]}) with WORLD_SIZE={mine}" in said
+
+
+def test_settings_that_differ_are_named_with_ranks_and_values(failures: Failures):
+    for said in failures.of("settings", 2):
+        assert f"setting seed must be the same on all ranks, got 0 on ranks 0, 2 ({HOST}) and 3 on rank 1 ({HOST})" in said
+        assert "setting lr must be the same" in said
+        assert "setting model" not in said
+
+
+def test_one_rank_on_another_device_is_named(failures: Failures):
+    for said in failures.of("device", 2):
+        assert f'setting device must be the same on all ranks, got "auto" on rank 0 ({HOST}) and "cpu" on rank 1' in said
+
+
+def test_localhost_on_several_nodes_is_refused_at_once(failures: Failures):
+    (said,) = failures.of("loopback", 2)
+    assert "MASTER_ADDR=localhost on 2 nodes: each node would wait for itself" in said
+    assert "waiting for" not in said
+
+
+def test_another_version_of_the_program_on_one_rank_is_named(begin: Starter, tmp_path: Path):
+    shutil.copytree(jobs.ROOT / "train", tmp_path / "train", ignore=shutil.ignore_patterns("__pycache__", "samples"))
+    with (tmp_path / "train" / "loop.py").open("a") as file:
+        file.write("# a change that nobody pulled on the other node\n")
+    port = free_port()
+    first = begin(0, 2, port, "code")
+    line = (sys.executable, tmp_path / "train" / "main.py", "train", *TINY, "--name", "code", "--run-dir", tmp_path)
+    with jobs.ended(jobs.start(*line, env={**jobs.rank_env(1, 2, port), "PYTHONPATH": ""})) as other:
+        assert [first.wait(), *other.wait(BOUND_S)] == [2, 2], first.said + other.output
+    assert re.search(rf"program code must be the same on all ranks, got \w+ on rank 0 \({HOST}\) and \w+ on rank 1", first.said)
+
+
+# Coming and going ---------------------------------------------------------------------------------------------
+
+
+def finished(*ranks: Rank, noise: re.Pattern[str] = NOISE) -> None:
+    """All ended well, and said nothing that would alarm a user."""
+    codes = [rank.wait() for rank in ranks]
+    said = "\n".join(rank.said for rank in ranks)
+    assert codes == [0] * len(codes), said
+    assert not noise.search(said), said
+
+
+def test_eight_ranks_join_whatever_the_order(begin: Starter):
+    port = free_port()
+    ranks = [begin(rank, 8, port, "eight") for rank in (5, 7, 1)]
+    ranks[0].wait_for("rank 5 of 8")
+    ranks += [begin(rank, 8, port, "eight") for rank in (3, 0, 2, 6, 4)]
+    finished(*ranks)
+
+
+def test_a_rank_killed_while_joining_takes_its_place_again(begin: Starter):
+    port = free_port()
+    first, dying = begin(0, 3, port, "again"), begin(1, 3, port, "again")
+    dying.wait_for("introduced")
+    dying.process.signal("SIGKILL")
+    last = begin(2, 3, port, "again")
+    last.wait_for("introduced")  # the roster is full now, but for one that is dead
+    finished(first, last, begin(1, 3, port, "again"))
+
+
+def test_rank_0_killed_while_joining_is_found_again(begin: Starter):
+    port = free_port()
+    dying, other = begin(0, 3, port, "main-again"), begin(1, 3, port, "main-again")
+    other.wait_for("introduced")
+    dying.process.signal("SIGKILL")
+    finished(other, begin(2, 3, port, "main-again"), begin(0, 3, port, "main-again"))
+
+
+def test_a_signal_ends_a_join_at_once(begin: Starter):
+    port = free_port()
+    ranks = [begin(rank, 3, port, "signal", join_s=3600) for rank in (0, 1)]
+    ranks[1].wait_for("introduced")
+    for rank in ranks:
+        rank.process.signal("SIGTERM")
+    assert [rank.wait() for rank in ranks] == [143, 143], ranks[0].said
+
+
+@pytest.mark.parametrize("run", range(RUNS))
+def test_ranks_killed_at_random_while_joining_meet_in_the_end(begin: Starter, run: int):
+    # Each is started again, as a supervisor does
+    chance, port = random.Random(run), free_port()
+    blows = [(chance.uniform(0, 1.2), chance.randrange(3), chance.choice(["SIGKILL", "SIGTERM"])) for _ in range(2)]
+
+    def start(rank: int) -> Rank:
+        return begin(rank, 3, port, f"random-{run}", join_s=2 * JOIN_S)
+
+    began_s, ranks, ends = time.monotonic(), [start(rank) for rank in range(3)], []
+    while any(rank.process.code != 0 for rank in ranks):
+        for after_s, rank, name in [blow for blow in blows if time.monotonic() - began_s > blow[0]]:
+            blows.remove((after_s, rank, name))
+            if ranks[rank].process.code is None:
+                ranks[rank].process.signal(name)
+        failed = [rank for rank in ranks if rank.process.code not in (None, 0)]
+        for rank in failed:
+            ends.append(rank.process.code)
+            assert rank.process.code in (-9, -15, 143, 170, 171), rank.said
+            assert len(ends) < 30, ends
+        # One that had finished already is needed again by one that had not
+        ranks = [start(n) if rank in failed or (failed and rank.process.code == 0) else rank for n, rank in enumerate(ranks)]
+        time.sleep(0.02)
+    finished(*ranks, noise=re.compile("Traceback"))
+
+
+@pytest.fixture
+def endless(begin: Starter) -> Iterator[tuple[int, list[Rank]]]:
+    """The port and the two ranks of a job that has begun to train."""
+    port = free_port()
+    long = ("--max-steps", "1000000", "--save-every-steps", "1000000")
+    ranks = [begin(rank, 2, port, f"endless-{port}", *long) for rank in (0, 1)]
+    ranks[0].wait_for("ready after")
+    yield port, ranks
+    Job([rank.process for rank in ranks]).kill()
+
+
+def test_a_rank_too_many_is_told_who_has_its_place(begin: Starter, endless: tuple[int, list[Rank]]):
+    port, ranks = endless
+    late = begin(1, 2, port, "late", join_s=JOIN_S)
+    assert late.wait() == 170
+    assert f"was complete before this rank came, with rank 1 on {HOST} (pid {ranks[1].process.pid})" in late.said
+    assert [rank.process.code for rank in ranks] == [None, None], "the job must not notice"
+
+
+def test_a_rank_that_finds_a_dying_attempt_waits_for_the_next(begin: Starter, endless: tuple[int, list[Rank]]):
+    port, (main, lost) = endless
+    lost.process.signal("SIGKILL")
+    early = begin(1, 2, port, "next")
+    early.wait_for("rank 1 of 2")
+    assert main.wait() == 171, main.said
+    finished(early, begin(0, 2, port, "next"), noise=re.compile("Traceback"))
+
+
+# Under torch's agents, whose store outlives the attempts ------------------------------------------------------
+
+
+@pytest.fixture
+def agent(begin: Starter) -> Iterator[tuple[int, dict[str, str]]]:
+    """The port of a store as torchrun's agent keeps it, and what the agent tells its ranks besides the five variables."""
+    from torch.distributed import TCPStore
+
+    port = free_port()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    told = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    yield port, told
+    del store
+
+
+def agent_rank(
+    begin: Starter, agent: tuple[int, dict[str, str]], rank: int, name: str, *arguments: str, restarts: int = 0
+) -> Rank:
+    port, told = agent
+    own = {"GROUP_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    return begin(rank, 2, port, name, "--simulated-nodes", *arguments, **told, **own)
+
+
+def test_agents_that_count_restarts_differently_meet(begin: Starter, agent: tuple[int, dict[str, str]]):
+    # The agent whose rank failed counts a restart, the one that follows it does not
+    finished(agent_rank(begin, agent, 0, "counts"), agent_rank(begin, agent, 1, "counts", restarts=1))
+
+
+def test_attempts_in_one_store_do_not_meet_each_other(begin: Starter, agent: tuple[int, dict[str, str]]):
+    refused = [agent_rank(begin, agent, 0, "attempts"), agent_rank(begin, agent, 1, "attempts", "--seed", "3")]
+    assert [rank.wait() for rank in refused] == [2, 2], refused[0].said
+    # Each time rank 1 is early: it finds an attempt that was refused, then one that is over
+    for more in ([], ["--fresh"]):
+        early = agent_rank(begin, agent, 1, "attempts", *more)
+        early.wait_for("rank 1 of 2")
+        finished(early, agent_rank(begin, agent, 0, "attempts", *more))
+
+
+def test_a_fresh_run_is_not_begun_anew_by_a_restart_of_the_other_node(begin: Starter, agent: tuple[int, dict[str, str]]):
+    finished(*[agent_rank(begin, agent, rank, "fresh") for rank in (0, 1)])
+    more = ("--fresh", "--max-steps", "2")
+    again = [agent_rank(begin, agent, 0, "fresh", *more), agent_rank(begin, agent, 1, "fresh", *more, restarts=1)]
+    finished(*again)
+    assert "epoch 2:" in again[0].said
+    assert "the earlier run was moved" not in again[0].said
+
+
+@pytest.fixture
+def elastic(tmp_path: Path) -> Iterator[tuple[jobs.Job, Path]]:
+    """Two elastic agents of torchrun with a rank each, and the log of rank 0."""
+    line = (
+        "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test",
+        "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1", "--max-restarts", "2",
+        "-m", "train.main", "train", *TINY, "--max-steps", "1000000", "--simulated-nodes", "--run-dir", str(tmp_path),
+        "--name", "elastic",
+    )
+    job = jobs.Job()
+    with jobs.ended(job):
+        for _ in range(2):
+            jobs.start(sys.executable, "-m", *line, env={"PYTHONWARNINGS": "default"}, job=job)  # torchrun's own
+        yield job, tmp_path / "elastic" / "logs" / "rank-0.log"
+    for process in job.processes:
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_torchruns_elastic_agents_meet_again_after_a_lost_rank(elastic: tuple[jobs.Job, Path]):
+    job, log = elastic
+
+    def wait_for_attempt(count: int) -> None:
+        until_s = time.monotonic() + BOUND_S
+        while not log.exists() or log.read_text().count("ready after") < count:
+            assert all(process.poll() is None for process in job.processes), "an agent ended"
+            assert time.monotonic() < until_s, log.read_text() if log.exists() else "no log"
+            time.sleep(0.1)
+
+    wait_for_attempt(1)
+    ranks = psutil.Process(job.processes[1].pid).children(recursive=True)
+    (lost,) = [process for process in ranks if "train.main" in process.cmdline()]
+    lost.kill()
+    wait_for_attempt(2)

@@ -1,0 +1,216 @@
+"""One job on real containers: what two nodes do, what they leave, and that they compute what torchrun computes."""
+
+import json
+import re
+import subprocess
+import tomllib
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.containers import Project, clean_environment, digest_by_torchrun, docker, project, wait_for
+from tests.rigs.jobs import ROOT
+
+pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
+# Everything that could tell two runs apart: dropout, augmentation, and batches prepared by workers
+JOB = "--dataset digits --model mlp --dropout 0.2 --augment --in-memory never --num-workers 1 --max-steps 60 --name job"
+# Nothing but steps: 10,000 to an epoch
+LONG = "--dataset fake --fake-samples 20000 --batch-size 2 --model mlp --epochs 100 --log-every-steps 1 --name long"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Project]:
+    with project(tmp_path, ARGS=JOB, RANKUP_UID="54321", RANKUP_GID="54322") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest that two processes of this machine come to, started by torchrun."""
+    return digest_by_torchrun(tmp_path_factory.mktemp("torchrun"), JOB)
+
+
+def test_two_nodes_train_to_the_weights_that_torchrun_comes_to(nodes: Project, by_torchrun: str) -> None:
+    nodes.up()
+    assert nodes.codes() == [0, 0], nodes.logs()
+    outcome = nodes.result("job")
+    assert outcome["hosts"] == ["node0", "node1"]
+    assert outcome["digest"] == by_torchrun
+    # What they wrote belongs to whom compose was told, although the engine made runs/ as root's
+    assert {(path.stat().st_uid, path.stat().st_gid) for path in [nodes.runs, *nodes.runs.rglob("*")]} == {(54321, 54322)}
+    said = nodes.logs()
+    assert "epoch 2" in said
+    assert "Warning" not in said
+
+    # The same command again: nothing to do, and it says so
+    nodes.up()
+    assert nodes.codes() == [0, 0], nodes.logs()
+    assert "is finished" in nodes.logs()
+
+
+def test_more_nodes_train_as_one_group(nodes: Project) -> None:
+    nodes.up(ARGS=f"{JOB} --batch-size 66", NNODES="3", COMPOSE_PROFILES="3")
+    assert nodes.codes("node0", "node1", "node2") == [0, 0, 0], nodes.logs()
+    assert nodes.result("job")["hosts"] == ["node0", "node1", "node2"]
+
+
+def test_progress_appears_while_it_is_made(nodes: Project) -> None:
+    nodes.up(ARGS=f"{LONG} --report-every-s 0.5")
+    wait_for("two lines of progress", lambda: nodes.logs().count("images/s") >= 2, log=nodes.logs)
+    assert nodes.state("node0")["Status"] == "running"
+
+
+def test_a_node_may_do_nothing_that_training_does_not_need(nodes: Project) -> None:
+    nodes.up(ARGS=LONG)
+    nodes.wait_for_step("long", 1)
+    host = nodes.inspect("node1")["HostConfig"]
+    assert host["ReadonlyRootfs"]
+    assert host["CapDrop"] == ["ALL"]
+    assert host["Init"]
+    assert host["SecurityOpt"] == ["no-new-privileges:true"]
+    assert host["RestartPolicy"]["Name"] == "on-failure"
+    assert host["RestartPolicy"]["MaximumRetryCount"] > 0
+    inside = "touch /app/x /opt/x 2>&1; id -u; grep -E 'CapEff|NoNewPrivs|Max open' /proc/1/status /proc/1/limits; df -m /dev/shm"
+    said = docker("exec", f"{nodes.name}-node1-1", "sh", "-c", inside)
+    assert said.count("Read-only file system") == 2
+    assert "54321" in said
+    assert "CapEff:\t0000000000000000" in said
+    assert "NoNewPrivs:\t1" in said
+    assert "1024" in said  # MB of shared memory
+
+
+def test_own_code_and_data_are_mounted_without_a_build(nodes: Project, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    text = (ROOT / "docker" / "compose.own.yaml").read_text()
+    for ours, theirs in (
+        ("my_job:build", "throws:build"),
+        ("./my_code", str(ROOT / "tests" / "rigs" / "user_code")),
+        ("./my_data", str(tmp_path / "data")),
+    ):
+        assert ours in text
+        text = text.replace(ours, theirs)
+    nodes.override(text)
+    nodes.up(ARGS="--max-steps 20 --batch-size 64 --name throws --options.width 32")
+    assert nodes.codes() == [0, 0], nodes.logs()
+    assert nodes.result("throws")["data"] == "throws"
+
+
+def test_a_dockerfile_of_three_lines_builds_on_the_image(nodes: Project, tmp_path: Path, image: str) -> None:
+    context = tmp_path / "mine"
+    context.mkdir()
+    (context / "throws.py").write_text((ROOT / "tests" / "rigs" / "user_code" / "throws.py").read_text())
+    lines = f'FROM {image}\nCOPY throws.py /app/\nCMD ["train", "--workload", "throws:build"]\n'
+    name = f"{nodes.name}:mine"
+    try:
+        (context / "Dockerfile").write_text(lines)
+        docker("build", "-q", "-t", name, str(context), DOCKER_BUILDKIT="1")
+        nodes.up(IMAGE=name, ARGS="--workload throws:build --max-steps 20 --batch-size 64 --name mine")
+        assert nodes.codes() == [0, 0], nodes.logs()
+        assert nodes.result("mine")["data"] == "throws"
+    finally:
+        nodes.remove()
+        docker("rmi", "-f", name)
+
+
+def test_the_board_shows_a_run_on_loopback_alone(nodes: Project) -> None:
+    nodes.up()
+    assert nodes.codes() == [0, 0], nodes.logs()
+    nodes.compose("--profile", "board", "up", "-d", "--no-build", "board", BOARD_PORT="0")
+    port = nodes.compose("port", "board", "6006", BOARD_PORT="0").strip()
+    assert port.startswith("127.0.0.1:")
+
+    def shown() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{port}/data/runs", timeout=20) as answer:
+                return any("job" in run for run in json.load(answer))
+        except OSError:
+            return False
+
+    wait_for("the run on the board", shown, log=nodes.logs)
+
+
+def test_health_tells_a_rank_that_trains_from_a_hung_one(nodes: Project) -> None:
+    fast = "{healthcheck: {interval: 1s}, environment: {RANKUP_HEALTHY_STEP_S: 3}}"
+    nodes.override(f"services: {{node0: {fast}, node1: {fast}}}")
+    nodes.up(ARGS=f"{LONG} --step-timeout-s 2000")
+    nodes.wait_for_step("long", 1)
+
+    def health(node: str) -> str:
+        return str(nodes.state(node)["Health"]["Status"])
+
+    wait_for("both healthy", lambda: {health("node0"), health("node1")} == {"healthy"})
+    rank = nodes.ranks("node1")[0]
+    rank.suspend()
+    wait_for("both unhealthy", lambda: {health("node0"), health("node1")} == {"unhealthy"})
+
+    def said(node: str) -> str:  # a check that itself took too long says nothing of the rank
+        return " ".join(entry["Output"] for entry in nodes.state(node)["Health"]["Log"])
+
+    wait_for("why node1 is", lambda: "stopped or frozen" in said("node1"), log=lambda: said("node1"))
+    wait_for("why node0 is", lambda: "waiting for another rank" in said("node0"), log=lambda: said("node0"))
+    rank.resume()
+    wait_for("both healthy again", lambda: {health("node0"), health("node1")} == {"healthy"})
+
+
+def test_compile_is_refused_where_there_is_no_compiler(nodes: Project) -> None:
+    nodes.override('services: {node0: {restart: "no"}, node1: {restart: "no"}}')
+    nodes.up(ARGS=f"{JOB} --compile")
+    assert 2 in nodes.codes(), nodes.logs()
+    assert "compile needs a C++ compiler and Python's headers" in nodes.logs()
+
+
+def test_compile_works_in_the_image_that_has_one(nodes: Project) -> None:
+    env = clean_environment({"TARGET": "compile"})
+    done = subprocess.run([ROOT / "docker" / "image.sh"], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    nodes.up(ARGS=JOB.replace("--max-steps 60", "--max-steps 12 --compile"), TARGET="compile")
+    assert nodes.codes(timeout_s=900) == [0, 0], nodes.logs()
+
+
+LOOK_INSIDE = """
+import csv, glob, os, shutil, sys
+sys.path = [p for p in sys.path if p != ""]
+wheels = {}
+for record in glob.glob("/opt/venv/lib/python3*/site-packages/*.dist-info/RECORD"):
+    for name, _, size in csv.reader(open(record)):
+        path = os.path.normpath(os.path.join(os.path.dirname(record), "..", name))
+        if size:
+            wheels[path] = int(size)
+everything = 0
+found = []
+for folder, folders, files in os.walk("/"):
+    folders[:] = [f for f in folders if os.path.join(folder, f) not in ("/proc", "/sys", "/dev")]
+    for name in files:
+        path = os.path.join(folder, name)
+        about = os.lstat(path)
+        everything += about.st_size
+        if name.endswith((".whl", ".deb")) and not path.startswith("/usr/share/python-wheels/") and about.st_size:
+            found.append(path)
+found += [tool for tool in ("gcc", "g++", "cc", "make", "pip", "git") if shutil.which(tool)]
+found += [path for path in ("/run/secrets/ca", "/root/.cache/pip") if os.path.exists(path) and os.listdir(path)]
+found += [path for path in ("/etc/pip.conf",) if os.path.exists(path) and os.path.getsize(path)]
+print((everything - sum(wheels.values())) // 10**6, found)
+"""
+
+
+def test_the_image_holds_nothing_that_training_does_not_need(image: str) -> None:
+    words = ["run", "--rm", "--network", "none", "--user", "0:0", "--entrypoint", "python", image, "-c", LOOK_INSIDE]
+    beyond_the_wheels_mb, left = docker(*words).split(maxsplit=1)
+    assert int(beyond_the_wheels_mb) < 300
+    assert left.strip() == "[]"
+
+
+def test_the_image_says_which_version_it_is(image: str) -> None:
+    labels = json.loads(docker("image", "inspect", "-f", "{{json .Config.Labels}}", image))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert labels["org.opencontainers.image.version"] == project["version"]
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", labels["org.opencontainers.image.revision"])
+
+
+def test_the_image_runs_by_itself_as_anybody(image: str) -> None:
+    words = ["run", "--rm", "--network", "none", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--user", "77777:0"]
+    said = docker(*words, image, "train", "--dataset", "fashion-mnist", "--max-steps", "2", "--run-dir", "/tmp/runs")
+    assert "fashion-mnist, 60,000 + 10,000 samples" in said
+    assert "finished after 2 steps" in said

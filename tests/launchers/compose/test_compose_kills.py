@@ -1,0 +1,105 @@
+"""Containers killed, stopped and cut off for real: all join anew and come to the weights of the run that was left alone."""
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.containers import Project, digest_by_torchrun, docker, project, wait_for
+
+pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
+STEPS = 1200
+JOB = (
+    f"--dataset digits --model mlp --dropout 0.2 --augment --batch-size 64 --max-steps {STEPS} --name job "
+    "--save-every-steps 40 --log-every-steps 5 --join-timeout-s 60 --step-timeout-s 60"
+)
+ROUNDS = int(os.environ.get("RANKUP_RUNS", "2"))
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Project]:
+    with project(tmp_path, ARGS=JOB) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the same job that nobody touched."""
+    return digest_by_torchrun(tmp_path_factory.mktemp("undisturbed"), JOB)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_a_killed_rank_or_container_comes_back_and_changes_nothing(
+    number: int, nodes: Project, undisturbed: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Four kills a round: a rank of each node and each node, in any order and at any step."""
+    chance = random.Random(number)
+    kills = [(kind, node) for kind in ("rank", "container") for node in ("node1", "node0")]
+    chance.shuffle(kills)
+    nodes.up()
+    for quarter, (kind, node) in enumerate(kills):
+        step = chance.randrange(quarter * 250 + 5, quarter * 250 + 245)
+        nodes.wait_for_step("job", max(1, step - 150))
+        metrics = (nodes.runs / "job" / "metrics.jsonl").stat().st_ino
+        (nodes.kill_rank if kind == "rank" else nodes.kill_container)(node, step=step)
+        took_s = nodes.first_step_after("job", time.time(), metrics)
+        record_property(f"{kind} of {node} killed, first step after", f"{took_s:.1f} s")
+    assert nodes.codes() == [0, 0], nodes.logs()
+    assert nodes.result("job")["digest"] == undisturbed
+    said = nodes.logs()
+    assert said.count("resumed from step-") >= len(kills) - 1, said  # the first kill may come before the first checkpoint
+    assert min(nodes.inspect(node)["RestartCount"] for node in ("node0", "node1")) >= 4, said
+
+
+def test_one_of_several_processes_of_a_node_is_killed_and_changes_nothing(nodes: Project, tmp_path: Path) -> None:
+    job = JOB.replace(f"--max-steps {STEPS}", "--max-steps 200 --seed 5")
+    nodes.up(NPROC="2", ARGS=job)
+    nodes.wait_for_step("job", 1)
+    nodes.kill_rank("node1", step=60)
+    assert nodes.codes() == [0, 0], nodes.logs()
+    assert "resumed from step-" in nodes.logs()
+    assert nodes.result("job")["digest"] == digest_by_torchrun(tmp_path, job, nproc=4)
+
+
+def test_fresh_begins_once_a_start_and_not_after_a_kill(nodes: Project, undisturbed: str) -> None:
+    nodes.up(ARGS=JOB.replace(f"--max-steps {STEPS}", "--max-steps 50"))
+    assert nodes.codes() == [0, 0], nodes.logs()
+    earlier = nodes.result("job")["attempt"]
+    nodes.up(ARGS=f"{JOB} --fresh")
+    nodes.wait_for_step("job", 60)  # the first start came to 50
+    nodes.kill_rank("node0", step=200)
+    assert nodes.codes() == [0, 0], nodes.logs()
+    assert nodes.result("job")["digest"] == undisturbed
+    aside = list((nodes.runs / "job").glob("before-*"))
+    assert len(aside) == 1
+    assert json.loads((aside[0] / "result.json").read_text())["attempt"] == earlier
+
+
+def test_stop_leaves_a_checkpoint_and_up_goes_on_to_the_same_weights(nodes: Project, undisturbed: str) -> None:
+    nodes.up()
+    nodes.wait_for_step("job", 300)
+    nodes.stop()
+    assert nodes.codes() == [143, 143], nodes.logs()
+    assert "SIGTERM: saved at step" in nodes.logs()
+    nodes.up()
+    assert nodes.codes() == [0, 0], nodes.logs()
+    assert nodes.result("job")["digest"] == undisturbed
+
+
+def test_a_node_cut_off_the_network_is_named_and_the_job_goes_on_once_it_is_back(nodes: Project, undisturbed: str) -> None:
+    # Their time to join stays longer than their start may take: otherwise two that start again and again may never meet
+    nodes.up(ARGS=JOB.replace("--step-timeout-s 60", "--step-timeout-s 10"))
+    nodes.wait_for_step("job", 200)
+    network, container = f"{nodes.name}_default", f"{nodes.name}-node1-1"
+    docker("network", "disconnect", network, container)
+    wait_for("node1 named", lambda: "rank 1 on node1" in nodes.compose("logs", "node0"), log=nodes.logs)
+    # The other side is left alone with its search for node0, and ends of that by its deadline
+    wait_for("node1's own end", lambda: "rank 0 on node0" in nodes.compose("logs", "node1"), log=nodes.logs)
+    docker("network", "connect", "--alias", "node1", network, container)
+    assert nodes.codes() == [0, 0], nodes.logs()
+    assert nodes.result("job")["digest"] == undisturbed

@@ -1,0 +1,119 @@
+"""What can go wrong around containers: a node that is missing, wrong addresses, too little memory or disk. Each has its own
+message and exit code, and costs no checkpoint."""
+
+import ipaddress
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.containers import Project, docker, project, wait_for
+
+pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1200)]
+JOB = "--dataset digits --model mlp --name job --join-timeout-s 6"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Project]:
+    with project(tmp_path, ARGS=JOB) as made:
+        made.override('services: {node0: {restart: "no"}, node1: {restart: "no"}}')
+        yield made
+
+
+def test_a_missing_node_is_named_within_the_bound(nodes: Project) -> None:
+    nodes.up("node0")
+    assert nodes.codes("node0") == [170], nodes.logs()
+    assert "rank 1 of 2 has not joined after 6 s" in nodes.logs()
+
+
+def test_a_wrong_name_is_said_within_the_bound(nodes: Project) -> None:
+    said = _with_wrong(nodes, "MASTER_ADDR", "nowhere")
+    assert 'the name "nowhere" does not resolve' in said
+
+
+def test_a_wrong_address_is_said_within_the_bound(nodes: Project) -> None:
+    nodes.compose("create", "--no-build")  # with its network, in which an address is free
+    network = json.loads(docker("network", "inspect", f"{nodes.name}_default"))[0]
+    free = str(ipaddress.ip_network(network["IPAM"]["Config"][0]["Subnet"])[200])
+    said = _with_wrong(nodes, "MASTER_ADDR", free)
+    assert f"no route to {free}" in said or f"{free}:29400 does not answer" in said
+
+
+def test_a_closed_port_is_said_also_when_node0_has_gone_and_its_name_with_it(nodes: Project) -> None:
+    nodes.override('services: {node1: {environment: {MASTER_PORT: "29499"}}}')
+    nodes.up(ARGS=JOB.replace("timeout-s 6", "timeout-s 3000"))
+    refused, gone = "node0:29499 refuses the connection", 'By now the name "node0" does not resolve here'
+    wait_for("the refusal", lambda: f"still waiting: {refused}" in nodes.logs(), log=nodes.logs)
+    nodes.kill_container("node0")
+    wait_for("node0 gone", lambda: gone in nodes.logs(), log=nodes.logs)
+    assert all(refused in line for line in nodes.logs().splitlines() if gone in line)  # the cause still comes first
+
+
+def _with_wrong(nodes: Project, variable: str, value: str) -> str:
+    """What both nodes say when node1 is told this."""
+    nodes.override(f'services: {{node1: {{environment: {{{variable}: "{value}"}}}}}}')
+    nodes.up()
+    assert nodes.codes() == [170, 170], nodes.logs()
+    said = nodes.logs()
+    assert "rank 1 of 2 has not joined after 6 s" in said
+    return said
+
+
+def test_too_little_shared_memory_is_the_users_mistake(nodes: Project) -> None:
+    job = "--dataset fake --image-size 256 --model mlp --batch-size 256 --in-memory never --num-workers 2 --name job"
+    nodes.up(ARGS=job, SHM_SIZE="1m")
+    assert 2 in nodes.codes(), nodes.logs()
+    assert "/dev/shm must hold the batches of all DataLoader workers" in nodes.logs()
+
+
+def test_runs_of_somebody_else_are_refused_by_name(nodes: Project) -> None:
+    nodes.runs.mkdir()
+    nodes.runs.chmod(0o755)
+    subprocess.run(["chown", "4242:4242", nodes.runs], check=True)
+    nodes.up()
+    assert nodes.codes() == [2, 2], nodes.logs()
+    assert "run_dir: runs/job/logs must be writable" in nodes.logs()
+    assert nodes.runs.stat().st_uid == 4242
+
+
+def test_a_container_out_of_memory_costs_no_checkpoint(nodes: Project) -> None:
+    nodes.up(ARGS=f"{JOB} --max-steps 40")
+    assert nodes.codes() == [0, 0], nodes.logs()
+    digest = nodes.result("job")["digest"]
+
+    nodes.up(ARGS=f"{JOB} --max-steps 60", MEMORY="64m")
+    assert nodes.codes() == [137, 137], nodes.logs()  # SIGKILL, which here nobody but the kernel sends
+    # The engine hears of memory and of the end on two ways, and forgets the first where it comes second
+    assert any(nodes.state(node)["OOMKilled"] for node in ("node0", "node1"))
+    assert nodes.result("job")["digest"] == digest
+
+    nodes.up(ARGS=f"{JOB} --max-steps 60", MEMORY="0")
+    assert nodes.codes() == [0, 0], nodes.logs()
+    assert "resumed from step-00000040" in nodes.logs()
+
+
+def test_a_full_disk_costs_no_checkpoint(nodes: Project) -> None:
+    nodes.runs.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m,mode=0777", "tmpfs", nodes.runs], check=True)
+    try:
+        nodes.up(ARGS=f"{JOB} --max-steps 40 --no-tensorboard --keep 100")
+        assert nodes.codes() == [0, 0], nodes.logs()
+        (nodes.runs / "other").write_bytes(bytes(10_000_000)[: _free(nodes.runs) - 100_000])
+        nodes.up(ARGS=f"{JOB} --max-steps 400 --no-tensorboard --keep 100 --save-every-steps 5")
+        assert nodes.codes() == [2, 2], nodes.logs()
+        assert "checkpoints has no space left" in nodes.logs()
+        (nodes.runs / "other").unlink()
+        nodes.up(ARGS=f"{JOB} --max-steps 60 --no-tensorboard --keep 100")
+        assert nodes.codes() == [0, 0], nodes.logs()
+        assert "resumed from step-" in nodes.logs()
+    finally:
+        nodes.remove()
+        wait_for("umount", lambda: subprocess.run(["umount", nodes.runs], check=False).returncode == 0)
+
+
+def _free(folder: Path) -> int:
+    about = os.statvfs(folder)
+    return about.f_bavail * about.f_frsize

@@ -1,0 +1,225 @@
+"""`make up`: what it makes of the nodes' ends, tried with nodes that only sleep and exit, and from fresh clones."""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.containers import clean_environment, docker, wait_for
+from tests.rigs.jobs import ROOT
+
+pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(900)]
+
+# "1:5:171,0": node 1 works 5 s and ends with 171, the next time with 0. Where it stands is in runs/, as with real jobs.
+NODE = """#!/bin/sh
+for spec in "$@"; do [ "${spec%%:*}" = "$RANK" ] && own=${spec#*:}; done
+times=$(cat "runs/$RANK" 2> /dev/null || echo 0)
+echo $((times + 1)) > "runs/$RANK"
+codes=$(echo "${own#*:}" | tr , ' ')
+set -- $codes
+if [ "$times" -lt $# ]; then shift "$times"; else shift $(($# - 1)); fi
+sleep "${own%%:*}"
+echo "$(hostname) leaves with $1"
+exit "$1"
+"""
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory, image: str) -> Iterator[str]:
+    """An image whose nodes do what ARGS tells them."""
+    context = tmp_path_factory.mktemp("stub")
+    (context / "node.sh").write_text(NODE)
+    shutil.copy(ROOT / "docker" / "prepare.sh", context)
+    base = (ROOT / ".env").read_text().partition("BASE_IMAGE=")[2].splitlines() or ["python:3.11-slim-bookworm"]
+    (context / "Dockerfile").write_text(f"FROM {base[0]}\nWORKDIR /app\nCOPY node.sh prepare.sh ./\n")
+    name = f"rankup-test-stub:{secrets.token_hex(4)}"
+    docker("build", "-q", "-t", name, context, DOCKER_BUILDKIT="1")
+    yield name
+    docker("rmi", "-f", name)
+
+
+class Clone:
+    """A copy of the checkout, in which `make up` runs as some user."""
+
+    def __init__(self, folder: Path, image: str) -> None:
+        self.folder, self.image = folder / "clone", image
+        self.folder.mkdir()
+        for name in ("compose.yaml", "docker", "Makefile", "pyproject.toml"):
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, self.folder / name, ignore=shutil.ignore_patterns("*.whl"))
+            else:
+                shutil.copy(source, self.folder / name)
+        self.project = f"rankup-test-{secrets.token_hex(4)}"
+
+    def start(self, args: str, *, uid: int = 0, **env: str) -> "subprocess.Popen[str]":
+        group = subprocess.run(["stat", "-c", "%g", "/var/run/docker.sock"], capture_output=True, text=True, check=True)
+        who = ["setpriv", f"--reuid={uid}", f"--regid={uid}", f"--groups={group.stdout.strip()}"] if uid else []
+        own = {"COMPOSE_PROJECT_NAME": self.project, "IMAGE": self.image, "ARGS": args, "HOME": str(self.folder), **env}
+        return subprocess.Popen(
+            [*who, self.folder / "docker" / "up.sh"], env=clean_environment(own), text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )
+
+    def up(self, args: str, *, uid: int = 0, timeout_s: float = 400, **env: str) -> tuple[int, str]:
+        """The exit code of `make up` and what it said."""
+        process = self.start(args, uid=uid, **env)
+        try:
+            said, _ = process.communicate(timeout=timeout_s)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        return process.returncode, said
+
+    def wait_for_nodes(self) -> None:
+        wait_for("both nodes at work", lambda: all((self.folder / "runs" / node).exists() for node in "01"))
+
+    def starts(self, node: int) -> int:
+        return int((self.folder / "runs" / str(node)).read_text())
+
+    def remove(self) -> None:
+        words = ["compose", "--project-directory", self.folder, "-p", self.project, "-f", self.folder / "compose.yaml"]
+        docker(*words, "--profile", "*", "down", "--volumes", "--timeout", "0", check=False)
+
+
+@pytest.fixture
+def clone(tmp_path: Path, stub: str) -> Iterator[Clone]:
+    made = Clone(tmp_path, stub)
+    yield made
+    made.remove()
+
+
+def test_up_ends_with_0_when_all_nodes_do(clone: Clone) -> None:
+    code, said = clone.up("0:8:0 1:0:0")  # long enough to be followed
+    assert (code, "up: node0 ended with 0" in said, "up: node1 ended with 0" in said) == (0, True, True), said
+    assert "node0 leaves with 0" in said
+
+
+@pytest.mark.parametrize(
+    ("nodes", "code"),
+    [
+        ("0:900:0 1:1:3", 3),  # node1 fails, node0 works on
+        ("0:1:3 1:900:0", 3),
+        ("0:3:5 1:0:0", 5),  # node1 succeeds first: compose itself would report that, and stop node0
+        ("0:2:171 1:1:2", 2),  # the mistake outranks the loss of a peer
+    ],
+)
+def test_up_ends_with_the_code_of_the_node_that_failed(clone: Clone, nodes: str, code: int) -> None:
+    found, said = clone.up(nodes, RESTARTS="5")
+    assert found == code, said
+    assert "which no restart mends" in said
+
+
+def test_up_ends_at_once_on_a_mistake(clone: Clone) -> None:
+    code, said = clone.up("0:900:0 1:0:2", RESTARTS="1000")
+    assert code == 2, said
+
+
+def test_up_lets_the_engine_restart_what_may_help(clone: Clone) -> None:
+    code, said = clone.up("0:0:171,0 1:0:137,171,0", RESTARTS="5")
+    assert code == 0, said
+    assert "node0 ended with 0, 1 restarts" in said
+    assert "node1 ended with 0, 2 restarts" in said
+
+
+def test_up_ends_when_the_restarts_of_a_node_are_used_up(clone: Clone) -> None:
+    code, said = clone.up("0:900:0 1:0:171", RESTARTS="2")
+    assert code == 171, said
+    assert "node1 ended with 171 and is not started again" in said
+    assert clone.starts(1) == 3
+
+
+def test_up_knows_how_a_node_ended_although_no_event_tells_it_in_time(clone: Clone, tmp_path: Path) -> None:
+    path = docker_that(tmp_path, '[ "$1" != events ] || exec sleep 900')
+    code, said = clone.up("0:0:0 1:0:171", RESTARTS="1", PATH=path)
+    assert (code, "up: node1 ended with 171, 1 restarts" in said) == (171, True), said
+
+
+def test_up_takes_no_answer_of_the_engine_for_no_end_of_the_nodes(clone: Clone, tmp_path: Path) -> None:
+    path = docker_that(tmp_path, f'if [ "$1" = inspect ] && mkdir {tmp_path}/once 2> /dev/null; then exit 1; fi')
+    code, said = clone.up("0:15:5 1:900:0", PATH=path)
+    assert (code, "up: node0 ended with 5" in said, (tmp_path / "once").exists()) == (5, True, True), said
+
+
+def test_up_whose_nodes_are_removed_under_it_is_no_success(clone: Clone) -> None:
+    process = clone.start("0:900:0 1:900:0")
+    try:
+        clone.wait_for_nodes()
+        clone.remove()
+        said, _ = process.communicate(timeout=400)
+        assert process.returncode not in (0, None), said
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def docker_that(folder: Path, does_first: str) -> str:
+    """A PATH with a docker that does something else before it is docker."""
+    (folder / "bin").mkdir()
+    stand_in = folder / "bin" / "docker"
+    stand_in.write_text(f'#!/bin/sh\n{does_first}\nexec {shutil.which("docker")} "$@"\n')
+    stand_in.chmod(0o755)
+    return f"{stand_in.parent}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("late_s", [0.0, 2.0], ids=["while it starts them", "later"])
+def test_up_interrupted_stops_the_nodes(late_s: float, clone: Clone) -> None:
+    process = clone.start("0:900:0 1:900:0")
+    try:
+        clone.wait_for_nodes()
+        time.sleep(late_s)
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=400)
+        assert process.returncode == 143, said
+        assert "node0 ended with 143" in said
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_up_starts_as_many_nodes_as_asked_for_and_plain_compose_then_too(clone: Clone) -> None:
+    (clone.folder / ".env").write_text("# mine\nNNODES=3\nMINE=kept\n")
+    code, said = clone.up("0:0:0 1:0:0 2:0:0")
+    assert code == 0, said
+    assert "node2 ended with 0" in said
+    settings = (clone.folder / ".env").read_text()
+    assert settings.startswith("# mine\nNNODES=3\nMINE=kept\n")
+    words = ["compose", "--project-directory", clone.folder, "-f", clone.folder / "compose.yaml", "config", "--services"]
+    assert "node2" in docker(*words, IMAGE=clone.image)
+    assert "node3" not in docker(*words, IMAGE=clone.image)
+    assert "node3" in docker(*words, IMAGE=clone.image, NNODES="4")
+
+
+def test_up_refuses_a_number_of_nodes_that_compose_does_not_have(clone: Clone) -> None:
+    code, said = clone.up("", NNODES="9")
+    assert (code, "NNODES must be from 2 to 8, got 9" in said) == (2, True), said
+
+
+@pytest.mark.parametrize("uid", [0, 1234])
+def test_a_fresh_clone_trains_and_its_user_owns_the_results(image: str, uid: int) -> None:
+    # Not tmp_path, which nobody else may enter
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        _train_in_clone(Path(folder), image, uid)
+
+
+def _train_in_clone(folder: Path, image: str, uid: int) -> None:
+    clone = Clone(folder, image)
+    try:
+        for path in [clone.folder, *clone.folder.rglob("*")]:
+            os.chown(path, uid, uid)
+        code, said = clone.up("--dataset digits --model mlp --max-steps 10 --name job", uid=uid)
+        assert code == 0, said
+        left = [clone.folder / "runs", *(clone.folder / "runs").rglob("*")]
+        assert len(left) > 5
+        # Root gets files of the image's own user, never root's
+        assert {path.stat().st_uid for path in left} == {uid or 1000}
+    finally:
+        clone.remove()

@@ -1,0 +1,116 @@
+"""The pods of k8s/ as real containers: they find each other by name, train to torchrun's digest, and say what they see."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.containers import digest_by_torchrun, docker, wait_for, warned
+from tests.rigs.kube import IMAGE, K8S
+from tests.rigs.kubepods import SHORT, Cluster
+
+pytestmark = pytest.mark.timeout(1800)
+Pods = Callable[..., Cluster]
+OWN = ["--name", "job", "--batch-size", "32", "--epochs", "10"]
+
+
+@pytest.fixture(scope="module")
+def digest_of_short(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return digest_by_torchrun(tmp_path_factory.mktemp("torchrun"), " ".join(SHORT))
+
+
+def test_k8s_image_of_this_version_is_the_one_that_was_built(image: str) -> None:
+    found = {docker("image", "inspect", "-f", "{{.Id}}", name).strip() for name in (image, IMAGE)}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("what", ["pytorchjob.yaml", "trainjob.yaml"])
+def test_k8s_pods_train_to_the_digest_of_torchrun(what: str, pods: Pods, digest_of_short: str) -> None:
+    cluster = pods(what, SHORT)
+    cluster.start()
+    assert cluster.codes() == [0, 0], cluster.logs()
+    assert cluster.read("result.json")["digest"] == digest_of_short
+
+
+def test_k8s_pod_without_an_operator_waits_for_the_name_of_rank_0(pods: Pods, digest_of_short: str) -> None:
+    cluster = pods("job.yaml", SHORT)
+    cluster.start(1)
+    wait_for("rank 1 to look", lambda: "rankup-0.rankup" in cluster.log(1), timeout_s=300, log=cluster.logs)
+    cluster.start(0)
+    assert cluster.codes() == [0, 0], cluster.logs()
+    assert cluster.read("result.json")["digest"] == digest_of_short
+
+
+def test_k8s_debug_pods_say_what_they_see_and_end(pods: Pods) -> None:
+    cluster = pods("overlays/debug")
+    cluster.start()
+    assert cluster.codes() == [0, 0], cluster.logs()
+    for index, name in enumerate(("rankup-master-0", "rankup-worker-0")):
+        said = cluster.log(index)
+        assert {f"RANK={index}", "WORLD_SIZE=2", "MASTER_PORT=23456"} <= set(said.splitlines()), said
+        assert f"host {name}, user 1000:1000" in said
+        assert "does not resolve" not in said
+        assert "/: read-only" in said
+        assert "/app/runs: writable" in said
+        assert "memory.max: 2147483648" in said or "memory.max: unknown" in said
+        assert "CUDA devices: 0" in said
+    assert "port 23456: reached by 1 of 1 other pods" in cluster.log(0)
+    assert "rankup-master-0:23456 is reached" in cluster.log(1)
+
+
+def test_k8s_doctor_finds_the_pods_fit(pods: Pods) -> None:
+    cluster = pods("overlays/doctor")
+    cluster.start()
+    codes = cluster.codes()
+    (path,) = cluster.runs.glob("*/doctor/report.json")
+    report = json.loads(path.read_text())
+    assert warned(report) == []
+    assert codes == [report["exit_code"]] * 2, cluster.logs()
+    said = cluster.log(0)
+    assert "all 2 ranks: 0 on rankup-master-0; 1 on rankup-worker-0" in said
+    assert "between nodes: slowest ranks 0 on rankup-master-0" in said
+    assert "doctor: fit to train" in said
+
+
+def test_k8s_mistake_ends_every_pod_with_2_and_the_job_with_them(pods: Pods) -> None:
+    cluster = pods("pytorchjob.yaml", [*SHORT, "--lr", "-1"])
+    cluster.start()
+    assert cluster.codes() == [2, 2], cluster.logs()
+    with pytest.raises(AssertionError, match="fails"):
+        cluster.retry([2, 2])
+
+
+def trained_on_rings(cluster: Cluster) -> None:
+    cluster.start()
+    assert cluster.codes() == [0, 0], cluster.logs()
+    found = cluster.read("result.json")
+    assert (found["data"], found["world_size"]) == ("rings", 2)
+    assert found["metrics"]["accuracy"] > 0.8  # half of the points would be chance
+
+
+def test_k8s_own_code_and_data_from_config_maps(pods: Pods) -> None:
+    trained_on_rings(pods("overlays/own", OWN))
+
+
+def test_k8s_own_code_and_data_from_an_image_built_as_its_dockerfile_says(pods: Pods) -> None:
+    cluster = pods("overlays/image", OWN)
+    (line,) = re.findall("# Run: docker (build .*)", (K8S / "overlays" / "image" / "Dockerfile").read_text())
+    words = line.split()
+    name = words[words.index("-t") + 1]
+    assert {pod["spec"]["containers"][0]["image"] for pod in cluster.pods} == {name}
+    try:
+        docker(*words, DOCKER_BUILDKIT="1")
+        trained_on_rings(cluster)
+    finally:
+        cluster.remove()
+        docker("rmi", "-f", name, check=False)
+
+
+def test_k8s_fsdp_pods_train_to_the_digest_of_torchrun(pods: Pods, tmp_path: Path) -> None:
+    cluster = pods("overlays/fsdp", SHORT)
+    cluster.start()
+    assert cluster.codes() == [0, 0], cluster.logs()
+    digest = digest_by_torchrun(tmp_path / "torchrun", " ".join([*SHORT, "--parallel", "fsdp", "--checkpoint-format", "sharded"]))
+    assert cluster.read("result.json")["digest"] == digest

@@ -1,0 +1,83 @@
+"""Pods of k8s/ as real containers, killed, stopped and lost. What becomes of a pod that has ended is read from its manifest, by
+the rules that k8s/README.md states."""
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.rigs.containers import digest_by_torchrun, wait_for
+from tests.rigs.jobs import result
+from tests.rigs.kubepods import LONG, Cluster
+
+pytestmark = pytest.mark.timeout(2400)
+Pods = Callable[..., Cluster]
+Object = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Object:
+    """The result of the run that nothing happened to, by torchrun."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    digest_by_torchrun(folder, " ".join(LONG))
+    return result(folder / "job")
+
+
+@pytest.mark.parametrize(("what", "counted"), [("pytorchjob.yaml", 0), ("job.yaml", 2)])
+def test_k8s_pod_that_is_killed_is_retried_and_resumes_to_the_same_digest(
+    what: str, counted: int, pods: Pods, undisturbed: Object
+) -> None:
+    cluster = pods(what, LONG)
+    cluster.start()
+    cluster.hit(1, signal.SIGKILL)
+    codes = cluster.codes()
+    assert codes == [171, 137], cluster.logs()
+    assert cluster.retry(codes) == counted
+    assert cluster.codes() == [0, 0], cluster.logs()
+    assert "resumed from step-" in cluster.log(0)
+    assert cluster.read("result.json")["digest"] == undisturbed["digest"]
+
+
+def test_k8s_pod_that_is_stopped_saves_is_no_success_and_the_next_ones_resume_to_the_same_digest(
+    pods: Pods, undisturbed: Object
+) -> None:
+    cluster = pods("pytorchjob.yaml", LONG)
+    cluster.start()
+    cluster.hit(1, signal.SIGTERM)
+    codes = cluster.codes()
+    assert codes == [143, 143], cluster.logs()
+    assert cluster.read("status.json")["state"] == "stopped"
+    at = cluster.saved()[-1]
+    assert cluster.retry(codes) == 0
+    assert cluster.codes() == [0, 0], cluster.logs()
+    assert at in cluster.log(0)
+    assert cluster.read("result.json")["digest"] == undisturbed["digest"]
+
+
+def test_k8s_elastic_worker_that_is_killed_comes_back_and_the_digest_is_the_same(pods: Pods, undisturbed: Object) -> None:
+    cluster = pods("overlays/elastic", LONG)
+    cluster.start(0, 1)  # as after: kubectl scale pytorchjob rankup --replicas 2
+    cluster.hit(1, signal.SIGKILL)
+    assert cluster.codes(0, 1) == [0, 0], cluster.logs()
+    assert cluster.restarts(1) >= 1
+    assert "resumed from step-" in cluster.logs()
+    found = cluster.read("result.json")
+    assert (found["world_size"], found["digest"]) == (2, undisturbed["digest"])
+
+
+def test_k8s_elastic_workers_wait_for_worker_0_and_go_on_without_one_that_is_drained(pods: Pods, undisturbed: Object) -> None:
+    cluster = pods("overlays/elastic", LONG)
+    cluster.start(1, 2)
+    said = "waiting for the name rankup-worker-0"
+    wait_for("worker-1 to look", lambda: said in cluster.log(1), timeout_s=300, log=cluster.logs)
+    cluster.start(0)
+    cluster.delete(2)
+    cluster.hit(2, signal.SIGTERM, ranks=3)
+    assert cluster.codes(2) != [0], cluster.log(2)
+    assert cluster.codes(0, 1) == [0, 0], cluster.logs()
+    assert "resumed from step-" in cluster.logs()
+    found = cluster.read("result.json")
+    assert found["world_size"] == 2
+    # Three Workers add in another order than two: other last bits
+    assert found["metrics"]["loss"] == pytest.approx(undisturbed["metrics"]["loss"], rel=0.001)

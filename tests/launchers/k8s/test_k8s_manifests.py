@@ -1,0 +1,163 @@
+"""k8s/: what each manifest and overlay is for, and that its pods run a command that the program understands."""
+
+import math
+import re
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from tests.rigs.jobs import ROOT
+from tests.rigs.kube import K8S, OVERLAYS, TRAINING, one, rendered
+from tests.rigs.kubeflow import command_line, environment, pods_of
+from train.config import check_world_size, load_config
+from train.config.load import parse_args
+from train.main import COMMANDS, EXTRA
+from train.process.env import outside_pod, read_env
+
+
+def test_k8s_overlays_are_all_there() -> None:
+    promised = "gpu elastic fsdp kueue volcano istio own image debug doctor bench board"
+    assert set(promised.split()) <= set(OVERLAYS)
+
+
+def test_k8s_pytorchjob_read_alone_is_what_the_overlays_build_on() -> None:
+    alone, base = ({each["kind"]: each for each in rendered(what)} for what in ("pytorchjob.yaml", "base"))
+    assert alone == base
+    assert (K8S / "pytorchjob.yaml").resolve() == K8S / "base" / "pytorchjob.yaml"
+
+
+@pytest.mark.parametrize("what", TRAINING)
+def test_k8s_pods_run_what_the_program_understands(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    pods = pods_of(rendered(what))
+    assert len(pods) >= 2
+    for rank, pod in enumerate(pods):
+        words, values = command_line(pod), environment(pod)
+        at = words.index("train.main") + 1
+        start, words = words[:at], words[at:]
+        parsed = parse_args(words, extra=EXTRA, commands=tuple(COMMANDS))
+        config = load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
+        if "torchrun" in start:
+            get_args_parser().parse_args(start[start.index("torchrun") + 1 :])
+            least, most = (int(count) for count in values["PET_NNODES"].split(":"))
+            assert config.batch_size % math.lcm(*range(least, most + 1)) == 0
+            continue
+        assert start == ["python", "-m", "train.main"]
+        if parsed.command == "launch":  # told as the pod is: otherwise it would be refused
+            assert not read_env(outside_pod(values, num_nodes=parsed.extra["nnodes"], nproc=parsed.extra["nproc"])).distributed
+            assert (parsed.extra["nnodes"], parsed.extra["node_rank"]) == (len(pods), rank)
+            check_world_size(config, parsed.extra["nproc"] * len(pods))
+        else:
+            launch = read_env(values)
+            command = {"overlays/doctor": "doctor", "overlays/bench": "bench"}.get(what, "train")
+            assert (launch.rank, launch.world_size, parsed.command) == (rank, len(pods), command)
+            check_world_size(config, launch.world_size)
+
+
+@pytest.mark.parametrize("what", TRAINING)
+def test_k8s_pods_of_a_job_reach_each_other_alone(what: str) -> None:
+    policy = one(what, "NetworkPolicy")["spec"]
+    wanted = policy["podSelector"]["matchLabels"]
+    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": wanted}}]}]
+    for pod in pods_of(rendered(what)):
+        assert wanted.items() <= pod["labels"].items()
+    for pod in pods_of(rendered("overlays/board")):
+        assert not wanted.items() <= pod["labels"].items()
+
+
+@pytest.mark.parametrize("what", TRAINING)
+def test_k8s_rank_0_has_the_volume_and_time_to_save(what: str) -> None:
+    pods = pods_of(rendered(what))
+    claim = one(what, "PersistentVolumeClaim")
+    volumes = {volume["name"]: volume for volume in pods[0]["spec"]["volumes"]}
+    assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    for pod in pods:
+        assert pod["spec"]["terminationGracePeriodSeconds"] > 60
+
+
+def test_k8s_only_the_master_of_a_pytorchjob_mounts_the_volume() -> None:
+    for pod in pods_of(rendered("pytorchjob.yaml"))[1:]:
+        assert all("persistentVolumeClaim" not in volume for volume in pod["spec"]["volumes"])
+
+
+def test_k8s_job_counts_its_pods_once() -> None:
+    job = one("job.yaml", "Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    world_size = {each["name"]: each.get("value") for each in container["env"]}["WORLD_SIZE"]
+    assert world_size == str(job["spec"]["completions"]) == str(job["spec"]["parallelism"])
+    service = one("job.yaml", "Service")
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert service["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"]
+    first = pods_of([job])[0]
+    assert environment(first)["MASTER_ADDR"] == f"{first['name']}.{service['metadata']['name']}"
+    assert service["spec"]["selector"].items() <= first["labels"].items()
+
+
+def test_k8s_gpu_asks_for_as_many_devices_as_processes() -> None:
+    job = one("overlays/gpu", "PyTorchJob")
+    for pod in pods_of([job]):
+        (container,) = pod["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == job["spec"]["nprocPerNode"] != "1"
+        assert pod["spec"]["affinity"]["podAntiAffinity"]
+
+
+def test_k8s_elastic_has_no_master_and_keeps_the_least_number() -> None:
+    job = one("overlays/elastic", "PyTorchJob")["spec"]
+    assert list(job["pytorchReplicaSpecs"]) == ["Worker"]
+    budget = one("overlays/elastic", "PodDisruptionBudget")["spec"]
+    assert budget["minAvailable"] == job["elasticPolicy"]["minReplicas"]
+    assert not any(pod["spec"].get("initContainers") for pod in pods_of(rendered("overlays/elastic")))
+
+
+def test_k8s_fsdp_pods_all_have_the_volume_on_any_node() -> None:
+    claim = one("overlays/fsdp", "PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    for pod in pods_of(rendered("overlays/fsdp")):
+        assert {"--parallel=fsdp", "--checkpoint-format=sharded"} <= set(command_line(pod))
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+
+
+@pytest.mark.parametrize("what", TRAINING)
+def test_k8s_pods_wait_for_others_that_pull_their_image_for_ten_minutes(what: str) -> None:
+    for pod in pods_of(rendered(what)):
+        words, values = command_line(pod), environment(pod)
+        if "torchrun" in words:  # joins before our program runs
+            (tries,) = re.findall(r"seq (\d+)", words[2])
+            (pause_s,) = re.findall(r"sleep (\d+)", words[2])
+            assert int(tries) * int(pause_s) > 600
+            waits = dict(pair.split("=") for pair in values["PET_RDZV_CONF"].split(","))
+            assert int(waits["join_timeout"]) > 600
+            assert int(waits["read_timeout"]) < 60
+        else:
+            parsed = parse_args(words[words.index("train.main") + 1 :], extra=EXTRA, commands=tuple(COMMANDS))
+            assert load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes).join_timeout_s > 600
+
+
+def test_k8s_istio_leaves_every_pod_alone() -> None:
+    for replica in one("overlays/istio", "PyTorchJob")["spec"]["pytorchReplicaSpecs"].values():
+        for where in ("labels", "annotations"):
+            assert replica["template"]["metadata"][where]["sidecar.istio.io/inject"] == "false"
+
+
+def test_k8s_all_pods_or_none() -> None:
+    kueue = one("overlays/kueue", "PyTorchJob")
+    assert kueue["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+    assert kueue["spec"]["runPolicy"]["suspend"] is True
+    assert {pod["spec"]["schedulerName"] for pod in pods_of(rendered("overlays/volcano"))} == {"volcano"}
+
+
+def test_k8s_board_reads_the_volume_inside_the_cluster_alone() -> None:
+    assert one("overlays/board", "Service")["spec"]["type"] == "ClusterIP"
+    (pod,) = pods_of(rendered("overlays/board"))
+    volumes = {each["name"]: each.get("persistentVolumeClaim") for each in pod["spec"]["volumes"]}
+    claims = {name: claim["claimName"] for name, claim in volumes.items() if claim}
+    assert list(claims.values()) == [one("pytorchjob.yaml", "PersistentVolumeClaim")["metadata"]["name"]]
+    assert all(mount["readOnly"] for mount in pod["spec"]["containers"][0]["volumeMounts"] if mount["name"] in claims)
+
+
+def test_k8s_readme_names_every_overlay() -> None:
+    text = (K8S / "README.md").read_text()
+    for name in OVERLAYS:
+        assert f"k8s/overlays/{name}`" in text

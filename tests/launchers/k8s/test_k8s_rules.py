@@ -1,0 +1,88 @@
+"""k8s/: what the end of a pod comes to, by each manifest's own rules: the table of exit codes in k8s/README.md."""
+
+import re
+
+import pytest
+
+from tests.rigs.kube import K8S, TRAINING, one, rendered
+from tests.rigs.kubeflow import OWNERS, Object, command_line, pods_of, verdict
+from train import errors
+
+OURS = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
+KILLED = 137
+COLUMNS = {"PyTorchJob": "pytorchjob.yaml", "Job": "job.yaml", "TrainJob": "trainjob.yaml", "elastic": "overlays/elastic"}
+WORDS = {"done": "done", "fails": "the job fails", "new": "new pod, not counted", "counted": "new pod, counted"}
+
+
+def owner(what: str) -> Object:
+    (found,) = [each for each in rendered(what) if each["kind"] in OWNERS]
+    return found
+
+
+def table() -> dict[tuple[str, int], str]:
+    """What k8s/README.md says, by column and exit code."""
+    (text,) = re.findall(r"(?m)^(\| exit code .*\n(?:\|.*\n)+)", (K8S / "README.md").read_text())
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    found = {}
+    for column, title in enumerate(head[2:], 2):
+        for row in rows:
+            for name in title.split(" (")[0].split(", "):
+                found |= {(name, int(code)): row[column] for code in row[0].split(", ")}
+    return found
+
+
+def test_k8s_readme_tells_the_end_of_every_exit_code() -> None:
+    assert set(table()) == {(name, code) for name in COLUMNS for code in OURS | {KILLED}}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_k8s_manifests_decide_as_their_table_of_exit_codes_says(name: str) -> None:
+    job = owner(COLUMNS[name])
+    words = WORDS | ({"counted": "its container again, counted"} if name == "elastic" else {})
+    for code in sorted(OURS | {KILLED}):
+        assert table()[name, code] == words[verdict(job, code)], code
+
+
+@pytest.mark.parametrize("what", ["job.yaml", "trainjob.yaml"])
+def test_k8s_pod_that_is_preempted_costs_nothing_and_a_mistake_stays_one(what: str) -> None:
+    job = owner(what)
+    for code in OURS | {KILLED}:
+        final = {errors.FINISHED: "done", errors.FAULT: "fails", errors.USER_MISTAKE: "fails"}
+        assert verdict(job, code, disrupted=True) == final.get(code, "new")
+
+
+def test_k8s_every_pytorchjob_but_the_elastic_one_decides_as_the_base() -> None:
+    base = owner("base")
+    for what in TRAINING:
+        job = owner(what)
+        if job["kind"] == "PyTorchJob" and what != "overlays/elastic":
+            assert [verdict(job, code) for code in OURS] == [verdict(base, code) for code in OURS]
+
+
+@pytest.mark.parametrize("what", ["job.yaml", "trainjob.yaml"])
+def test_k8s_job_ends_at_once_for_what_trying_again_cannot_help(what: str) -> None:
+    job = one(what, "Job")["spec"] if what == "job.yaml" else \
+        one(what, "TrainingRuntime")["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    codes = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int) and 0 < value < 128}
+    first, second, third = job["podFailurePolicy"]["rules"]
+    (container,) = job["template"]["spec"]["containers"]
+    assert first == {
+        "action": "FailJob",
+        "onExitCodes": {"containerName": container["name"], "operator": "In", "values": sorted(codes)},
+    }
+    assert second == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    stopped = {"containerName": container["name"], "operator": "In", "values": [errors.STOPPED]}
+    assert third == {"action": "Ignore", "onExitCodes": stopped}
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    assert job["backoffLimit"] > 0
+
+
+def test_k8s_pytorchjob_decides_by_exit_codes_that_reach_the_operator() -> None:
+    for what in TRAINING:
+        for document in rendered(what):
+            if document["kind"] == "PyTorchJob":
+                policies = {each["restartPolicy"] for each in document["spec"]["pytorchReplicaSpecs"].values()}
+                # torchrun turns every code into 1, which ExitCode never retries
+                by_torchrun = any("torchrun" in command_line(pod) for pod in pods_of([document]))
+                assert policies == ({"OnFailure"} if by_torchrun else {"ExitCode"})
+                assert "backoffLimit" in document["spec"]["runPolicy"] or not by_torchrun

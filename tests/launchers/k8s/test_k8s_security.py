@@ -1,0 +1,159 @@
+"""k8s/: each pod fits the Pod Security profile restricted, and has none of the mistakes that schemas let pass."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.rigs.kube import EVERY, IMAGE, K8S, TRAINING, change, kubectl, problems, rendered
+from tests.rigs.kubeflow import pods_of
+from tests.rigs.kubelint import mistakes, unrestricted
+
+Object = dict[str, Any]
+
+
+@pytest.mark.parametrize("what", EVERY)
+def test_k8s_pods_are_restricted(what: str) -> None:
+    pods = pods_of(rendered(what))
+    assert pods
+    for pod in pods:
+        # The operator's own container, without a security context: k8s/README.md says what namespaces then need
+        pod["spec"]["initContainers"] = [each for each in pod["spec"].get("initContainers", []) if each["name"] != "init-pytorch"]
+        assert unrestricted(pod) == []
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        change("spec", "hostNetwork", value=True),
+        change("spec", "securityContext", "runAsNonRoot", value=False),
+        change("spec", "securityContext", "runAsUser", value=0),
+        change("spec", "securityContext", "seccompProfile", value={"type": "Unconfined"}),
+        change("spec", "automountServiceAccountToken", value=True),
+        change("spec", "volumes", 0, value={"name": "tmp", "hostPath": {"path": "/tmp"}}),
+        change("spec", "containers", 0, "securityContext", value={}),
+        change("spec", "containers", 0, "securityContext", "privileged", value=True),
+        change("spec", "containers", 0, "securityContext", "readOnlyRootFilesystem", value=False),
+        change("spec", "containers", 0, "securityContext", "capabilities", "add", value=["NET_ADMIN"]),
+        change("spec", "containers", 0, "securityContext", "allowPrivilegeEscalation", value=True),
+        change("spec", "containers", 0, "securityContext", "procMount", value="Unmasked"),
+        change("spec", "containers", 0, "ports", value=[{"containerPort": 29400, "hostPort": 29400}]),
+        change("spec", "initContainers", value=[{"name": "init", "image": "busybox:1.37"}]),
+    ],
+)
+def test_k8s_pods_that_are_not_restricted_are_found(mutate: Callable[[Object], None]) -> None:
+    pod = copy.deepcopy(pods_of(rendered("job.yaml"))[0])
+    assert unrestricted(pod) == []
+    mutate(pod)
+    assert unrestricted(pod) != []
+
+
+@pytest.mark.parametrize("what", EVERY)
+def test_k8s_manifests_have_no_known_mistake(what: str) -> None:
+    assert mistakes(rendered(what)) == []
+
+
+POD = (2, "spec", "pytorchReplicaSpecs", "Master", "template", "spec")
+CONTAINER = (*POD, "containers", 0)
+PROBE = {"exec": {"command": ["true"]}}
+
+
+@pytest.mark.parametrize(
+    ("mutate", "said"),
+    [
+        (change(*CONTAINER, "image", value="rankup:latest"), "neither a version nor a digest"),
+        (change(*CONTAINER, "image", value="registry.example.org:5000/rankup"), "neither a version nor a digest"),
+        (change(*CONTAINER, "resources", "limits", value={"cpu": "1"}), "no memory in limits"),
+        (change(*CONTAINER, "resources", value={}), "no cpu in requests"),
+        (change(*CONTAINER, "env", value=[{"name": "RANK", "value": "0"}]), "RANK twice"),
+        (change(*CONTAINER, "env", value=[{"name": "WANDB_API_KEY", "value": "x"}]), "in plain text"),
+        (change(*CONTAINER, "livenessProbe", value=PROBE), "a probe would end"),
+        (change(*CONTAINER, "volumeMounts", 0, "name", value="run"), "volume run is not mounted, or not there"),
+        (change(*CONTAINER, "volumeMounts", 0, "mountPath", value="/tmp"), "/tmp is mounted twice"),
+        (change(*POD, "volumes", 0, value={"name": "tmp", "emptyDir": {}}), "tmp without a limit"),
+        (change(*POD, "volumes", 0, value={"name": "tmp", "configMap": {"name": "code"}}), "no ConfigMap code"),
+        (change(*POD, "terminationGracePeriodSeconds", value=0), "30 s to save in"),
+        (change(*POD[:-1], "metadata", "labels", value={}), "rankup-master-0: no label app.kubernetes.io/name"),
+        (change(2, "metadata", "labels", value={}), "PyTorchJob rankup: no label app.kubernetes.io/name"),
+        (change(2, "metadata", "namespace", value="default"), "a namespace"),
+        (change(1, "spec", "podSelector", "matchLabels", value={"app": "other"}), "selects none of the pods"),
+        (lambda objects: objects[2]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0].pop(
+            "imagePullPolicy"), "imagePullPolicy is left to the tag"),
+    ],
+)
+def test_k8s_mistakes_that_schemas_let_pass_are_found(mutate: Callable[[Any], None], said: str) -> None:
+    documents = copy.deepcopy(rendered("pytorchjob.yaml"))
+    assert [each["kind"] for each in documents] == ["PersistentVolumeClaim", "NetworkPolicy", "PyTorchJob"]
+    mutate(documents)
+    assert any(said in each for each in mistakes(documents)), mistakes(documents)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "said"),
+    [
+        (change(1, "spec", "type", value="LoadBalancer"), "reached from outside"),
+        (change(1, "spec", "selector", value={"app": "other"}), "selects none of the pods"),
+        (lambda objects: objects[0]["spec"]["template"]["spec"]["containers"][0].pop("readinessProbe"), "no readinessProbe"),
+    ],
+)
+def test_k8s_mistakes_in_the_board_are_found(mutate: Callable[[Any], None], said: str) -> None:
+    documents = sorted(copy.deepcopy(rendered("overlays/board")), key=lambda each: str(each["kind"]))
+    mutate(documents)
+    assert any(said in each for each in mistakes(documents)), mistakes(documents)
+
+
+@pytest.mark.parametrize("what", [what for what in EVERY if what != "overlays/image"])
+def test_k8s_image_is_that_of_this_version(what: str) -> None:
+    for pod in pods_of(rendered(what)):
+        (container,) = pod["spec"]["containers"]
+        assert (container["image"], container["imagePullPolicy"]) == (IMAGE, "IfNotPresent")
+
+
+def test_k8s_own_image_is_built_on_that_of_this_version() -> None:
+    assert f"ARG BASE={IMAGE}\n" in (K8S / "overlays" / "image" / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("what", TRAINING)
+def test_k8s_shared_memory_is_memory_with_a_limit(what: str) -> None:
+    for pod in pods_of(rendered(what)):
+        (name,) = [each["name"] for each in pod["spec"]["containers"][0]["volumeMounts"] if each["mountPath"] == "/dev/shm"]
+        (volume,) = [each["emptyDir"] for each in pod["spec"]["volumes"] if each["name"] == name]
+        assert volume["medium"] == "Memory"
+        assert volume["sizeLimit"]
+
+
+def test_k8s_operators_own_container_is_restricted_with_our_template() -> None:
+    """As the operator fills it in: a Go template whose names are these three."""
+    template = (K8S / "operator" / "initContainer.yaml").read_text()
+    for name, value in {"InitContainerImage": "busybox:1.37", "MaxTries": "100", "MasterAddr": "rankup-master-0"}.items():
+        assert f"{{{{.{name}}}}}" in template
+        template = template.replace(f"{{{{.{name}}}}}", value)
+    assert "{{" not in template
+    (ours,) = yaml.safe_load(template)
+    worker = pods_of(rendered("pytorchjob.yaml"))[1]
+    (theirs,) = worker["spec"]["initContainers"]
+    assert {name: ours[name] for name in theirs} == theirs  # what it does stays
+    assert any("init-pytorch" in problem for problem in unrestricted(worker))
+    worker["spec"]["initContainers"] = [ours]
+    assert unrestricted(worker) == []
+
+
+def test_k8s_operators_deployment_gets_our_template(tmp_path: Path) -> None:
+    container = {"name": "training-operator", "image": "operator:1", "volumeMounts": [{"name": "cert", "mountPath": "/cert"}]}
+    pod = {"metadata": {"labels": {"a": "b"}}, "spec": {"containers": [container], "volumes": [{"name": "cert", "emptyDir": {}}]}}
+    before = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "training-operator"},
+              "spec": {"selector": {"matchLabels": {"a": "b"}}, "template": pod}}
+    (tmp_path / "before.json").write_text(json.dumps(before))
+    words = ("patch", "--local", "-f", str(tmp_path / "before.json"), "--patch-file", "k8s/operator/patch.yaml", "-o", "json")
+    after = json.loads(kubectl(*words))
+    assert problems(after) == []
+    spec = after["spec"]["template"]["spec"]
+    mounts = {each["name"]: each["mountPath"] for each in spec["containers"][0]["volumeMounts"]}
+    assert mounts == {"cert": "/cert", "init-container": "/etc/config"}
+    maps = {each["name"]: each["configMap"]["name"] for each in spec["volumes"] if "configMap" in each}
+    assert list(maps) == ["init-container"]
+    assert f"create configmap {maps['init-container']} " in (K8S / "README.md").read_text()

@@ -1,0 +1,154 @@
+"""Slurm jobs signalled, requeued, killed and cut off for real: all go on to the weights of the run that was left alone."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.containers import digest_by_torchrun, wait_for
+from tests.rigs.slurm_cluster import Cluster, SlurmJob
+
+pytestmark = pytest.mark.timeout(1200)
+JOB = (
+    "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 900 --save-every-steps 40 --log-every-steps 5 "
+    "--evaluate-every-epochs 50"
+)
+RUN = f"{JOB} --name job --run-dir runs --join-timeout-s 60 --step-timeout-s 60"
+ENDLESS = RUN.replace("900", "1000000")
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(cluster: Cluster) -> Iterator[None]:
+    """After any end nothing is left running on any node."""
+    cluster.idle()
+    yield
+    cluster.idle()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return digest_by_torchrun(tmp_path_factory.mktemp("undisturbed"), f"{JOB} --name job")
+
+
+def finished(job: SlurmJob, undisturbed: str, *, restarts: int, mended_says: str = "runs a step within") -> None:
+    assert job.wait() == "COMPLETED", job.log()
+    assert job.result()["digest"] == undisturbed
+    # A node that has just come back may give no step at first, which the batch file mends by one more
+    mended = job.output.count(mended_says)
+    assert int(job.show()["Restarts"]) == restarts + mended, job.log()
+    assert "resumed from step-" in job.output
+
+
+@pytest.mark.parametrize(
+    ("way", "signalled"),
+    [("tasks", "--batch --signal=USR1"), ("torchrun", "--batch --signal=USR1"), ("tasks", "--signal=TERM"), ("tasks", "requeue")],
+)
+def test_slurm_job_that_is_told_to_stop_saves_and_goes_on_after_a_requeue(
+    way: str, signalled: str, cluster: Cluster, undisturbed: str, tmp_path: Path
+) -> None:
+    job = cluster.submit(tmp_path, RUN, WAY=way)
+    job.wait_for_step(100)
+    if signalled == "requeue":
+        cluster.run("scontrol", "requeue", job.number)
+    else:
+        job.cancel(*signalled.split())
+    finished(job, undisturbed, restarts=1)
+    # One log for both starts, and a save of its own for the signal
+    assert job.output.count("waiting for 2 ranks") == 2, job.output
+    assert "saved at step" in job.output
+
+
+def test_slurm_time_that_runs_out_requeues_and_scancel_ends_for_good(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit(tmp_path, ENDLESS, "--time=30", "--signal=B:USR1@45")
+    job.wait_for_step(50)
+    # From now on a minute or two, however long the start took: Slurm looks every half minute, so that it signals 45 to 75 s
+    # before the end, and there is something to save
+    hours, minutes, _ = job.show()["RunTime"].split(":")
+    cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={int(hours) * 60 + int(minutes) + 2}")
+    wait_for("the requeue", lambda: job.show()["Restarts"] == "1", log=job.log)
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
+    saved = job.step()
+    job.go_on()
+    job.wait_for_text("resumed from step-")
+    job.wait_for_step(saved + 50)
+    job.cancel()
+    assert job.wait() == "CANCELLED"
+    cluster.idle()
+    assert job.show()["Restarts"] == "1"
+    assert job.output.count("saved at step") == 2, job.output
+
+
+def test_slurm_job_that_may_not_be_requeued_says_how_to_go_on(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit(tmp_path, ENDLESS, "--no-requeue")
+    job.wait_for_step(50)
+    job.cancel("--batch", "--signal=USR2")
+    assert job.wait() == "FAILED", job.log()
+    assert job.code() == 143
+    assert "saved at step" in job.output
+    assert "sbatch the same with --name job goes on" in job.output
+
+
+@pytest.mark.parametrize(("way", "node"), [("tasks", "node0"), ("torchrun", "node1")])
+def test_slurm_rank_that_is_killed_starts_again_inside_the_allocation(
+    way: str, node: str, cluster: Cluster, undisturbed: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    job = cluster.submit(tmp_path, RUN, WAY=way)
+    job.wait_for_step(100)
+    began_s = time.monotonic()
+    job.kill_rank(node)
+    job.wait_for_text("resumed from step-")
+    record_property(f"{way}: rank of {node} killed, resumed after", f"{time.monotonic() - began_s:.1f} s")
+    finished(job, undisturbed, restarts=0)
+
+
+def test_slurm_job_whose_ranks_keep_dying_is_requeued_and_fails_without_a_new_step(cluster: Cluster, tmp_path: Path) -> None:
+    never = ENDLESS.replace("steps 40", "steps 1000000").replace("epochs 50", "epochs 100000")
+    job = cluster.submit(tmp_path, f"{never} --epochs 100000", MAX_RESTARTS="1")
+    never_saves = job.folder / "runs" / "job" / "checkpoints"
+    for attempt in range(4):
+        job.wait_for_text("ready after", count=attempt + 1)
+        job.kill_rank(f"node{attempt % 2}")
+        job.wait_for_text("ended with 171|ended with 137", count=attempt + 1)
+        if attempt == 1:
+            wait_for("the requeue", lambda: job.show()["Restarts"] == "1", log=job.log)
+            job.go_on()
+    assert not list(never_saves.glob("step-*")), never_saves
+    assert job.wait() == "FAILED", job.log()
+    assert job.code() in (171, 137)
+    assert "failed again without a new checkpoint" in job.output
+
+
+def test_slurm_node_that_dies_has_its_job_requeued(cluster: Cluster, undisturbed: str, tmp_path: Path) -> None:
+    job = cluster.submit(tmp_path, RUN)
+    job.wait_for_step(100)
+    cluster.local("kill", "node1")
+    wait_for("the requeue", lambda: job.show()["JobState"] == "PENDING", log=job.log)
+    cluster.local("start", "node1")
+    # What Slurm could not tell the dead node it tells the new one a minute later: then the ranks of the next start are stopped,
+    # and the batch file requeues the job once more
+    finished(job, undisturbed, restarts=1, mended_says="slurm: requeued")
+
+
+def test_slurm_daemon_of_a_node_that_dies_alone_lets_nobody_train_twice(cluster: Cluster, tmp_path: Path) -> None:
+    """A job of one node: its rank lives on there, while Slurm starts the job again on the other."""
+    job = cluster.submit(tmp_path, ENDLESS, "--nodes=1", "--nodelist=node0", MAX_RESTARTS="0")
+    job.wait_for_step(50)
+    (rank,) = job.ranks("node0")
+    cluster.local("kill-slurmd", "node0")
+    try:
+        wait_for("the requeue", lambda: job.show()["JobState"] == "PENDING", log=job.log)
+        cluster.run("scontrol", "update", f"JobId={job.number}", "ReqNodeList=node1", "StartTime=now")
+        assert job.wait() == "FAILED", job.log()
+        assert job.code() == 2
+        assert "is owned by a live attempt" in job.output
+        assert rank.is_running()
+        before = job.step()
+        wait_for("more steps of the first", lambda: job.step() > before, log=job.log)
+        # Nor does its batch shell requeue what is no longer its job
+        rank.send_signal(signal.SIGKILL)
+        wait_for("the end of the first", lambda: not cluster.processes(), log=lambda: str(cluster.processes()))
+        assert job.show()["JobState"] == "FAILED"
+    finally:
+        cluster.local("start-slurmd", "node0")

@@ -1,0 +1,194 @@
+"""The files for Slurm without a Slurm: lines that sbatch reads, and the command lines that they come to, by stubs on PATH."""
+
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.jobs import ROOT
+
+DDP, TASK = ROOT / "slurm" / "ddp.sbatch", ROOT / "slurm" / "task.sh"
+OPTIONS = {
+    "job-name", "nodes", "ntasks-per-node", "cpus-per-task", "time", "partition", "account", "signal", "requeue", "open-mode",
+    "output",
+}
+SCRIPTS = sorted([*ROOT.glob("slurm/*.sh"), *ROOT.glob("slurm/*.sbatch")])
+# Prints its name and words as JSON; as srun and apptainer it runs what stands behind its own options
+RECORD = """#!/bin/bash
+python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$(basename "$0")" "$@" >> "$RECORD"
+"""
+SCONTROL = r"""#!/bin/bash
+case "$*" in
+  "show hostnames"*) printf 'big7\nbig9\n' ;;
+  "show job"*) echo "JobId=7 Restarts=0 JobState=RUNNING Command=$DDP x" | tr ' ' '\n' ;;
+esac
+"""
+
+
+def stub(folder: Path, name: str, text: str = RECORD) -> None:
+    path = folder / name
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def recorded(folder: Path) -> list[list[str]]:
+    return [json.loads(line) for line in (folder / "record").read_text().splitlines()]
+
+
+def render(folder: Path, script: Path, *words: str, **env: str) -> list[list[str]]:
+    """Run a script with stubs only, and give what it called."""
+    for name in ("srun", "apptainer", "docker"):
+        stub(folder, name)
+    stub(folder, "scontrol", SCONTROL)
+    clean = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "record"), "DDP": str(DDP)}
+    done = subprocess.run(
+        ["bash", script, *words], env={**clean, **env}, cwd=folder, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return recorded(folder)
+
+
+JOB = {
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "big[7,9]", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "16",
+    "SLURM_SUBMIT_DIR": str(ROOT),
+}
+
+
+def test_slurm_every_sbatch_line_is_one_that_sbatch_reads() -> None:
+    """Misspelled, or behind the first command, it is a comment, and nobody says so."""
+    lines = DDP.read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    found = [(number, line) for number, line in enumerate(lines) if re.match(r"#+\s*SBATCH", line, re.IGNORECASE)]
+    for number, line in found:
+        match = re.fullmatch(r"##?SBATCH --([a-z-]+)(=[^\s#]+)?(\s+# EDIT( .*)?)?", line)
+        assert match, line
+        assert number < first, line
+        assert match[1] in OPTIONS, line
+        assert line.startswith("#SBATCH") or "EDIT" in line
+    named = [re.search(r"--([a-z-]+)", line)[1] for _, line in found]  # type: ignore[index]
+    assert len(named) == len(set(named)) == len(OPTIONS)
+
+
+def test_slurm_scripts_pass_shellcheck() -> None:
+    if not shutil.which("shellcheck"):
+        pytest.skip("no shellcheck here: apt install shellcheck")
+    assert len(SCRIPTS) >= 4
+    done = subprocess.run(["shellcheck", *SCRIPTS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_slurm_node_number_is_expanded_in_the_task_and_not_in_the_batch_shell() -> None:
+    assert "SLURM_NODEID" not in DDP.read_text()
+    assert "SLURM_PROCID" not in DDP.read_text()
+
+
+def test_slurm_counts_come_from_the_allocation(tmp_path: Path) -> None:
+    calls = render(tmp_path, DDP, "--epochs", "9", **JOB, SLURM_GPUS_ON_NODE="4", SLURM_NTASKS_PER_NODE="1")
+    step = calls[-1]
+    assert {"--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--kill-on-bad-exit=1", "--wait=60"} <= set(step)
+    assert step[-4:] == [str(TASK), "train", "--epochs", "9"]
+    assert "--overcommit" not in step
+
+
+def test_slurm_more_processes_than_cpus_share_them(tmp_path: Path) -> None:
+    job = {**JOB, "SLURM_CPUS_ON_NODE": "1"}
+    assert "--overcommit" in render(tmp_path, DDP, **job, SLURM_GPUS_ON_NODE="4")[-1]
+
+
+def test_slurm_array_sets_the_seed_before_what_the_user_says(tmp_path: Path) -> None:
+    step = render(tmp_path, DDP, "--lr", "1", **JOB, SLURM_ARRAY_JOB_ID="6", SLURM_ARRAY_TASK_ID="12")[-1]
+    assert step[-4:] == ["--seed", "12", "--lr", "1"]
+
+
+def test_slurm_pyxis_gets_image_and_mounts_from_srun(tmp_path: Path) -> None:
+    step = render(tmp_path, DDP, **JOB, IMAGE="registry.example.org#me/rankup:1")[-1]
+    assert "--container-image=registry.example.org#me/rankup:1" in step
+    assert f"--container-mounts={ROOT}:{ROOT},{tmp_path}:{tmp_path}" in step
+    assert f"--container-workdir={tmp_path}" in step
+
+
+@pytest.mark.parametrize("gpus", [True, False])
+def test_slurm_apptainer_runs_the_program_in_each_task(gpus: bool, tmp_path: Path) -> None:
+    task = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "MASTER_ADDR": "big7", "MASTER_PORT": "17007"}
+    more = {"SLURM_GPUS_ON_NODE": "4"} if gpus else {}
+    (call,) = render(tmp_path, TASK, "train", "--epochs", "2", **task, **more, IMAGE="rankup.sif", PYTHON="")
+    assert call == [
+        "apptainer", "exec", *(["--nv"] if gpus else []), "--bind", f"{ROOT},{tmp_path},/tmp", "--pwd", str(tmp_path),
+        "rankup.sif", "python3", f"{ROOT}/train/main.py", "train", "--epochs", "2",
+    ]
+
+
+@pytest.mark.parametrize("way", ["tasks", "torchrun"])
+def test_slurm_task_hands_slurms_numbers_on(way: str, tmp_path: Path) -> None:
+    """In place of those that a container's hook or an earlier launcher left."""
+    stub(tmp_path, "python", '#!/bin/bash\nenv > "$ENV"\n' + RECORD.split("\n", 1)[1])
+    task = {
+        "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_NNODES": "4", "SLURM_NODEID": "2", "NPROC": "2",
+        "MASTER_ADDR": "big7", "MASTER_PORT": "17007", "RANK": "0", "WORLD_SIZE": "99", "ENV": str(tmp_path / "env"),
+    }
+    (call,) = render(tmp_path, TASK, "train", **task, PYTHON=str(tmp_path / "python"), WAY=way, SLURM_JOB_ID="7")
+    told = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
+    if way == "tasks":
+        assert (told["RANK"], told["LOCAL_RANK"], told["WORLD_SIZE"]) == ("5", "1", "8")
+        assert (told["MASTER_ADDR"], told["MASTER_PORT"]) == ("big7", "17007")
+    else:
+        assert "RANK" not in told
+        words = " ".join(call)
+        assert "--nnodes 4 --node-rank 2 --nproc-per-node 2 --master-addr big7 --master-port 17007" in words
+        assert "--max-restarts 0" in words
+
+
+def test_slurm_batch_file_outside_a_job_says_how_it_is_run(tmp_path: Path) -> None:
+    done = subprocess.run(["bash", DDP], capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]})
+    assert done.returncode == 2
+    assert done.stderr == "slurm: this is a batch file: sbatch slurm/ddp.sbatch\n"
+
+
+def test_slurm_ports_differ_between_jobs_and_starts_and_are_not_the_systems() -> None:
+    formula = re.search(r"MASTER_PORT=\$\(\((.+?)\)\) RANKUP", DDP.read_text())
+    assert formula
+    expression = formula[1].replace("SLURM_JOB_ID", "job")
+
+    def port(job: int, attempt: int) -> int:
+        return int(eval(expression, {}, {"job": job, "attempt": attempt}))
+
+    ports = {port(job, attempt) for job in range(1000, 1050) for attempt in range(5)}
+    assert len(ports) == 250
+    assert all(1024 < number < 32768 and number not in (27017, 29500) for number in ports)
+
+
+def test_slurm_sif_converts_the_image(tmp_path: Path) -> None:
+    calls = render(tmp_path, ROOT / "slurm" / "sif.sh")
+    assert calls[1][:3] == ["docker", "save", "--output"]
+    assert calls[2] == ["apptainer", "build", "--force", "rankup.sif", f"docker-archive:{calls[1][3]}"]
+
+
+@pytest.mark.parametrize("srun", ["sleep 60", "exit 1"])
+def test_slurm_job_whose_nodes_give_no_step_is_requeued(srun: str, tmp_path: Path) -> None:
+    for name, text in (("srun", f"#!/bin/bash\n{srun}\n"), ("scontrol", SCONTROL.replace("esac", '  *) echo "did $*" ;;\nesac'))):
+        stub(tmp_path, name, text)
+    env = {**JOB, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DDP": str(DDP), "FIRST_STEP_S": "1"}
+    done = subprocess.run(["bash", DDP], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 143, done.stderr
+    assert "not every node of big[7,9] runs a step within 1 s" in done.stderr
+    assert "did requeue 7" in done.stdout
+    assert not list(tmp_path.glob(".slurm-*"))
+
+
+@pytest.mark.parametrize("state", ["Restarts=1 JobState=RUNNING", "Restarts=0 JobState=PENDING", "Restarts=0 JobState=FAILED"])
+def test_slurm_shell_whose_job_is_no_longer_its_own_ends_and_requeues_nothing(state: str, tmp_path: Path) -> None:
+    """As on a node that Slurm took for lost: the job has begun anew elsewhere, or is over."""
+    changed = SCONTROL.replace("Restarts=0 JobState=RUNNING", state).replace("esac", '  *) echo "did $*" ;;\nesac')
+    stub(tmp_path, "scontrol", changed)
+    # The check of the disk succeeds, the training is killed
+    stub(tmp_path, "srun", '#!/bin/bash\n[[ "$*" != *task.sh* ]] || exit 137\n')
+    env = {**JOB, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DDP": str(DDP)}
+    done = subprocess.run(["bash", DDP], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "this shell ends" in done.stderr
+    assert "did requeue" not in done.stdout

@@ -1,0 +1,101 @@
+"""Several Slurm jobs at once, arrays, and the mistakes that a user can make: each its own message and state."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.rigs.containers import digest_by_torchrun
+from tests.rigs.slurm_cluster import LOCAL, Cluster
+
+pytestmark = pytest.mark.timeout(1200)
+JOB = "--dataset digits --model mlp --max-steps 60"
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(cluster: Cluster) -> Iterator[None]:
+    cluster.idle()
+    yield
+    cluster.idle()
+
+
+def test_slurm_array_trains_a_seed_in_each_task_side_by_side(cluster: Cluster, tmp_path: Path) -> None:
+    """Two jobs at once on the same two nodes: neither their ports nor their runs meet."""
+    first = cluster.submit(tmp_path, f"{JOB} --run-dir runs", "--array=3-4")
+    for index in (3, 4):
+        job = type(first)(cluster, f"{first.number}_{index}", tmp_path)
+        assert job.wait() == "COMPLETED", job.log()
+        run = tmp_path / "runs" / f"slurm-{first.number}_{index}"
+        assert yaml.safe_load((run / "config.yaml").read_text())["seed"] == index
+        (tmp_path / f"host-{index}").mkdir()
+        digest = digest_by_torchrun(tmp_path / f"host-{index}", f"{JOB} --seed {index} --name job")
+        assert json.loads((run / "result.json").read_text())["digest"] == digest
+    outputs = [path.read_text() for path in tmp_path.glob("slurm-*.out")]
+    assert len({text.split("master node0:")[1].split(";")[0] for text in outputs}) == 2, outputs
+
+
+def test_slurm_names_a_partition_and_a_node_that_do_not_exist(cluster: Cluster, tmp_path: Path) -> None:
+    for option, message in (("--partition=gpus", "invalid partition"), ("--nodelist=node7", "Invalid node name")):
+        said = cluster.run("sbatch", option, Path(__file__).parents[3] / "slurm" / "ddp.sbatch", check=False, cwd=tmp_path)
+        assert message.lower() in said.lower()
+
+
+@pytest.mark.parametrize(("setting", "code"), [("--lr -1", 2), ("--workload nowhere:build", 2)])
+def test_slurm_does_not_repeat_a_mistake(setting: str, code: int, cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit(tmp_path, f"{JOB} {setting}")
+    assert job.wait() == "FAILED"
+    assert job.code() == code, job.log()
+    assert job.output.count("attempt 0 ended with") == 1
+    assert "attempt 1" not in job.output
+
+
+def test_slurm_names_the_node_that_does_not_see_the_shared_disk(cluster: Cluster, tmp_path: Path) -> None:
+    checkout = Path(__file__).parents[3]
+    cluster.local("on", "node1", "mount", "-t", "tmpfs", "none", str(checkout / "train"))
+    try:
+        job = cluster.submit(tmp_path, JOB)
+        assert job.wait() == "FAILED"
+        assert job.code() == 2, job.log()
+        assert "is not there on node1: put the checkout" in job.output
+    finally:
+        cluster.local("on", "node1", "umount", str(checkout / "train"))
+
+
+def test_slurm_runs_a_workload_of_ones_own_with_data_on_each_nodes_disk(cluster: Cluster, tmp_path: Path) -> None:
+    examples = Path(__file__).parents[3] / "tests" / "rigs" / "user_code"
+    (tmp_path / "throws.py").write_text((examples / "throws.py").read_text())
+    job = cluster.submit(tmp_path, "--workload throws:build --epochs 1 --run-dir runs --name job", DATA=str(examples))
+    assert job.wait() == "COMPLETED", job.log()
+    assert job.result()["world_size"] == 2
+    config = yaml.safe_load((tmp_path / "runs" / "job" / "config.yaml").read_text())
+    assert config["data_dir"] == f"/tmp/rankup-{job.number}"
+    assert not Path(config["data_dir"]).exists()
+
+
+@pytest.mark.parametrize("left", [("slurm.conf", "slurmctld.pid", "node0.pid1", "node1.unshare"), ()], ids=["files", "name"])
+def test_slurm_comes_up_over_what_a_machine_that_went_down_left(left: tuple[str, ...], cluster: Cluster) -> None:
+    """Its files name processes that are others' by now, and the network's name is taken by nothing."""
+    del cluster  # there is a Slurm, and it holds a number
+    another = Cluster()
+    innocent = subprocess.Popen(["sleep", "600"])
+    try:
+        another.folder.mkdir(exist_ok=True)
+        for name in left:
+            (another.folder / name).write_text(f"{innocent.pid}\n")
+        Path("/run/netns", another.folder.name).touch()
+        another.local("up")
+        assert another.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2"
+        assert innocent.poll() is None
+        said = another.run(LOCAL, "up", check=False, RANKUP_SLURM_DIR=f"{another.folder}-b")
+        assert f"a Slurm named {another.folder.name} runs already" in said
+        assert another.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2"
+    finally:
+        innocent.kill()
+        innocent.wait()
+        another.close()
+        shutil.rmtree(f"{another.folder}-b", ignore_errors=True)
+    assert not another.folder.exists()

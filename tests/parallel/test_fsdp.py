@@ -1,0 +1,115 @@
+"""fsdp: parameters split over the ranks. That it follows one process and resumes to the bit is in test_parallel.py."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import metrics, result
+from train.errors import ConfigError
+from train.parallel import fsdp
+from train.run.checkpoint import read
+from train.workloads import vision_models
+
+DIGITS = ("--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr", "0.02",
+          "--schedule", "constant", "--log-every-steps", "1")
+
+
+def train(forks: Forks, run: Path, world_size: int, *arguments: str | Path) -> Path:
+    where = ("--name", run.name, "--run-dir", run.parent)
+    codes, output = forks.run("train", *DIGITS, *arguments, *where, world_size=world_size)
+    assert codes == [0] * world_size, output
+    return run
+
+
+def evaluated(run: Path) -> dict[str, float]:
+    return [line for line in metrics(run) if "eval/loss" in line][-1]
+
+
+def newest(run: Path) -> Path:
+    return sorted((run / "checkpoints").iterdir())[-1]
+
+
+def test_fsdp_goes_on_with_other_world_sizes(forks: Forks, tmp_path: Path) -> None:
+    curves = []
+    for name, parts in (("even", ((2, 12),)), ("changing", ((2, 4), (4, 8), (1, 12)))):
+        for world_size, steps in parts:
+            run = train(forks, tmp_path / name, world_size, "--parallel", "fsdp", "--max-steps", str(steps))
+        curves.append([line["train/loss"] for line in metrics(run) if "train/loss" in line])
+    assert len(curves[0]) == len(curves[1]) == 12
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+
+
+def test_fsdp_evaluates_exactly_where_ranks_have_different_numbers_of_batches(forks: Forks, tmp_path: Path) -> None:
+    """359 samples in three batches on two ranks, and in one batch: one rank has none."""
+    for size in ("150", "400"):
+        line = ("--parallel", "fsdp", "--max-steps", "4", "--eval-batch-size", size)
+        run = train(forks, tmp_path / size, 2, *line)
+        codes, output = forks.run("evaluate", *DIGITS, *line, "--name", run.name, "--run-dir", tmp_path)
+        assert codes == [0], output
+        told = dict(re.findall(r"^ *(accuracy|loss) +([\d.]+)$", output, re.MULTILINE))
+        found = evaluated(run)
+        assert told == {"accuracy": f"{found['eval/accuracy']:.4f}", "loss": f"{found['eval/loss']:.4f}"}
+        assert re.search(r"^ *samples +359$", output, re.MULTILINE)
+
+
+def test_fsdp_leaves_pictures_and_plain_weights(forks: Forks, tmp_path: Path) -> None:
+    run = train(forks, tmp_path / "run", 2, "--parallel", "fsdp", "--max-steps", "3", "--tensorboard=true")
+    assert list((run / "tensorboard").iterdir())
+    assert all(type(tensor) is torch.Tensor for tensor in read(newest(run)).model_state().values())
+    assert result(run)["way"] == "fsdp"
+
+
+def test_fsdp_refuses_a_parameter_without_dimensions() -> None:
+    model = nn.Linear(2, 2)
+    model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(ConfigError, match="needs parameters with at least one dimension, got scale"):
+        fsdp.shard(model, None)  # type: ignore[arg-type]
+
+
+def test_parts_that_share_a_parameter_stay_together() -> None:
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert len(fsdp._parts(tied)) == 2
+    tied[1].weight = tied[0].weight
+    assert fsdp._parts(tied) == []
+    layers = nn.ModuleDict({"stack": nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]), "head": nn.Linear(2, 2)})
+    assert len(fsdp._parts(layers)) == 2
+
+
+# The matrix -----------------------------------------------------------------------------------------------------
+
+WAYS = {"none": 1, "dp": 1, "ddp": 2, "fsdp": 2, "horovod": 2}
+NO_HOROVOD = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horovod here: make horovod builds it")
+EACH = [pytest.param(way, marks=NO_HOROVOD if way == "horovod" else ()) for way in WAYS]
+
+
+@pytest.fixture(scope="module")
+def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("trained")
+    line = ("--max-steps", "4", "--device", "cpu")
+    here = {way: count for way, count in WAYS.items() if way != "horovod" or find_spec("horovod")}
+    return {way: train(forks, folder / way, count, "--parallel", way, *line) for way, count in here.items()}
+
+
+@pytest.mark.parametrize("way", EACH)
+def test_weights_of_each_way_load_into_a_plain_module(trained: dict[str, Path], way: str) -> None:
+    state = torch.load(newest(trained[way]) / "model.pt", weights_only=True)
+    model = vision_models.build_model("cnn", channels=1, size=8, num_classes=10, dropout=0.0)
+    model.load_state_dict(state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("other", EACH)
+@pytest.mark.parametrize("way", EACH)
+def test_weights_of_each_way_load_into_every_other(
+    forks: Forks, trained: dict[str, Path], tmp_path: Path, way: str, other: str
+) -> None:
+    """With next to no learning rate, what is evaluated after a step is what was loaded."""
+    line = ("--parallel", other, "--init-from", newest(trained[way]), "--max-steps", "1", "--lr", "1e-12", "--device", "cpu")
+    run = train(forks, tmp_path / "run", WAYS[other], *line)
+    assert evaluated(run)["eval/loss"] == pytest.approx(evaluated(trained[way])["eval/loss"], rel=1e-6)
+    assert evaluated(run)["eval/accuracy"] == evaluated(trained[way])["eval/accuracy"]

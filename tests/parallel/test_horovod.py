@@ -1,0 +1,284 @@
+"""horovod: the same training, its gradients averaged by real Horovod. `make horovod` installs it."""
+
+import json
+import re
+import sys
+import time
+import types
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import Job, ended, environ_of, metrics, result, start
+from train.commands import compare
+from train.config import Config, load_config
+from train.errors import ConfigError
+from train.parallel import horovod
+
+DIGITS = ("train", "--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr", "0.02",
+          "--schedule", "constant", "--log-every-steps", "1", "--device", "cpu")
+HOROVOD = ("--parallel", "horovod")
+STEPS = ("--max-steps", "14")
+
+needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horovod here: make horovod builds it")
+
+
+def train(forks: Forks, run: Path, world_size: int, *arguments: str | Path) -> Path:
+    where = ("--name", run.name, "--run-dir", run.parent)
+    codes, output = forks.run(*DIGITS, *arguments, *where, world_size=world_size)
+    assert codes == [0] * world_size, output
+    return run
+
+
+def losses(run: Path) -> list[float]:
+    return [line["train/loss"] for line in metrics(run) if "train/loss" in line]
+
+
+def digest(run: Path) -> str:
+    return str(result(run)["digest"])
+
+
+@pytest.fixture(scope="module")
+def ddp(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(forks, tmp_path_factory.mktemp("ddp") / "run", 2, *STEPS)
+
+
+@pytest.fixture(scope="module")
+def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses(train(forks, tmp_path_factory.mktemp("alone") / "run", 1, *STEPS))
+
+
+# Starting -------------------------------------------------------------------------------------------------------
+
+
+def by_horovodrun(*arguments: str | Path) -> Job:
+    """Its own code warns of what Python has removed since."""
+    runner = Path(sys.executable).with_name("horovodrun")
+    return start(runner, "-np", "2", "--gloo", sys.executable, "-m", "train.main", *arguments, env={"PYTHONWARNINGS": "default"})
+
+
+def by_mpirun(*arguments: str | Path) -> Job:
+    words = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2")
+    return start(*words, sys.executable, "-m", "train.main", *arguments)
+
+
+@needs_horovod
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("how", [by_horovodrun, by_mpirun])
+def test_horovod_trains_to_the_weights_of_ddp_whoever_starts_it(
+    ddp: Path, tmp_path: Path, how: Callable[..., Job]
+) -> None:
+    with ended(how(*DIGITS, *HOROVOD, *STEPS, "--name", "run", "--run-dir", tmp_path)) as job:
+        assert job.wait(280) == [0], job.output
+    assert digest(tmp_path / "run") == digest(ddp)
+    told = result(tmp_path / "run")
+    assert (told["way"], told["world_size"]) == ("horovod", 2)
+
+
+@needs_horovod
+@pytest.mark.timeout(800)
+def test_horovodrun_ends_all_when_a_rank_is_killed_and_the_same_command_goes_on(forks: Forks, tmp_path: Path) -> None:
+    rarely = ("--save-every-steps", "3", "--evaluate-every-epochs", "1000")
+    line = (*DIGITS, *HOROVOD, *rarely, "--name", "run", "--run-dir", tmp_path)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    with ended(by_horovodrun(*line, "--max-steps", "1000000")) as job:
+        until_s = time.monotonic() + 240
+        while not list(checkpoints.glob("step-*")):
+            assert job.processes[0].poll() is None, job.processes[0].communicate()[0]
+            assert time.monotonic() < until_s, "no checkpoint"
+            time.sleep(0.05)
+        rank_of(job, 1).kill()
+        assert job.wait(120) == [1], job.output
+    assert "Process 1 exit with status code" in job.output
+    steps = ("--max-steps", str(newest(checkpoints) + 5))
+    with ended(by_horovodrun(*line, *steps)) as job:
+        assert job.wait(280) == [0], job.output
+    assert "resumed from step-" in job.output
+    assert digest(tmp_path / "run") == digest(train(forks, tmp_path / "whole", 2, *steps, *rarely[2:]))
+
+
+def rank_of(job: Job, rank: int) -> psutil.Process:
+    """The process of a rank below horovodrun, among the shells that started it."""
+    (found,) = [
+        child
+        for child in psutil.Process(job.processes[0].pid).children(recursive=True)
+        if environ_of(child.pid).get("HOROVOD_RANK") == str(rank) and child.cmdline()[1:3] == ["-m", "train.main"]
+    ]
+    return found
+
+
+def newest(checkpoints: Path) -> int:
+    return max(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-????????"))
+
+
+@needs_horovod
+def test_horovod_rank_that_loses_the_other_ends_with_171_and_names_it(forks: Forks, tmp_path: Path) -> None:
+    line = (*DIGITS, *HOROVOD, "--max-steps", "1000000", "--save-every-steps", "3", "--run-dir", tmp_path, "--name", "run")
+    with forks.running(*line, world_size=2) as job:
+        job.wait_until(lambda: list((tmp_path / "run" / "checkpoints").glob("step-*")), "a checkpoint")
+        job.processes[1].signal("SIGKILL")
+        assert job.wait() == [171, -9], job.output
+    assert "lost a peer at step" in job.output
+    assert "Traceback" not in job.output
+
+
+@needs_horovod
+def test_horovod_stops_on_request_with_a_checkpoint(forks: Forks, tmp_path: Path) -> None:
+    line = (*DIGITS, *HOROVOD, "--max-steps", "1000000", "--save-every-steps", "3", "--run-dir", tmp_path, "--name", "run")
+    with forks.running(*line, world_size=2) as job:
+        job.wait_until(lambda: list((tmp_path / "run" / "checkpoints").glob("step-*")), "a checkpoint")
+        job.processes[1].signal("SIGTERM")
+        assert job.wait() == [143, 143], job.output
+
+
+@needs_horovod
+def test_horovod_of_one_process_trains_as_without(forks: Forks, alone: list[float], tmp_path: Path) -> None:
+    assert losses(train(forks, tmp_path / "run", 1, *HOROVOD, *STEPS)) == alone
+
+
+# Training -------------------------------------------------------------------------------------------------------
+
+
+@needs_horovod
+def test_horovod_follows_one_process(forks: Forks, ddp: Path, alone: list[float], tmp_path: Path) -> None:
+    """Within 1e-3, as ddp does, to whose weights it comes; sent as fp16 likewise, to others."""
+    for name, more in (("fp32", ()), ("fp16", ("--compress", "fp16"))):
+        run = train(forks, tmp_path / name, 2, *HOROVOD, *STEPS, *more)
+        assert max(abs(a - b) / b for a, b in zip(losses(run), alone, strict=True)) < 1e-3
+        assert (digest(run) == digest(ddp)) == (name == "fp32")
+
+
+WAYS: dict[str, tuple[str, ...]] = {
+    "accumulated": ("--accumulate", "4"),
+    "adamw, clipped": ("--optimizer", "adamw", "--lr", "0.002", "--clip-norm", "0.5"),
+    "fp16, accumulated and clipped": ("--precision", "fp16", "--accumulate", "2", "--clip-norm", "1"),
+    "bf16": ("--precision", "bf16"),
+}
+
+
+@needs_horovod
+@pytest.mark.parametrize("way", WAYS)
+def test_way_through_horovod_comes_to_the_weights_of_ddp_and_resumes_to_the_bit(forks: Forks, tmp_path: Path, way: str) -> None:
+    line = (*WAYS[way], *STEPS)
+    train(forks, tmp_path / "parts", 2, *HOROVOD, *line, "--max-steps", "8")
+    parts = train(forks, tmp_path / "parts", 2, *HOROVOD, *line)
+    whole = train(forks, tmp_path / "ddp", 2, *line)
+    assert digest(parts) == digest(whole)
+    assert losses(parts) == losses(whole)
+
+
+@needs_horovod
+def test_horovod_of_four_ranks_sent_as_fp16_resumes_to_the_bit(forks: Forks, tmp_path: Path) -> None:
+    """Four, since only three or more show that sums come in another order."""
+    line = (*HOROVOD, "--compress", "fp16", "--dropout", "0.3", "--augment", *STEPS)
+    whole = train(forks, tmp_path / "whole", 4, *line)
+    train(forks, tmp_path / "parts", 4, *line, "--max-steps", "8")
+    assert digest(train(forks, tmp_path / "parts", 4, *line)) == digest(whole)
+
+
+@needs_horovod
+def test_horovod_evaluates_exactly(forks: Forks, tmp_path: Path) -> None:
+    """359 samples in three batches on two ranks: all numbers are those of one process."""
+    line = (*HOROVOD, *STEPS, "--eval-batch-size", "150")
+    run = train(forks, tmp_path / "run", 2, *line)
+    told = []
+    for count in (1, 2):
+        codes, output = forks.run("evaluate", *DIGITS[1:], *line, "--name", "run", "--run-dir", tmp_path, world_size=count)
+        assert codes == [0] * count, output
+        told.append(dict(re.findall(r" (accuracy|loss|samples) +([\d.]+)$", output, re.MULTILINE)))
+    found = result(run)["metrics"]
+    assert told[0] == told[1] == {"accuracy": f"{found['accuracy']:.4f}", "loss": f"{found['loss']:.4f}", "samples": "359"}
+
+
+@needs_horovod
+def test_run_goes_on_from_horovod_to_ddp_and_back(forks: Forks, ddp: Path, tmp_path: Path) -> None:
+    for steps, way in (("5", "horovod"), ("10", "ddp"), ("14", "horovod")):
+        run = train(forks, tmp_path / "run", 2, "--parallel", way, "--max-steps", steps)
+    assert digest(run) == digest(ddp)
+
+
+@needs_horovod
+@pytest.mark.timeout(500)
+def test_comparison_runs_horovod(forks: Forks, tmp_path: Path) -> None:
+    line = ("--dataset", "digits", "--model", "mlp", "--max-steps", "3", "--ways", "horovod", "--repeats", "1")
+    codes, output = forks.run("compare", *line, "--device", "cpu", "--run-dir", tmp_path, timeout_s=280)
+    assert codes == [0], output
+    outcome = json.loads((tmp_path / "compare" / "compare.json").read_text())
+    assert (outcome["missing"], outcome["runs"][0]["world_size"]) == ({}, 2)
+
+
+# Refusals -------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "--compress=bf16": "--compress must be none or fp16 with parallel horovod, got \"bf16\". Horovod adds up neither bf16",
+    "--compress=powersgd": "--compress must be none or fp16 with parallel horovod, got \"powersgd\".",
+    "--sync-bn": "--sync-bn must be false with parallel horovod, got true. Horovod's own needs GPUs",
+    "--compile": "--compile must be false with parallel horovod, got true.",
+    "--channels-last": "--channels-last must be false with parallel horovod, got true. It takes contiguous parameters only.",
+    "--static-graph": "--static-graph must be false with parallel horovod, got true.",
+    "--find-unused-parameters": "--find-unused-parameters must be false with parallel horovod, got true. Their weights would",
+}
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_what_horovod_does_not_do_is_refused(flag: str) -> None:
+    name, _, value = flag.removeprefix("--").replace("-", "_").partition("=")
+    with pytest.raises(ConfigError) as refusal:
+        load_config({"parallel": "horovod", name: value or True})
+    assert str(refusal.value).startswith(REFUSED[flag])
+
+
+@needs_horovod
+def test_what_is_refused_does_not_work_in_horovod_itself(tmp_path: Path) -> None:
+    script = """
+import warnings
+warnings.simplefilter("ignore")
+import horovod.torch as hvd, torch
+hvd.init()
+assert hvd.gloo_built() and not hvd.cuda_built()
+for call in (
+    lambda: hvd.allreduce(torch.ones(2, dtype=torch.bfloat16)),
+    lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum),
+    lambda: hvd.SyncBatchNorm(3)(torch.ones(2, 3)),
+):
+    try:
+        call()
+        print("worked")
+    except Exception as error:
+        print(f"{error}")
+"""
+    with ended(start(sys.executable, "-c", script, cwd=tmp_path)) as job:
+        assert job.wait() == [0], job.output
+    assert job.output.splitlines() == [
+        "Tensor type torch.BFloat16Tensor is not supported.", "No Adasum operation enabled",
+        "SyncBatchNorm expected input tensor to be on GPU",
+    ]
+
+
+def hide_horovod() -> None:
+    """In the process of a rank: as where it is not installed."""
+    sys.modules["horovod"] = None  # type: ignore[assignment]
+
+
+def test_horovod_that_is_not_installed_is_one_line(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*DIGITS, *HOROVOD, "--run-dir", tmp_path, world_size=2, preload="tests.parallel.test_horovod:hide_horovod")
+    assert codes == [2, 2]
+    assert "error: parallel horovod needs Horovod, which is not installed here. `make horovod` builds and installs it" in output
+    assert "Traceback" not in output
+
+
+def test_horovod_that_is_not_installed_is_listed_by_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    assert compare._missing("horovod") == "Horovod is not installed; make horovod builds it."
+
+
+def test_horovod_for_cpus_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(horovod, "load_horovod", lambda: types.SimpleNamespace(cuda_built=lambda: False))
+    group = types.SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=r"Horovod was built for CPUs here, got device cuda:0\. Set --device cpu"):
+        horovod.running(Config(parallel="horovod"), group).__enter__()  # type: ignore[arg-type]

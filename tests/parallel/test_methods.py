@@ -1,0 +1,404 @@
+"""How a model is trained by several ranks: every way of it follows the curve of one process, and resumes to the bit."""
+
+import json
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import checkpoint as recompute
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import metrics, result
+from tests.rigs.recording_workload import records
+from train.config import Config
+from train.errors import ConfigError
+from train.parallel import wrap
+
+# A constant rate, since a cosine over fewer steps would be another curve; a small one, which does not magnify differences
+DIGITS = ("--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr", "0.02",
+          "--schedule", "constant", "--warmup-steps", "5", "--log-every-steps", "1")
+STEPS = 22
+
+
+def train(forks: Forks, run: Path, world_size: int, *arguments: str) -> Path:
+    codes, output = forks.run(
+        "train", *DIGITS, "--max-steps", str(STEPS), *arguments, "--name", run.name, "--run-dir", run.parent,
+        world_size=world_size,
+    )
+    assert codes == [0] * world_size, output
+    return run
+
+
+def losses(run: Path) -> list[float]:
+    found = [line["train/loss"] for line in metrics(run) if "train/loss" in line]
+    assert len(found) == STEPS
+    return found
+
+
+def largest_difference(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) / b for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The curve of one process in fp32."""
+    return losses(train(forks, tmp_path_factory.mktemp("alone") / "run", 1))
+
+
+# Each way, and how far its loss may be from that of one process in fp32: sums in another order differ in the last of
+# fp32's 24 bits; bf16 keeps 8 bits, fp16 11. A pixel on the edge of a max pool can tip a single step by 1e-3.
+WAYS: dict[str, tuple[tuple[str, ...], float]] = {
+    "accumulated": (("--accumulate", "4"), 1e-3),
+    "bf16": (("--precision", "bf16"), 3e-2),
+    "fp16": (("--precision", "fp16"), 2e-2),
+    "fp16 accumulated and clipped at 1e9": (("--precision", "fp16", "--accumulate", "2", "--clip-norm", "1e9"), 2e-2),
+    "static graph": (("--static-graph",), 1e-3),
+    "channels last": (("--channels-last",), 1e-3),
+    "unused parameters looked for": (("--find-unused-parameters",), 1e-3),
+    "fsdp": (("--parallel", "fsdp"), 1e-3),
+    "fsdp in bf16, accumulated": (("--parallel", "fsdp", "--precision", "bf16", "--accumulate", "2"), 3e-2),
+    "sent as fp16": (("--compress", "fp16"), 1e-3),
+    "sent as bf16": (("--compress", "bf16"), 1e-3),
+    "sent by powersgd": (("--compress", "powersgd", "--powersgd-start", "5"), 2e-2),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_way_follows_one_process_and_resumes_to_the_bit(
+    forks: Forks, alone: list[float], tmp_path: Path, way: str
+) -> None:
+    arguments, tolerance = WAYS[way]
+    whole = train(forks, tmp_path / "whole", 2, *arguments)
+    assert largest_difference(losses(whole), alone) < tolerance
+    train(forks, tmp_path / "parts", 2, *arguments, "--max-steps", "13")
+    parts = train(forks, tmp_path / "parts", 2, *arguments)
+    assert result(parts)["digest"] == result(whole)["digest"]
+    assert losses(parts) == losses(whole)
+
+
+# These train to other weights, so that they have a curve of their own to follow.
+OTHERS: dict[str, tuple[str, ...]] = {
+    "adamw": ("--optimizer", "adamw", "--lr", "0.002"),
+    "clipped": ("--clip-norm", "0.5"),
+    "fsdp with adamw, clipped": ("--parallel", "fsdp", "--optimizer", "adamw", "--lr", "0.002", "--clip-norm", "0.5"),
+    "everything": ("--optimizer", "adamw", "--precision", "bf16", "--accumulate", "2", "--clip-norm", "1", "--lr", "0.002",
+                   "--label-smoothing", "0.1", "--augment", "--channels-last"),
+}
+
+
+@pytest.mark.parametrize("way", OTHERS)
+def test_other_curve_is_that_of_one_process_and_resumes_to_the_bit(forks: Forks, tmp_path: Path, way: str) -> None:
+    one = train(forks, tmp_path / "one", 1, *OTHERS[way])
+    whole = train(forks, tmp_path / "whole", 2, *OTHERS[way])
+    assert largest_difference(losses(whole), losses(one)) < (3e-2 if "bf16" in OTHERS[way] else 1e-3)
+    train(forks, tmp_path / "parts", 2, *OTHERS[way], "--max-steps", "13")
+    assert result(train(forks, tmp_path / "parts", 2, *OTHERS[way]))["digest"] == result(whole)["digest"]
+
+
+def test_way_resumes_with_dropout_to_the_bit(forks: Forks, tmp_path: Path) -> None:
+    """fp16 on four ranks, with all that draws random numbers; four show DDP's buckets, which two do not."""
+    line = ("--precision", "fp16", "--dropout", "0.3", "--augment", "--accumulate", "2", "--in-memory", "never",
+            "--num-workers", "1")
+    whole = train(forks, tmp_path / "whole", 4, *line)
+    train(forks, tmp_path / "parts", 4, *line, "--max-steps", "13")
+    assert result(train(forks, tmp_path / "parts", 4, *line))["digest"] == result(whole)["digest"]
+
+
+def test_scaler_goes_on_with_its_scale(forks: Forks, tmp_path: Path) -> None:
+    run = train(forks, tmp_path / "run", 1, "--precision", "fp16", "--max-steps", "15")
+    training = next((run / "checkpoints").glob("step-00000015")) / "training.pt"
+    state = torch.load(training, weights_only=True)
+    assert state["scaler"]["scale"] > 1
+    assert state["scaler"]["_growth_tracker"] == 15  # steps without overflow so far: the next growth depends on it
+
+
+# Random numbers -------------------------------------------------------------------------------------------------
+
+SPY = ("train", "--workload", "tests.rigs.recording_workload:build", "--tensorboard=false", "--batch-size", "12", "--max-steps", "4")
+
+
+def spied(forks: Forks, tmp_path: Path, world_size: int, *arguments: str, name: str = "spy") -> Path:
+    folder = tmp_path / f"record-{name}"
+    codes, output = forks.run(
+        *SPY, "--options.record", folder, "--name", name, "--run-dir", tmp_path, *arguments, world_size=world_size
+    )
+    assert codes == [0] * world_size, output
+    return folder
+
+
+def test_dropout_differs_by_rank_and_step_and_weights_do_not(forks: Forks, tmp_path: Path) -> None:
+    folder = spied(forks, tmp_path, 3, "--options.model", "dropout")
+    masks = [[entry["masks"][0] for entry in rank][2:] for rank in records(folder, "loss")]  # after the warm-up's two
+    assert [len(rank) for rank in masks] == [4, 4, 4]
+    assert len({tuple(mask) for rank in masks for mask in rank}) == 12
+    assert len({entry["weights"] for rank in records(folder, "evaluate") for entry in rank}) == 1
+    again = spied(forks, tmp_path, 3, "--options.model", "dropout", name="again")
+    assert records(again, "loss") == records(folder, "loss")
+
+
+# Accumulation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_gradients_are_sent_once_a_step(forks: Forks, tmp_path: Path, accumulate: int) -> None:
+    folder = spied(forks, tmp_path, 2, "--accumulate", str(accumulate))
+    for rank in records(folder, "loss"):
+        assert {entry["size"] for entry in rank[2:]} == {12 // 2 // accumulate}
+        sent = [entry["sent"] for entry in rank[2:]]
+        # two by the warm-up; then one bucket at the end of each step: the next step's first micro-batch sees it
+        assert sent == [2 + number // accumulate for number in range(4 * accumulate)]
+    assert {entry["sent"] for rank in records(folder, "evaluate") for entry in rank} == {6}
+
+
+# Compression ----------------------------------------------------------------------------------------------------
+
+POWERSGD = ("--compress", "powersgd", "--powersgd-start", "2", "--max-steps", "6")
+
+
+def saved(run: Path, step: int) -> Any:
+    return torch.load(run / "checkpoints" / f"step-{step:08d}" / "training.pt", weights_only=True)
+
+
+def test_compression_is_another_arithmetic(forks: Forks, tmp_path: Path) -> None:
+    ways = {"none": (), "fp16": ("--compress", "fp16"), "bf16": ("--compress", "bf16"), "powersgd": POWERSGD}
+    digests = {
+        result(train(forks, tmp_path / name, 2, "--max-steps", "6", *more))["digest"] for name, more in ways.items()
+    }
+    assert len(digests) == 4
+
+
+def test_powersgd_remembers_for_each_rank_what_it_did_not_send(forks: Forks, tmp_path: Path) -> None:
+    memory = saved(train(forks, tmp_path / "run", 2, *POWERSGD), 6)["compressor"]
+    assert memory["iter"] == 6  # and not the two passes of the warm-up
+    assert len(memory["errors"]) == 2
+    assert not torch.equal(memory["errors"][0][0], memory["errors"][1][0])
+    assert sum(int(torch.count_nonzero(tensor)) for tensor in memory["q"].values()) > 0
+
+
+def test_powersgd_trains_a_model_of_more_than_one_bucket(forks: Forks, tmp_path: Path) -> None:
+    """gloo took one bucket's message for another's, and aborted."""
+    codes, output = forks.run(
+        "train", "--dataset", "digits", "--model", "cnn", "--image-size", "28", "--tensorboard=false", *POWERSGD[:-1], "12",
+        "--name", "run", "--run-dir", str(tmp_path), world_size=2,
+    )
+    assert codes == [0, 0], output
+    assert result(tmp_path / "run")["step"] == 12
+
+
+def test_powersgd_goes_on_with_another_world_size(forks: Forks, tmp_path: Path) -> None:
+    train(forks, tmp_path / "run", 2, *POWERSGD)
+    line = ("train", *DIGITS, *POWERSGD[:-1], "9", "--name", "run", "--run-dir", tmp_path)
+    codes, output = forks.run(*line, world_size=4)
+    assert codes == [0] * 4, output
+    assert output.count("compress: what 2 ranks had not sent yet does not fit 4: left out") == 1
+    assert result(tmp_path / "run")["step"] == 9
+
+
+def test_compression_of_one_process_is_nothing(forks: Forks, alone: list[float], tmp_path: Path) -> None:
+    assert losses(train(forks, tmp_path / "run", 1, "--compress", "fp16")) == alone
+
+
+# Unused parameters ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unused_parameter_is_named(forks: Forks, tmp_path: Path, world_size: int) -> None:
+    codes, output = forks.run(*SPY, "--options.model", "unused", "--run-dir", tmp_path, world_size=world_size)
+    assert codes == [2] * world_size
+    assert "got none from other_head.weight, other_head.bias. Freeze them (requires_grad=False), or set" in output
+    assert "Traceback" not in output
+
+
+def test_unused_parameter_is_named_by_fsdp(forks: Forks, tmp_path: Path) -> None:
+    line = (*SPY, "--options.model", "unused", "--parallel", "fsdp", "--run-dir", tmp_path)
+    codes, output = forks.run(*line, world_size=2)
+    assert codes == [2, 2], output
+    assert "got none from other_head.weight, other_head.bias. Freeze them (requires_grad=False), or set" in output
+
+
+@pytest.mark.parametrize("switch", ["--find-unused-parameters", "--static-graph"])
+def test_unused_parameter_is_allowed_on_request(forks: Forks, tmp_path: Path, switch: str) -> None:
+    folder = spied(forks, tmp_path, 2, "--options.model", "unused", switch)
+    assert len({entry["weights"] for rank in records(folder, "evaluate") for entry in rank}) == 1
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.frozen = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # recomputed in backward: the graph of such a part hangs on a node of its own
+        out: torch.Tensor = recompute.checkpoint(self.second, self.frozen(self.first(x)), use_reentrant=False)
+        return out
+
+
+def test_warm_up_leaves_no_trace() -> None:
+    model = nn.Sequential(Head(), nn.BatchNorm1d(2))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    wrap.warm_up(model, lambda: model(torch.randn(4, 2)).square().sum(), find_unused=False)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# Refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_sync_bn_on_a_cpu_is_refused(forks: Forks, tmp_path: Path, device: str) -> None:
+    codes, output = forks.run("train", *DIGITS, "--sync-bn", "--device", device, "--run-dir", tmp_path, world_size=2)
+    assert codes == [2, 2]
+    assert "sync" in output
+    assert "Traceback" not in output
+
+
+def test_batch_is_split_as_printed(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(
+        "train", *DIGITS, "--max-steps", "11", "--batch-size", "256", "--accumulate", "2", "--lr", "0.1", "--lr-scaling",
+        "linear", "--lr-base-batch", "128", "--run-dir", tmp_path, world_size=2,
+    )
+    assert codes == [0, 0], output
+    assert "batch  256 global = 2 ranks x 128 in 2 parts, peak learning rate 0.2, 2 steps an epoch" in output
+
+
+def test_batch_that_the_ranks_do_not_divide_is_refused_with_the_nearest(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run("train", *DIGITS, "--batch-size", "64", "--run-dir", tmp_path / "runs", world_size=3)
+    assert codes == [2, 2, 2]
+    said = "batch_size must be a multiple of 3 (3 processes), got 64. Start 2 or 4 processes, or set --batch-size 63 or 66."
+    assert said in output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ddp_of_one_process_trains_as_without(forks: Forks, alone: list[float], tmp_path: Path) -> None:
+    assert losses(train(forks, tmp_path / "run", 1, "--parallel", "ddp")) == alone
+
+
+# DataParallel ---------------------------------------------------------------------------------------------------
+
+
+def test_dp_on_one_device_says_so_and_trains_as_without(forks: Forks, alone: list[float], tmp_path: Path) -> None:
+    codes, output = forks.run(
+        "train", *DIGITS, "--max-steps", str(STEPS), "--parallel", "dp", "--device", "cpu", "--name", "run", "--run-dir", tmp_path
+    )
+    assert codes == [0], output
+    assert output.count("dp     one device (cpu): trains as one process does without DataParallel") == 1
+    assert losses(tmp_path / "run") == alone
+
+
+def test_dp_of_two_processes_is_refused(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run("train", *DIGITS, "--parallel", "dp", "--run-dir", tmp_path, world_size=2)
+    assert codes == [2, 2]
+    assert "parallel must be auto or ddp with 2 processes, got dp." in output
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, **settings: Any) -> nn.Module:
+    """A wrapped model on a machine with so many GPUs, made up here."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    group = types.SimpleNamespace(device=torch.device("cuda", 0), world_size=1, log=types.SimpleNamespace(info=lambda text: None))
+    return wrap.wrap(nn.Linear(2, 2), Config(parallel="dp", **settings), group)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [{"device_ids": "0,2"}, {"device_ids": "1,1"}, {"output_device": 2}])
+def test_dp_refuses_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="must each name another one of the 2 visible GPUs"):
+        on_gpus(monkeypatch, 2, **settings)
+
+
+def test_dp_is_for_more_than_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(on_gpus(monkeypatch, 1), nn.Linear)
+    assert isinstance(on_gpus(monkeypatch, 3, device_ids="1"), nn.Linear)
+    spread = on_gpus(monkeypatch, 3)
+    assert isinstance(spread, nn.DataParallel)
+    assert isinstance(wrap.unwrap(spread), nn.Linear)
+
+
+@pytest.mark.gpu
+def test_dp_on_two_gpus_in_any_order_follows_one_process(forks: Forks, alone: list[float], tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run = train(forks, tmp_path / "run", 1, "--parallel", "dp", "--device-ids", "1,0", "--output-device", "0")
+    assert largest_difference(losses(run), alone) < 1e-2
+
+
+# Compiling ------------------------------------------------------------------------------------------------------
+
+
+def say_graphs() -> None:
+    """In the process of a rank: have it say before each evaluation what dynamo has captured."""
+    import train.run.evaluation
+
+    evaluate = train.run.evaluation.evaluate
+
+    def counted(*values: Any) -> Any:
+        from torch._dynamo.utils import counters
+
+        print(f"graphs {counters['stats']['unique_graphs']} breaks {len(counters['graph_break'])}", flush=True)
+        return evaluate(*values)
+
+    import train.loop
+
+    train.loop.evaluate = counted  # type: ignore[assignment]
+
+
+def test_compiled_model_trains_resumes_and_is_compiled_in_fact(forks: Forks, tmp_path: Path) -> None:
+    line = ("train", *DIGITS, "--model", "mlp", "--run-dir", tmp_path)
+    for name, steps, compiled in (("eager", 10, False), ("whole", 10, True), ("parts", 6, True), ("parts", 10, True)):
+        codes, output = forks.run(
+            *line, f"--compile={str(compiled).lower()}", "--name", name, "--max-steps", str(steps), world_size=2,
+            timeout_s=280, preload="tests.parallel.test_methods:say_graphs",
+        )
+        assert codes == [0, 0], output
+        assert output.count(f"graphs {int(compiled)} breaks 0") == output.count("graphs ") == 2, output
+    assert result(tmp_path / "whole")["digest"] == result(tmp_path / "parts")["digest"]
+    eager, compiled_, parts = (
+        [line["train/loss"] for line in metrics(tmp_path / name) if "train/loss" in line]
+        for name in ("eager", "whole", "parts")
+    )
+    assert parts == compiled_
+    assert largest_difference(compiled_, eager) < 1e-4
+
+
+def test_compile_without_a_compiler_is_one_line(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run("train", *DIGITS, "--compile", "--run-dir", tmp_path, env={"PATH": ""})
+    assert codes == [2]
+    assert "error: compile needs a C++ compiler" in output
+    assert "Install it, or leave --compile out." in output
+    assert "Traceback" not in output
+
+
+def test_compile_without_headers_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(wrap.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(wrap.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"compile needs Python's headers \(.*Python\.h\) on this machine"):
+        wrap._check_compiler(torch.device("cpu"))
+
+
+# Wrapping -------------------------------------------------------------------------------------------------------
+
+
+def test_unwrap_finds_the_module_in_any_order() -> None:
+    plain = nn.Linear(2, 2)
+    compiled = torch.compile(plain)
+    assert wrap.unwrap(plain) is plain
+    assert wrap.unwrap(compiled) is plain  # type: ignore[arg-type]
+
+
+def test_way_is_ddp_for_several_and_none_for_one() -> None:
+    assert [wrap.way(Config(), world_size) for world_size in (1, 2)] == ["none", "ddp"]
+    assert wrap.way(Config(parallel="ddp"), 1) == "ddp"
+
+
+def test_buffers_of_a_single_process_are_left_alone() -> None:
+    class Group:
+        world_size = 1
+
+    wrap.share_buffers(nn.BatchNorm1d(2), Group())  # type: ignore[arg-type]  # no broadcast to call
+
+
+def test_settings_of_a_run_are_saved_with_it(forks: Forks, tmp_path: Path) -> None:
+    run = train(forks, tmp_path / "run", 1, "--precision", "bf16", "--max-steps", "22")
+    state = json.loads((next((run / "checkpoints").iterdir()) / "state.json").read_text())
+    assert state["config"]["precision"] == "bf16"

@@ -1,0 +1,114 @@
+"""Every way to train, and to start the processes, is killed with SIGKILL in the middle and ends with the weights and the curve
+of the run that nobody disturbed. Kills at random moments, by ddp, are in test_resume.py."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import MAIN, ROOT, ended, free_port, metrics, result, start
+
+# 8 steps an epoch, with dropout and data that are drawn anew in each epoch
+LINE = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--max-steps", "14", "--save-every-steps", "3",
+        "--log-every-steps", "1", "--tensorboard=false", "--progress=none", "--name", "run")
+PATH = {"PYTHONPATH": str(ROOT)}
+
+
+def kill(rank: int | None, step: int) -> dict[str, str]:
+    """In that step of each incarnation, counted from 1; the warm-up makes two passes. None: whoever is told."""
+    return {"PROBE": json.dumps({"where": "loss", "call": step + 2, "rank": rank, "signal": "SIGKILL"})}
+
+
+def outcome(folder: Path) -> tuple[str, list[dict[str, Any]]]:
+    """The digest, and all metrics but those that depend on the clock."""
+    clock = ("time", "train/images_per_s", "train/texts_per_s", "train/samples_per_s")
+    lines = [{name: value for name, value in line.items() if name not in clock} for line in metrics(folder / "run")]
+    return result(folder / "run")["digest"], lines
+
+
+# Ways to train --------------------------------------------------------------------------------------------------
+
+WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "none": (1, ("--parallel", "none")),
+    "dp on one device": (1, ("--parallel", "dp", "--device", "cpu")),
+    "ddp": (2, ("--parallel", "ddp")),
+    "ddp in bf16": (2, ("--precision", "bf16")),
+    "ddp in fp16": (2, ("--precision", "fp16")),
+    "sent as fp16": (2, ("--compress", "fp16")),
+    "sent as bf16": (2, ("--compress", "bf16")),
+    "sent by powersgd": (2, ("--compress", "powersgd", "--powersgd-start", "2", "--powersgd-rank", "2")),
+    "fsdp": (2, ("--parallel", "fsdp")),
+    "fsdp in bf16 with adamw": (2, ("--parallel", "fsdp", "--precision", "bf16", "--optimizer", "adamw", "--lr", "0.01")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_killed_way_ends_with_the_weights_of_the_undisturbed_run(forks: Forks, tmp_path: Path, way: str) -> None:
+    world_size, settings = WAYS[way]
+    line = (*LINE, *settings)
+    codes, output = forks.run(*line, "--run-dir", tmp_path / "undisturbed", world_size=world_size)
+    assert codes == [0] * world_size, output
+    # The last rank in step 8, after the save of step 6; then rank 0, which writes, in step 11
+    for rank, env in ((world_size - 1, kill(world_size - 1, 8)), (0, kill(0, 5))):
+        codes, output = forks.run(*line, "--run-dir", tmp_path / "killed", world_size=world_size, env=env)
+        assert codes[rank] == -9, output
+        assert set(codes) <= {-9, 171}, output
+    codes, output = forks.run(*line, "--run-dir", tmp_path / "killed", world_size=world_size)
+    assert codes == [0] * world_size, output
+    assert "resumed from step-00000009" in output
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "undisturbed")
+
+
+# Ways to start --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+    """Two ranks, which are the same to the bit however they are started."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    codes, output = forks.run(*LINE, "--run-dir", folder, world_size=2)
+    assert codes == [0, 0], output
+    return outcome(folder)
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_ranks_that_met_by_a_url_are_killed_and_go_on(
+    forks: Forks, undisturbed: Any, tmp_path: Path, scheme: str
+) -> None:
+    for env, expected in ((kill(None, 8), [171, -9]), ({}, [0, 0])):
+        url = (tmp_path / "meeting").as_uri() if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
+        line = (*LINE, "--run-dir", tmp_path, "--init-method", url, "--world-size", "2")
+        jobs = [forks.start(*line, "--rank", "0"), forks.start(*line, "--rank", "1", env=env)]
+        codes = [code for job in jobs for code in job.wait()]
+        assert codes == expected, "\n".join(job.output for job in jobs)
+    assert "resumed from step-00000006" in jobs[0].output
+    assert outcome(tmp_path) == undisturbed
+
+
+@pytest.mark.timeout(900)  # twice two interpreters that import torch
+def test_spawn_goes_on_by_itself_after_a_kill(undisturbed: Any, tmp_path: Path) -> None:
+    """In step 9, after the save of the evaluation at 8; what is left for the second attempt is shorter. `launch` with its
+    usual launcher is in test_resume.py."""
+    command = (sys.executable, MAIN, "launch", "--launcher", "spawn", "--nproc", "2", *LINE[1:], "--run-dir", tmp_path)
+    with ended(start(*command, env=PATH | kill(1, 9))) as job:
+        assert job.wait(600) == [0], job.output
+    assert job.output.count("starting again") == 1, job.output
+    assert "resumed from step-00000008" in job.output
+    assert outcome(tmp_path) == undisturbed
+
+
+@pytest.mark.timeout(900)
+def test_mpirun_that_lost_a_rank_goes_on_when_it_is_run_again(undisturbed: Any, tmp_path: Path) -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun here: apt install openmpi-bin")
+    command = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable, MAIN)
+    with ended(start(*command, *LINE, "--run-dir", tmp_path, env=PATH | kill(1, 8))) as job:
+        assert job.wait(300) != [0], job.output
+    with ended(start(*command, *LINE, "--run-dir", tmp_path, env=PATH)) as job:
+        assert job.wait(300) == [0], job.output
+    assert "resumed from step-00000006" in job.output
+    assert outcome(tmp_path) == undisturbed

@@ -1,0 +1,57 @@
+"""Ports that do not collide, and host lists without the scheduler's own command."""
+
+from pathlib import Path
+
+import pytest
+
+from train.errors import LaunchError
+from train.process.addresses import DEFAULT_EPHEMERAL, ephemeral_range, expand_nodelist, port_for
+
+
+def test_port_lies_outside_the_ephemeral_range_and_known_services():
+    known = {6000, 10250, 11211, 11434, 23456, 27017, 29500}
+    for job in range(0, 40000, 7):
+        port = port_for(str(job), 0, DEFAULT_EPHEMERAL)
+        assert 10000 <= port < 30000
+        assert port not in known
+
+
+@pytest.mark.parametrize("ephemeral", [range(10000, 20000), range(15000, 65536), range(10000, 29990)], ids=str)
+def test_port_avoids_a_site_s_own_ephemeral_range(ephemeral: range):
+    assert not any(port_for(str(job), restart, ephemeral) in ephemeral for job in range(500) for restart in range(3))
+
+
+def test_port_differs_between_neighbouring_jobs_restarts_and_steps():
+    assert len({port_for(str(job), 0, DEFAULT_EPHEMERAL) for job in range(123456, 123456 + 19000)}) == 19000
+    assert len({port_for("123456", restart, DEFAULT_EPHEMERAL) for restart in range(100)}) == 100
+    assert len({port_for("123456", 0, DEFAULT_EPHEMERAL, step=step) for step in range(100)}) == 100
+
+
+def test_ephemeral_range_is_read_or_linux_s_default(tmp_path: Path):
+    (tmp_path / "range").write_text("20000\t30000\n")
+    assert ephemeral_range(tmp_path / "range") == range(20000, 30001)
+    assert ephemeral_range(tmp_path / "absent") == DEFAULT_EPHEMERAL
+    (tmp_path / "range").write_text("what\n")
+    assert ephemeral_range(tmp_path / "range") == DEFAULT_EPHEMERAL
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("n[1-3,7],m05", ["n1", "n2", "n3", "n7", "m05"]),
+        ("solo", ["solo"]),
+        ("a,b", ["a", "b"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("gpu-[1,3]-ib", ["gpu-1-ib", "gpu-3-ib"]),
+        ("r[1-2]n[0-1]", ["r1n0", "r1n1", "r2n0", "r2n1"]),
+        ("m05,n[1-2],k.example", ["m05", "n1", "n2", "k.example"]),
+    ],
+)
+def test_nodelist_is_expanded_in_order(nodelist: str, hosts: list[str]):
+    assert expand_nodelist(nodelist) == hosts
+
+
+@pytest.mark.parametrize("nodelist", ["", ",", "n[1-", "n[]", "n]", "n[a-b]", "n[3-1]", "a b", "n[1-99999999]"])
+def test_nodelist_that_is_malformed_is_refused(nodelist: str):
+    with pytest.raises(LaunchError, match="Set MASTER_ADDR"):
+        expand_nodelist(nodelist)

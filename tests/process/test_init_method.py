@@ -1,0 +1,174 @@
+"""--init-method: by a URL, by a file, and what an earlier run left in that file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.fork_server import Forks, Job
+from train.errors import LaunchError
+from train.group.store import open_port, serve_store
+from train.process.init_method import Endpoint, environment, leave, look, place, remove
+
+LINE = ("train", "--dataset", "digits", "--model", "mlp", "--max-steps", "3", "--tensorboard=false", "--name", "run")
+
+
+def start(forks: Forks, file: Path, rank: int, *more: str) -> Job:
+    where = ("--init-method", file.as_uri(), "--rank", str(rank), "--world-size", "2", "--run-dir", str(file.parent))
+    return forks.start(*LINE, *where, *more)
+
+
+def finish(forks: Forks, file: Path) -> str:
+    """Both ranks, the one that has to find the other first: their output."""
+    jobs = [start(forks, file, rank) for rank in (1, 0)]
+    codes = [job.wait() for job in jobs]
+    output = "\n".join(job.output for job in jobs)
+    assert codes == [[0], [0]], output
+    assert json.loads((file.parent / "run" / "result.json").read_text())["world_size"] == 2
+    return output
+
+
+def wait_until(true: Callable[[], Any], job: Job) -> None:
+    job.wait_until(true, "what the test waits for")
+
+
+# The file -------------------------------------------------------------------------------------------------------
+
+
+def test_file_is_gone_once_the_ranks_have_met(forks: Forks, tmp_path: Path) -> None:
+    output = finish(forks, tmp_path / "meeting")
+    assert f"rank 0 of 2 (local 0), meeting by {tmp_path}/meeting; RANK WORLD_SIZE from environment" in output
+    assert "was left by" not in output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_file_of_a_killed_run_is_replaced_and_named(forks: Forks, tmp_path: Path) -> None:
+    file = tmp_path / "meeting"
+    killed = start(forks, file, 0)
+    wait_until(file.exists, killed)
+    killed.kill()
+    assert look(file) is not None
+    assert f"{file} was left by an earlier run that did not come together: replaced" in finish(forks, file)
+
+
+def test_file_that_leads_to_another_store_is_replaced(forks: Forks, tmp_path: Path) -> None:
+    """The port of the earlier run may be another job's by now."""
+    listener = open_port(0)
+    assert listener is not None
+    port = listener.getsockname()[1]
+    store = serve_store(listener, timeout_s=60)
+    leave(tmp_path / "meeting", Endpoint("old", "elsewhere", ("127.0.0.1",), port))
+    finish(forks, tmp_path / "meeting")
+    assert not store.check(["rankup/generation"])  # nobody introduced itself there
+
+
+def test_file_of_an_earlier_run_is_no_endless_wait(forks: Forks, tmp_path: Path) -> None:
+    leave(tmp_path / "meeting", Endpoint("old", "elsewhere", ("127.0.0.1",), 1))
+    job = start(forks, tmp_path / "meeting", 1, "--join-timeout-s", "2")
+    assert job.wait() == [170]
+    said = "rank 1 of 2 on * could not join within 2 s: rank 0 has not left its address in * what is there was left on elsewhere"
+    position = 0
+    for part in said.split("*"):
+        position = job.output.find(part, position)
+        assert position >= 0, job.output
+    assert "All ranks have to name the same file." in job.output
+
+
+def test_file_that_is_missing_ends_within_the_deadline(forks: Forks, tmp_path: Path) -> None:
+    job = start(forks, tmp_path / "meeting", 1, "--join-timeout-s", "2")
+    assert job.wait() == [170]
+    assert f"rank 0 has not left its address in {tmp_path}/meeting." in job.output
+
+
+def test_file_of_two_jobs_at_once_is_refused(forks: Forks, tmp_path: Path) -> None:
+    file = tmp_path / "meeting"
+    first = start(forks, file, 0)
+    try:
+        wait_until(file.exists, first)
+        second = start(forks, file, 0, "--name", "second")
+        assert second.wait() == [170]
+        assert f"{file} is in use by another job" in second.output
+        assert look(file) is not None
+    finally:
+        first.kill()
+
+
+@pytest.mark.parametrize("content", ["my thesis", "[]", '{"rankup": 1}'])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_file_of_somebody_else_is_left_alone(forks: Forks, tmp_path: Path, content: str, rank: int) -> None:
+    file = tmp_path / "precious"
+    file.write_text(content)
+    job = start(forks, file, rank)
+    assert job.wait() == [2]
+    assert f"error: --init-method: {file} must be a new file, got one that holds something else." in job.output
+    assert "Traceback" not in job.output
+    assert file.read_text() == content
+
+
+def test_file_that_is_empty_is_taken(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "meeting").touch()  # as mktemp makes it
+    finish(forks, tmp_path / "meeting")
+
+
+def test_notice_of_another_is_not_removed(tmp_path: Path) -> None:
+    own, other = Endpoint("a", "host", (), 1), Endpoint("b", "host", ("10.0.0.1",), 2)
+    leave(tmp_path / "meeting", other)
+    remove(tmp_path / "meeting", own)
+    assert look(tmp_path / "meeting") == other
+    remove(tmp_path / "meeting", other)
+    assert look(tmp_path / "meeting") is None
+
+
+# The URL --------------------------------------------------------------------------------------------------------
+
+
+def test_url_stands_for_the_variables(tmp_path: Path) -> None:
+    assert place("tcp://node0:29400") == {"MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
+    assert place("tcp://[fd00::1]:29400/") == {"MASTER_ADDR": "fd00::1", "MASTER_PORT": "29400"}
+    assert place(f"file://{tmp_path}/a%20b")["RANKUP_FILE"] == f"{tmp_path}/a b"
+    told = environment({"HOME": "/h"}, url="tcp://node0:29400", rank=1, world_size=2)
+    assert told == {"HOME": "/h", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
+    assert environment({"RANK": "1"}, url="") == {"RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["tcp://node0", "tcp://:29400", "tcp://user@node0:1", "http://node0:29400", "node0:29400", "env://", "file://node0/x",
+     "file:///", "tcp://node0:29400?rank=1"],
+)
+def test_url_of_another_kind_is_refused(url: str) -> None:
+    with pytest.raises(LaunchError, match="--init-method must be tcp://HOST:PORT or file:///PATH, got"):
+        place(url)
+
+
+@pytest.mark.parametrize("name", ["no/such/folder/meeting", "."])
+def test_url_of_no_possible_file_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(LaunchError, match="must name a file in a folder that exists"):
+        place(f"file://{tmp_path}/{name}")
+
+
+@pytest.mark.parametrize(
+    ("environ", "flag"),
+    [({"RANK": "0"}, "--rank"), ({"WORLD_SIZE": "2"}, "--world-size"), ({"MASTER_ADDR": "a"}, "--init-method")],
+)
+def test_url_and_flags_beside_the_variables_are_refused(environ: dict[str, str], flag: str) -> None:
+    with pytest.raises(LaunchError, match=f"{flag} must be left out where"):
+        environment(environ, url="tcp://node0:29400", rank=0, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "--init-method", "tcp://127.0.0.1:29400"), "RANK WORLD_SIZE are not set"),
+        (("train", "--init-method", "file:///tmp/meeting"), "--init-method must come with --rank and --world-size"),
+        (("launch", "--init-method", "tcp://a:1", "--master-addr", "b"), "--init-method must be left out with --master-addr"),
+        (("launch", "--init-method", "nonsense"), "--init-method must be tcp://HOST:PORT or file:///PATH, got nonsense."),
+    ],
+)
+def test_url_without_what_belongs_to_it_is_one_line(forks: Forks, arguments: tuple[str, ...], message: str) -> None:
+    codes, output = forks.run(*arguments)
+    assert codes == [2]
+    assert message in output
+    assert "Traceback" not in output

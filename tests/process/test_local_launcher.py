@@ -1,0 +1,189 @@
+"""What `launch` does with ranks that end in every way, and with the signals it gets itself. The ranks are fakes."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.rigs.fork_server import Forks, Job
+from train.process.status import job_of
+
+
+@contextmanager
+def launching(forks: Forks, folder: Path, plan: list[list[str]], *more: str, preload: str = "tests.rigs.fake_rank:use") -> Iterator[Job]:
+    """`launch` with a fake rank for each word of the plan's first row. Whatever happens, none is left."""
+    (folder / "run").mkdir()
+    line = ("launch", f"--nproc={len(plan[0])}", "--batch-size=12", f"--run-dir={folder}", "--name=run", *more)
+    env = {"FAKE_RANKS": json.dumps(plan), "FAKE_FOLDER": str(folder), "TMPDIR": str(folder)}
+    try:
+        with forks.running(*line, env=env, preload=preload) as job:
+            yield job
+    finally:
+        left = [start["pid"] for start in starts(folder) if psutil.pid_exists(start["pid"])]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def starts(folder: Path) -> list[dict[str, Any]]:
+    """What each rank was given, in the order of incarnations and ranks."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("start-*.json"))]
+
+
+def wait_for_file(path: Path) -> None:
+    until_s = time.monotonic() + 240
+    while not path.exists():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def wait_for_end(folder: Path, local_rank: int) -> None:
+    """Of a rank of the first incarnation: its process is gone, or waits for `launch` to look."""
+    until_s = time.monotonic() + 240
+    while time.monotonic() < until_s:
+        with suppress(OSError, ValueError, psutil.NoSuchProcess):  # not started yet, or gone
+            start = json.loads((folder / f"start-0-{local_rank}.json").read_text())
+            if not psutil.pid_exists(start["pid"]) or psutil.Process(start["pid"]).status() == psutil.STATUS_ZOMBIE:
+                return
+        time.sleep(0.01)
+    raise AssertionError(f"local rank {local_rank} did not end")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "restarts"),
+    [
+        (["finish", "exit 0"], 0, 0),
+        (["exit 1", "exit 1"], 1, 0),
+        (["exit 171", "exit 1"], 1, 0),  # a fault is not worth a second try, whoever's exit was seen first
+        (["exit 2", "exit 171"], 2, 0),
+        (["exit 171", "signal SIGKILL"], 137, 1),
+        (["exit 171", "signal SIGSEGV"], 139, 1),
+        (["exit 143", "exit 143"], 143, 0),
+        (["exit 143", "exit 171"], 143, 0),
+        (["exit 170", "exit 170"], 170, 1),
+        (["exit 171", "exit 171"], 171, 1),
+        (["exit 0", "exit 171"], 171, 1),
+    ],
+)
+def test_launch_keeps_the_code_of_the_cause_and_restarts_where_it_helps(
+    words: list[str], code: int, restarts: int, forks: Forks, tmp_path: Path
+) -> None:
+    with launching(forks, tmp_path, [words], "--max-restarts=1") as job:
+        assert job.wait() == [code], job.output
+    assert len(starts(tmp_path)) == 2 * (restarts + 1)
+    assert job.output.count("starting again") == restarts
+    assert "Traceback" not in job.output
+
+
+def test_restart_that_helps_ends_with_0(forks: Forks, tmp_path: Path) -> None:
+    plan = [["exit 171", "signal SIGKILL"], ["exit 171", "exit 171"], ["finish", "exit 0"]]
+    with launching(forks, tmp_path, plan, "--max-restarts=5") as job:
+        assert job.wait() == [0], job.output
+    assert "137 (local rank 1)" in job.output
+
+
+def test_ranks_are_told_who_they_are_and_which_attempt_it_is(forks: Forks, tmp_path: Path) -> None:
+    plan = [["exit 171", "exit 171"], ["exit 0", "exit 0"]]
+    line = ("--nnodes=2", "--node-rank=1", "--master-addr=node0", "--master-port=12345", "--lr=0.5", "--fresh")
+    with launching(forks, tmp_path, plan, *line) as job:
+        assert job.wait() == [0], job.output
+    given = starts(tmp_path)
+    for name, values in {
+        "RANK": ["2", "3", "2", "3"], "LOCAL_RANK": ["0", "1", "0", "1"], "WORLD_SIZE": ["4"] * 4,
+        "LOCAL_WORLD_SIZE": ["2"] * 4, "GROUP_RANK": ["1"] * 4, "GROUP_WORLD_SIZE": ["2"] * 4,
+        "MASTER_ADDR": ["node0"] * 4, "MASTER_PORT": ["12345"] * 4, "RANKUP_RESTART": ["0", "0", "1", "1"],
+    }.items():
+        assert [start[name] for start in given] == values, name
+    attempts = [start["RANKUP_ATTEMPT"] for start in given]
+    assert attempts[0] == attempts[1] != attempts[2] == attempts[3]
+    assert len({job_of(attempt) for attempt in attempts}) == 1
+    assert given[0]["arguments"][1:] == ["train", *(w for w in given[0]["arguments"] if w.startswith("--"))]
+    assert {"--lr=0.5", "--fresh=true"} <= set(given[0]["arguments"])
+
+
+def test_each_attempt_on_one_node_gets_a_port_of_its_own(forks: Forks, tmp_path: Path) -> None:
+    """The last attempt's store may still be on its way out."""
+    with launching(forks, tmp_path, [["exit 171", "exit 171"]], "--max-restarts=3") as job:
+        assert job.wait() == [171], job.output
+    ports = [start["MASTER_PORT"] for start in starts(tmp_path)]
+    assert ports[::2] == ports[1::2]
+    assert len(set(ports)) > 1
+
+
+@pytest.mark.parametrize("status", [None, {"attempt": "yesterdays", "state": "finished"}, {"state": "running"}])
+def test_success_is_what_this_attempt_wrote_down(status: dict[str, str] | None, forks: Forks, tmp_path: Path) -> None:
+    with launching(forks, tmp_path, [["exit 0", "exit 0"]]) as job:
+        if status is not None:
+            (tmp_path / "run" / "status.json").write_text(json.dumps(status))
+        assert job.wait() == [1], job.output
+    assert "status.json does not say that attempt" in job.output
+
+
+@pytest.mark.parametrize("first", ["exit 171", "finish"])
+def test_rank_that_does_not_end_after_the_others_is_killed_and_tried_again(
+    first: str, forks: Forks, tmp_path: Path
+) -> None:
+    plan = [[first, "stop", "stubborn"], ["finish", "exit 0", "exit 0"]]
+    with launching(forks, tmp_path, plan, preload="tests.rigs.fake_rank:use_impatiently") as job:
+        assert job.wait() == [0], job.output
+    assert "local rank 1 did not end" in job.output
+    assert "local rank 2 did not end" in job.output
+    assert "171 (local rank 1), 171 (local rank 2); starting again" in job.output
+
+
+# Signals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_signal_is_passed_on_and_ends_with_143_and_no_restart(name: str, forks: Forks, tmp_path: Path) -> None:
+    with launching(forks, tmp_path, [["save", "save"]]) as job:
+        for rank in (0, 1):
+            wait_for_file(tmp_path / f"ready-0-{rank}")
+        job.processes[0].signal(name)
+        assert job.wait() == [143], job.output
+    assert f"{name}: passed on to 2 ranks" in job.output
+    assert len(starts(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(("words", "code"), [(["save 171", "exit 171"], 143), (["save", "exit 1"], 1)])
+def test_stop_request_while_ranks_fail_is_not_followed_by_a_restart(
+    words: list[str], code: int, forks: Forks, tmp_path: Path
+) -> None:
+    with launching(forks, tmp_path, [words]) as job:
+        wait_for_file(tmp_path / "ready-0-0")
+        wait_for_end(tmp_path, 1)
+        job.processes[0].signal("SIGTERM")
+        assert job.wait() == [code], job.output
+    assert not list(tmp_path.glob("start-1-*"))
+
+
+def test_rank_that_can_not_stop_does_not_keep_the_others_end(forks: Forks, tmp_path: Path) -> None:
+    with launching(forks, tmp_path, [["save", "stop"]], preload="tests.rigs.fake_rank:use_impatiently") as job:
+        for rank in (0, 1):
+            wait_for_file(tmp_path / f"ready-0-{rank}")
+        job.processes[0].signal("SIGTERM")
+        assert job.wait() == [143], job.output
+
+
+def test_hangup_does_not_end_a_launch_under_nohup(forks: Forks, tmp_path: Path) -> None:
+    """torch's launcher takes the signal over, whatever its caller had decided."""
+    with launching(forks, tmp_path, [["save", "save"]], preload="tests.rigs.fake_rank:use_under_nohup") as job:
+        wait_for_file(tmp_path / "ready-0-1")
+        job.processes[0].signal("SIGHUP")
+        time.sleep(0.5)
+        assert job.processes[0].code is None, job.output
+        job.processes[0].signal("SIGTERM")
+        assert job.wait() == [143], job.output
+
+
+def test_nothing_is_left_in_the_folder_for_temporary_files(forks: Forks, tmp_path: Path) -> None:
+    with launching(forks, tmp_path, [["exit 171", "exit 171"], ["finish", "exit 0"]]) as job:
+        assert job.wait() == [0], job.output
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(("torchelastic", "rankup"))] == []

@@ -1,0 +1,370 @@
+"""A stop request, whenever and wherever it comes: a checkpoint of that step, 143, and on to the same weights."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.rigs.fork_server import Forks, Job
+from tests.rigs.jobs import MAIN, ROOT, ended, free_port, result, start
+from train import main
+from train.process import local_launcher
+
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+# 8 steps an epoch, 32 in all, six batches an evaluation
+SETTINGS = (
+    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4", "--eval-batch-size", "4", "--log-every-steps", "1",
+    "--tensorboard=false", "--keep", "99", "--join-timeout-s", "30",
+)
+TOTAL = 32
+AT_THE_END = ("--evaluate-every-epochs", "4")  # no evaluation on the way, where a signal would be seen too
+
+
+def train(run: Path, *more: str) -> tuple[str, ...]:
+    return ("train", *SETTINGS, "--run-dir", str(run.parent), "--name", run.name, *more)
+
+
+def probe(where: str, call: int, **order: Any) -> dict[str, str]:
+    return {"PROBE": json.dumps({"where": where, "call": call, **order})}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """World size -> digest of the final weights of a run that nobody stopped."""
+    digests = {}
+    for world_size in (1, 2):
+        run = tmp_path_factory.mktemp("undisturbed") / "run"
+        codes, output = forks.run(*train(run), world_size=world_size)
+        assert codes == [0] * world_size, output
+        digests[world_size] = result(run)["digest"]
+    return digests
+
+
+def status(run: Path) -> dict[str, Any]:
+    return json.loads((run / "status.json").read_text())  # type: ignore[no-any-return]
+
+
+def steps(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+
+
+def assert_stopped(run: Path, codes: list[int], output: str, *, at_least: int) -> int:
+    """All ranks stopped at the same step, which is saved. Returns it."""
+    assert codes == [143] * len(codes), output
+    assert "Traceback" not in output
+    told = status(run)
+    assert (told["state"], told["code"], len(told["ranks"])) == ("stopped", 143, len(codes)), told
+    ends = [json.loads(path.read_text()) for path in (run / "status" / told["attempt"]).glob("rank-*.json")]
+    assert len(ends) == len(codes)
+    assert {end["state"] for end in ends} == {"stopped"}
+    (step,) = {end["step"] for end in ends}
+    assert at_least <= step < TOTAL
+    assert steps(run)[-1] == step
+    assert f"saved at step {step} of {TOTAL}" in output
+    return int(step)
+
+
+def assert_resumes(
+    forks: Forks, run: Path, digests: dict[int, str], *more: str, world_size: int, evaluated: tuple[int, ...] = (8, 16, 24, 32)
+) -> None:
+    codes, output = forks.run(*train(run, *more), world_size=world_size)
+    assert codes == [0] * world_size, output
+    assert "resumed from step-" in output
+    assert result(run)["digest"] == digests[world_size]
+    assert [line["step"] for line in lines(run, "train/loss")] == list(range(1, TOTAL + 1))
+    assert [line["step"] for line in lines(run, "eval/loss")] == list(evaluated)
+    assert status(run)["state"] == "finished"
+
+
+def lines(run: Path, key: str) -> list[dict[str, Any]]:
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [entry for entry in entries if key in entry]
+
+
+# Where it comes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_signal_in_training_saves_that_step(forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str) -> None:
+    run = tmp_path / "run"
+    codes, output = forks.run(*train(run), env=probe("loss", 12, signal=name))
+    assert_stopped(run, codes, output, at_least=10)
+    assert name in output
+    assert_resumes(forks, run, undisturbed, world_size=1)
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_signal_of_one_rank_stops_all_at_the_same_step(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str, rank: int
+) -> None:
+    run = tmp_path / "run"
+    codes, output = forks.run(*train(run), world_size=2, env=probe("loss", 13, signal=name, rank=rank))
+    assert_stopped(run, codes, output, at_least=11)
+    assert_resumes(forks, run, undisturbed, world_size=2)
+
+
+@pytest.mark.parametrize(("name", "rank"), [("SIGTERM", 1), ("SIGUSR1", 0), ("SIGINT", None)])
+def test_signal_in_evaluation_saves_the_step_and_evaluates_again(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str, rank: int | None
+) -> None:
+    run = tmp_path / "run"
+    # Three batches each an evaluation: the second one of the second evaluation
+    codes, output = forks.run(*train(run), world_size=2, env=probe("evaluate", 5, signal=name, rank=rank))
+    assert assert_stopped(run, codes, output, at_least=16) == 16
+    assert [line["step"] for line in lines(run, "eval/loss")] == [8]
+    assert_resumes(forks, run, undisturbed, world_size=2)
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_signal_to_the_process_group_while_waiting_for_data_saves(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str
+) -> None:
+    run = tmp_path / "run"
+    # Sent once the loop waits, by workers, who get it first and go on sleeping for longer than any test waits
+    order = probe("data", 6, signal=name, to="group", before_s=1.0, sleep_s=600)
+    arguments = train(run, "--num-workers", "2", *AT_THE_END)
+    codes, output = forks.run(*arguments, world_size=2, env=order)
+    assert_stopped(run, codes, output, at_least=1)
+    assert_resumes(forks, run, undisturbed, "--num-workers", "1", *AT_THE_END, world_size=2, evaluated=(32,))
+
+
+def test_signal_of_one_rank_while_it_waits_for_data_saves(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    order = probe("data", 6, signal="SIGTERM", to="group", rank=1, before_s=1.0, sleep_s=600)
+    codes, output = forks.run(*train(run, "--num-workers", "2", *AT_THE_END), world_size=2, env=order)
+    assert_stopped(run, codes, output, at_least=1)
+    assert_resumes(forks, run, undisturbed, *AT_THE_END, world_size=2, evaluated=(32,))
+
+
+def test_signal_while_evaluation_waits_for_data_saves(forks: Forks, undisturbed: dict[int, str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    order = probe("eval_data", 2, signal="SIGUSR1", to="group", before_s=0.5, sleep_s=600)
+    codes, output = forks.run(*train(run, "--num-workers", "1"), world_size=2, env=order)
+    assert assert_stopped(run, codes, output, at_least=8) == 8
+    assert_resumes(forks, run, undisturbed, world_size=2)
+
+
+def test_evaluate_command_stops_on_a_signal(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert forks.run(*train(run))[0] == [0]
+    arguments = ("evaluate", *train(run)[1:])
+    codes, output = forks.run(*arguments, world_size=2, env=probe("evaluate", 2, signal="SIGTERM", rank=1))
+    assert codes == [143, 143], output
+    assert status(run)["state"] == "finished"
+
+
+# Repeats ------------------------------------------------------------------------------------------------------
+
+
+def slow_save() -> None:
+    """What is saved at a stop takes long enough for a repeat to come in the middle, and the window does for its sender."""
+    import train.process.stop
+    from train.run import checkpoint
+
+    train.process.stop.REPEAT_WINDOW_S = 60.0
+    write = checkpoint._write
+
+    def slow(path: Path, data: bytes) -> None:
+        time.sleep(0.5 if (path.parents[2] / "asked").exists() else 0)
+        write(path, data)
+
+    checkpoint._write = slow
+
+
+def test_repeats_within_the_window_count_as_one(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    endless = train(run, "--epochs", "100000", "--evaluate-every-epochs", "100000", "--save-every-steps", "1000000")
+    with forks.running(*endless, world_size=2, preload="tests.process.test_stop:slow_save") as job:
+        job.wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size, "the first step")
+        (run / "asked").touch()
+        for _ in range(3):
+            for process in job.processes:
+                process.signal_group("SIGTERM")
+            time.sleep(0.2)  # the kernel merges what comes faster
+        assert job.wait() == [143, 143], job.output
+    assert f"saved at step {steps(run)[-1]} of 800000" in job.output
+    assert "leaving without saving" not in job.output + "".join(log.read_text() for log in run.glob("logs/*"))
+
+
+def no_window() -> None:
+    """Every further signal is a second request. The first is told by a file `read-RANK`: sent before that, a second would
+    be the same one to the kernel."""
+    from train.process import stop
+
+    class Told(stop.StopRequest):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "_asked_at_s" and value:
+                Path(os.environ["TOLD"], f"read-{os.environ['RANK']}").touch()
+
+    stop.REPEAT_WINDOW_S, main.StopRequest = 0.0, Told
+
+
+def ask(job: Job, rank: int, told: Path) -> None:
+    """Send a rank its first request, and wait until it has read it."""
+    job.processes[rank].signal("SIGTERM")
+    job.wait_until((told / f"read-{rank}").exists, "note of the signal")
+
+
+def test_second_request_leaves_at_once_although_the_loop_waits_for_a_peer(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    # Rank 0 stays in the middle of a step, rank 1 waits for it in the collective of that step
+    there = tmp_path / "there"
+    order = probe("loss", 14, rank=0, sleep_s=600, tell=str(there)) | {"TOLD": str(tmp_path)}
+    with forks.running(*train(run), world_size=2, env=order, preload="tests.process.test_stop:no_window") as job:
+        job.wait_until(there.exists, "rank 0 in step 12, for which all have agreed that nobody was asked to stop")
+        one = job.processes[1]
+        ask(job, 1, tmp_path)
+        assert not one.ended.wait(0.5)
+        one.signal("SIGTERM")
+        assert one.ended.wait(60), "the second request did not end a rank that waits in a collective"
+        assert one.code == 143
+        assert "leaving without saving" in (run / "logs" / "rank-1.log").read_text()
+        ask(job, 0, tmp_path)
+        job.processes[0].signal("SIGTERM")
+        assert job.wait() == [143, 143], job.output
+    assert steps(run) == [8]
+    assert_resumes(forks, run, undisturbed, world_size=2)
+
+
+def test_rank_that_left_at_once_ends_the_others_as_stopped(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    there, left = tmp_path / "there", tmp_path / "left"
+    order = probe("loss", 14, rank=0, tell=str(there), until=str(left)) | {"TOLD": str(tmp_path)}
+    with forks.running(*train(run), world_size=2, env=order, preload="tests.process.test_stop:no_window") as job:
+        job.wait_until(there.exists, "rank 0 in step 12, for which all have agreed that nobody was asked to stop")
+        one = job.processes[1]
+        ask(job, 1, tmp_path)
+        one.signal("SIGTERM")
+        assert one.ended.wait(60)
+        left.touch()
+        assert job.wait() == [143, 143], job.output
+    assert "rank 1 on" in job.processes[0].output
+    assert "leaving without saving" in job.processes[0].output
+
+
+# While it starts ----------------------------------------------------------------------------------------------
+
+HOOK = """
+import os, signal, sys, time
+
+class Hook:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["HOOK_MODULE"]:
+            os.kill(os.getpid(), getattr(signal, os.environ["HOOK_SIGNAL"]))
+            time.sleep(300)
+
+if "HOOK_MODULE" in os.environ:
+    sys.meta_path.insert(0, Hook())
+"""
+
+
+@pytest.mark.parametrize("module", ["pydantic", "torch.nn", "train.workloads.images"])
+@pytest.mark.parametrize("name", SIGNALS)
+def test_signal_while_it_starts_ends_it_at_once(tmp_path: Path, name: str, module: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    env = {"HOOK_MODULE": module, "HOOK_SIGNAL": name, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    job = start(sys.executable, "-m", "train.main", "train", "--dataset", "digits", "--run-dir", str(tmp_path), env=env)
+    with ended(job):
+        assert job.wait() == [143], job.output
+    assert job.output.count("\n") == 1
+    assert f"{name} before the first step: nothing new to save" in job.output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_signal_in_set_up_of_one_rank_ends_all_as_stopped(forks: Forks, tmp_path: Path, rank: int) -> None:
+    run = tmp_path / "run"
+    order = probe("build", 1, signal="SIGTERM", rank=rank, sleep_s=600)
+    codes, output = forks.run(*train(run), world_size=2, env=order)
+    assert codes == [143, 143], output
+    assert "Traceback" not in output
+    assert status(run)["state"] == "stopped"
+
+
+def test_signal_while_joining_ends_the_rank(forks: Forks, tmp_path: Path) -> None:
+    env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with forks.running(*train(tmp_path / "run", "--join-timeout-s", "300"), env=env) as job:
+        log = tmp_path / "run" / "logs" / "rank-1.log"
+        job.wait_until(log.exists, "log file")
+        job.processes[0].signal("SIGTERM")
+        assert job.wait() == [143], job.output
+    assert "Traceback" not in job.output
+
+
+# Who started it -----------------------------------------------------------------------------------------------
+
+
+def test_launch_passes_a_signal_on_and_keeps_the_code(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with forks.running("launch", "--nproc", "2", *train(run, "--epochs", "100000")[1:]) as job:
+        job.wait_for("epoch 1:")
+        job.processes[0].signal("SIGUSR1")
+        assert job.wait() == [143], job.output
+    assert "starting again" not in job.output
+    # As it would have gone on after `launch`
+    stopped_at = steps(run)[-1]
+    assert f"saved at step {stopped_at}" in job.output
+    codes, output = forks.run(*train(run, "--max-steps", str(stopped_at + 3)), world_size=2)
+    assert codes == [0, 0], output
+    assert f"resumed from step-{stopped_at:08d}" in output
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "what"),
+    [
+        (None, None, "if nobody sent it, the memory was not enough"),
+        (3, 3, "no out-of-memory kill was counted in this container or job"),
+        (3, 4, "1 out-of-memory kill was counted in this container or job meanwhile: give it more memory"),
+        (0, 2, "2 out-of-memory kills were counted"),
+    ],
+)
+def test_launch_says_what_137_means(monkeypatch: pytest.MonkeyPatch, before: int | None, now: int | None, what: str) -> None:
+    monkeypatch.setattr(local_launcher, "oom_kills", lambda: now)
+    assert what in local_launcher._ended({0: 171, 1: 137}, before)
+    assert "memory" not in local_launcher._ended({0: 171, 1: 1}, before)
+
+
+def test_interrupt_key_under_launch_saves_once(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with forks.running("launch", "--nproc", "2", *train(run, "--epochs", "100000")[1:]) as job:
+        job.wait_for("epoch 1:")
+        job.processes[0].signal_group("SIGINT")
+        assert job.wait() == [143], job.output
+    assert f"saved at step {steps(run)[-1]}" in job.output
+    assert "Traceback" not in job.output
+
+
+def test_torchrun_signalled_as_schedulers_do_saves_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    # torchrun itself may warn
+    env = {"PYTHONWARNINGS": "default", "PYTHONPATH": str(ROOT)}
+    job = start(*torchrun, MAIN, *train(run, "--epochs", "100000"), env=env)
+    with ended(job):
+        agent = psutil.Process(job.processes[0].pid)
+        until = time.monotonic() + 200
+        while not (run / "checkpoints" / "step-00000008").exists():
+            assert job.processes[0].poll() is None, job.processes[0].communicate()[0]
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        # All processes of the job, and torchrun passes its own on: each rank gets two
+        for process in [agent, *agent.children()]:
+            process.send_signal(signal.SIGTERM)
+        assert job.wait() != [0]  # torchrun's own code: it makes 1 of every worker's
+    told = status(run)
+    assert told["state"] == "stopped", job.output
+    assert [end["code"] for end in told["ranks"].values()] == [143, 143]
+    assert steps(run)[-1] == told["ranks"]["0"]["step"]

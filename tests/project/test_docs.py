@@ -1,0 +1,275 @@
+"""What the documents name exists: files, links, commands, flags, settings, messages."""
+
+import ast
+import re
+import shlex
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from torch.distributed.run import get_args_parser
+
+from tests.rigs import jobs
+from tests.rigs.jobs import ROOT
+from train import errors
+from train.config import Config, load_config
+from train.config.commands import COMMANDS, EXTRA
+from train.config.load import parse_args
+from train.workloads import Workload
+
+TOP_LEVEL = {
+    "docker", "k8s", "slurm", "train", "tests", "compose.yaml", "Makefile",
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "pyproject.toml",
+}
+# Flags and words with an underscore that belong to others
+FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank",
+                 "--use-env", "--bind-to", "--allow-run-as-root", "--oversubscribe", "--version", "--gloo", "--mpi"}
+FOREIGN_WORDS = {"weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv"}
+# What torch says, not we
+TORCH_SAYS = re.compile(
+    r"^(Expected to have finished|unable to allocate shared|Bus error|'train' is not a package|use_libuv|\[c10d\]|"
+    r"Setting OMP_NUM_THREADS|ChildFailedError|exitcode|RendezvousConnectionError|--)"
+)
+
+
+@cache
+def tracked() -> list[str]:
+    """Files in git, and those about to be: written, but not ignored."""
+    command = ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [name for name in listed if (ROOT / name).exists()]
+
+
+def documents() -> list[str]:
+    return [name for name in tracked() if name.endswith(".md")]
+
+
+def fences(text: str) -> list[tuple[str, str]]:
+    """Language and content of each fenced block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def code(text: str) -> list[str]:
+    """What is set as code: spans, and the lines of shell blocks."""
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for language, block in fences(text) if language == "sh" for line in block.splitlines()]
+    return [*re.findall(r"`([^`\n]+)`", outside), *lines]
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def known_flags() -> set[str]:
+    ours = {"--config", "--help", *(f"--{name.replace('_', '-')}" for name in [*Config.model_fields, *EXTRA])}
+    switches = {f"--no-{name.replace('_', '-')}" for name in Config.model_fields}
+    torchruns = {option for action in get_args_parser()._actions for option in action.option_strings}
+    return ours | switches | torchruns | FOREIGN_FLAGS
+
+
+@pytest.mark.parametrize("document", documents())
+def test_docs_link_to_what_exists(document: str) -> None:
+    text = read(document)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / document).parent / name if name else ROOT / document
+        assert path.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, target
+
+
+@pytest.mark.parametrize("document", documents())
+def test_docs_name_paths_that_exist(document: str) -> None:
+    ours = re.compile(rf"^({'|'.join(re.escape(name) for name in TOP_LEVEL)}|\.ci)(/[\w./-]+)?$")
+    for span in code(read(document)):
+        for word in span.split():
+            if ours.match(word) and not word.startswith("train/<"):
+                beside = (ROOT / document).parent / word
+                assert (ROOT / word).exists() or beside.exists(), f"{document}: {word}"
+
+
+def program_lines(document: str) -> list[list[str]]:
+    """The command lines of the program, as words from `train.main` on; placeholders are left out."""
+    found = []
+    for span in code(read(document)):
+        match = re.search(r"(?:-m train\.main|train/main\.py|^rankup)\s+(\S.*)$", span)
+        if match and not re.match(r"COMMAND|\.\.\.", match[1]):
+            found.append(shlex.split(match[1].replace(" ...", ""), comments=True))
+    return found
+
+
+@pytest.mark.parametrize("document", documents())
+def test_docs_name_commands_and_settings_that_the_program_understands(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for words in program_lines(document):
+        parsed = parse_args(words, extra=EXTRA, commands=tuple(COMMANDS))
+        assert parsed.command in COMMANDS, words
+        load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
+
+
+def test_docs_have_the_commands_of_the_program() -> None:
+    named = {words[0] for document in documents() for words in program_lines(document)}
+    assert named >= {"train", "evaluate", "predict", "show", "launch"}
+
+
+@pytest.mark.parametrize("document", documents())
+def test_docs_name_torchrun_options_that_exist(document: str) -> None:
+    for span in code(read(document)):
+        if match := re.search(r"\btorchrun (-.*-m train\.main .*)$", span):
+            get_args_parser().parse_args(shlex.split(match[1]))
+
+
+@pytest.mark.parametrize("document", documents())
+def test_docs_name_make_targets_that_exist(document: str) -> None:
+    targets = {name for line in re.findall(r"^([a-z0-9 -]+):.*## ", read("Makefile"), re.MULTILINE) for name in line.split()}
+    assert len(targets) >= 8
+    for span in code(read(document)):
+        for target in re.findall(r"(?:^|[;&|] *)make ([a-z][a-z0-9-]*)", span):
+            assert target in targets, f"{document}: {span}"
+
+
+# Where launchers are explained, most flags and words with an underscore are theirs
+@pytest.mark.parametrize("document", [name for name in documents() if not name.startswith(("docker/", "slurm/", "k8s/"))])
+def test_docs_name_flags_and_settings_that_exist(document: str) -> None:
+    for span in code(read(document)):
+        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
+            assert flag.replace("_", "-") in known_flags(), f"{document}: {span}"
+        if re.fullmatch(r"[a-z]+(_[a-z]+)+", span) and span not in FOREIGN_WORDS:
+            assert span in {*Config.model_fields, *Workload.__dataclass_fields__}, f"{document}: {span}"
+
+
+@cache
+def strings_of_the_program() -> list[tuple[str, str]]:
+    """Where, and the text of each string in train/; an f-string has {} where a value stands."""
+    found = []
+    for name in tracked():
+        if name.startswith("train/") and name.endswith(".py"):
+            for node in ast.walk(ast.parse(read(name))):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+                    found.append((f"{name}:{node.lineno}", "".join(map(str, parts))))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append((f"{name}:{node.lineno}", node.value))
+    return found
+
+
+def quoted_messages() -> Iterator[str]:
+    """The code spans in the first column of README's tables of messages."""
+    section = re.split(r"^## ", read("README.md").split("## Troubleshooting")[1], maxsplit=1, flags=re.MULTILINE)[0]
+    for row in section.splitlines():
+        if row.startswith("| `"):
+            yield from re.findall(r"`([^`]+)`", row.split("|")[1])
+
+
+def test_docs_quote_messages_that_the_program_prints() -> None:
+    messages = [message for message in quoted_messages() if not TORCH_SAYS.match(message)]
+    assert len(messages) > 10
+    texts = [text for _, text in strings_of_the_program()]
+    for message in messages:
+        # Values, and words that depend on them, stand elsewhere in the program
+        words = max(re.split(r"[\w.]*\d[\w:]*|\.\.\.|\(.*?\)|\"|: |, ", message), key=len).split()
+        starts = [" ".join(words[:count]) for count in range(len(words), 0, -1)]
+        assert any(start in text for start in starts if len(start) > 10 for text in texts), f"{message} (searched: {words})"
+
+
+def test_docs_messages_name_flags_and_files_that_exist() -> None:
+    flags, files = 0, 0
+    for where, text in strings_of_the_program():
+        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?=[\s.,;:)=]|$)", text):
+            flags += 1
+            assert flag.replace("_", "-") in known_flags(), f"{where}: {text}"
+        for name in re.findall(r"(?<![\w./])(?:train|tests|docker|slurm|k8s)/[\w./-]+\.\w+", text):
+            files += 1
+            # A folder that is still empty is announced in the README
+            planned = not any(there.startswith(name.split("/")[0] + "/") for there in tracked())
+            assert planned or (ROOT / name).exists(), f"{where}: {text}"
+    assert flags > 20
+    assert files > 0
+
+
+def test_docs_readme_has_its_first_command_early() -> None:
+    lines = read("README.md").splitlines()
+    assert lines.index("```sh") + 1 < 20
+
+
+def test_docs_keep_their_length() -> None:
+    assert len(read("Makefile").splitlines()) < 80
+    assert len(read("CONTRIBUTING.md").splitlines()) < 60
+
+
+def test_docs_top_level_is_fixed() -> None:
+    top = {name.split("/")[0] for name in tracked()}
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "train", "tests"} <= top
+    assert {name for name in top if not name.startswith(".")} <= TOP_LEVEL
+
+
+def launch_files() -> list[str]:
+    pattern = re.compile(
+        r"^(Makefile|\.ci/run|compose[\w.]*\.yaml|docker/(Dockerfile|[\w.]+\.(sh|yaml))|slurm/[\w.]+|k8s/.*\.yaml|train/[\w.]+\.sh)$"
+    )
+    return [name for name in tracked() if pattern.match(name) and not (ROOT / name).is_symlink() and not name.endswith(".md")]
+
+
+def test_docs_launch_files_open_with_what_how_and_which_lines() -> None:
+    assert {"Makefile", ".ci/run", "train/demo.sh"} <= set(launch_files())
+    for name in launch_files():
+        lines = [line for line in read(name).splitlines() if not line.startswith(("#!", "# syntax"))][:3]
+        assert len(lines) == 3, name
+        assert all(re.match(r"# \w", line) for line in lines), f"{name}: {lines}"
+
+
+def test_docs_changelog_keeps_its_form() -> None:
+    text = read("CHANGELOG.md")
+    sections = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert sections[0] == "[Unreleased]"
+    assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) <= {
+        "Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"
+    }
+
+
+@pytest.mark.parametrize("document", ["README.md", "train/README.md"])
+def test_docs_list_the_exit_codes(document: str) -> None:
+    codes = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", read(document), re.MULTILINE)}
+    assert listed == codes
+
+
+def listed_in(block_with: str) -> list[str]:
+    """The first words of the lines in train/README.md's block that has such a line."""
+    blocks = [[line.split()[0] for line in block.splitlines() if line] for _, block in fences(read("train/README.md"))]
+    (wanted,) = [block for block in blocks if block_with in block]
+    return wanted
+
+
+def test_docs_list_each_file_of_the_program() -> None:
+    there = {path.name + ("/" if path.is_dir() else "") for path in (ROOT / "train").iterdir()}
+    assert set(listed_in("loop.py")) == there - {"__init__.py", "__pycache__/", "README.md"}
+
+
+def test_docs_list_what_a_run_leaves(tmp_path: Path) -> None:
+    tiny = ["--dataset", "digits", "--model", "mlp", "--max-steps", "2", "--run-dir", str(tmp_path), "--name", "run"]
+    with jobs.ended(jobs.run("train", *tiny)) as job:
+        assert job.codes == [0], job.output
+    left = {path.name + ("/" if path.is_dir() else "") for path in (tmp_path / "run").iterdir()}
+    assert {name for name in left if not name.startswith(".")} == set(listed_in("result.json"))
+
+
+def test_docs_lock_fits_the_bounds() -> None:
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    locks = read("docker/requirements.lock") + "".join(read(f"docker/requirements-{extra}.lock") for extra in ("text", "horovod"))
+    lines = [line for line in locks.splitlines() if not line.startswith("#")]
+    assert len({line.split("==")[0] for line in lines}) == len(lines)
+    locked = {line.split("==")[0].lower().replace("_", "-"): line.split("==")[1].split(";")[0] for line in lines}
+    extras = [text for texts in project["optional-dependencies"].values() for text in texts]
+    wanted = [Requirement(text) for text in [*project["dependencies"], *extras]]
+    assert len(wanted) > 10
+    for requirement in wanted:
+        assert locked[requirement.name.lower()] in requirement.specifier, requirement

@@ -1,0 +1,121 @@
+"""Imports in train/ run one way, cheap modules stay cheap, and schedulers are known in one place."""
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+from tests.rigs.jobs import ROOT, environment
+
+TRAIN = ROOT / "train"
+
+ROOMS = ["config", "process", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main"]
+
+
+def graph() -> dict[str, set[str]]:
+    """module -> modules of train/ that it imports, at its top or in a function."""
+    modules = {module_of(path): path for path in TRAIN.rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        found[module] = {name for name in imported(path, modules) if name}  # "" is the package, which is empty
+    return found
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(TRAIN).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
+
+
+def imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide from this test"
+            if (node.module or "").split(".")[0] == "train":
+                of = str(node.module).removeprefix("train").removeprefix(".")
+                for alias in node.names:
+                    inner = f"{of}.{alias.name}".removeprefix(".")
+                    yield inner if inner in modules else of
+        elif isinstance(node, ast.Import):
+            yield from (a.name.removeprefix("train").removeprefix(".") for a in node.names if a.name.split(".")[0] == "train")
+
+
+def room(module: str) -> str:
+    return module.split(".")[0]
+
+
+def test_imports_name_every_module() -> None:
+    modules = graph().keys() - {""}
+    assert len(modules) > 30
+    assert {room(module) for module in modules} == {*ROOMS, "errors", "samples"}
+
+
+def test_imports_run_one_way_between_rooms() -> None:
+    places = {name: place for place, name in enumerate(["errors", *ROOMS, "samples"])}
+    wrong = [
+        f"{importer} imports {name}"
+        for importer, names in graph().items()
+        for name in names
+        if places[room(name)] > places[room(importer)]
+    ]
+    assert wrong == []
+
+
+def test_imports_run_one_way_inside_each_room() -> None:
+    inside = {module: {name for name in names if room(name) == room(module)} for module, names in graph().items() if module}
+    assert sum(map(len, inside.values())) > 30
+    TopologicalSorter(inside).prepare()  # raises CycleError, which names the circle
+
+
+def modules_after(code: str) -> set[str]:
+    """The top-level modules that are loaded after `code` ran in a process of its own."""
+    code += "\nimport sys; print('\\n' + ' '.join({m.split('.')[0] for m in sys.modules}))"
+    ran = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return set(ran.stdout.splitlines()[-1].split())
+
+
+def test_imports_of_cheap_modules_leave_torch_out() -> None:
+    loaded = modules_after(
+        "from train import config, main; from train.commands.explain import explain; "
+        "from train.process import env, local_launcher, log, status, stop"
+    )
+    assert {"train", "pydantic"} <= loaded
+    assert not loaded & {"torch", "numpy", "torchvision", "tensorboard"}
+
+
+def test_imports_of_commands_that_do_not_train_leave_torch_out() -> None:
+    lines = [["show"], ["--help"], [], ["train", "--stpes", "3"], ["launch", "--nproc", "0"]]
+    loaded = modules_after(f"from train.main import main\nfor line in {lines}: main(line)")
+    assert {"train", "pydantic"} <= loaded
+    assert "torch" not in loaded
+
+
+SCHEDULERS = re.compile(r"slurm|sbatch|srun|scancel|kube|k8s|pytorchjob|trainjob|volcano|\bpods?\b", re.IGNORECASE)
+
+
+def code_and_messages(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of names and strings; not comments, nor docstrings."""
+    tree = ast.parse(path.read_text())
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        node.body[0].lineno
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and ast.get_docstring(node) is not None
+    }
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.NL) and token.start[0] not in docstrings:
+            yield token.start[0], token.string
+
+
+def test_imports_and_messages_name_schedulers_in_env_alone() -> None:
+    # explain.py reads what they all print
+    files = [path for path in TRAIN.rglob("*.py") if path.name not in ("env.py", "explain.py")]
+    assert len(files) > 30
+    named = [f"{p}:{line}: {text}" for p in files for line, text in code_and_messages(p) if SCHEDULERS.search(text)]
+    assert named == []
+    # The search finds them where they are
+    assert any(SCHEDULERS.search(text) for _, text in code_and_messages(TRAIN / "process" / "env.py"))

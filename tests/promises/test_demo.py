@@ -1,0 +1,136 @@
+"""`make demo`: two torchrun agents on loopback, one command, and nothing left behind when one of them fails."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.rigs.jobs import ROOT, Job, ended, environment, result, start, start_ranks
+from train.process.status import write_json
+
+TINY = ["--dataset", "digits", "--model", "mlp", "--epochs", "1", "--batch-size", "64", "--step-timeout-s", "60"]
+ENDLESS = [*TINY, "--epochs", "100000"]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """The files that the demo needs, where runs/ is empty."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copytree(ROOT / "train", tmp_path / "train", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+@pytest.fixture
+def demo(clone: Path) -> Iterator[Job]:
+    """The demo, started to run for ever, with step 1 behind it."""
+    # torchrun itself may warn
+    env = {"PYTHONPATH": str(clone), "PYTHONWARNINGS": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with ended(start("bash", clone / "train/demo.sh", *ENDLESS, env=env, cwd=clone)) as job:
+        wait_for(lambda: "ready after" in log_of(clone), job)
+        yield job
+
+
+def log_of(clone: Path) -> str:
+    path = clone / "runs/demo/logs/rank-0.log"
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition: Callable[[], bool], job: Job, timeout_s: float = 240) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline or job.processes[0].poll() is not None:
+            job.kill()
+            job.wait()
+            raise AssertionError(job.output)
+        time.sleep(0.1)
+
+
+def make_demo(clone: Path, arguments: list[str]) -> Job:
+    """`make demo` in a venv of the user's own, to its end."""
+    env = {"PYTHONPATH": str(clone), "PYTHONWARNINGS": "", "MAKEFLAGS": "", "MAKELEVEL": ""}
+    job = start("make", "demo", f"VENV={sys.prefix}", f"ARGS={' '.join(arguments)}", env=env, cwd=clone)
+    job.wait()
+    return job
+
+
+def run_with_torchrun(clone: Path, script: str) -> "subprocess.CompletedProcess[str]":
+    """The demo with another program in torchrun's place."""
+    fake = clone / "bin/torchrun"
+    fake.parent.mkdir()
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(0o755)
+    env = environment({"PYTHONPATH": str(clone), "PYTHONWARNINGS": ""})
+    env["PATH"] = f"{fake.parent}:{Path(sys.executable).parent}:{env['PATH']}"
+    return subprocess.run(["bash", "train/demo.sh", *TINY], cwd=clone, env=env, timeout=240, capture_output=True, text=True)
+
+
+def tree_of(job: Job) -> list[psutil.Process]:
+    return psutil.Process(job.processes[0].pid).children(recursive=True)
+
+
+def agents_of(job: Job) -> dict[str, psutil.Process]:
+    """The two agents by their node rank."""
+    found = {}
+    for child in tree_of(job):
+        with contextlib.suppress(psutil.NoSuchProcess):  # the script's own `sleep` is gone by now
+            words = child.cmdline()
+            if "--node-rank" in words:
+                found[words[words.index("--node-rank") + 1]] = child
+    return found
+
+
+def test_demo_ends_with_the_table_and_the_weights_of_two_ranks_by_hand(clone: Path) -> None:
+    job = make_demo(clone, TINY)
+    assert job.codes == [0], job.output
+    shown = result(clone / "runs/demo")
+    for row in ("accuracy", "images/s", "seconds", "world size      2", "outputs         runs/demo/", shown["digest"][:16]):
+        assert row in job.output
+    hand = start_ranks(2, ["train", "--config", str(ROOT / "train/configs/fashion.yaml"), "--name", "hand", "--run-dir",
+                           str(clone), "--simulated-nodes", *TINY])
+    with ended(hand):
+        assert hand.wait() == [0, 0], hand.output
+    assert result(clone / "hand")["digest"] == shown["digest"]
+
+
+@pytest.mark.parametrize(("state", "fresh"), [("finished", True), ("stopped", False), ("failed", False)])
+def test_demo_trains_anew_only_after_one_that_finished(clone: Path, state: str, fresh: bool) -> None:
+    write_json(clone / "runs/demo/status.json", {"state": state})
+    ran = run_with_torchrun(clone, 'echo "$@"')
+    assert ran.returncode == 0
+    assert ran.stdout.count("--fresh") == (2 if fresh else 0)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
+def test_demo_interrupted_saves_and_goes_on_next_time(clone: Path, demo: Job, name: str) -> None:
+    # As Ctrl-C and a terminal that closes do: to the whole group
+    os.killpg(demo.processes[0].pid, signal.Signals[name])
+    assert demo.wait() != [0]
+    assert "SIGTERM: saved at step" in demo.output
+    again = make_demo(clone, TINY)
+    assert again.codes == [0], again.output
+    assert "resumed from step-" in again.output
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_demo_fails_and_leaves_nothing_when_an_agent_is_killed(demo: Job, node: int) -> None:
+    tree = tree_of(demo)
+    agents = agents_of(demo)
+    assert sorted(agents) == ["0", "1"]
+    agents[str(node)].kill()
+    assert demo.wait()[0] not in (0, None), demo.output
+    assert f"rank {node}" in demo.output
+    assert psutil.wait_procs(tree, timeout=60)[1] == []
+
+
+def test_demo_fails_when_an_agent_cannot_start(clone: Path) -> None:
+    """The other agent would wait a quarter of an hour."""
+    ran = run_with_torchrun(clone, f'[ "$4" = 1 ] && exit 7; exec {Path(sys.executable).parent}/torchrun "$@"')
+    assert ran.returncode not in (0, None), ran.stdout

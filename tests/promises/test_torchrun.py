@@ -1,0 +1,128 @@
+"""Under torchrun: the real error in its summary, a restart that goes on from the checkpoint, and no orphan of its own end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from tests.rigs.faults import Launched, environ, lives
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import MAIN, ROOT, Job, ended, environment, free_port, result, start
+from train.process.stop import REPEAT_WINDOW_S
+
+PATH = str(ROOT)
+SETTINGS = (
+    "--workload=probe:build", "--batch-size=8", "--max-steps=9", "--log-every-steps=1", "--save-every-steps=2",
+    "--tensorboard=false", "--progress=none", "--num-workers=1", "--join-timeout-s=60",
+)
+
+
+def torchrun(run: Path, *more: str, options: tuple[str, ...] = (), order: dict[str, object] | None = None, mark: str = "") -> Job:
+    """Two ranks under torchrun; `order` is for tests/rigs/faulting_workload.py."""
+    env = {"PYTHONPATH": PATH, "PYTHONWARNINGS": "", "JOB_UNDER_TEST": mark}  # torchrun itself may warn
+    env |= {"PROBE": json.dumps(order)} if order else {}
+    command = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", *options)
+    settings = (*SETTINGS, f"--run-dir={run.parent}", f"--name={run.name}", *more)
+    return start(sys.executable, *command, MAIN, "train", *settings, env=env)
+
+
+def wait_until(true: Callable[[], object], job: Job) -> None:
+    until_s = time.monotonic() + 200
+    while not true():
+        assert job.processes[0].poll() is None
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+def family(mark: str) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if environ(process).get("JOB_UNDER_TEST") == mark and lives(process)]
+
+
+def test_torchruns_summary_holds_the_error_of_the_rank_that_failed(tmp_path: Path) -> None:
+    """Not "error_file: <N/A>", nor the words of a rank that only lost the other."""
+    with ended(torchrun(tmp_path / "run", order={"where": "loss", "call": 5, "rank": 1, "raise": "ValueError"})) as job:
+        assert job.wait() == [1], job.output
+    _, _, summary = job.output.partition("Root Cause")
+    assert "ValueError: probe" in summary, job.output
+    assert "in probe" in summary  # its traceback
+
+
+def test_torchruns_summary_names_no_victim_as_the_cause(tmp_path: Path) -> None:
+    """Not even the lowest rank, whose record is of the same second or of an earlier one than torchrun's look at the others."""
+    files = [tmp_path / "0.json", tmp_path / "1.json"]
+    record = (
+        "import os, torch; from train.errors import PeerLost; from train.process.status import tell_torchrun\n"
+        f"for file, error in (({str(files[0])!r}, PeerLost('lost rank 1')), ({str(files[1])!r}, ValueError('broken'))):\n"
+        "    os.environ['TORCHELASTIC_ERROR_FILE'] = file; tell_torchrun(error)"
+    )
+    subprocess.run([sys.executable, "-c", record], check=True, env=environment(), cwd=ROOT)
+    failures = {rank: ProcessFailure(rank, pid=1, exitcode=1, error_file=str(file)) for rank, file in enumerate(files)}
+    summary = ChildFailedError("job", failures)
+    assert summary.get_first_failure()[0] == 1, summary
+    assert "broken" in str(summary)
+    assert "lost rank 1" in str(summary)
+
+
+def test_torchruns_summary_says_what_a_rank_waited_for(tmp_path: Path) -> None:
+    """A rank that ends at its own deadline has no exception: its reason stands there all the same."""
+    order = {"where": "loss", "call": 5, "rank": 1, "sleep_s": 600}
+    with ended(torchrun(tmp_path / "run", "--step-timeout-s=5", options=("--max-restarts=0",), order=order)) as job:
+        assert job.wait() == [1], job.output
+    _, _, summary = job.output.partition("FAILED\n---")
+    assert "took longer than 5 s" in summary, job.output
+    assert "NoneType" not in summary
+    assert "<N/A>" not in summary
+
+
+def test_torchruns_restart_goes_on_from_the_checkpoint(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run("train", *SETTINGS, f"--run-dir={tmp_path}", "--name=undisturbed", world_size=2)
+    assert codes == [0, 0], output
+    run = tmp_path / "run"
+    # The sixth step of an incarnation; one that goes on from step 4 has only five
+    order = {"where": "loss", "call": 8, "rank": 1, "signal": "SIGKILL"}
+    with ended(torchrun(run, options=("--max-restarts=1",), order=order)) as job:
+        assert job.wait() == [0], job.output
+    assert "resumed from step-00000004" in job.output
+    assert result(run)["digest"] == result(tmp_path / "undisturbed")["digest"]
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGUSR1"])  # torchrun does not handle SIGUSR1, and dies of it
+def test_nothing_is_left_when_torchrun_dies_of_a_signal(name: str, tmp_path: Path) -> None:
+    run, mark = tmp_path / "run", str(tmp_path)
+    with ended(torchrun(run, "--max-steps=1000000", mark=mark)) as job:
+        wait_until(lambda: any((run / "checkpoints").glob("step-*")), job)
+        assert len(family(mark)) >= 5  # torchrun, two ranks, a DataLoader worker for each
+        os.kill(job.processes[0].pid, getattr(signal, name))
+        job.wait()
+        assert psutil.wait_procs(family(mark), timeout=60)[1] == []
+
+
+def test_nothing_is_left_when_launch_is_told_twice_to_stop(tmp_path: Path) -> None:
+    """A rank that is stopped can't save: the second signal, more than 5 s later, ends launch at once."""
+    settings = (*SETTINGS, f"--run-dir={tmp_path}", "--name=run", "--max-steps=1000000")
+    scene = Launched(tmp_path / "run", 2, *settings, env={"PYTHONPATH": PATH})
+    with ended(scene.job):
+        wait_until(scene.checkpoints, scene.job)
+        suspended = scene.ranks()[1]
+        suspended.suspend()
+        scene.process.send_signal(signal.SIGINT)
+        wait_until(lambda: waits_for(suspended, signal.SIGTERM), scene.job)  # passed on: launch has read the first
+        time.sleep(REPEAT_WINDOW_S + 0.5)
+        assert scene.running()
+        scene.process.send_signal(signal.SIGINT)
+        assert scene.job.wait(60) == [143], scene.job.output
+    assert scene.left_after() == []
+
+
+def waits_for(process: psutil.Process, number: int) -> bool:
+    """Whether that signal was sent to the process, which is stopped and has not had it."""
+    pending = Path(f"/proc/{process.pid}/status").read_text().partition("ShdPnd:")[2].split()[0]
+    return bool(int(pending, 16) >> (number - 1) & 1)

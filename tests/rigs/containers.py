@@ -1,0 +1,200 @@
+"""Real containers for tests: a compose project of a test's own, killed from outside as a crash would, and removed after it."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.rigs.jobs import FOREIGN, MAIN, ROOT, ended, result, start
+
+IN_CI = os.environ.get("CI") == "true"
+# What a user's shell or .env may set for compose.yaml
+SETTINGS = ("ARGS", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "MEMORY", "RESTARTS", "COMPOSE_PROFILES", "COMPOSE_FILE")
+
+
+def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not FOREIGN.match(k) and k not in SETTINGS}
+    # The tests' own strictness is for Python programs that they start themselves
+    clean.pop("PYTHONWARNINGS", None)
+    return clean | {"DOCKER_CLI_HINTS": "false"} | dict(extra or {})
+
+
+def docker(*words: str | Path, check: bool = True, timeout_s: float = 400, **env: str) -> str:
+    """`docker WORDS`, and what it printed, errors included; one that fails fails the test unless `check` is False."""
+    done = subprocess.run(
+        ["docker", *map(str, words)], env=clean_environment(env), cwd=ROOT, text=True, timeout=timeout_s,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )
+    assert done.returncode == 0 or not check, f"docker {' '.join(map(str, words))}: {done.returncode}\n{done.stdout}"
+    return done.stdout
+
+
+def why_not() -> str:
+    """Why container tests can't run here, and the command that mends it; "" where they can."""
+    probe = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False) if _has_docker() else None
+    if probe is None or probe.returncode != 0:
+        return "no container engine with Compose v2 here: docker/setup.sh installs one"
+    if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode != 0:
+        return "the container engine does not answer: docker/setup.sh starts it or says why"
+    if os.geteuid() != 0:
+        return "killing a container's processes from outside takes root: run the tests with sudo"
+    return ""
+
+
+def _has_docker() -> bool:
+    return any((Path(folder) / "docker").exists() for folder in os.environ["PATH"].split(":"))
+
+
+def wait_for(what: str, condition: Callable[[], Any], *, timeout_s: float = 300, log: Callable[[], str] = str) -> Any:
+    """The first true value of `condition`; past the bound the test fails with `log`."""
+    until_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < until_s, f"not within {timeout_s} s: {what}\n{log()}"
+        time.sleep(0.05)
+    return value
+
+
+class Project:
+    """One compose project. `runs` is a folder on the host, which the nodes write to."""
+
+    def __init__(self, folder: Path, **env: str) -> None:
+        self.name = f"rankup-test-{secrets.token_hex(4)}"
+        self.folder, self.runs = folder, folder / "runs"
+        self.env = {"RUNS": str(self.runs), "RESTARTS": "50", **env}
+        self.files = ["-f", str(ROOT / "compose.yaml")]
+
+    def override(self, text: str) -> None:
+        """Add a compose file of this text on top."""
+        path = self.folder / f"override-{len(self.files)}.yaml"
+        path.write_text(text)
+        self.files += ["-f", str(path)]
+
+    def compose(self, *words: str, check: bool = True, timeout_s: float = 400, **env: str) -> str:
+        # An empty file of settings: this checkout's .env is its user's
+        options = ["--env-file", os.devnull, "--project-directory", str(ROOT), "-p", self.name, *self.files]
+        return docker("compose", *options, *words, check=check, timeout_s=timeout_s, **{**self.env, **env})
+
+    def up(self, *nodes: str, **env: str) -> None:
+        """Start the nodes, all of them unless some are named, and come back."""
+        self.env |= env
+        self.compose("up", "-d", "--no-build", *nodes)
+
+    def stop(self, *nodes: str) -> None:
+        self.compose("stop", *nodes)
+
+    def logs(self) -> str:
+        return self.compose("logs", "--no-log-prefix", check=False)
+
+    # Containers ---------------------------------------------------------------------------------------------------
+
+    def inspect(self, node: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(docker("inspect", f"{self.name}-{node}-1"))[0]
+        return found
+
+    def state(self, node: str) -> dict[str, Any]:
+        state: dict[str, Any] = self.inspect(node)["State"]
+        return state
+
+    def codes(self, *nodes: str, timeout_s: float = 600) -> list[int]:
+        """Wait until these nodes, or node0 and node1, have ended for good; their exit codes."""
+        nodes = nodes or ("node0", "node1")
+        wait_for(
+            f"end of {nodes}", lambda: all(self.state(node)["Status"] == "exited" for node in nodes),
+            timeout_s=timeout_s, log=self.logs,
+        )
+        return [self.state(node)["ExitCode"] for node in nodes]
+
+    def ranks(self, node: str) -> list[psutil.Process]:
+        """The processes of this node that train, as the host sees them; the oldest first."""
+        init = self.state(node)["Pid"]
+        found = []
+        for process in psutil.Process(init).children(recursive=True) if init else []:
+            try:
+                if "train" in process.cmdline() and "launch" not in process.cmdline():
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def kill_rank(self, node: str, *, step: int = 0) -> None:
+        """SIGKILL for one process that trains, at this step of the run "job": its container ends of it by itself. Who it is has
+        been found out before: asking the engine may take longer than the rest of the run."""
+        rank = wait_for(f"a rank in {node}", lambda: self.ranks(node), log=self.logs)[0]
+        self.wait_for_step("job", step)
+        rank.send_signal(signal.SIGKILL)
+
+    def kill_container(self, node: str, *, step: int = 0) -> None:
+        """SIGKILL for the first process, from outside: the kernel ends all others, and the engine finds it dead. Its own
+        `docker kill` would count as a wish, and nothing would be started again."""
+        pid = wait_for(f"{node} running", lambda: self.state(node)["Pid"], log=self.logs)
+        self.wait_for_step("job", step)
+        os.kill(pid, signal.SIGKILL)
+
+    # Runs ---------------------------------------------------------------------------------------------------------
+
+    def step(self, run: str) -> int:
+        """The last step that the metrics of a run show."""
+        try:
+            lines = (self.runs / run / "metrics.jsonl").read_text().splitlines()
+            return max((json.loads(line)["step"] for line in lines[-3:]), default=0)
+        except (OSError, ValueError):
+            return 0
+
+    def wait_for_step(self, run: str, step: int, *, timeout_s: float = 600) -> None:
+        wait_for(f"step {step} of {run}", lambda: self.step(run) >= step, timeout_s=timeout_s, log=self.logs)
+
+    def first_step_after(self, run: str, moment_s: float, old: int) -> float:
+        """Wait until the run has resumed (its metrics are another file than `old`, an inode) and taken a step. The seconds
+        from `moment_s`, a time.time(), to what the metrics say of that step."""
+        path = self.runs / run / "metrics.jsonl"
+
+        def times() -> list[float]:
+            if not path.exists() or path.stat().st_ino == old:
+                return []
+            return [t for t in (json.loads(line)["time"] for line in path.read_text().splitlines()) if t > moment_s]
+
+        found: list[float] = wait_for(f"a step of {run} after a restart", times, timeout_s=600, log=self.logs)
+        return found[0] - moment_s
+
+    def result(self, run: str) -> dict[str, Any]:
+        result: dict[str, Any] = json.loads((self.runs / run / "result.json").read_text())
+        return result
+
+    def remove(self) -> None:
+        self.compose("--profile", "*", "down", "--volumes", "--remove-orphans", "--timeout", "0", check=False)
+
+
+def digest_by_torchrun(folder: Path, job: str, *, nproc: int = 2) -> str:
+    """The digest that processes of this machine come to, started by torchrun; the run in `job` is named "job"."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    # torchrun itself warns, of other things in each version
+    with ended(start(*torchrun, MAIN, "train", *job.split(), "--run-dir", folder, env={"PYTHONWARNINGS": "default"})) as run:
+        assert run.wait(600) == [0], run.output
+    digest: str = result(folder / "job")["digest"]
+    return digest
+
+
+def warned(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a doctor's report calls not well, but for speeds: those of disk and links are the machine's, and what else it does."""
+    bad = [found for found in report["findings"] if found["level"] not in ("ok", "note")]
+    assert report["exit_code"] == (10 if bad else 0), report
+    return [found for found in bad if found["stage"] != "links" and " writes " not in found["seen"]]
+
+
+@contextmanager
+def project(folder: Path, **env: str) -> Iterator[Project]:
+    """Whatever happens, no container, network or volume of it is left."""
+    made = Project(folder, **env)
+    try:
+        yield made
+    finally:
+        made.remove()

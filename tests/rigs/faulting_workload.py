@@ -1,0 +1,151 @@
+"""A small workload that does something to its own process at an exact moment, named by the variable PROBE.
+
+PROBE is JSON: {"where": "loss", "call": 7, "rank": 1, "signal": "SIGTERM", "to": "group", "sleep_s": 300}. `where` is one
+of build, data, loss, eval_data, evaluate; `call` counts them from 1 in each process; without `rank` all ranks do it;
+`tell` is a file it makes on arrival, `before_s` it waits first, `until` a file exists it waits afterwards, `raise` names an
+error to end with, `hold_s` it keeps the interpreter lock. The loss is called twice before the first step. Not an
+option of the workload: those may not change when a run is resumed.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from train.config import Config
+from train.data.samples import derive_seed, random_numbers
+from train.errors import DataError
+from train.process.stop import SIGNALS
+from train.workloads import Workload
+
+ERRORS: dict[str, BaseException] = {
+    "ValueError": ValueError("probe"),
+    "DataError": DataError("probe"),
+    "SystemExit": SystemExit(0),
+    "HTTPError": urllib.error.HTTPError("http://probe", 404, "probe", Message(), None),  # has a `code` of its own
+}
+NUM_TRAIN, NUM_EVAL, NUM_CLASSES = 64, 21, 4
+_calls: dict[str, int] = {}
+
+
+def probe(where: str) -> None:
+    text = os.environ.get("PROBE")
+    if not text:
+        return
+    order: dict[str, Any] = json.loads(text)
+    _calls[where] = _calls.get(where, 0) + 1
+    own = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+    mine = order.get("rank") in (None, int(own))
+    if order["where"] != where or order["call"] != _calls[where] or not mine:
+        return
+    if "tell" in order:
+        Path(order["tell"]).touch()
+    time.sleep(order.get("before_s", 0))
+    if "signal" in order:
+        number = getattr(signal, order["signal"])
+        os.killpg(os.getpgrp(), number) if order.get("to") == "group" else os.kill(os.getpid(), number)
+        if order["signal"] in SIGNALS:
+            _wait_for_notice()
+    while "until" in order and not os.path.exists(order["until"]):
+        time.sleep(0.05)
+    if "hold_s" in order:
+        ctypes.PyDLL(None).sleep(order["hold_s"])
+    time.sleep(order.get("sleep_s", 0.3))
+    if "raise" in order:
+        raise ERRORS[order["raise"]]
+
+
+def _wait_for_notice() -> None:
+    """Until the thread that reads the signals, if this process has it, has taken note: on a busy machine a run could end
+    before it gets a turn."""
+    for thread in threading.enumerate():
+        while thread.name == "stop-request" and not thread._target.__self__.requested:  # type: ignore[attr-defined]
+            time.sleep(0.01)
+
+
+class Samples:
+    """Made-up points, one at a time from DataLoader workers where there are any."""
+
+    def __init__(self, count: int, *, seed: int, where: str) -> None:
+        generator = torch.Generator().manual_seed(derive_seed(seed, count))
+        self.labels = torch.randint(NUM_CLASSES, (count,), generator=generator)
+        self.points = torch.randn(count, 8, generator=generator) + self.labels[:, None]
+        self.seed, self.where = seed, where
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, indices: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        probe(self.where)
+        points = self.points[indices]
+        if epoch is not None:
+            points = points + 0.1 * random_numbers(self.seed, epoch, indices, 8).float()
+        return points, self.labels[indices]
+
+
+def slow_save() -> None:
+    """To be called first in a process: its second save takes for ever."""
+    from train.run import checkpoint
+
+    quick, calls = checkpoint.save, []
+
+    def save(*values: Any, **more: Any) -> Any:
+        calls.append(1)
+        time.sleep(1000 if len(calls) == 2 else 0)
+        return quick(*values, **more)
+
+    checkpoint.save = save
+
+
+def impatient() -> None:
+    """To be called first in a process: the last resorts come after seconds, not after a minute."""
+    from train.group import watchdog
+
+    # Those that look for a culprit may need SEVERAL_SILENT_S
+    watchdog.LOCKED_GRACE_S, watchdog.LEAVING_S = 4.0, 8.0
+
+
+def stuck_disk() -> None:
+    """To be called first in a process: rank 1 can't write down how it ended, it hangs there."""
+    from train.group import group
+
+    impatient()
+    if os.environ["RANK"] == "1":
+        group.write_end = lambda *values: time.sleep(1000)
+
+
+def build(config: Config) -> Workload:
+    probe("build")
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        probe("loss")
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    def evaluate(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+        probe("evaluate")
+        logits = model(batch[0])
+        return {
+            "count": torch.tensor(len(batch[1])),
+            "loss": functional.cross_entropy(logits, batch[1], reduction="sum"),
+            "accuracy": (logits.argmax(1) == batch[1]).sum(),
+        }
+
+    width = int(config.options.get("width", 16))
+    return Workload(
+        model=nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, NUM_CLASSES)),
+        train=Samples(NUM_TRAIN, seed=config.seed, where="data"),
+        evaluation=Samples(NUM_EVAL, seed=config.seed + 1, where="eval_data"),
+        loss=loss,
+        evaluate=evaluate,
+        data_name="made-up points",
+    )

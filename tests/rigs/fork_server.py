@@ -1,0 +1,251 @@
+"""Jobs whose processes are forked from one that has imported torch already: 0.3 s instead of 4 to the first step.
+
+Each is a process of its own all the same, with its own signals, session, environment and end; only the start differs. Tests
+of the start itself use `jobs.start`.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests.rigs.jobs import ROOT, environment, free_port, rank_env
+
+
+class Process:
+    """One forked process, with what a Popen has. `code` is the exit code, or minus the signal that ended it."""
+
+    def __init__(self, pid: int, output_file: Path) -> None:
+        self.pid, self.output_file = pid, output_file
+        self.code: int | None = None
+        self.ended = threading.Event()
+
+    @property
+    def output(self) -> str:
+        return self.output_file.read_text(encoding="utf-8", errors="replace")
+
+    def signal(self, name: str) -> None:
+        """To this process alone."""
+        os.kill(self.pid, getattr(signal, name))
+
+    def signal_group(self, name: str) -> None:
+        """To it and all its children, as a batch system or a terminal does."""
+        os.killpg(self.pid, getattr(signal, name))
+
+    def kill(self) -> None:
+        """It and all its children, if there are any still: the word of its end may be on the way to us."""
+        with contextlib.suppress(ProcessLookupError):
+            self.signal_group("SIGKILL")
+
+
+class Job:
+    """The ranks of one job."""
+
+    def __init__(self, processes: list[Process]) -> None:
+        self.processes = processes
+
+    @property
+    def output(self) -> str:
+        return "\n".join(process.output for process in self.processes)
+
+    def wait(self, timeout_s: float = 240) -> list[int]:
+        """Wait for all ranks and return their codes; past the bound they are killed and the test fails."""
+        until_s = time.monotonic() + timeout_s
+        for process in self.processes:
+            if not process.ended.wait(max(0.1, until_s - time.monotonic())):
+                self.kill()
+                raise AssertionError(f"the job did not end within {timeout_s} s:\n{self.output}")
+        return [process.code for process in self.processes if process.code is not None]
+
+    def wait_for(self, text: str, *, timeout_s: float = 240, count: int = 1) -> None:
+        """Wait until any rank has printed `text` so often."""
+        self.wait_until(lambda: self.output.count(text) >= count, f'"{text}"', timeout_s=timeout_s)
+
+    def wait_until(self, true: Callable[[], Any], what: str, *, timeout_s: float = 240) -> None:
+        until_s = time.monotonic() + timeout_s
+        while not true():
+            over = all(process.code is not None for process in self.processes)
+            # Looked at once more: it may have come true and the job to its end since
+            assert not over or true(), f"the job ended before {what}:\n{self.output}"
+            assert time.monotonic() < until_s, f"no {what} within {timeout_s} s:\n{self.output}"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.code is None:
+                process.kill()
+        for process in self.processes:
+            process.ended.wait(60)
+
+
+class Forks:
+    """The process that forks, and what it forked."""
+
+    def __init__(self, folder: Path, *, more: Sequence[str] = ()) -> None:
+        """`more`: modules that take long to import and that these jobs need besides."""
+        self.folder = folder
+        self.server = subprocess.Popen(
+            [sys.executable, __file__, *more], cwd=ROOT, text=True, bufsize=1, start_new_session=True,
+            # What the program tells torch before it imports it, which is too late here: its warnings come by chance
+            env=environment({"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )
+        self._count = 0
+        self._started: list[int] = []
+        self._processes: dict[int, Process] = {}
+        self._news = threading.Condition()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def start(
+        self, *arguments: str | Path, world_size: int = 1, env: Mapping[str, str] | None = None, cwds: Sequence[Path] = (),
+        preload: str = "",
+    ) -> Job:
+        """`rankup ARGUMENTS` in each of `world_size` processes. `preload`: module:function called first, in each."""
+        port = free_port()
+        processes = []
+        for rank in range(world_size):
+            given = {**(rank_env(rank, world_size, port) if world_size > 1 else {}), **(env or {})}
+            cwd = cwds[rank] if cwds else ROOT
+            processes.append(self._fork([str(word) for word in arguments], given, cwd, preload))
+        return Job(processes)
+
+    def run(self, *arguments: str | Path, world_size: int = 1, timeout_s: float = 240, **more: Any) -> tuple[list[int], str]:
+        """To its end: the exit codes, and all output."""
+        job = self.start(*arguments, world_size=world_size, **more)
+        return job.wait(timeout_s), job.output
+
+    @contextmanager
+    def running(self, *arguments: str | Path, **more: Any) -> Iterator[Job]:
+        """Started, and over when the block is left, whatever happens."""
+        job = self.start(*arguments, **more)
+        try:
+            yield job
+        finally:
+            job.kill()
+
+    def close(self) -> None:
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        self.server.stdin.close()
+        self.server.wait(60)
+        self._listener.join(60)
+        self.server.stdout.close()
+
+    def _fork(self, arguments: list[str], env: dict[str, str], cwd: Path, preload: str) -> Process:
+        assert self.server.stdin is not None
+        self._count += 1
+        output = self.folder / f"{self._count}.txt"
+        output.touch()  # whoever looks before the process has begun finds nothing, not an error
+        request = {"arguments": arguments, "env": env, "cwd": str(cwd), "output": str(output), "preload": preload}
+        with self._news:
+            self.server.stdin.write(json.dumps(request) + "\n")
+            # Before the first it has to import torch and more, which took 20 s on two busy CPUs
+            assert self._news.wait_for(lambda: self._started, 240), "the forking process does not answer"
+            process = Process(self._started.pop(), output)
+            self._processes[process.pid] = process
+            self._news.notify_all()
+        return process
+
+    def _listen(self) -> None:
+        assert self.server.stdout is not None
+        for line in self.server.stdout:
+            news = json.loads(line)
+            with self._news:
+                if "started" in news:
+                    self._started.append(news["started"])
+                    self._news.notify_all()
+            if "ended" in news:
+                pid = news["ended"]
+                with self._news:  # who started it may not have got the lock back since, and has not entered it yet
+                    assert self._news.wait_for(lambda pid=pid: pid in self._processes, 60), f"nobody started {pid}"
+                    process = self._processes.pop(pid)
+                process.code = news["code"]
+                process.ended.set()
+
+
+# In the process that forks ------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Fork one job a line of stdin; tell on stdout who was started and who ended."""
+    commands = ("train.commands.apply", "train.commands.doctor.doctor", "train.loop")
+    for slow in ("torch._dynamo", "torch.utils.tensorboard", *commands, "train.workloads.images", *sys.argv[1:]):
+        importlib.import_module(slow)
+
+    wakeup, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writer.fileno())
+
+    selector = selectors.DefaultSelector()
+    selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+    selector.register(wakeup, selectors.EVENT_READ)
+    pending, alive, open_ = b"", set(), True
+    while open_ or alive:
+        for key, _ in selector.select(1.0):
+            if key.fileobj == wakeup:
+                wakeup.recv(4096)
+                continue
+            data = os.read(sys.stdin.fileno(), 65536)
+            if not data:
+                selector.unregister(sys.stdin.fileno())
+                open_ = False
+                for pid in alive:
+                    with contextlib.suppress(ProcessLookupError):  # no group of its own yet
+                        os.killpg(pid, signal.SIGKILL)
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                pid = os.fork()
+                if pid == 0:
+                    _be(json.loads(line))
+                alive.add(pid)
+        while alive and (found := os.waitpid(-1, os.WNOHANG))[0]:
+            alive.discard(found[0])
+            _tell({"ended": found[0], "code": os.waitstatus_to_exitcode(found[1])})
+    os._exit(0)
+
+
+def _tell(news: dict[str, int]) -> None:
+    os.write(1, (json.dumps(news) + "\n").encode())
+
+
+def _be(job: dict[str, Any]) -> NoReturn:
+    """Become the process of a job."""
+    from train.main import entry
+
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.close(0)
+    os.open(os.devnull, os.O_RDONLY)
+    output = os.open(job["output"], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    _tell({"started": os.getpid()})  # not before it can be signalled as a group and has an output file
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(job["env"])
+    os.chdir(job["cwd"])
+    sys.argv = ["rankup", *job["arguments"]]
+    if job["preload"]:
+        module, _, function = job["preload"].partition(":")
+        getattr(importlib.import_module(module), function)()
+    entry()
+    os._exit(99)
+
+
+if __name__ == "__main__":
+    from train.process.stop import die_with_parent
+
+    die_with_parent(os.getppid())
+    serve()

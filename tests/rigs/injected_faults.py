@@ -1,0 +1,126 @@
+"""What tests, most of them of the doctor, do to one rank before its program begins. Those for the doctor end in the node that
+the environment names, if it names one."""
+
+import math
+import os
+import resource
+import signal
+import time
+from typing import Any
+
+import torch
+
+from tests.rigs import namespaces
+
+LOOK = "TEST_DOCTOR_LOOKS_AT"  # links or ranks: how fast they are, which on a machine with other work is anybody's guess
+
+
+def healthy() -> None:
+    _enter()
+
+
+def _enter() -> None:
+    from train.commands.doctor import group_checks
+    from train.process import machine_checks
+
+    looks = os.environ.get(LOOK)
+    machine_checks.SLOW_DISK, group_checks.LATE_LINK_S = 0, math.inf
+    machine_checks.WRITTEN = machine_checks.MIB  # by each of forty ranks at once
+    group_checks.SLOWEST_LINK = 3e6 if looks == "links" else 0.0
+    group_checks.SLOW_RANK = group_checks.SLOW_RANK if looks == "ranks" else math.inf
+    if namespaces.NODE in os.environ:
+        namespaces.enter()
+
+
+def few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+    _enter()
+
+
+def clock_ahead() -> None:
+    """A minute and a half ahead of the others. (A real clock is the machine's, whole.)"""
+    _enter()
+    right = time.time
+    time.time = lambda: right() + 90.0
+
+
+def other_torch() -> None:
+    _enter()
+    torch.__version__ = "2.13.0"  # type: ignore[assignment]
+
+
+def hangs_in_the_collective() -> None:
+    from train.commands.doctor import link_speed
+
+    _enter()
+    link_speed.check_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
+
+
+def hangs_and_gives_up_first() -> None:
+    """Its own time for that is over before that of the ranks that wait for it."""
+    from train.commands.doctor import link_speed
+    from train.group.watchdog import Watchdog
+
+    _enter()
+    link_speed.check_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
+    whole = Watchdog.enter
+
+    def enter(self: Watchdog, phase: str, timeout_s: float, **more: int) -> None:
+        whole(self, phase, min(timeout_s, 2.0) if phase == "collective" else timeout_s, **more)
+
+    Watchdog.enter = enter  # type: ignore[assignment, method-assign]
+
+
+def dies_in_the_collective() -> None:
+    from train.commands.doctor import link_speed
+
+    _enter()
+    link_speed.check_collectives = lambda *a: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
+
+
+def adds_wrongly() -> None:
+    import torch.distributed as dist
+
+    _enter()
+    right = dist.all_reduce
+
+    def wrong(tensor: object, *rest: object, **more: object) -> object:
+        done = right(tensor, *rest, **more)
+        if getattr(tensor, "numel", int)() == 1000:
+            tensor[7] += 1  # type: ignore[index]
+        return done
+
+    dist.all_reduce = wrong
+
+
+def computes_slowly() -> None:
+    """As a CPU does that needs 27 times as long: it has so much more to do."""
+    from train.commands.doctor import link_speed
+
+    _enter()
+    right, ones = link_speed.compute_s, torch.ones
+
+    def slowly(device: torch.device) -> float:
+        torch.ones = lambda *size, **more: ones(*(3 * side for side in size), **more)
+        try:
+            return right(device)
+        finally:
+            torch.ones = ones
+
+    link_speed.compute_s = slowly
+
+
+def dies_in_step_8() -> None:
+    """Rank 1, whatever it trains."""
+    if os.environ["RANK"] != "1":
+        return
+    import train.loop
+
+    step = train.loop.step
+
+    def dying(*given: Any, number: int, **more: Any) -> Any:
+        if number == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(*given, number=number, **more)
+
+    train.loop.step = dying

@@ -1,0 +1,152 @@
+"""Real jobs for tests: start ranks as processes, wait for them bounded, read what they left."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+MAIN = ROOT / "train" / "main.py"
+# What launchers, schedulers and earlier tests may have left in the environment
+FOREIGN = re.compile(
+    r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_|MASTER_|PET_|TORCHELASTIC|SLURM_|OMPI_|HOROVOD_|RANKUP_|GLOO_|NCCL_|TP_)"
+)
+
+
+_given: set[int] = set()
+
+
+def free_port() -> int:
+    """A port that is free now, and that no outgoing connection of this machine will take: not one the kernel hands out.
+    Never the same twice, since nobody may have bound the first as yet."""
+    while True:
+        port = random.randrange(10000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in _given:
+                _given.add(port)
+                return port
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a child: nothing of a launcher, one thread, warnings as errors."""
+    clean = {k: v for k, v in os.environ.items() if not FOREIGN.match(k)}
+    clean |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "PYTHONPATH": str(ROOT)}
+    return clean | dict(extra or {})
+
+
+@dataclass
+class Job:
+    """Processes of one job. `codes` and `outputs` are in the order they were started."""
+
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+
+    def wait(self, timeout_s: float = 240) -> list[int]:
+        """Wait for all; past the bound they are killed and the test fails with their output."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            try:
+                out, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+                self.outputs.append(out)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                rest = [p.communicate()[0] for p in self.processes[len(self.outputs) :]]
+                raise AssertionError(f"the job did not end within {timeout_s} s:\n" + "\n".join(rest)) from None
+        return self.codes
+
+    @property
+    def codes(self) -> list[int]:
+        return [process.returncode for process in self.processes]
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.outputs)
+
+    def kill(self) -> None:
+        """End every process with all its children, those in process groups of their own too."""
+        for process in self.processes:
+            if process.poll() is None:  # one that was waited for has given its number back
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def start(*command: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None, job: Job | None = None) -> Job:
+    """Start one process in a session of its own, output and errors together."""
+    job = job or Job()
+    job.processes.append(
+        subprocess.Popen(
+            [str(word) for word in command], env=environment(env), cwd=cwd or ROOT, text=True, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+    )
+    return job
+
+
+def rank_env(rank: int, world_size: int, port: int, **more: str) -> dict[str, str]:
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), **more,
+    }
+
+
+def start_ranks(world_size: int, arguments: Sequence[str], *, env: Mapping[str, str] | None = None) -> Job:
+    """All ranks by hand: the five variables."""
+    job, port = Job(), free_port()
+    for rank in range(world_size):
+        start(sys.executable, MAIN, *arguments, env={**rank_env(rank, world_size, port), **(env or {})}, job=job)
+    return job
+
+
+def run(*arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout_s: float = 240) -> Job:
+    """`python train/main.py ARGUMENTS` to its end."""
+    job = start(sys.executable, MAIN, *arguments, env=env, cwd=cwd)
+    job.wait(timeout_s)
+    return job
+
+
+@contextmanager
+def ended(job: Job) -> Iterator[Job]:
+    """Whatever happens, nothing of the job is left behind."""
+    try:
+        yield job
+    finally:
+        job.kill()
+        for process in job.processes:
+            process.wait(60)
+            if process.stdout:
+                process.stdout.close()
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "result.json").read_text())  # type: ignore[no-any-return]
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def environ_of(pid: int) -> dict[str, str]:
+    """The environment that a process was started with, {} for one that is gone. psutil leaves the file open when a process
+    ends while it is read, which warns, much later, in somebody else's test."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)

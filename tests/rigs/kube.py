@@ -1,0 +1,192 @@
+"""Reads, renders and judges the manifests in k8s/, without a cluster."""
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from jsonschema import Draft4Validator
+
+from tests.rigs.jobs import ROOT
+
+Object = dict[str, Any]
+K8S = ROOT / "k8s"
+OVERLAYS = sorted(path.parent.name for path in (K8S / "overlays").glob("*/kustomization.yaml"))
+FILES = ["pytorchjob.yaml", "trainjob.yaml", "job.yaml"]
+EVERY = [*FILES, *(f"overlays/{name}" for name in OVERLAYS)]
+TRAINING = [what for what in EVERY if what not in ("overlays/board", "overlays/debug")]
+VERSION = "1.32"  # of Kubernetes
+# What `make image` builds, by the program's version
+IMAGE = f"rankup:{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}"
+# The published schemas and the recorded pods, where somebody has them: our own rules, below, hold everywhere
+FACTS = Path(os.environ.get("K8S_FACTS", ROOT.parent / "shared" / "k8s"))
+
+
+@cache
+def kubectl(*words: str) -> str:
+    """`kubectl WORDS`; warnings are failures too."""
+    if not shutil.which("kubectl"):
+        pytest.skip("no kubectl here: k8s/setup.sh installs it")
+    done = subprocess.run(["kubectl", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), f"kubectl {' '.join(words)}: {done.returncode}\n{done.stderr}"
+    return done.stdout
+
+
+def rendered(what: str) -> list[Object]:
+    """The objects of a file or an overlay, as kubectl itself reads them: not as Python's YAML does."""
+    if what.startswith("overlays/") or what == "base":
+        documents = list(yaml.safe_load_all(kubectl("kustomize", f"k8s/{what}")))
+    else:
+        # The one command that reads any kind without asking a cluster about it; it prints one object after the other
+        rest = kubectl("label", "--local", "-o", "json", "-f", f"k8s/{what}", "made-by=nobody").strip()
+        documents = []
+        while rest:
+            document, end = json.JSONDecoder().raw_decode(rest)
+            del document["metadata"]["labels"]["made-by"]
+            documents.append(document)
+            rest = rest[end:].strip()
+    assert documents, what
+    return documents
+
+
+# --- schemas ----------------------------------------------------------------------------------------------------------
+
+NAME = {"type": "string", "pattern": r"^[a-z]([-a-z0-9]*[a-z0-9])?$"}  # DNS-1035
+INTEGER = {"type": "integer"}
+STRING = {"type": "string"}
+
+
+def _object(required: list[str] | None = None, **properties: Any) -> Object:
+    return {"type": "object", "properties": properties, "required": required or [], "additionalProperties": False}
+
+
+def _replica(**count: Any) -> Object:
+    restart = {"enum": ["Always", "OnFailure", "Never", "ExitCode"]}
+    return _object(["replicas", "template"], replicas={**INTEGER, **count}, restartPolicy=restart, template={"type": "object"})
+
+
+# As far as our manifests go, with what the admission webhook refuses
+PYTORCHJOB = _object(
+    ["pytorchReplicaSpecs"],
+    nprocPerNode={"type": "string", "pattern": r"^([1-9][0-9]*|auto|cpu|gpu)$"},
+    elasticPolicy=_object(
+        rdzvBackend={"enum": ["c10d"]}, minReplicas=INTEGER, maxReplicas=INTEGER, maxRestarts=INTEGER,
+        rdzvConf={"type": "array", "items": _object(["key", "value"], key=STRING, value=STRING)},
+    ),
+    runPolicy=_object(
+        cleanPodPolicy={"enum": ["All", "Running", "None"]}, ttlSecondsAfterFinished=INTEGER, activeDeadlineSeconds=INTEGER,
+        backoffLimit=INTEGER, suspend={"type": "boolean"},
+        schedulingPolicy=_object(queue={"type": "string"}, minAvailable=INTEGER),
+    ),
+    pytorchReplicaSpecs=_object(Master=_replica(minimum=1, maximum=1), Worker=_replica(minimum=1)),
+)
+TRAINJOB = _object(
+    ["runtimeRef"],
+    runtimeRef=_object(["name"], apiGroup={"type": "string"}, kind={"type": "string"}, name=NAME),
+    trainer=_object(numNodes=INTEGER, numProcPerNode=INTEGER),
+)
+TRAININGRUNTIME = _object(
+    ["template"],
+    mlPolicy=_object(["torch"], numNodes=INTEGER, torch={"type": "object"}),
+    template=_object(["spec"], spec=_object(
+        ["replicatedJobs"], network={"type": "object"}, failurePolicy={"type": "object"},
+        replicatedJobs={"type": "array", "items": _object(["name", "template"], name=NAME, template={"type": "object"})},
+    )),
+)
+OURS = {"PyTorchJob": PYTORCHJOB, "TrainJob": TRAINJOB, "TrainingRuntime": TRAININGRUNTIME}
+PUBLISHED = {
+    "PyTorchJob": "kubeflow.org_pytorchjobs.yaml",
+    "TrainJob": "trainer.kubeflow.org_trainjobs.yaml",
+    "TrainingRuntime": "trainer.kubeflow.org_trainingruntimes.yaml",
+}
+
+
+def _strict(schema: Any) -> Any:
+    """A published schema as the API server applies it: unknown fields are refused, an int-or-string is either."""
+    if isinstance(schema, list):
+        return [_strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("x-kubernetes-int-or-string") is True:
+        return {"type": ["integer", "string"]}
+    made = {key: _strict(value) for key, value in schema.items()}
+    free = "additionalProperties" in schema or schema.get("x-kubernetes-preserve-unknown-fields") is True
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object" and not free:
+        made["additionalProperties"] = False
+    return made
+
+
+@cache
+def _published(kind: str) -> Object | None:
+    path = FACTS / "crds" / PUBLISHED[kind]
+    if not path.exists():
+        return None
+    (version,) = yaml.load(path.read_text(), yaml.CSafeLoader)["spec"]["versions"]
+    schema = _strict(version["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {"type": "object"}
+    return schema  # type: ignore[no-any-return]
+
+
+def problems(document: Object) -> list[str]:
+    """Why a cluster would refuse this object; nothing if it would not."""
+    kind = document["kind"]
+    if kind not in OURS:
+        return _core(document)
+    found = _check({"type": "object", "properties": {"metadata": _named(), "spec": OURS[kind]}}, document)
+    if (published := _published(kind)) is not None:
+        found += _check(published, document)
+    spec = document.get("spec", {})
+    replicas = spec.get("pytorchReplicaSpecs", {})
+    for name, replica in replicas.items():
+        template = replica.get("template", {})
+        found += _core({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **template})
+        if "pytorch" not in [each.get("name") for each in template.get("spec", {}).get("containers", [])]:
+            found.append(f"{name}: no container named pytorch")
+    if "elasticPolicy" in spec and "Worker" not in replicas:
+        found.append("elasticPolicy without Worker")
+    for job in spec.get("template", {}).get("spec", {}).get("replicatedJobs", []):
+        found += _core({"apiVersion": "batch/v1", "kind": "Job", **job["template"]})
+    return found
+
+
+def _named() -> Object:
+    return {"type": "object", "properties": {"name": NAME}, "required": ["name"]}
+
+
+def _check(schema: Object, document: Object) -> list[str]:
+    errors = Draft4Validator(schema).iter_errors(document)
+    return [f"{'.'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in errors]
+
+
+def _core(document: Object) -> list[str]:
+    try:
+        kubernetes_validate.validate(document, VERSION, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return [str(error)[:400]]
+    return []
+
+
+def change(*path: str | int, value: Any) -> Callable[[Object], None]:
+    """A change to one field, for a test that shall find it."""
+
+    def mutate(document: Object) -> None:
+        for step in path[:-1]:
+            document = document[step]  # type: ignore[index]
+        document[path[-1]] = value  # type: ignore[index]
+
+    return mutate
+
+
+def one(what: str, kind: str) -> Object:
+    """A copy of the only object of this kind in a file or an overlay."""
+    (found,) = [each for each in rendered(what) if each["kind"] == kind]
+    return copy.deepcopy(found)

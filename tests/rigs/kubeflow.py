@@ -1,0 +1,192 @@
+"""What Kubernetes makes of a job: the operator's rules for a PyTorchJob, as recorded from v1.9.3, Trainer's for a TrainJob, and
+an Indexed Job's. Only as far as a container sees them."""
+
+import copy
+import re
+from typing import Any
+
+Object = dict[str, Any]
+GROUP = "training.kubeflow.org"
+PORT_NAME, PORT = "pytorchjob-port", 23456
+
+
+def operator_pods(job: Object) -> list[Object]:
+    """The pods of a PyTorchJob, the Master's first."""
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    return [
+        _operator_pod(job, kind, index)
+        for kind in ("Master", "Worker") if kind in replicas
+        for index in range(replicas[kind].get("replicas", 1))
+    ]
+
+
+def _operator_pod(job: Object, kind: str, index: int) -> Object:
+    name, replicas = job["metadata"]["name"], job["spec"]["pytorchReplicaSpecs"]
+    template = copy.deepcopy(replicas[kind]["template"])
+    spec = template["spec"]
+    own = template.get("metadata", {}).get("labels", {})
+    labels = {
+        **own, f"{GROUP}/job-name": name, f"{GROUP}/operator-name": "pytorchjob-controller",
+        f"{GROUP}/replica-index": str(index), f"{GROUP}/replica-type": kind.lower(),
+    }
+    if kind == "Master" or ("Master" not in replicas and index == 0):
+        labels[f"{GROUP}/job-role"] = "master"
+    for container in spec["containers"]:
+        if container["name"] == "pytorch" and not any(port.get("name") == PORT_NAME for port in container.get("ports", [])):
+            container["ports"] = [*container.get("ports", []), {"name": PORT_NAME, "containerPort": PORT}]
+        for port in container.get("ports", []):
+            port.setdefault("protocol", "TCP")
+        container["env"] = [*container.get("env", []), *_operator_env(job, kind, index)]
+    if kind == "Worker" and "Master" in replicas:
+        spec["initContainers"] = [*spec.get("initContainers", []), _init_container(f"{name}-master-0")]
+    policy = replicas[kind].get("restartPolicy", "OnFailure")
+    spec["restartPolicy"] = "Never" if policy == "ExitCode" else policy
+    return {"name": f"{name}-{kind.lower()}-{index}", "labels": labels, "spec": spec}
+
+
+def _operator_env(job: Object, kind: str, index: int) -> list[Object]:
+    name, spec = job["metadata"]["name"], job["spec"]
+    replicas, elastic = spec["pytorchReplicaSpecs"], spec.get("elasticPolicy")
+    count = sum(replica.get("replicas", 1) for replica in replicas.values())
+    old_nproc = (elastic or {}).get("nProcPerNode")  # the deprecated field, and another place in the order
+    nproc = spec.get("nprocPerNode") or "auto"
+    env: list[tuple[str, str | None]] = [("PYTHONUNBUFFERED", "1")]
+    if "Master" in replicas:
+        port = _port(replicas["Master"])
+        rank = 0 if kind == "Master" else index + 1
+        env += [(prefix + "MASTER_PORT", str(port)) for prefix in ("", "PET_")]
+        env += [(prefix + "MASTER_ADDR", f"{name}-master-0") for prefix in ("", "PET_")]
+        env += [("WORLD_SIZE", str(count * (int(nproc) if nproc.isdecimal() else 1)))]
+        env += [("RANK", str(rank)), ("PET_NODE_RANK", str(rank))]
+    if old_nproc is None:
+        env += [("PET_NPROC_PER_NODE", nproc)]
+    if elastic is None:
+        env += [("PET_NNODES", str(count))]
+    else:
+        workers = replicas["Worker"].get("replicas", 1)
+        least, most = elastic.get("minReplicas", workers), elastic.get("maxReplicas", workers)
+        port = elastic.get("rdzvPort", _port(replicas["Worker"]))
+        env += [("PET_RDZV_ENDPOINT", f"{elastic.get('rdzvHost', f'{name}-worker-0')}:{port}")]
+        env += [("PET_RDZV_BACKEND", elastic.get("rdzvBackend", "c10d")), ("PET_NNODES", f"{least}:{most}")]
+        env += [("PET_NPROC_PER_NODE", str(old_nproc))] if old_nproc is not None else []
+        env += [("PET_MAX_RESTARTS", str(elastic["maxRestarts"]))] if "maxRestarts" in elastic else []
+        env += [("PET_RDZV_ID", elastic["rdzvId"])] if "rdzvId" in elastic else []
+        conf = ",".join(f"{pair['key']}={pair['value']}" for pair in elastic.get("rdzvConf", []))
+        env += [("PET_RDZV_CONF", conf)] if conf else []
+        env += [("PET_STANDALONE", None)] if elastic.get("standalone") else []
+    return [{"name": name} if value is None else {"name": name, "value": value} for name, value in env]
+
+
+def _port(replica: Object) -> int:
+    for container in replica["template"]["spec"]["containers"]:
+        for port in container.get("ports", []):
+            if (container["name"], port.get("name")) == ("pytorch", PORT_NAME):
+                return int(port["containerPort"])
+    return PORT
+
+
+def _init_container(master: str) -> Object:
+    wait = (
+        f"err=1;for i in $(seq 100); do if nslookup {master}; then err=0 && break; fi;"
+        "echo waiting for master; sleep 2; done; exit $err"
+    )
+    return {
+        "name": "init-pytorch", "command": ["sh", "-c", wait],
+        "resources": {"limits": {"cpu": "100m", "memory": "20Mi"}, "requests": {"cpu": "50m", "memory": "10Mi"}},
+    }
+
+
+def job_pods(job: Object) -> list[Object]:
+    """The pods of an Indexed Job: JOB_COMPLETION_INDEX, and the same as a label; a host name each."""
+    name, found = job["metadata"]["name"], []
+    for index in range(job["spec"]["completions"]):
+        template = copy.deepcopy(job["spec"]["template"])
+        labels = {**template["metadata"].get("labels", {}), "batch.kubernetes.io/job-completion-index": str(index)}
+        for container in template["spec"]["containers"]:
+            container["env"] = [*container.get("env", []), {"name": "JOB_COMPLETION_INDEX", "value": str(index)}]
+        found.append({"name": f"{name}-{index}", "labels": labels, "spec": template["spec"]})
+    return found
+
+
+def trainer_pods(job: Object, runtime: Object) -> list[Object]:
+    """The pods of a TrainJob whose runtime has one replicated job, named node."""
+    name, trainer = job["metadata"]["name"], job["spec"].get("trainer", {})
+    (node,) = [each for each in runtime["spec"]["template"]["spec"]["replicatedJobs"] if each["name"] == "node"]
+    nodes = trainer.get("numNodes", runtime["spec"]["mlPolicy"].get("numNodes", 1))
+    made = {"metadata": {"name": f"{name}-node-0"}, "spec": copy.deepcopy(node["template"]["spec"])}
+    made["spec"]["completions"] = nodes
+    pods = job_pods(made)
+    for index, pod in enumerate(pods):
+        values = {
+            "PET_NNODES": nodes, "PET_NPROC_PER_NODE": trainer.get("numProcPerNode", "auto"), "PET_NODE_RANK": index,
+            "PET_MASTER_ADDR": f"{name}-node-0-0.{name}", "PET_MASTER_PORT": 29500,
+        }
+        pod["spec"]["subdomain"] = name
+        for container in pod["spec"]["containers"]:
+            assert not {each["name"] for each in container["env"]} & set(values), "Trainer refuses its own names in a user's env"
+            container["env"] += [{"name": key, "value": str(value)} for key, value in values.items()]
+    return pods
+
+
+def pods_of(documents: list[Object]) -> list[Object]:
+    """All pods that a set of objects leads to."""
+    found: list[Object] = []
+    for document in documents:
+        if document["kind"] == "PyTorchJob":
+            found += operator_pods(document)
+        elif document["kind"] == "Job":
+            found += job_pods(document)
+        elif document["kind"] == "TrainJob":
+            (runtime,) = [each for each in documents if each["kind"] == "TrainingRuntime"]
+            found += trainer_pods(document, runtime)
+        elif document["kind"] == "Deployment":
+            name, template = document["metadata"]["name"], document["spec"]["template"]
+            found.append({"name": name, "labels": template["metadata"]["labels"], "spec": template["spec"]})
+    return found
+
+
+def environment(pod: Object) -> dict[str, str]:
+    """The environment of a pod's only container; a later entry wins."""
+    (container,) = pod["spec"]["containers"]
+    values = {}
+    for entry in container.get("env", []):
+        if "valueFrom" in entry:
+            label = re.fullmatch(r"metadata\.labels\['(.+)'\]", entry["valueFrom"]["fieldRef"]["fieldPath"])
+            assert label, entry
+            values[entry["name"]] = pod["labels"][label[1]]
+        else:
+            values[entry["name"]] = entry.get("value", "")
+    return values
+
+
+def command_line(pod: Object) -> list[str]:
+    """Command and arguments of a pod's only container, with $(NAME) replaced as the kubelet does: what is unknown stays."""
+    (container,) = pod["spec"]["containers"]
+    values = environment(pod)
+    return [re.sub(r"\$\((\w+)\)", lambda name: values.get(name[1], name[0]), word)
+            for word in [*container.get("command", []), *container.get("args", [])]]
+
+
+OWNERS = ("PyTorchJob", "Job", "TrainingRuntime")  # whose rules decide what becomes of a pod that has ended
+
+
+def verdict(owner: Object, code: int, *, disrupted: bool = False) -> str:
+    """What the end of a pod comes to. done; fails: the job; new: another pod; counted: another pod, or its container again, of
+    which there are as many as backoffLimit. `disrupted`: by preemption, eviction or a drain."""
+    if owner["kind"] == "PyTorchJob":
+        (policy,) = {each["restartPolicy"] for each in owner["spec"]["pytorchReplicaSpecs"].values()}
+        if code == 0:
+            return "done"
+        if policy == "ExitCode":  # 48879 for a pod whose init container failed: it is above 128 too
+            return "new" if code >= 128 else "fails"
+        return {"OnFailure": "counted", "Never": "fails"}[policy]
+    if owner["kind"] == "TrainingRuntime":
+        (owner,) = [each["template"] for each in owner["spec"]["template"]["spec"]["replicatedJobs"]]
+    if code == 0:
+        return "done"
+    for rule in owner["spec"]["podFailurePolicy"]["rules"]:
+        on = rule.get("onExitCodes", {"operator": "In", "values": []})
+        fits = (code in on["values"]) == (on["operator"] == "In")
+        if fits or (disrupted and {"type": "DisruptionTarget", "status": "True"} in rule.get("onPodConditions", [])):
+            return {"FailJob": "fails", "Ignore": "new", "Count": "counted"}[rule["action"]]
+    return "counted"

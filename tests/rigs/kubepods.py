@@ -1,0 +1,150 @@
+"""The pods of a manifest as real containers: their commands, environment, user, read-only root, limits, volumes and names."""
+
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.rigs.containers import docker, wait_for
+from tests.rigs.kube import rendered
+from tests.rigs.kubeflow import OWNERS, command_line, environment, pods_of, verdict
+
+Object = dict[str, Any]
+JOB = ["--name", "job", "--dataset", "digits", "--model", "mlp", "--batch-size", "96"]
+SHORT = [*JOB, "--max-steps", "30"]
+# Long enough to be hit in the middle, whatever else the machine does: it is asked to save often
+LONG = [*JOB, "--max-steps", "1000", "--epochs", "100", "--save-every-steps", "20", "--log-every-steps", "5"]
+
+
+def _size(quantity: str) -> str:
+    """An amount of memory in the engine's words."""
+    return quantity.replace("Gi", "g").replace("Mi", "m")
+
+
+class Cluster:
+    """The pods of one manifest on a network of their own. Each claim is a folder, an emptyDir is a tmpfs, a ConfigMap a read-only
+    folder of its files. What the kubelet does by itself the engine does; what an operator decides is the test's."""
+
+    def __init__(self, folder: Path, what: str, settings: Sequence[str]) -> None:
+        self.name = f"rankup-k8s-{secrets.token_hex(4)}"
+        self.settings = list(settings)
+        documents = rendered(what)
+        self.pods = pods_of(documents)
+        (self.owner,) = [each for each in documents if each["kind"] in OWNERS]
+        self.runs = folder / "claim"
+        self.runs.mkdir(parents=True)
+        self.runs.chmod(0o777)
+        self.maps = folder / "maps"
+        for document in documents:
+            if document["kind"] == "ConfigMap":
+                files = self.maps / document["metadata"]["name"]
+                files.mkdir(parents=True)
+                for name, text in document["data"].items():
+                    (files / name).write_text(text)
+        docker("network", "create", self.name)
+
+    def container(self, index: int) -> str:
+        return f"{self.name}-{index}"
+
+    def start(self, *indices: int) -> None:
+        """These pods, or all, as the kubelet starts them."""
+        for index in indices or range(len(self.pods)):
+            docker("run", "--detach", "--name", self.container(index), *self._words(self.pods[index]))
+
+    def _words(self, pod: Object) -> list[str]:
+        spec = pod["spec"]
+        (container,), user = spec["containers"], spec["securityContext"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        names = [pod["name"], *([f"{pod['name']}.{spec['subdomain']}"] if "subdomain" in spec else [])]
+        words = ["--network", self.name, *(word for name in names for word in ("--network-alias", name))]
+        words += ["--hostname", pod["name"], "--user", f"{user['runAsUser']}:{user['runAsGroup']}", "--read-only"]
+        words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+        words += ["--memory", _size(container["resources"]["limits"]["memory"])]
+        if spec["restartPolicy"] == "OnFailure":  # by the kubelet, in the same pod
+            words += ["--restart", f"on-failure:{self.owner['spec']['runPolicy']['backoffLimit']}"]
+        for volume in spec["volumes"]:
+            (mount,) = [each for each in container["volumeMounts"] if each["name"] == volume["name"]]
+            words += self._volume(volume, mount["mountPath"], ":ro" if mount.get("readOnly") else "")
+        for name, value in environment(pod).items():
+            words += ["--env", f"{name}={value}"]
+        program, *arguments = command_line(pod)
+        return [*words, "--entrypoint", program, container["image"], *arguments, *self.settings]
+
+    def _volume(self, volume: Object, path: str, mode: str) -> list[str]:
+        if "persistentVolumeClaim" in volume:
+            return ["--volume", f"{self.runs}:{path}{mode}"]
+        if "configMap" in volume:
+            files = self.maps / volume["configMap"]["name"]
+            assert files.exists(), f"no ConfigMap {files.name}: the pod would never start"
+            return ["--volume", f"{files}:{path}:ro"]
+        return ["--tmpfs", f"{path}:mode=1777,size={_size(volume['emptyDir']['sizeLimit'])}"]
+
+    # Containers -------------------------------------------------------------------------------------------------------
+
+    def state(self, index: int) -> Object:
+        found: Object = json.loads(docker("inspect", self.container(index)))[0]["State"]
+        return found
+
+    def restarts(self, index: int) -> int:
+        """How often the kubelet started the container again."""
+        return int(docker("inspect", "-f", "{{.RestartCount}}", self.container(index)))
+
+    def log(self, index: int) -> str:
+        return docker("logs", self.container(index), check=False)
+
+    def logs(self) -> str:
+        return "\n".join(self.log(index) for index in range(len(self.pods)))
+
+    def codes(self, *indices: int) -> list[int]:
+        """Wait until these pods, or all, have ended; their exit codes."""
+        which = indices or tuple(range(len(self.pods)))
+        over = ("exited", "dead")
+        wait_for(
+            f"the end of pods {which}", lambda: all(self.state(index)["Status"] in over for index in which),
+            timeout_s=600, log=self.logs,
+        )
+        return [self.state(index)["ExitCode"] for index in which]
+
+    def replace(self, index: int) -> None:
+        """A new pod for one that has ended."""
+        docker("rm", self.container(index))
+        self.start(index)
+
+    def retry(self, codes: Sequence[int]) -> int:
+        """New pods as the manifest's own rules say; how many of them the job counts."""
+        verdicts = [verdict(self.owner, code) for code in codes]
+        assert set(verdicts) <= {"done", "new", "counted"}, f"{codes}: {verdicts}\n{self.logs()}"
+        for index, decided in enumerate(verdicts):
+            if decided != "done":
+                self.replace(index)
+        return verdicts.count("counted")
+
+    def remove(self) -> None:
+        for index in range(len(self.pods)):
+            docker("rm", "-f", self.container(index), check=False)
+        docker("network", "rm", self.name, check=False)
+
+    # The run ----------------------------------------------------------------------------------------------------------
+
+    def saved(self) -> list[str]:
+        return sorted(path.name for path in (self.runs / "job" / "checkpoints").glob("step-*"))
+
+    def hit(self, index: int, number: int, *, ranks: int = 2) -> None:
+        """A signal for a pod's first process, from outside, as soon as so many ranks train together and have a checkpoint. The
+        engine's own kill would count as a wish, and come later."""
+        together = f"r0/{ranks}] ready"
+        wait_for(f"{together}, and a checkpoint", lambda: together in self.log(0) and self.saved(), timeout_s=300, log=self.logs)
+        pid = self.state(index)["Pid"]
+        assert pid, self.logs()
+        os.kill(pid, number)
+
+    def delete(self, index: int) -> None:
+        """As with its node, or by kubectl scale: what ends now is not started again."""
+        docker("update", "--restart", "no", self.container(index))
+
+    def read(self, name: str) -> Object:
+        """result.json or status.json of the run."""
+        found: Object = json.loads((self.runs / "job" / name).read_text())
+        return found

@@ -1,0 +1,122 @@
+"""A workload that writes down what each rank of it did: `--workload spy:build --options.record DIR`.
+
+`options.model` chooses what is odd about the model. Each rank appends a line a call to DIR/rank-N.jsonl.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from train.config import Config
+from train.data import TensorSamples
+from train.run.weights import digest
+from train.workloads import Sums, Workload
+
+
+class Masked(nn.Module):
+    """Dropout that remembers which of a row of ones it kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: list[int] = []
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        mask = functional.dropout(torch.ones_like(features), 0.5, self.training)
+        self.mask = (mask[0] > 0).int().tolist()
+        return features * mask
+
+
+class Unused(nn.Module):
+    """Has a layer that forward never calls, as a head for another task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(8, 4)
+        self.other_head = nn.Linear(8, 2)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.used(features)
+        return out
+
+
+MODELS = {
+    "plain": lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)),
+    "dropout": lambda: nn.Sequential(nn.Linear(8, 16), Masked(), nn.Linear(16, 4)),
+    "norm": lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)),
+    "unused": Unused,
+}
+
+
+def samples(count: int, seed: int) -> TensorSamples:
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(count, 8, generator=generator)
+    labels = (features[:, :4] + 0.3 * torch.randn(count, 4, generator=generator)).argmax(1)
+    return TensorSamples(features, labels)
+
+
+def build(config: Config) -> Workload:
+    options = config.options
+    model = MODELS[options.get("model", "plain")]()
+    spy = Spy(Path(options["record"]) if "record" in options else None, options)
+    if options.get("frozen_norm"):
+        model[1].eval()  # as users do: the statistics of a pretrained batch norm stay what they are
+    return Workload(
+        model=model, train=samples(config.limit_train or 256, 1), evaluation=samples(config.limit_eval or 101, 2),
+        loss=spy.loss, evaluate=spy.evaluate, data_name="spied",
+    )
+
+
+class Spy:
+    def __init__(self, folder: Path | None, options: dict[str, Any]) -> None:
+        self.options, self.sent = options, 0
+        self.file = None
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
+            self.file = folder / f"rank-{os.environ.get('RANK', '0')}.jsonl"
+
+    def write(self, **entry: Any) -> None:
+        if self.file is not None:
+            with self.file.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        if isinstance(model, DistributedDataParallel) and self.file is not None and not hasattr(model, "counted"):
+            model.counted = True
+            model.register_comm_hook(None, self._send)
+        features, labels = batch
+        loss = functional.cross_entropy(model(features), labels)
+        masks = [module.mask for module in model.modules() if isinstance(module, Masked)]
+        self.write(kind="loss", sent=self.sent, masks=masks, size=len(labels))
+        return loss
+
+    def _send(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        self.sent += 1
+        return allreduce_hook(None, bucket)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Sums:
+        features, labels = batch
+        logits = model(features)
+        self.write(kind="evaluate", sent=self.sent, size=len(labels), weights=digest(model.state_dict()))
+        if self.options.get("no_count"):
+            return {"accuracy": (logits.argmax(1) == labels).sum()}
+        return {
+            "count": torch.tensor(len(labels)),
+            "loss": functional.cross_entropy(logits, labels, reduction="sum"),
+            "accuracy": (logits.argmax(1) == labels).sum(),
+            "confusion": torch.bincount(labels * 4 + logits.argmax(1), minlength=16).view(4, 4),
+        }
+
+
+def records(folder: Path, kind: str) -> list[list[dict[str, Any]]]:
+    """What each rank wrote of that kind, by rank."""
+    files = [folder / f"rank-{rank}.jsonl" for rank in range(len(list(folder.iterdir())))]
+    lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    return [[entry for entry in entries if entry["kind"] == kind] for entries in lines]

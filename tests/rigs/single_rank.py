@@ -1,0 +1,76 @@
+"""One rank of a test, started alone: what it was given, what it said, how it ended."""
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.rigs.fork_server import Forks, Job, Process
+from tests.rigs.jobs import rank_env
+
+# Ranks that are bounded end seconds after their time to join; torch's own bounds begin at 300 s, and one side of gloo
+# waits for five times as long as it was told
+BOUND_S = 200
+# What torch says when a store or a connection ends before those who use it
+NOISE = re.compile(r"recvValue|Broken pipe|destroy_process_group|Connection reset|Traceback|Warning|\[W\d|\[E\d")
+# The smallest job there is: a single step, an evaluation, a checkpoint
+TINY = ("--dataset", "fake", "--fake-samples", "24", "--batch-size", "24", "--model", "mlp", "--tensorboard", "false",
+        "--max-steps", "1")
+
+
+@dataclass
+class Rank:
+    """What a rank said is its output, and its log where another rank of its host spoke for it."""
+
+    process: Process
+    log: Path
+
+    @property
+    def said(self) -> str:
+        return self.process.output + (self.log.read_text() if self.log.exists() else "")
+
+    def wait_for(self, text: str) -> None:
+        until_s = time.monotonic() + BOUND_S
+        while text not in self.said:
+            assert self.process.code is None or text in self.said, f"ended before {text!r}:\n{self.said}"
+            assert time.monotonic() < until_s, f"no {text!r}:\n{self.said}"
+            time.sleep(0.02)
+
+    def wait(self) -> int:
+        assert self.process.ended.wait(BOUND_S), f"rank did not end:\n{self.said}"
+        assert self.process.code is not None
+        return self.process.code
+
+
+class Starter:
+    """Starts ranks one by one; `runs` is where their run directories go."""
+
+    def __init__(self, forks: Forks, runs: Path) -> None:
+        self.forks, self.runs = forks, runs
+        self.started: list[Process] = []
+
+    def __call__(
+        self, rank: int, world_size: int, port: int, name: str, *arguments: str, join_s: float = 60, **env: str
+    ) -> Rank:
+        """`train` with the five variables set, `env` over them."""
+        line = ("train", *TINY, "--join-timeout-s", str(join_s), *arguments)
+        return self.command(line, name, rank=rank, env={**rank_env(rank, world_size, port), **env})
+
+    def command(self, line: tuple[str, ...], name: str, *, rank: int = 0, env: dict[str, str]) -> Rank:
+        # In a node of namespaces if the environment names one
+        preload = "tests.rigs.namespaces:enter" if "TEST_NODE_PID" in env else ""
+        job = self.forks.start(*line, "--run-dir", str(self.runs), "--name", name, env=env, preload=preload)
+        self.started.extend(job.processes)
+        return Rank(job.processes[0], self.runs / name / "logs" / f"rank-{rank}.log")
+
+
+@contextmanager
+def starting(forks: Forks, runs: Path) -> Iterator[Starter]:
+    """A Starter whose ranks are over when the block is left."""
+    starter = Starter(forks, runs)
+    try:
+        yield starter
+    finally:
+        Job(starter.started).kill()

@@ -1,0 +1,213 @@
+"""A real Slurm for tests: slurm/local.sh's two nodes of namespaces, jobs on them, and what they leave running."""
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.rigs.containers import clean_environment, wait_for
+from tests.rigs.jobs import ROOT, environ_of
+
+LOCAL, DDP = ROOT / "slurm" / "local.sh", ROOT / "slurm" / "ddp.sbatch"
+OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+MEND = "apt-get install -y --no-install-recommends slurm-wlm munge iproute2 util-linux"
+
+
+def why_not() -> str:
+    """Why there can be no Slurm here, and the command that mends it; "" where there can."""
+    tools = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setsid")
+    if lacking := [tool for tool in tools if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]:
+        return f"no {', '.join(lacking)} here: {MEND}"
+    if os.geteuid() != 0:
+        return "Slurm's daemons and namespaces take root: sudo make unit ARGS='-k slurm'"
+    tried = subprocess.run(
+        ["unshare", "-n", "-u", "-m", "-p", "-f", "true"], capture_output=True, text=True, check=False
+    )
+    return f"no namespaces here ({tried.stderr.strip()}): docker run --privileged" if tried.returncode else ""
+
+
+class Cluster:
+    """Two nodes, of names and addresses that no other Slurm of this machine has.
+
+    They take the first number that no other tests hold now. What tests that were killed left under it, `up` removes.
+    """
+
+    def __init__(self) -> None:
+        for number in range(8):
+            self.folder = folder = Path(tempfile.gettempdir(), f"rankup-test{number}")
+            self.lock = folder.with_suffix(".lock").open("w")
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                self.lock.close()
+        else:
+            raise AssertionError("eight Slurms of tests run on this machine already")
+        self.env = clean_environment(
+            {
+                "SLURM_CONF": str(folder / "slurm.conf"), "RANKUP_SLURM_DIR": str(folder), "SWITCH": folder.name,
+                "NET": f"192.168.{79 + number}", "PORT": str(17817 + 10 * number),
+                "PYTHON": sys.executable, "PYTHONWARNINGS": "default",
+            }
+        )
+        self.numbers = itertools.count()
+
+    def run(self, *words: str | Path, check: bool = True, cwd: Path = ROOT, **env: str) -> str:
+        """A command with this Slurm, and all it printed. Output goes through a file: daemons would keep a pipe open."""
+        output = self.folder.with_name(f"{self.folder.name}-{next(self.numbers)}.txt")
+        with output.open("wb") as file:
+            done = subprocess.run(
+                [str(word) for word in words], env={**self.env, **env}, cwd=cwd, stdin=subprocess.DEVNULL, stdout=file,
+                stderr=subprocess.STDOUT, timeout=400, check=False,
+            )
+        text = output.read_text()
+        output.unlink()
+        assert done.returncode == 0 or not check, f"{' '.join(map(str, words))}: {done.returncode}\n{text}"
+        return text
+
+    def local(self, *words: str) -> None:
+        self.run(LOCAL, *words)
+
+    def close(self) -> None:
+        """Remove it, and let go of its number."""
+        with self.lock:
+            self.local("down")
+
+    def submit(self, folder: Path, arguments: str, *options: str, file: Path = DDP, **env: str) -> "SlurmJob":
+        """sbatch OPTIONS ddp.sbatch ARGUMENTS, from `folder`."""
+        words = ["sbatch", "--parsable", *options, file, *arguments.split()]
+        return SlurmJob(self, self.run(*words, cwd=folder, **env).strip(), folder)
+
+    def processes(self) -> list[psutil.Process]:
+        """All that jobs run on any node: what has a job's id in its environment, batch shells included."""
+        found = []
+        for process in psutil.process_iter():
+            told = environ_of(process.pid)
+            if "SLURM_JOB_ID" in told and told.get("SLURM_CONF") == self.env["SLURM_CONF"]:
+                found.append(process)
+        return found
+
+    def idle(self) -> None:
+        """Wait until both nodes are up and have nothing to do, and nothing of any job runs."""
+        wait_for(
+            "idle nodes", lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2", log=self.report
+        )
+        wait_for("end of all processes", lambda: not self.processes(), log=lambda: str(self.processes()))
+
+    def report(self) -> str:
+        return self.run("sinfo", "-N", check=False) + self.run("squeue", check=False)
+
+
+class SlurmJob:
+    def __init__(self, cluster: Cluster, number: str, folder: Path) -> None:
+        self.cluster, self.number, self.folder = cluster, number, folder
+
+    @property
+    def output(self) -> str:
+        path = self.folder / f"slurm-{self.number}.out"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def show(self) -> dict[str, str]:
+        """What scontrol says of it."""
+        text = self.cluster.run("scontrol", "show", "job", self.number)
+        return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+    def log(self) -> str:
+        return f"{self.cluster.report()}{self.cluster.run('scontrol', 'show', 'job', self.number, check=False)}\n{self.output}"
+
+    def wait(self, *, timeout_s: float = 600) -> str:
+        """Wait until it is over for good; its state. A requeued job need not wait for its time."""
+
+        def over() -> str:
+            state = self.show()["JobState"]
+            if state == "PENDING":
+                self.start_now()
+            return state if state in OVER else ""
+
+        state: str = wait_for(f"end of job {self.number}", over, timeout_s=timeout_s, log=self.log)
+        return state
+
+    def go_on(self) -> None:
+        """After a requeue: wait until it runs again."""
+
+        def running() -> bool:
+            self.start_now()
+            return self.show()["JobState"] == "RUNNING"
+
+        wait_for("the next start", running, log=self.log)
+
+    def start_now(self) -> None:
+        """Not before the last start is gone from every node, as Slurm's own pause would have it: its clock counts whole seconds,
+        and a start in the second of the requeue finds its credential revoked, or gets no step on a node that came back."""
+        requeued = time.mktime(time.strptime(self.show()["SubmitTime"], "%Y-%m-%dT%H:%M:%S"))
+        if time.time() - requeued > 4 and not self.cluster.processes() and not self.daemons():
+            self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False)
+
+    def daemons(self) -> list[psutil.Process]:
+        """Slurm's own, one for each step on each node."""
+        name = f"slurmstepd: [{self.number.split('_')[0]}."
+        return [
+            process for process in psutil.process_iter(["cmdline"]) if name in " ".join(process.info["cmdline"] or ())
+        ]
+
+    def code(self) -> int:
+        return int(self.show()["ExitCode"].split(":")[0])
+
+    def cancel(self, *options: str) -> None:
+        self.cluster.run("scancel", *options, self.number)
+
+    # Its ranks and its run -----------------------------------------------------------------------------------------
+
+    def ranks(self, node: str = "") -> list[psutil.Process]:
+        """The processes that train, on one node or on all; by rank."""
+        found = []
+        for process in self.cluster.processes():
+            told = environ_of(process.pid)
+            if told.get("SLURM_JOB_ID") == self.number and "RANK" in told and node in told.get("SLURMD_NODENAME", ""):
+                with contextlib.suppress(psutil.Error):  # it ends just now
+                    line = " ".join(process.cmdline())
+                    if "main.py train" in line and "torch.distributed.run" not in line and "python" in process.name():
+                        found.append((int(told["RANK"]), process))
+        return [process for _, process in sorted(found, key=lambda pair: pair[0])]
+
+    def kill_rank(self, node: str) -> None:
+        wait_for(f"a rank on {node}", lambda: self.ranks(node), log=self.log)[0].send_signal(signal.SIGKILL)
+
+    def step(self, run: str = "job") -> int:
+        """The last step that the metrics of its run show."""
+        try:
+            lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
+            return max((json.loads(line)["step"] for line in lines[-3:]), default=0)
+        except (OSError, ValueError):
+            return 0
+
+    def wait_for_step(self, step: int, run: str = "job") -> None:
+        def seen() -> str:
+            if self.step(run) >= step:
+                return "reached"
+            over = self.show()["JobState"] in OVER
+            return "reached" if self.step(run) >= step else "over" if over else ""
+
+        # Each look may find a line half written, so that none is taken twice
+        assert wait_for(f"step {step}", seen, timeout_s=600, log=self.log) == "reached", self.log()
+
+    def wait_for_text(self, text: str, count: int = 1) -> None:
+        wait_for(f'"{text}"', lambda: len(re.findall(text, self.output)) >= count, log=self.log)
+
+    def result(self, run: str = "job") -> dict[str, Any]:
+        path = self.folder / "runs" / run / "result.json"
+        assert path.exists(), self.log()
+        result: dict[str, Any] = json.loads(path.read_text())
+        return result

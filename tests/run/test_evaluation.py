@@ -1,0 +1,105 @@
+"""Evaluation is exact: counts and loss are the same, with ==, for any number of ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import metrics
+from tests.rigs.recording_workload import records
+
+DIGITS = ("--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--batch-size", "60")
+WORLDS = (1, 2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with a checkpoint that is neither right nor wrong about everything."""
+    folder = tmp_path_factory.mktemp("trained")
+    codes, output = forks.run("train", *DIGITS, "--max-steps", "30", "--name", "run", "--run-dir", folder)
+    assert codes == [0], output
+    return folder / "run"
+
+
+def evaluated(forks: Forks, run: Path, world_size: int, *arguments: str) -> dict[str, Any]:
+    codes, output = forks.run(
+        "evaluate", "--name", run.name, "--run-dir", run.parent, *arguments, world_size=world_size
+    )
+    assert codes == [0] * world_size, output
+    outcome: dict[str, Any] = json.loads((run / "evaluation.json").read_text())
+    assert outcome["world_size"] == world_size
+    return outcome
+
+
+# 101 in tens: no world size divides it. 15 in tens and 101 at once leave ranks without a batch.
+@pytest.mark.parametrize(("limit", "batch"), [("101", "10"), ("15", "10"), ("101", "200")])
+def test_evaluate_counts_the_same_on_any_number_of_ranks(forks: Forks, trained: Path, limit: str, batch: str) -> None:
+    worlds = WORLDS if batch == "10" else (1, 4)
+    outcomes = [
+        evaluated(forks, trained, world_size, "--limit-eval", limit, "--eval-batch-size", batch) for world_size in worlds
+    ]
+    assert all(outcome["count"] == int(limit) for outcome in outcomes)
+    assert all(outcome["metrics"] == outcomes[0]["metrics"] for outcome in outcomes)
+    assert set(outcomes[0]["metrics"]) == {"loss", "accuracy", "accuracy_top5"}
+    right = outcomes[0]["metrics"]["accuracy"] * int(limit)
+    assert round(right) == pytest.approx(right, abs=1e-9)  # a whole number of samples, of which none counted twice
+
+
+def test_train_evaluates_the_same_on_any_number_of_ranks(forks: Forks, trained: Path, tmp_path: Path) -> None:
+    """From one set of weights, with a rate too small to change them: what differs is only who evaluates."""
+    checkpoint = next((trained / "checkpoints").iterdir())
+    found = []
+    for world_size in WORLDS:
+        codes, output = forks.run(
+            "train", *DIGITS, "--init-from", checkpoint, "--lr", "1e-30", "--max-steps", "1", "--limit-eval", "101",
+            "--eval-batch-size", "10", "--name", str(world_size), "--run-dir", tmp_path, world_size=world_size,
+        )
+        assert codes == [0] * world_size, output
+        assert "on 101 samples" in output
+        found.append({k: v for k, v in metrics(tmp_path / str(world_size))[-1].items() if k.startswith("eval/")})
+    assert len(found[0]) == 3
+    assert all(one == found[0] for one in found)
+    of_command = evaluated(forks, trained, 3, "--limit-eval", "101", "--eval-batch-size", "10")["metrics"]
+    assert {name.removeprefix("eval/"): value for name, value in found[0].items()} == of_command
+
+
+SPY = ("--workload", "tests.rigs.recording_workload:build", "--tensorboard=false", "--batch-size", "12", "--eval-batch-size", "10", "--max-steps", "6")
+
+
+def test_evaluation_by_several_ranks_is_of_one_model(forks: Forks, tmp_path: Path) -> None:
+    """Each rank's batch norm has statistics of its own after a step: those of rank 0 count, which the checkpoint holds."""
+    record = tmp_path / "record"
+    codes, output = forks.run(
+        "train", *SPY, "--options.model", "norm", "--options.record", record, "--run-dir", tmp_path, world_size=3
+    )
+    assert codes == [0] * 3, output
+    weights = {entry["weights"] for rank in records(record, "evaluate") for entry in rank}
+    assert len(weights) == 1
+    found = {k.removeprefix("eval/"): v for k, v in metrics(tmp_path / "spy")[-1].items() if k.startswith("eval/")}
+    assert evaluated(forks, tmp_path / "spy", 1)["metrics"] == found
+
+
+def test_evaluation_leaves_frozen_parts_in_eval_mode(forks: Forks, tmp_path: Path) -> None:
+    """model.train() afterwards would thaw them, and a resumed run would differ from an undisturbed one."""
+    record = tmp_path / "record"
+    line = ("train", *SPY, "--schedule", "constant", "--options.model", "norm", "--options.frozen_norm", "true",
+            "--run-dir", tmp_path)
+    codes, output = forks.run(*line, "--name", "whole", "--limit-train", "24", "--options.record", record)
+    assert codes == [0], output
+    digests = [json.loads((tmp_path / "whole" / "result.json").read_text())["digest"]]
+    for steps in ("2", "6"):
+        codes, output = forks.run(
+            *line, "--name", "parts", "--limit-train", "24", "--options.record", record, "--max-steps", steps
+        )
+        assert codes == [0], output
+    digests.append(json.loads((tmp_path / "parts" / "result.json").read_text())["digest"])
+    assert digests[0] == digests[1]
+
+
+def test_evaluation_without_count_is_refused_in_one_line(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run("train", *SPY, "--options.no_count", "true", "--run-dir", tmp_path, world_size=2)
+    assert codes == [2, 2]
+    assert 'evaluate must return "count", the number of samples in the batch, got accuracy.' in output
+    assert "Traceback" not in output

@@ -1,0 +1,318 @@
+"""One live attempt owns a run directory, with the kernel's locks and without, on one machine and on several."""
+
+import errno
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train.run.lease
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import ROOT, environment, result
+from train.errors import PeerLost, UserError
+from train.run.lease import Lease
+
+FOR_EVER_S = 600.0  # waiting for this long is a failure, and so is
+pytestmark = pytest.mark.timeout(400)
+OWNER = """
+import sys, train.run.lease
+from pathlib import Path
+from train.run.lease import Lease
+
+if sys.argv[2] == "without locks":
+    from tests.run.test_lease import no_locks
+    no_locks()
+train.run.lease.LOCK_PATIENCE_S = float(sys.argv[3])
+try:
+    with Lease(Path(sys.argv[1]), f"attempt-{sys.argv[4]}", beat_s=0.1):
+        print("held", flush=True)
+        sys.stdin.read()
+except Exception as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+    sys.stdin.read()
+"""
+
+
+def no_locks() -> None:
+    """A file system without locks, as NFS without its lock service."""
+
+    def lockf(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    fcntl.lockf = lockf  # type: ignore[assignment]
+
+
+def start_owner(folder: Path, locks: str = "with locks", *, patience_s: float = 0.5, number: int = 1) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(folder), locks, str(patience_s), str(number)],
+        env=environment({"PYTHONPATH": str(ROOT)}), text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+@contextmanager
+def owner(folder: Path, locks: str = "with locks") -> Iterator[subprocess.Popen[str]]:
+    process = start_owner(folder, locks)
+    try:
+        assert said(process) == "held"
+        yield process
+    finally:
+        end(process)
+
+
+@pytest.fixture(autouse=True)
+def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train.run.lease, "LOCK_PATIENCE_S", 0.5)
+
+
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "lockf", fcntl.lockf)  # put back in the end
+    no_locks()
+
+
+def held(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "lease.json").read_text())  # type: ignore[no-any-return]
+
+
+# One machine --------------------------------------------------------------------------------------------------
+
+
+def test_live_owner_is_named(tmp_path: Path) -> None:
+    with owner(tmp_path) as process:
+        with pytest.raises(UserError) as caught, Lease(tmp_path, "second"):
+            pass
+        assert f"is owned by a live attempt, attempt-1 on {train.run.lease.host_name()} (pid {process.pid})" in str(caught.value)
+        assert "another --name" in str(caught.value)
+        time.sleep(0.3)
+        assert held(tmp_path)["attempt"] == "attempt-1", "a refused attempt changed the lease"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_owners_lease_is_taken_at_once(tmp_path: Path, number: int) -> None:
+    with owner(tmp_path) as process:
+        process.send_signal(number)
+        process.wait()
+        with Lease(tmp_path, "second", life_s=FOR_EVER_S):
+            assert held(tmp_path)["attempt"] == "second"
+
+
+def test_released_lease_is_taken_at_once(tmp_path: Path) -> None:
+    with owner(tmp_path) as process:
+        process.communicate("")
+    assert held(tmp_path)["released"]
+    with Lease(tmp_path, "second", life_s=FOR_EVER_S):
+        pass
+
+
+def test_stopped_owner_is_alive_to_its_kernel(tmp_path: Path) -> None:
+    with owner(tmp_path) as process:
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(UserError, match="live attempt"), Lease(tmp_path, "second", life_s=0.2):
+            pass
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"token": 1}'])
+def test_lease_that_says_nothing_is_taken(tmp_path: Path, content: str) -> None:
+    (tmp_path / "lease.json").write_text(content)
+    with Lease(tmp_path, "second", life_s=0.3) as lease:
+        lease.check()
+        assert held(tmp_path)["attempt"] == "second"
+
+
+def test_of_several_that_start_at_once_one_gets_it(tmp_path: Path) -> None:
+    processes = [start_owner(tmp_path, patience_s=0.2, number=number) for number in range(5)]
+    try:
+        answers = [said(process) for process in processes]
+        assert answers.count("held") == 1, answers
+        assert sum(answer.startswith("UserError: run_dir: ") for answer in answers) == 4, answers
+    finally:
+        for process in processes:
+            end(process)
+
+
+# Without locks, and other machines ----------------------------------------------------------------------------
+
+
+def test_beating_owner_is_alive_where_there_are_no_locks(tmp_path: Path, without_locks: None) -> None:
+    with owner(tmp_path, "without locks") as process:
+        with pytest.raises(UserError, match=rf"live attempt, attempt-1 on .* \(pid {process.pid}\)"):
+            Lease(tmp_path, "second", life_s=FOR_EVER_S).__enter__()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with Lease(tmp_path, "second", life_s=0.5):
+            assert held(tmp_path)["attempt"] == "second"
+
+
+def test_frozen_owner_is_taken_over_and_finds_out_before_it_publishes(tmp_path: Path, without_locks: None) -> None:
+    first = Lease(tmp_path, "first", beat_s=FOR_EVER_S)  # frozen: it gives no sign of life
+    first.__enter__()
+    first.check()
+    with Lease(tmp_path, "second", life_s=0.3) as second:
+        with pytest.raises(PeerLost, match=r"another attempt owns .* by now .*second"):
+            first.check()
+        second.check()
+        first.__exit__()
+        assert held(tmp_path)["attempt"] == "second"
+        assert "released" not in held(tmp_path)
+
+
+def test_release_is_seen_while_a_silent_owner_is_watched(tmp_path: Path, without_locks: None) -> None:
+    first = Lease(tmp_path, "first", beat_s=FOR_EVER_S)
+    first.__enter__()
+    threading.Timer(0.5, first.__exit__).start()
+    with Lease(tmp_path, "second", life_s=FOR_EVER_S):
+        pass
+
+
+@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("beats", [True, False])
+def test_owner_on_another_machine_lives_by_its_beats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool, beats: bool
+) -> None:
+    """With `locks` each machine has its own, as with NFS mounted nolock: that ours is free says nothing."""
+    monkeypatch.setattr(fcntl, "lockf", fcntl.lockf)
+    monkeypatch.setattr(train.run.lease, "_kernel", lambda: "another boot")
+    first = Lease(tmp_path, "first", beat_s=0.1 if beats else FOR_EVER_S)
+    first.__enter__()
+    if not locks:
+        no_locks()
+    # The first goes on beating in a thread of its own, on its own machine
+    here = threading.main_thread()
+    monkeypatch.setattr(train.run.lease, "_kernel", lambda: f"{'this' if threading.current_thread() is here else 'another'} boot")
+    # A second lock of one process is always free, as one on another machine would be
+    second = Lease(tmp_path, "second", life_s=FOR_EVER_S if beats else 0.3)
+    if beats:
+        with pytest.raises(UserError, match="live attempt, first on"):
+            second.__enter__()
+        first.check()
+    else:
+        with second, pytest.raises(PeerLost):
+            first.check()
+    first.__exit__()
+
+
+def test_lease_that_was_deleted_is_written_again(tmp_path: Path) -> None:
+    with Lease(tmp_path, "first", beat_s=0.1) as lease:
+        (tmp_path / "lease.json").unlink()
+        lease.check()
+        until = time.monotonic() + 60
+        while not (tmp_path / "lease.json").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+
+def test_workers_forked_by_the_owner_do_not_keep_its_lock(tmp_path: Path) -> None:
+    with Lease(tmp_path, "first"):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(writing)
+            select.select([reading], [], [], 60)
+            os._exit(0)
+    try:
+        with owner(tmp_path):
+            pass
+    finally:
+        os.close(writing)
+        os.waitpid(child, 0)
+        os.close(reading)
+
+
+# Jobs ---------------------------------------------------------------------------------------------------------
+
+SETTINGS = (
+    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--log-every-steps", "1", "--tensorboard=false",
+    "--join-timeout-s", "30", "--eval-batch-size", "4",
+)
+
+
+def train_arguments(run: Path, *more: str) -> tuple[str, ...]:
+    return ("train", *SETTINGS, "--run-dir", str(run.parent), "--name", run.name, *more)
+
+
+def waiting(until: Path, **more: Any) -> dict[str, str]:
+    return {"PROBE": json.dumps({"where": "loss", "call": 14, "until": str(until), **more})}
+
+
+def short_waits() -> None:
+    train.run.lease.LOCK_PATIENCE_S = 0.5
+    assert Lease.__init__.__kwdefaults__ is not None
+    Lease.__init__.__kwdefaults__["life_s"] = 1.5
+
+
+def on_machine_one() -> None:
+    short_waits()
+    no_locks()
+    train.run.lease._kernel = lambda: "one"
+
+
+def on_machine_two() -> None:
+    on_machine_one()
+    train.run.lease._kernel = lambda: "two"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_second_attempt_is_refused_on_all_ranks_and_leaves_the_first_alone(
+    forks: Forks, tmp_path: Path, world_size: int
+) -> None:
+    codes, output = forks.run(*train_arguments(tmp_path / "undisturbed"), world_size=world_size)
+    assert codes == [0] * world_size, output
+    run, go_on = tmp_path / "run", tmp_path / "go on"
+    with forks.running(*train_arguments(run), world_size=world_size, env=waiting(go_on)) as first:
+        first.wait_for("epoch 1:")
+        before = (run / "status.json").read_text()
+        assert json.loads(before)["state"] == "running"
+        codes, output = forks.run(*train_arguments(run), world_size=world_size, preload="tests.run.test_lease:short_waits")
+        assert codes == [2] * world_size, output
+        lease = held(run)
+        assert f"is owned by a live attempt, {lease['attempt']} on {lease['host']} (pid {lease['pid']})" in output
+        assert lease["pid"] == first.processes[0].pid
+        assert output.count("live attempt") == 1
+        assert "Traceback" not in output
+        assert (run / "status.json").read_text() == before
+        go_on.touch()
+        assert first.wait() == [0] * world_size, first.output
+    assert result(run)["digest"] == result(tmp_path / "undisturbed")["digest"]
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["attempt"]) == ("finished", json.loads(before)["attempt"])
+
+
+def test_frozen_job_that_was_taken_over_publishes_nothing_more(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    there = tmp_path / "there"
+    order = waiting(tmp_path / "never", tell=str(there))
+    with forks.running(*train_arguments(run), env=order, preload="tests.run.test_lease:on_machine_one") as first:
+        first.wait_until(there.exists, "the step after the checkpoint")
+        first.processes[0].signal("SIGSTOP")
+        codes, output = forks.run(*train_arguments(run), preload="tests.run.test_lease:on_machine_two")
+        assert codes == [0], output
+        assert "resumed from step-00000008" in output
+        left = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file() and path.name != ".lock"}
+        (tmp_path / "never").touch()
+        first.processes[0].signal("SIGCONT")
+        assert first.wait() == [171], first.output
+    assert "another attempt owns" in first.output
+    assert {name: (run / name).read_bytes() for name in left} == left
+    assert json.loads(left["status.json"])["state"] == "finished"

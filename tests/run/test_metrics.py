@@ -1,0 +1,226 @@
+"""Numbers and pictures of a run, read back as a program and as TensorBoard would: each step once, whatever happened."""
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from tests.rigs.fork_server import Forks
+from train.errors import UserError
+from train.run.metrics import Metrics, keep_until
+from train.workloads.pictures import confusion_picture, grid_picture
+
+DIGITS = ("train", "--dataset", "digits", "--model", "mlp", "--epochs", "2", "--log-every-steps", "10")
+# 8 steps an epoch, 32 in all
+MADE_UP = (
+    "train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4", "--log-every-steps", "1",
+    "--eval-batch-size", "4", "--join-timeout-s", "30",
+)
+SCALARS = {"train/loss", "train/lr", "train/images_per_s", "eval/loss", "eval/accuracy", "eval/accuracy_top5"}
+
+
+def at(run: Path) -> tuple[str, ...]:
+    return ("--run-dir", str(run.parent), "--name", run.name)
+
+
+def events(run: Path) -> EventAccumulator:
+    found = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0, "images": 0})
+    found.Reload()
+    return found
+
+
+def scalars(run: Path) -> dict[str, dict[int, float]]:
+    """Tag -> step -> value. A step that is there twice is a failure."""
+    found = events(run)
+    values: dict[str, dict[int, float]] = {}
+    for tag in found.Tags()["scalars"]:
+        points = [(event.step, event.value) for event in found.Scalars(tag)]
+        values[tag] = dict(points)
+        assert len(values[tag]) == len(points), f"{tag} has a step twice: {points}"
+    return values
+
+
+def lines(run: Path) -> dict[str, dict[int, float]]:
+    """The same of metrics.jsonl."""
+    values: dict[str, dict[int, float]] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        for name in entry.keys() - {"step", "time"}:
+            assert entry["step"] not in values.setdefault(name, {}), f"{name} has step {entry['step']} twice"
+            values[name][entry["step"]] = entry[name]
+    return values
+
+
+def assert_same(run: Path) -> dict[str, dict[int, float]]:
+    shown, written = scalars(run), lines(run)
+    assert {tag for tag in shown if not tag.startswith("final/")} == written.keys()
+    for name, points in written.items():
+        assert shown[name].keys() == points.keys()
+        for step, value in points.items():
+            assert math.isclose(shown[name][step], value, rel_tol=1e-6), (name, step)
+    return written
+
+
+@pytest.fixture(scope="module")
+def digits(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("digits") / "run"
+    codes, output = forks.run(*DIGITS, *at(run), world_size=2)
+    assert codes == [0, 0], output
+    return run
+
+
+def test_scalars_are_those_of_the_run(digits: Path) -> None:
+    written = assert_same(digits)
+    assert written.keys() == SCALARS
+    assert list(written["train/loss"]) == [10, 20, 30, 40, 44]
+    assert list(written["eval/accuracy"]) == [22, 44]
+    result = json.loads((digits / "result.json").read_text())
+    assert result["metrics"] == {name: written[f"eval/{name}"][44] for name in ("loss", "accuracy", "accuracy_top5")}
+    assert 0.5 < result["metrics"]["accuracy"] < result["metrics"]["accuracy_top5"] <= 1.0
+
+
+def test_one_writer_a_run(digits: Path) -> None:
+    assert len(list(digits.rglob("metrics*.jsonl"))) == 1
+    assert len(list(digits.rglob("events.out.tfevents.*"))) == 1
+
+
+def test_hyperparameters_are_shown_with_the_final_metrics(digits: Path) -> None:
+    content = events(digits).summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    start = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
+    assert start.hparams["model"].string_value == "mlp"
+    assert start.hparams["lr"].number_value == 0.08
+    assert start.hparams["epochs"].number_value == 2
+    assert start.hparams["augment"].bool_value is False
+    content = events(digits).summary_metadata["_hparams_/experiment"].plugin_data.content
+    experiment = plugin_data_pb2.HParamsPluginData.FromString(content).experiment
+    assert {info.name.tag for info in experiment.metric_infos} == {"final/accuracy", "final/accuracy_top5", "final/loss"}
+    assert scalars(digits)["final/accuracy"].keys() == {44}
+
+
+@pytest.mark.parametrize("tag", ["eval/confusion", "eval/misclassified"])
+def test_pictures_are_there_and_not_blank(digits: Path, tag: str) -> None:
+    (event,) = events(digits).Images(tag)
+    assert event.step == 44
+    picture = Image.open(io.BytesIO(event.encoded_image_string))
+    assert (picture.width, picture.height) == (event.width, event.height)
+    assert picture.width > 300
+    assert len(picture.getcolors(2**24)) > 20
+
+
+def test_few_classes_have_no_top5(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fake = ("--dataset", "fake", "--fake-classes", "5", "--fake-samples", "64", "--batch-size", "32", "--epochs", "1")
+    codes, output = forks.run("train", "--model", "mlp", *fake, *at(run))
+    assert codes == [0], output
+    assert "eval/accuracy_top5" not in scalars(run)
+    assert scalars(run)["eval/accuracy"].keys() == {2}
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("where", ["loss", "evaluate"])
+def test_each_step_is_there_once_after_a_stop_and_a_kill(forks: Forks, tmp_path: Path, name: str, where: str) -> None:
+    run = tmp_path / "run"
+    call = 15 if where == "loss" else 8  # in step 12, or in the second evaluation, of step 16
+    env = {"PROBE": json.dumps({"where": where, "call": call, "signal": name})}
+    codes, output = forks.run(*MADE_UP, *at(run), env=env)
+    assert codes == [143 if name == "SIGTERM" else -9], output
+    codes, output = forks.run(*MADE_UP, *at(run))
+    assert codes == [0], output
+    written = assert_same(run)
+    assert list(written["train/loss"]) == list(range(1, 33))
+    assert list(written["eval/loss"]) == [8, 16, 24, 32]
+    assert len(list(run.rglob("metrics*.jsonl"))) == 1
+
+
+def test_longer_run_goes_on_in_the_same_curves(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for epochs in ("1", "2"):
+        codes, output = forks.run(*MADE_UP, "--schedule", "constant", "--epochs", epochs, *at(run))
+        assert codes == [0], output
+    written = assert_same(run)
+    assert list(written["train/loss"]) == list(range(1, 17))
+    assert scalars(run)["final/loss"].keys() == {8, 16}
+
+
+def test_tensorboard_can_be_left_out(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*MADE_UP, "--tensorboard=false", *at(tmp_path / "run"))
+    assert codes == [0], output
+    assert not (tmp_path / "run" / "tensorboard").exists()
+    assert lines(tmp_path / "run")["train/loss"].keys() == set(range(1, 33))
+
+
+# Units --------------------------------------------------------------------------------------------------------
+
+
+def test_lines_past_the_checkpoint_and_half_ones_are_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = [{"step": step, "train/loss": 1.0} for step in (1, 2, 3)] + [{"step": 2, "eval/loss": 2.0}]
+    path.write_bytes("".join(json.dumps(line) + "\n" for line in whole).encode() + b'[1]\n\xff\n{"step": 1, "tra')
+    keep_until(path, 2, 2)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [whole[0], whole[1], whole[3]]
+    keep_until(path, 2, 0)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == whole[:2]
+    keep_until(tmp_path / "missing.jsonl", 2, 2)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, step=0, evaluated=0, tensorboard=False)
+    metrics.training(1, math.nan, math.inf, 3.0)
+    metrics.close()
+    entry = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert (entry["train/loss"], entry["train/lr"], entry["train/images_per_s"]) == (None, None, 3.0)
+
+
+def test_without_a_directory_it_only_remembers() -> None:
+    metrics = Metrics(None, step=0, evaluated=0, tensorboard=True)
+    assert metrics.line(3, 9) == "step 3/9"
+    metrics.training(4, 0.5, 0.1, 1234.0)
+    assert metrics.line(4, 9) == "step 4/9  loss 0.5000  1,234 images/s"
+    metrics.flush()
+    metrics.close()
+
+
+def test_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    metrics = Metrics(tmp_path, step=0, evaluated=0, tensorboard=False)
+    assert metrics._file is not None
+    metrics._file.close()
+    metrics._file = Full()  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"metrics: .* has no space left, .* MiB free"):
+        metrics.training(1, 1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("count", [2, 10, 20, 21, 1000])
+def test_confusion_matrix_of_any_size_is_a_picture(count: int) -> None:
+    matrix = torch.eye(count, dtype=torch.int64) * 7
+    matrix[0, 1] = 3
+    matrix[1, 1] = 0  # a class that was never seen
+    picture = confusion_picture(matrix, tuple(f"class number {i}" for i in range(count)))
+    assert picture.dtype == torch.uint8
+    assert picture.shape[0] == 3
+    assert max(picture.shape) < 1200
+    assert int(picture.float().std()) > 0
+
+
+@pytest.mark.parametrize(("channels", "count"), [(1, 1), (3, 7)])
+def test_grid_holds_all_images(channels: int, count: int) -> None:
+    images = torch.full((count, channels, 8, 8), 200, dtype=torch.uint8)
+    picture = grid_picture(images, ["a / b"] * count)
+    assert int((picture[0] == 200).sum()) >= count * 112 * 112
+
+
+def test_sums_of_a_run_are_those_of_its_lines(digits: Path) -> None:
+    entries: list[Any] = [json.loads(line) for line in (digits / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries] == sorted(entry["step"] for entry in entries)
+    assert all(entry["time"] > 1.7e9 for entry in entries)

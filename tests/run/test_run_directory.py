@@ -1,0 +1,313 @@
+"""The run directory over several attempts: what is refused, gone on with, finished, put aside, and never mixed up."""
+
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import MAIN, ROOT, environment, result
+from train.process.log import Log
+from train.process.status import End, read_json, write_json, write_summary
+
+# 8 steps an epoch; with a constant rate a longer run begins as a shorter one does
+SETTINGS = (
+    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--schedule", "constant", "--log-every-steps", "1",
+    "--eval-batch-size", "4", "--tensorboard=false", "--join-timeout-s", "30",
+)
+
+
+def train(run: Path, *more: str) -> tuple[str, ...]:
+    return ("train", *SETTINGS, "--run-dir", str(run.parent), "--name", run.name, *more)
+
+
+def finished(forks: Forks, run: Path, *more: str, world_size: int = 1) -> str:
+    codes, output = forks.run(*train(run, *more), world_size=world_size)
+    assert codes == [0] * world_size, output
+    return output
+
+
+def status(run: Path) -> dict[str, Any]:
+    return json.loads((run / "status.json").read_text())  # type: ignore[no-any-return]
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """All that an attempt which changes nothing must leave as it was."""
+    kept = [*run.glob("checkpoints/*/*"), run / "metrics.jsonl", run / "result.json", run / "config.yaml"]
+    return {str(path): path.read_bytes() for path in kept if path.exists()}
+
+
+# Going on, or not ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_changed_setting_is_refused_by_name(forks: Forks, tmp_path: Path, world_size: int) -> None:
+    run = tmp_path / "run"
+    finished(forks, run, "--epochs", "1", world_size=world_size)
+    before = contents(run)
+    codes, output = forks.run(
+        *train(run, "--epochs", "2", "--lr", "0.25", "--options.width", "9"), world_size=world_size
+    )
+    assert codes == [2] * world_size, output
+    assert "lr: 0.08 -> 0.25" in output
+    assert "options.width: (not set) -> 9" in output
+    assert "--fresh" in output
+    assert output.count("was begun with other settings") == 1
+    assert "Traceback" not in output
+    assert contents(run) == before
+    assert (status(run)["state"], status(run)["code"]) == ("failed", 2)
+
+
+@pytest.mark.parametrize(
+    "more", [("--num-workers", "1"), ("--keep", "1"), ("--save-every-steps", "3"), ("--log-every-steps", "2")]
+)
+def test_setting_without_effect_on_the_weights_may_change(forks: Forks, tmp_path: Path, more: tuple[str, ...]) -> None:
+    run = tmp_path / "run"
+    finished(forks, run, "--epochs", "1")
+    assert "resumed from step-00000008" in finished(forks, run, "--epochs", "2", *more)
+
+
+def test_more_epochs_and_more_steps_go_on_as_if_asked_for_at_once(forks: Forks, tmp_path: Path) -> None:
+    finished(forks, tmp_path / "whole", "--epochs", "3")
+    run = tmp_path / "run"
+    finished(forks, run, "--epochs", "1")
+    assert "resumed from step-00000008" in finished(forks, run, "--epochs", "2")
+    assert "resumed from step-00000016" in finished(forks, run, "--max-steps", "20")
+    assert "resumed from step-00000020" in finished(forks, run, "--epochs", "3")
+    assert result(run)["digest"] == result(tmp_path / "whole")["digest"]
+    assert result(run)["step"] == 24
+
+
+def test_fresh_starts_anew_and_keeps_what_was_there(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished(forks, run, "--epochs", "1")
+    before = contents(run)
+    output = finished(forks, run, "--epochs", "1", "--lr", "0.25", "--fresh", world_size=2)
+    assert "resumed" not in output
+    (aside,) = run.glob("before-*")
+    assert f"the earlier run was moved to {aside}" in output
+    assert {path.replace(str(aside), str(run)): data for path, data in contents(aside).items()} == before
+    assert next(json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_fresh_of_nothing_is_a_plain_start(forks: Forks, tmp_path: Path) -> None:
+    finished(forks, tmp_path / "run", "--epochs", "1", "--fresh")
+    assert not list((tmp_path / "run").glob("before-*"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("epochs", ["2", "1"])
+def test_finished_run_says_so_and_changes_nothing(forks: Forks, tmp_path: Path, world_size: int, epochs: str) -> None:
+    run = tmp_path / "run"
+    finished(forks, run, "--epochs", "2", world_size=world_size)
+    before, first = contents(run), status(run)
+    output = finished(forks, run, "--epochs", epochs, world_size=world_size)
+    assert f"{run} is finished: 16 steps, accuracy " in output
+    assert "ready after" not in output
+    assert contents(run) == before
+    assert status(run)["state"] == "finished"
+    assert status(run)["attempt"] != first["attempt"]
+
+
+def test_result_is_not_left_behind_when_a_run_goes_on(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished(forks, run, "--epochs", "1")
+    stop = {"PROBE": json.dumps({"where": "loss", "call": 6, "signal": "SIGTERM"})}
+    codes, output = forks.run(*train(run, "--epochs", "2"), env=stop)
+    assert codes == [143], output
+    assert not (run / "result.json").exists()
+    assert (run / "config.yaml").read_text().count("epochs: 2") == 1
+
+
+def test_other_data_under_the_same_settings_is_refused(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished(forks, run, "--epochs", "1")
+    codes, output = forks.run(*train(run, "--epochs", "2"), preload="tests.run.test_run_directory:other_data")
+    assert codes == [2], output
+    assert "was trained on made-up points, got other points now" in output
+
+
+def other_data() -> None:
+    import dataclasses
+
+    from tests.rigs import faulting_workload
+
+    build = faulting_workload.build
+    faulting_workload.build = lambda config: dataclasses.replace(build(config), data_name="other points")
+
+
+def test_checkpoint_of_another_model_is_refused_in_one_line(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished(forks, run, "--epochs", "1")
+    codes, output = forks.run(*train(run, "--epochs", "2"), world_size=2, preload="tests.run.test_run_directory:other_model")
+    assert codes == [2, 2], output
+    assert "does not fit this model: " in output
+    assert "Traceback" not in output
+
+
+def other_model() -> None:
+    import dataclasses
+
+    from torch import nn
+
+    from tests.rigs import faulting_workload
+
+    build = faulting_workload.build
+    faulting_workload.build = lambda config: dataclasses.replace(build(config), model=nn.Sequential(nn.Linear(8, 4)))
+
+
+# Status -------------------------------------------------------------------------------------------------------
+
+
+def test_killed_job_leaves_its_own_attempt_as_running_never_yesterdays_success(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished(forks, run, "--epochs", "1")
+    yesterday = status(run)
+    assert (yesterday["state"], yesterday["code"]) == ("finished", 0)
+    order = {"PROBE": json.dumps({"where": "loss", "call": 6, "signal": "SIGKILL"}), "RANKUP_ATTEMPT": "todays"}
+    codes, output = forks.run(*train(run, "--epochs", "2"), env=order)
+    assert codes == [-9], output
+    assert (status(run)["state"], status(run)["attempt"]) == ("running", "todays")
+    finished(forks, run, "--epochs", "2")
+    assert status(run)["state"] == "finished"
+    assert status(run)["attempt"] not in ("todays", yesterday["attempt"])
+
+
+def test_kill_before_the_run_directory_is_taken_hides_yesterdays_success(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished(forks, run, "--epochs", "1")
+    order = {"RANKUP_ATTEMPT": "todays"}
+    codes, output = forks.run(*train(run, "--epochs", "2"), env=order, preload="tests.run.test_run_directory:die_at_the_lease")
+    assert codes == [-9], output
+    assert (status(run)["state"], status(run)["attempt"]) == ("running", "todays")
+
+
+def die_at_the_lease() -> None:
+    from train.run.lease import Lease
+
+    Lease.__enter__ = lambda self: os.kill(os.getpid(), 9)  # type: ignore
+
+
+def test_every_rank_writes_its_end_and_the_summary_has_all(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished(forks, run, "--epochs", "1", world_size=2)
+    told = status(run)
+    assert (told["state"], told["code"], told["world_size"]) == ("finished", 0, 2)
+    for rank in ("0", "1"):
+        end = read_json(run / "status" / told["attempt"] / f"rank-{rank}.json")
+        assert end == {"attempt": told["attempt"], **told["ranks"][rank]}
+        assert (end["state"], end["code"], end["step"]) == ("finished", 0, 8)
+
+
+def test_fault_of_one_rank_is_the_reason_for_all(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    codes, output = forks.run(*train(run), world_size=2, preload="tests.run.test_run_directory:fail_on_rank_1")
+    assert codes == [1, 1], output
+    told = status(run)
+    assert (told["state"], told["code"]) == ("failed", 1)
+    assert "ZeroDivisionError: a fault in step 5" in json.dumps(told["ranks"]["1"])
+    assert output.count("Traceback") == 1
+
+
+def fail_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        import train.loop
+
+        step = train.loop.step
+
+        def failing(*given: Any, number: int, **more: Any) -> Any:
+            if number == 5:
+                raise ZeroDivisionError("a fault in step 5")
+            return step(*given, number=number, **more)
+
+        train.loop.step = failing
+
+
+def test_worst_end_is_the_codes(tmp_path: Path) -> None:
+    ends = [
+        End(0, "a", "failed", 171, "lost a peer", 3), End(1, "b", "failed", 2, "a mistake", 3), End(2, "c", "stopped", 143, "", 3)
+    ]
+    write_summary(tmp_path, "attempt", state="failed", world_size=3, ends=ends)
+    assert (status(tmp_path)["code"], status(tmp_path)["why"]) == (171, "lost a peer")
+
+
+def test_json_that_is_half_there_reads_as_none(tmp_path: Path) -> None:
+    assert read_json(tmp_path / "missing.json") is None
+    (tmp_path / "half.json").write_text('{"a": 1')
+    assert read_json(tmp_path / "half.json") is None
+    write_json(tmp_path / "new" / "whole.json", {"a": 1})
+    assert read_json(tmp_path / "new" / "whole.json") == {"a": 1}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["whole.json"]
+
+
+# Where it can't write, and who it runs as ---------------------------------------------------------------------
+
+
+def as_user(number: int, *command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """As a user without privileges and without an entry in the password file."""
+    words = ["unshare", "--user", f"--map-user={number}", f"--map-group={number}", *map(str, command)]
+    return subprocess.run(words, env=environment(env), capture_output=True, text=True, timeout=300, cwd=ROOT)
+
+
+def test_run_dir_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs").chmod(0o555)
+    done = as_user(65534, sys.executable, MAIN, *train(tmp_path / "runs" / "run"))
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert f"run_dir: {tmp_path}/runs/run/logs must be writable, got Permission denied" in done.stderr
+
+
+def test_checkpoints_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for folder in ("checkpoints", "status", "logs", "tensorboard"):
+        (run / folder).mkdir(parents=True)
+    (run / "checkpoints").chmod(0o555)
+    done = as_user(65534, sys.executable, MAIN, *train(run), PYTHONPATH=str(ROOT))
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"error: checkpoint: {run}/checkpoints can't be written (Permission denied)" in done.stderr
+
+
+def test_log_on_a_full_disk_still_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = Log()
+    log.file = Full()
+    log.info("a line")
+    log.warning("an error")
+    assert capsys.readouterr() == ("a line\n", "an error\n")
+
+
+@pytest.mark.parametrize("where", ["run", "run/logs", "run/checkpoints", "run/status", "run/metrics.jsonl", "run/.lock"])
+def test_file_or_folder_in_the_way_is_one_line(forks: Forks, tmp_path: Path, where: str) -> None:
+    run = tmp_path / "run"
+    path = tmp_path / where
+    path.parent.mkdir(exist_ok=True)
+    path.mkdir() if path.suffix == ".jsonl" or path.name == ".lock" else path.write_text("in the way")
+    codes, output = forks.run(*train(run, "--epochs", "1"), world_size=2)
+    assert "Traceback" not in output
+    if where == "run/status":  # how ranks end is told in the store too, and nobody's training depends on it
+        assert codes == [0, 0], output
+    else:
+        assert codes == [2, 2], output
+        assert "error: " in output
+
+
+def test_user_without_name_and_home_can_train(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir(mode=0o555)
+    done = as_user(
+        12345, sys.executable, MAIN, *train(tmp_path / "run", "--epochs", "1", "--tensorboard=true"),
+        HOME=str(tmp_path / "home"), USER="", LOGNAME="", PYTHONPATH=str(ROOT),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert list((tmp_path / "home").iterdir()) == []

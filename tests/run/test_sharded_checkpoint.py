@@ -1,0 +1,318 @@
+"""Sharded checkpoints: each rank writes its part, whole or not at all; they go on, and load, wherever plain ones do."""
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import result
+from tests.rigs.small_filesystems import small_disk
+from train.errors import UserError
+from train.run import checkpoint, sharded_checkpoint, weights
+
+# 8 steps an epoch
+LINE = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--max-steps", "12", "--save-every-steps", "3", "--schedule",
+        "constant", "--log-every-steps", "1", "--tensorboard=false", "--progress=none", "--name", "run")
+FSDP = ("--parallel", "fsdp")
+SHARDED = (*FSDP, "--checkpoint-format", "sharded")
+
+
+def train(forks: Forks, folder: Path, world_size: int, *more: str, **others: Any) -> str:
+    codes, output = forks.run(*LINE, *more, "--run-dir", folder, world_size=world_size, **others)
+    assert codes == [0] * world_size, output
+    return output
+
+
+def newest(folder: Path) -> Path:
+    return checkpoint.found(folder / "run" / "checkpoints")[-1]
+
+
+def digest(folder: Path) -> str:
+    return str(result(folder / "run")["digest"])
+
+
+def plain_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4))
+
+
+@pytest.fixture(scope="module")
+def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks, with checkpoints of step 9 and 12."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(forks, folder, 2, *SHARDED, "--optimizer", "adamw", "--lr", "0.01")
+    return folder
+
+
+# What is in it --------------------------------------------------------------------------------------------------
+
+
+def test_each_rank_writes_its_part(trained: Path) -> None:
+    path = newest(trained)
+    files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+    shards = ["shards/.metadata", "shards/__0_0.distcp", "shards/__1_0.distcp"]
+    assert files == ["manifest.json", *shards, "state.json", "training.pt"]
+    assert json.loads((path / "manifest.json").read_text()).keys() == {*files} - {"manifest.json"}
+    assert not list(path.parent.glob(".*"))
+
+
+def test_format_changes_no_bit(forks: Forks, trained: Path, tmp_path: Path) -> None:
+    train(forks, tmp_path, 2, *FSDP, "--optimizer", "adamw", "--lr", "0.01")
+    assert digest(tmp_path) == digest(trained)
+    one, other = checkpoint.read(newest(tmp_path)), checkpoint.read(newest(trained)).whole()
+    assert weights.digest(one.model_state()) == weights.digest(other.model_state()) == digest(trained)
+    names = one.training_state()["optimizer"]["state"].keys()
+    assert names == other.training_state()["optimizer"]["state"].keys() != set()
+    for name in names:
+        a, b = (found.training_state()["optimizer"]["state"][name] for found in (one, other))
+        assert a.keys() == b.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+# Going on -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [(), ("--optimizer", "adamw", "--lr", "0.01", "--precision", "bf16")], ids=["sgd", "adamw"])
+def test_run_goes_on_to_the_same_bits_after_kills(forks: Forks, tmp_path: Path, more: tuple[str, ...]) -> None:
+    train(forks, tmp_path / "whole", 2, *SHARDED, *more)
+    for rank, step in ((1, 8), (0, 4)):
+        env = {"PROBE": json.dumps({"where": "loss", "call": step + 2, "rank": rank, "signal": "SIGKILL"})}
+        line = (*LINE, *SHARDED, *more, "--run-dir", tmp_path / "killed")
+        codes, output = forks.run(*line, world_size=2, env=env)
+        assert codes[rank] == -9, output
+    assert "resumed from step-00000009" in train(forks, tmp_path / "killed", 2, *SHARDED, *more)
+    assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
+
+
+# From and to: sharded and plain, other world sizes, other ways
+CHANGES: dict[str, tuple[tuple[int, tuple[str, ...]], tuple[int, tuple[str, ...]]]] = {
+    "two ranks to one": ((2, SHARDED), (1, SHARDED)),
+    "two ranks to four": ((2, SHARDED), (4, SHARDED)),
+    "sharded to plain": ((2, SHARDED), (2, FSDP)),
+    "plain to sharded": ((2, FSDP), (2, SHARDED)),
+    "sharded to none": ((2, SHARDED), (1, ("--parallel", "none"))),
+    "sharded to ddp": ((2, SHARDED), (2, ("--parallel", "ddp"))),
+    "none to sharded": ((1, ("--parallel", "none")), (2, SHARDED)),
+    "ddp to sharded": ((2, ("--parallel", "ddp")), (4, SHARDED)),
+    "ddp to plain fsdp": ((2, ("--parallel", "ddp")), (2, FSDP)),
+}
+
+
+DIGITS = ("--workload", "images", "--dataset", "digits", "--model", "mlp", "--batch-size", "64")
+
+
+@pytest.fixture(scope="module")
+def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of one process that trains from beginning to end. No dropout, which each rank draws for itself."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(forks, folder, 1, *DIGITS)
+    return checkpoint.read(newest(folder)).model_state()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_run_goes_on_in_another_way(
+    forks: Forks, alone: dict[str, torch.Tensor], tmp_path: Path, change: str
+) -> None:
+    """With the momentum, so that the weights are those of one process but for the last bits."""
+    (first, settings), (then, others) = CHANGES[change]
+    train(forks, tmp_path, first, *DIGITS, *settings, "--max-steps", "5")
+    output = train(forks, tmp_path, then, *DIGITS, *others)
+    assert "resumed from step-00000005" in output
+    if settings[1] != others[1]:
+        assert f"parallel was {settings[1]}, is {others[1]}: the run goes on, but its last bits will differ" in output
+    found = checkpoint.read(newest(tmp_path)).whole().model_state()
+    assert all(torch.allclose(found[name], alone[name], rtol=1e-4, atol=1e-6) for name in alone)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_shards_of_another_size_are_refused_by_name(trained: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"0\.weight"):
+        sharded_checkpoint.read_into(newest(trained) / "shards", {"model": {"0.weight": torch.zeros(24, 8)}})
+
+
+# Weights --------------------------------------------------------------------------------------------------------
+
+
+def test_weights_load_into_a_plain_module_by_torchs_own_tool(trained: Path, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(newest(trained) / "shards", tmp_path / "torch.pt")
+    model = plain_model()
+    model.load_state_dict(torch.load(tmp_path / "torch.pt")["model"])
+    assert weights.digest(model.state_dict()) == digest(trained)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_export_is_one_plain_file(forks: Forks, trained: Path, tmp_path: Path, named: bool) -> None:
+    where = ("--checkpoint", newest(trained)) if named else ("--name", "run", "--run-dir", trained)
+    codes, output = forks.run("export", *where, "--output", tmp_path / "new" / "w.pt")
+    assert codes == [0], output
+    assert f"the weights of step 12, 4 tensors, 0.0 MB, digest {digest(trained)[:16]}" in output
+    model = plain_model()
+    model.load_state_dict(torch.load(tmp_path / "new" / "w.pt"))
+    assert weights.digest(model.state_dict()) == digest(trained)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["w.pt"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (("--checkpoint", "/nowhere"), "checkpoint: /nowhere must be a whole checkpoint, got a damaged one: manifest.json is"),
+        (("--run-dir", "/nowhere"), "checkpoints must hold one, got none. Train first, or name one."),
+        (("--output", "/dev/null/w.pt"), "--output must be a file that can be written, got /dev/null/w.pt: "),
+    ],
+)
+def test_export_of_nothing_is_one_line(forks: Forks, trained: Path, line: tuple[str, str], message: str) -> None:
+    codes, output = forks.run("export", "--name", "run", "--run-dir", trained, *line)
+    assert codes == [2]
+    assert message in output
+    assert "Traceback" not in output
+
+
+def test_export_under_a_launcher_is_refused(forks: Forks, trained: Path) -> None:
+    codes, output = forks.run("export", "--name", "run", "--run-dir", trained, world_size=2)
+    assert codes == [2, 2]
+    assert "export must be started by hand, once" in output
+
+
+def test_evaluation_reads_it(forks: Forks, trained: Path) -> None:
+    codes, output = forks.run("evaluate", *LINE[1:3], "--name", "run", "--run-dir", trained, world_size=2)
+    assert codes == [0, 0], output
+    assert digest(trained)[:16] in output
+
+
+def test_another_run_starts_from_it(forks: Forks, trained: Path, tmp_path: Path) -> None:
+    output = train(forks, tmp_path, 1, "--init-from", str(newest(trained)), "--max-steps", "1", "--lr", "1e-12")
+    assert "4 of 4 tensors" in output
+
+
+# Damage ---------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "shard flipped": (lambda p: flip(p / "shards/__1_0.distcp"), "shards/__1_0.distcp does not match its digest"),
+    "shard truncated": (lambda p: os.truncate(p / "shards/__0_0.distcp", 9), "shards/__0_0.distcp has 9 bytes instead of "),
+    "shard removed": (lambda p: (p / "shards/__1_0.distcp").unlink(), "__1_0.distcp is missing"),
+    "metadata flipped": (lambda p: flip(p / "shards/.metadata"), "shards/.metadata does not match its digest"),
+    "manifest removed": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_one_is_passed_over_and_said(trained: Path, tmp_path: Path, damage: str) -> None:
+    shutil.copytree(trained / "run" / "checkpoints", tmp_path / "checkpoints")
+    harm, why = DAMAGE[damage]
+    harm(tmp_path / "checkpoints" / "step-00000012")
+    said: list[str] = []
+    found = checkpoint.newest_good(tmp_path / "checkpoints", said.append)
+    assert found is not None
+    assert found.step == 9
+    assert said[0].startswith(f"checkpoint step-00000012 was passed over: {why}")
+
+
+def test_metadata_runs_nothing_that_somebody_put_there(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "harm"),)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(pickle.UnpicklingError, match="mkdir has no place in it"):
+        sharded_checkpoint.read_whole(tmp_path)
+    assert not (tmp_path / "harm").exists()
+
+
+def die_in_save() -> None:
+    """In the process of a rank: the one that is named is killed at a point of its second save."""
+    from train.run import sharded_checkpoint
+
+    where, rank = os.environ["DIE"].split()
+    if os.environ["RANK"] != rank:
+        return
+    calls: list[int] = []
+    owner, name = {"begin": (checkpoint, "begin"), "write": (sharded_checkpoint._Writer, "write_data"),
+                   "between": (sharded_checkpoint, "fingerprint"), "publish": (checkpoint, "_publish")}[where]
+    real = getattr(owner, name)
+
+    def dies(*given: Any, **more: Any) -> Any:
+        path = str(given[0].path if where == "write" else given[0])
+        calls.append(1) if "step-00000006" in path or where == "begin" else None
+        if len(calls) == (2 if where == "begin" else 1):
+            if where == "write":
+                real(*given, **more)
+            os.kill(os.getpid(), 9)
+        return real(*given, **more)
+
+    setattr(owner, name, dies)
+
+
+@pytest.mark.parametrize("where", ["begin 0", "write 0", "write 1", "between 1", "publish 0"])
+def test_kill_in_a_save_leaves_the_one_before(forks: Forks, trained: Path, tmp_path: Path, where: str) -> None:
+    more = (*SHARDED, "--optimizer", "adamw", "--lr", "0.01")
+    line = (*LINE, *more, "--run-dir", tmp_path)
+    codes, output = forks.run(*line, world_size=2, env={"DIE": where}, preload="tests.run.test_sharded_checkpoint:die_in_save")
+    assert sorted(codes) == [-9, 171], output
+    assert [path.name for path in checkpoint.found(tmp_path / "run/checkpoints")] == ["step-00000003"]
+    assert checkpoint.problem_of(newest(tmp_path)) == ""
+    assert "resumed from step-00000003" in train(forks, tmp_path, 2, *more)
+    assert digest(tmp_path) == digest(trained)
+    assert not list((tmp_path / "run/checkpoints").glob(".*"))
+
+
+# Disks ----------------------------------------------------------------------------------------------------------
+
+
+def test_full_disk_is_one_line_and_room_lets_it_go_on(forks: Forks, tmp_path: Path) -> None:
+    wide = (*SHARDED, "--options.width", "20000", "--keep", "3", "--max-steps", "9")
+    train(forks, tmp_path / "whole", 2, *wide)
+    with small_disk(tmp_path / "disk", "5m") as disk:
+        codes, output = forks.run(*LINE, *wide, "--run-dir", disk.path, world_size=2)
+        assert codes == [2, 2], output
+        assert "Traceback" not in output
+        assert output.count("has no space left") == 1, output
+        assert [path.name for path in checkpoint.found(disk.path / "run/checkpoints")] == ["step-00000003", "step-00000006"]
+        assert not list((disk.path / "run/checkpoints").glob(".*"))
+        disk.resize("50m")
+        assert "resumed from step-00000006" in train(forks, disk.path, 2, *wide)
+        assert digest(disk.path) == digest(tmp_path / "whole")
+
+
+def test_disks_that_the_nodes_do_not_share_are_refused_at_the_start(forks: Forks, tmp_path: Path) -> None:
+    folders = [tmp_path / f"node{rank}" for rank in range(2)]
+    for folder in folders:
+        folder.mkdir()
+    codes, output = forks.run(*LINE, *SHARDED, world_size=2, cwds=folders)
+    assert codes == [2, 2], output
+    assert output.count("needs a run directory that all nodes share") == 1, output
+    assert "in which rank 1 on " in output
+    assert "--checkpoint-format plain" in output
+
+
+def test_sharded_is_for_fsdp_alone(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*LINE, "--checkpoint-format", "sharded", "--run-dir", tmp_path)
+    assert codes == [2]
+    assert "--checkpoint-format must be plain with parallel auto, got " in output
+
+
+def test_take_over_by_another_attempt_publishes_nothing(tmp_path: Path) -> None:
+    def lost() -> None:
+        raise UserError("another attempt has it")
+
+    aside = checkpoint.begin(tmp_path, 123456789, "mark")
+    with pytest.raises(UserError, match="another attempt"):
+        checkpoint.save_shards(aside, shards={}, training={}, state={"step": 5}, keep=1, still_ours=lost)
+    assert checkpoint.found(tmp_path) == []
+    checkpoint.save_shards(aside, shards={}, training={}, state={"step": 5}, keep=1)
+    assert [path.name for path in checkpoint.found(tmp_path)] == ["step-123456789"]

@@ -1,0 +1,278 @@
+"""A BERT's folder: its vocabulary, its weights, its mistakes. What is trained with it: test_bert_runs.py."""
+
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertForSequenceClassification, BertTokenizer
+
+from tests.rigs.tiny_bert import change_json, change_weights, make_bert, sample_texts
+from train.config import Config
+from train.errors import ConfigError, UserError
+from train.parallel.fsdp import _parts
+from train.workloads import load
+from train.workloads.bert import Bert, WordPieces, build_bert
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bert(tmp_path_factory.mktemp("bert") / "small")
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy, to be spoilt."""
+    return Path(shutil.copytree(made, tmp_path / "bert"))
+
+
+def config_of(folder: Path | str, **settings: Any) -> Config:
+    return Config(workload="text", bert_dir=str(folder), **{"max_seq_len": 48, "lr": 1e-4, **settings})
+
+
+def build(folder: Path | str, *, seed: int = 0, pretrained: bool = True, **settings: Any) -> tuple[WordPieces, Bert, list[str]]:
+    torch.manual_seed(seed)
+    words, model, notes, _ = build_bert(config_of(folder, **settings), num_classes=5, pretrained=pretrained)
+    return words, model.eval(), notes
+
+
+# Words ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"do_lower_case": False}, {"tokenize_chinese_chars": False, "strip_accents": False}])
+def test_words_are_those_of_transformers(folder: Path, options: dict[str, bool]) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps(options))
+    texts = [*sample_texts(), "Ünïcode Café", "  \t ", "汤soup汤", "\u3000全角ＡＢ"]
+    tokens = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    theirs = BertTokenizer(vocab={token: number for number, token in enumerate(tokens)}, **options)
+    expected = theirs(texts, split_special_tokens=True).input_ids
+    words = WordPieces(folder, max_seq_len=1000)
+    assert words(texts) == (expected, 0)
+    assert sum(token == 1 for row in expected[:900] for token in row) < 0.2 * sum(map(len, expected[:900]))
+    theirs.save_pretrained(folder)
+    (folder / "vocab.txt").unlink()  # what transformers 5 saves has tokenizer.json alone
+    assert WordPieces(folder, max_seq_len=1000)(texts) == (expected, 0)
+
+
+def test_words_that_look_like_padding_are_none(made: Path) -> None:
+    ((row,), _) = WordPieces(made, max_seq_len=20)(["a [PAD] [SEP] b"])
+    assert row.count(0) == 0
+    assert row.count(3) == 1
+
+
+def test_words_beyond_the_length_are_cut_and_end_as_all_do(made: Path) -> None:
+    long, short = "a soup " * 30, "soup"
+    rows, num_cut = WordPieces(made, max_seq_len=10)([long, short])
+    whole, _ = WordPieces(made, max_seq_len=1000)([long, short])
+    assert rows == [[*whole[0][:9], 3], whole[1]]
+    assert num_cut == 1
+
+
+def test_cut_texts_are_told_once_for_each_part(made: Path) -> None:
+    notes = load(config_of(made, max_seq_len=12)).notes
+    assert [sum(f"{part}.txt" in note and "longer than max_seq_len=12: cut" in note for note in notes) for part in
+            ("train", "dev")] == [1, 1]
+    assert not any("longer than" in note for note in load(config_of(made, max_seq_len=64)).notes)
+    assert any("longer than" in note for note in load(Config(workload="text", max_seq_len=12)).notes)
+
+
+# Weights --------------------------------------------------------------------------------------------------------
+
+
+def test_bert_is_that_of_transformers_and_does_not_see_the_padding(made: Path) -> None:
+    words, model, _ = build(made)
+    theirs = BertForSequenceClassification.from_pretrained(made, num_labels=5, local_files_only=True).eval()
+    theirs.load_state_dict(model.state_dict())  # strict: the same names
+    rows, _ = words(sample_texts()[:6])
+    longest = max(map(len, rows))
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens, attention_mask=mask).logits
+        torch.testing.assert_close(model(tokens), expected)
+        torch.testing.assert_close(model(torch.nn.functional.pad(tokens, (0, 7))), expected)
+        torch.testing.assert_close(model(tokens[:1, : len(rows[0])]), expected[:1])
+        assert not torch.allclose(theirs(input_ids=tokens).logits, expected)  # the mask matters
+
+
+def test_head_is_the_seeds_and_the_encoder_the_folders(made: Path) -> None:
+    saved = {key.removeprefix("bert."): value for key, value in load_file(made / "model.safetensors").items()}
+    one, again, other = (build(made, seed=seed)[1] for seed in (1, 1, 2))
+    for key, value in one.bert.state_dict().items():
+        assert torch.equal(value, saved[key])
+        assert torch.equal(value, other.bert.state_dict()[key])
+    assert torch.equal(one.classifier.weight, again.classifier.weight)
+    assert not torch.equal(one.classifier.weight, other.classifier.weight)
+
+
+def test_dropout_is_ours_everywhere(made: Path) -> None:
+    for dropout in (0.0, 0.25):
+        model = build(made, dropout=dropout)[1]
+        rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+        assert len(rates) > 5
+        assert set(rates) == {dropout}
+        assert model.bert.config.attention_probs_dropout_prob == dropout
+
+
+def old_names(weights: Weights) -> Weights:
+    return {key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+            for key, value in weights.items()}
+
+
+CHANGES: dict[str, tuple[Callable[[Weights], Weights], str]] = {
+    "published for TensorFlow first": (old_names, "pytorch_model.bin"),
+    "of the encoder alone": (
+        lambda w: {key.removeprefix("bert."): value for key, value in w.items() if key.startswith("bert.")},
+        "model.safetensors",
+    ),
+    "with numbers that newer ones leave out": (
+        lambda w: w | {"bert.embeddings.position_ids": torch.arange(64)[None]}, "pytorch_model.bin"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_are_read_as_they_are_published(made: Path, folder: Path, change: str) -> None:
+    function, name = CHANGES[change]
+    change_weights(folder, function, name=name)
+    given, expected = build(folder)[1].state_dict(), build(made)[1].state_dict()
+    assert all(torch.equal(given[key], value) for key, value in expected.items())
+
+
+def test_weights_in_several_files_and_in_halves_are_read(made: Path, folder: Path) -> None:
+    weights = {key: value.half() for key, value in load_file(folder / "model.safetensors").items()}
+    (folder / "model.safetensors").unlink()
+    keys = sorted(weights)
+    for number, part in enumerate((keys[:20], keys[20:])):
+        save_file({key: weights[key] for key in part}, folder / f"model-{number}.safetensors")
+    listed = {key: f"model-{int(key in keys[20:])}.safetensors" for key in keys}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    given, expected = build(folder)[1].state_dict(), build(made)[1].state_dict()
+    for key, value in expected.items():
+        assert given[key].dtype == torch.float32
+        torch.testing.assert_close(given[key], value, atol=1e-3, rtol=1e-3)
+    (folder / "model-1.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model-1.safetensors: is missing, though the index beside it lists it"):
+        build(folder)
+
+
+def test_heads_that_are_left_out_and_a_pooler_that_is_missing_are_told(made: Path, folder: Path) -> None:
+    (note,) = build(made)[2]
+    assert note.startswith(f"{made}/model.safetensors: left out what belongs to other heads (cls.predictions.bias, ")
+    change_weights(folder, lambda w: {key: value for key, value in w.items() if "pooler" not in key})
+    assert "no pooler.dense.weight, pooler.dense.bias, which start at random as the head does" in build(folder)[2][1]
+
+
+def test_rate_that_a_bert_does_not_bear_is_told(made: Path) -> None:
+    assert any("lr 0.08 is far above" in note for note in build(made, lr=0.08)[2])
+
+
+def test_layers_are_split_each_by_itself(made: Path) -> None:
+    parts = _parts(build(made)[1])
+    assert [type(part).__name__ for part in parts] == ["BertEmbeddings", "BertLayer", "BertLayer", "BertPooler", "Linear"]
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------
+
+
+def drop(*keys: str) -> Callable[[Path], None]:
+    return lambda folder: change_weights(folder, lambda w: {k: v for k, v in w.items() if not k.endswith(keys)})
+
+
+def add_token(folder: Path) -> None:
+    with (folder / "vocab.txt").open("a") as file:
+        file.write("extra\n")
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), r"config.json: is missing. A BERT's folder holds config.json, vocab"),
+    "damaged config": (lambda f: (f / "config.json").write_text("{"), r"config.json: must be JSON, got: "),
+    "list as config": (lambda f: (f / "config.json").write_text("[]"), r"config.json: must be a JSON object, got list"),
+    "other model": (lambda f: change_json(f / "config.json", model_type="roberta"), r'model_type must be bert, got "roberta"'),
+    "odd heads": (lambda f: change_json(f / "config.json", num_attention_heads=3), r"config.json: must be a BERT's, got: "),
+    "no vocabulary": (lambda f: (f / "vocab.txt").unlink(), r"tokenizer.json: is missing. A BERT's folder holds"),
+    "vocabulary of nothing": (lambda f: (f / "vocab.txt").write_text("a\nb\n"),
+                              r"vocab.txt: must hold the tokens \[PAD\], .*no \[PAD"),
+    "vocabulary in another coding": (lambda f: (f / "vocab.txt").write_bytes("[PAD]\n汤".encode("gbk")),
+                                     r"vocab.txt: must be UTF-8"),
+    "damaged tokenizer": (lambda f: ((f / "vocab.txt").unlink(), (f / "tokenizer.json").write_text("{}")),
+                          r"tokenizer.json: must be a vocabulary of word pieces, got: "),
+    "larger vocabulary": (add_token, r"vocab.txt: must have at most the \d+ tokens that config.json says \(vocab_size\), "
+                                     r"got \d+. They are of two models"),
+    "embeddings of another size": (lambda f: change_json(f / "config.json", vocab_size=900),
+                                   r"embeddings.word_embeddings.weight must have shape \(900, 64\) by config.json, got \("),
+    "fewer layers in config": (lambda f: change_json(f / "config.json", num_hidden_layers=1),
+                               r"got also encoder.layer.1.* and 12 more"),
+    "lost layer": (drop("layer.1.output.dense.weight"), r"got no encoder.layer.1.output.dense.weight. It is of another model"),
+    "weights of another library": (lambda f: change_weights(f, lambda w: {"x": torch.ones(2)}), r"got no .* and \d+ more"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"bert: must hold weights, got none. A BERT's folder"),
+    "damaged weights": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 100),
+                        r"must be weights that load without running"),
+    "damaged bin": (lambda f: ((f / "model.safetensors").unlink(), (f / "pytorch_model.bin").write_bytes(b"x" * 100)),
+                    r"pytorch_model.bin: must be weights that load without running"),
+    "pointer": (lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+                r"is Git LFS's pointer to the weights, not the weights"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_folder_that_is_no_bert_is_one_line(folder: Path, mistake: str) -> None:
+    spoil, message = MISTAKES[mistake]
+    spoil(folder)
+    with pytest.raises(UserError, match=message) as caught:
+        build(folder)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_smaller_vocabulary_is_told(folder: Path) -> None:
+    tokens = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    (folder / "vocab.txt").write_text("\n".join(tokens[:-3]) + "\n", encoding="utf-8")
+    assert any(f"{len(tokens) - 3} tokens for {len(tokens)} embeddings, the rest is never used" in n for n in build(folder)[2])
+
+
+def test_length_beyond_the_positions_is_refused(made: Path) -> None:
+    build(made, max_seq_len=64)
+    with pytest.raises(ConfigError, match=r"max_seq_len must be <= 64, the positions that .*config.json has .*, got 65"):
+        build(made, max_seq_len=65)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("hfl/chinese-bert-wwm-ext",
+      "got hfl/chinese-bert-wwm-ext, which is none here. Nothing is downloaded unasked.*--bert-download"),
+     ("/no/such/folder/at/all", "must be a folder, got /no/such/folder/at/all, which is not there. A BERT's folder holds"),
+     (__file__, "must be a folder, got .*test_bert.py, a file")],
+)
+def test_folder_that_is_not_there_is_named(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        build(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_is_read_without_the_network(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    build(made)
+
+
+@pytest.mark.parametrize("package", ["transformers", "tokenizers", "safetensors"])
+def test_missing_package_is_one_line_with_the_way_out(made: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"null without the package {package}, .*pip install -e '.\[text\]'"):
+        build(made)
+
+
+def test_bert_for_images_is_refused(made: Path) -> None:
+    with pytest.raises(ConfigError, match=r"bert_dir must be null with workload images, got .*Set --workload text"):
+        load(Config(dataset="digits", bert_dir=str(made)))

@@ -1,0 +1,192 @@
+"""A BERT from training to prediction, on any number of processes, in every way that it can be trained."""
+
+import csv
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertForSequenceClassification
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import metrics, result
+from tests.rigs.tiny_bert import SLOW, change_json, make_bert, sample_texts
+from train.workloads.text import TextSamples
+
+# As in test_parallel.py: a constant, small rate, and no dropout, which each rank draws for itself
+LINE = ("--workload", "text", "--tensorboard=false", "--batch-size", "60", "--max-seq-len", "40", "--optimizer", "adamw",
+        "--lr", "0.002", "--schedule", "constant", "--log-every-steps", "1")
+STEPS = 36
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    server = Forks(tmp_path_factory.mktemp("forks"), more=SLOW)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bert(tmp_path_factory.mktemp("bert") / "small")
+
+
+def train(jobs: Forks, bert: Path, run: Path, world_size: int, *more: str) -> str:
+    codes, output = jobs.run(
+        "train", *LINE, "--bert-dir", bert, "--max-steps", str(STEPS), *more, "--name", run.name, "--run-dir", run.parent,
+        world_size=world_size,
+    )
+    assert codes == [0] * world_size, output
+    return output
+
+
+def losses(run: Path) -> list[float]:
+    return [line["train/loss"] for line in metrics(run) if "train/loss" in line]
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    (file,) = (run / "checkpoints").glob(f"step-*{STEPS}/model.pt")
+    found: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(jobs: Forks, bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process in fp32."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    output = train(jobs, bert, run, 1)
+    assert output.count("left out what belongs to other heads") == 1
+    assert min(losses(run)[-5:]) < 0.7 * losses(run)[0]  # a curve that stays where it was would prove nothing
+    return run
+
+
+# How far the loss may be from that of one process in fp32, as test_parallel.py has it
+WAYS: dict[str, tuple[tuple[str, ...], float]] = {
+    "ddp": ((), 1e-3),
+    "fsdp": (("--parallel", "fsdp"), 1e-3),
+    "sent as bf16": (("--compress", "bf16"), 1e-2),
+    "bf16, accumulated": (("--precision", "bf16", "--accumulate", "2"), 3e-2),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bert_follows_one_process_and_its_weights_fit_everywhere(
+    jobs: Forks, bert: Path, alone: Path, tmp_path: Path, way: str
+) -> None:
+    arguments, tolerance = WAYS[way]
+    run = tmp_path / "run"
+    train(jobs, bert, run, 2, *arguments)
+    assert losses(run) == pytest.approx(losses(alone), rel=tolerance)
+    model = BertForSequenceClassification.from_pretrained(bert, num_labels=5, local_files_only=True)
+    model.load_state_dict(weights_of(run))  # strict
+    # Into each other way: from one process's to this, and back
+    output = train(jobs, bert, tmp_path / "from", 2, *arguments, "--init-from", str(checkpoint_of(alone)), "--max-steps", "1")
+    assert f"{len(weights_of(run))} of {len(weights_of(run))} tensors" in output
+    codes, output = jobs.run("evaluate", "--name", "run", "--run-dir", alone.parent, "--checkpoint", checkpoint_of(run))
+    assert codes == [0], output
+    assert result(run)["digest"][:16] in output
+
+
+def checkpoint_of(run: Path) -> Path:
+    (found,) = (run / "checkpoints").glob(f"step-*{STEPS}")
+    return found
+
+
+def test_bert_killed_and_run_again_without_the_folders_weights_has_the_same(jobs: Forks, bert: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(bert, tmp_path / "bert"))
+    more = ("--dropout", "0.1", "--save-every-steps", "4")
+    train(jobs, own, tmp_path / "whole", 2, *more)
+    line = ("train", *LINE, "--bert-dir", own, "--max-steps", str(STEPS), *more, "--name", "killed", "--run-dir", tmp_path)
+    codes, output = jobs.run(*line, world_size=2, preload="tests.rigs.injected_faults:dies_in_step_8")
+    assert codes == [171, -9], output
+    (own / "model.safetensors").unlink()
+    output = train(jobs, own, tmp_path / "killed", 2, *more)
+    assert "resumed from step-00000004" in output
+    assert result(tmp_path / "killed")["digest"] == result(tmp_path / "whole")["digest"]
+    # A run that begins does need them
+    codes, output = jobs.run(*line, "--fresh")
+    assert codes == [2], output
+    assert "must hold weights, got none" in output
+
+
+def test_bert_evaluates_exactly_and_predicts_with_words_and_config_alone(
+    jobs: Forks, bert: Path, alone: Path, tmp_path: Path
+) -> None:
+    own = Path(shutil.copytree(bert, tmp_path / "elsewhere"))
+    (own / "model.safetensors").unlink()
+    where = ("--name", "run", "--run-dir", alone.parent, "--bert-dir", own)
+    outcomes = []
+    for world_size in (1, 3):
+        codes, output = jobs.run(
+            "evaluate", *where, "--eval-split", "test", "--eval-batch-size", "16", "--limit-eval", "101", world_size=world_size
+        )
+        assert codes == [0] * world_size, output
+        outcome = json.loads((alone / "evaluation.json").read_text())
+        outcomes.append({name: outcome[name] for name in ("metrics", "count", "classes", "confusion")})
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0]["count"] == 101
+    (tmp_path / "in.txt").write_text("\n".join(sample_texts("test")[:30]), encoding="utf-8")
+    files = []
+    for world_size in (1, 2):
+        files.append(tmp_path / f"{world_size}.csv")
+        codes, output = jobs.run(
+            "predict", *where, "--input", tmp_path / "in.txt", "--eval-batch-size", "8", "--output", files[-1],
+            world_size=world_size,
+        )
+        assert codes == [0] * world_size, output
+    assert files[0].read_bytes() == files[1].read_bytes()
+    with files[0].open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["input"] for row in rows] == sample_texts("test")[:30]
+    assert [row["label"] for row in rows] == expected_labels(bert, alone, sample_texts("test")[:30])
+
+
+def expected_labels(bert: Path, run: Path, texts: list[str]) -> list[str]:
+    """By transformers itself, one text after the other, without padding."""
+    from train.workloads.bert import WordPieces
+
+    model = BertForSequenceClassification.from_pretrained(bert, num_labels=5, local_files_only=True).eval()
+    model.load_state_dict(weights_of(run))
+    samples = TextSamples(texts, [0] * len(texts), WordPieces(bert, max_seq_len=40))
+    with torch.no_grad():
+        numbers = [int(model(samples.batch(torch.tensor([i]), None)[0]).logits.argmax()) for i in range(len(texts))]
+    return [("food", "sports", "technology", "travel", "weather")[number] for number in numbers]
+
+
+SPOILT: dict[str, tuple[Any, str]] = {
+    "folder is gone": (shutil.rmtree, "must be a folder, got"),
+    "vocabulary is another": (
+        lambda own: (own / "vocab.txt").write_text(
+            (own / "vocab.txt").read_text(encoding="utf-8").replace("##a\n", "##A\n"), encoding="utf-8"),
+        "Set --data-dir or --bert-dir."),
+    "heads are others": (lambda own: change_json(own / "config.json", num_attention_heads=4), "Set --data-dir or --bert-dir."),
+}
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_checkpoint_with_another_folder_is_refused(jobs: Forks, bert: Path, alone: Path, tmp_path: Path, spoilt: str) -> None:
+    """As many heads or tokens as you like have the same shapes: the checkpoint would load, and mean something else."""
+    own = Path(shutil.copytree(bert, tmp_path / "bert"))
+    spoil, message = SPOILT[spoilt]
+    spoil(own)
+    run = Path(shutil.copytree(alone, tmp_path / "run"))
+    for command in (("evaluate", "--workload", "text"), ("train", *LINE, "--max-steps", str(STEPS + 4))):
+        codes, output = jobs.run(*command, "--bert-dir", own, "--name", "run", "--run-dir", run.parent)
+        assert codes == [2], output
+        assert message in output
+
+
+def test_ranks_with_other_words_do_not_train_together(jobs: Forks, bert: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(bert, tmp_path / name / "bert")
+    vocabulary = tmp_path / "b" / "bert" / "vocab.txt"
+    vocabulary.write_text(vocabulary.read_text(encoding="utf-8").replace("##a\n", "##A\n"), encoding="utf-8")
+    codes, output = jobs.run(
+        "train", *LINE, "--bert-dir", "bert", "--max-steps", "1", "--run-dir", tmp_path / "runs", world_size=2,
+        cwds=[tmp_path / "a", tmp_path / "b"],
+    )
+    assert codes == [2, 2], output
+    assert "the data must be the same" in output

@@ -1,0 +1,323 @@
+"""Texts: files and their mistakes, batches of like length, and a run from training to prediction."""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import MAIN, environment, result
+from train.config import Config
+from train.data.samples import Order
+from train.data.sources.texts import SAMPLE, load_texts
+from train.errors import DataError
+from train.samples.make_texts import main as make_texts
+from train.workloads.class_scores import class_scores, macro_f1
+from train.workloads.text import TextSamples, build
+from train.workloads.text_encoder import Characters, Encoder
+
+GOOD = "food\ta warm soup\nsports\ta late goal\nfood\t热汤\n"
+
+
+def texts_in(folder: Path, **files: str | bytes) -> Config:
+    """Settings for a folder with those files: `train`, `dev` and so on, or with an ending, `train_csv`."""
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        stem, _, ending = name.partition("_")
+        path = folder / f"{stem}.{ending or 'txt'}"
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return Config(workload="text", data_dir=str(folder))
+
+
+# Files ----------------------------------------------------------------------------------------------------------
+
+
+def test_texts_that_ship_are_what_their_program_makes(tmp_path: Path) -> None:
+    make_texts(tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["dev.txt", "test.txt", "train.txt"]
+    assert all((tmp_path / name).read_bytes() == (SAMPLE / name).read_bytes() for name in names)
+    lines = [line for name in names for line in (SAMPLE / name).read_text(encoding="utf-8").splitlines()]
+    assert len(set(lines)) == len(lines) == 1200  # none to train on is among those to test on
+    assert sum(not line.isascii() for line in lines) > 400
+
+
+def test_texts_of_a_folder_have_the_labels_of_the_training_part(tmp_path: Path) -> None:
+    found = load_texts(texts_in(tmp_path, train=GOOD, dev="sports\ta\tgoal\n"))
+    assert found.classes == ("food", "sports")
+    assert (found.train.texts, found.train.labels) == (("a warm soup", "a late goal", "热汤"), (0, 1, 0))
+    assert (found.evaluation.texts, found.evaluation.labels) == (("a\tgoal",), (1,))
+    assert found.characters[:2] == ("a", " ")  # five, four
+
+
+def test_texts_in_windows_files_are_the_same(tmp_path: Path) -> None:
+    plain = load_texts(texts_in(tmp_path / "a", train=GOOD, dev=GOOD))
+    marked = load_texts(texts_in(tmp_path / "b", train=b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode(), dev=GOOD))
+    assert (marked.train.texts, marked.digest) == (plain.train.texts, plain.digest)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['text,label\na warm soup,food\n"a late\ngoal, at last",sports\n', 'food,a warm soup\r\nsports,"a late\ngoal, at last"\r\n'],
+)
+def test_texts_come_from_csv_with_or_without_a_header(tmp_path: Path, content: str) -> None:
+    found = load_texts(texts_in(tmp_path, train_csv=content, test_csv=content))
+    assert found.train.texts == ("a warm soup", "a late\ngoal, at last")
+    assert found.train.labels == (0, 1)
+
+
+def test_texts_in_the_layout_of_cnews_are_found(tmp_path: Path) -> None:
+    for name, text in (("train", GOOD), ("val", "food\tval\n"), ("test", "food\ttest\n"), ("vocab", "a\n")):
+        (tmp_path / f"cnews.{name}.txt").write_text(text, encoding="utf-8")
+    for split, text in (("dev", "val"), ("test", "test")):
+        assert load_texts(Config(workload="text", data_dir=str(tmp_path), eval_split=split)).evaluation.texts == (text,)
+
+
+def test_labels_come_from_a_file_where_one_is_given(tmp_path: Path) -> None:
+    (tmp_path / "labels").write_text("sports\nweather\nfood\n")
+    config = texts_in(tmp_path, train=GOOD, dev=GOOD).model_copy(update={"labels_file": str(tmp_path / "labels")})
+    found = load_texts(config)
+    assert found.classes == ("sports", "weather", "food")
+    assert found.train.labels == (2, 0, 2)
+
+
+BAD = GOOD * 10 + "no tab at all\n\tno label\nfood\t\n"
+
+
+def test_bad_lines_are_left_out_counted_and_named(tmp_path: Path) -> None:
+    config = texts_in(tmp_path, train=(BAD + "food\t").encode() + b"\xff\n", dev=GOOD + "travel\tby sea\n")
+    found = load_texts(config.model_copy(update={"max_bad_lines": 0.3}))
+    assert len(found.train) == 30
+    assert found.train.notes == (
+        f"{tmp_path}/train.txt: left out 4 bad of 34 lines (line 31: no tab; line 32: no label; line 33: no text; "
+        "line 34: not UTF-8)",
+    )
+    assert found.evaluation.notes[0].endswith("left out 1 bad of 4 lines (line 4: unknown label travel)")
+
+
+def test_bad_lines_above_the_bound_are_refused(tmp_path: Path) -> None:
+    config = texts_in(tmp_path, train=BAD, dev=GOOD)
+    load_texts(config.model_copy(update={"max_bad_lines": 3 / 33}))
+    with pytest.raises(DataError, match=r"train.txt: 3 of 33 lines are bad \(line 31: no tab; .*max_bad_lines=0.09 allows"):
+        load_texts(config.model_copy(update={"max_bad_lines": 0.09}))
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [({"dev": GOOD}, "got no file train.txt"), ({"train": GOOD}, "got no dev or test beside train.txt"),
+     ({"train": "", "dev": GOOD}, "train.txt: holds no lines"), ({"train": "food\ta\n", "dev": GOOD}, "at least two labels"),
+     ({"train": GOOD, "train_csv": GOOD, "dev": GOOD}, "must hold one file train, got train.csv and train.txt"),
+     ({"train_csv": b'food,"open\n', "dev": GOOD}, "two labels"),
+     ({"train_csv": b"food,soup\nfood,\xff\n", "dev": GOOD}, "1 of 2 lines are bad .line 2: not UTF-8")],
+)
+def test_folder_that_holds_no_texts_is_one_line(tmp_path: Path, files: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        load_texts(texts_in(tmp_path, **files))
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"{tmp_path}/none: cannot be read"):
+        load_texts(Config(workload="text", data_dir=str(tmp_path / "none")))
+
+
+# Batches --------------------------------------------------------------------------------------------------------
+
+LENGTHS = torch.randint(1, 100, (1003,), generator=torch.Generator().manual_seed(1))
+
+
+def ordered(rank: int = 0, world_size: int = 1, accumulate: int = 1, pool: int = 10) -> Order:
+    return Order(1003, 24, 5, rank, world_size, accumulate, lengths=LENGTHS, pool=pool)
+
+
+@pytest.mark.parametrize("pool", [1, 7, 10, 1000])
+def test_order_by_length_takes_each_sample_once(pool: int) -> None:
+    order = ordered(pool=pool)
+    for epoch in (0, 1):
+        assert sorted(order.epoch(epoch).tolist()) == list(range(1003))
+    assert not torch.equal(order.epoch(0), order.epoch(1))
+    plain = Order(1003, 24, 5)
+    assert set(order.epoch(3)[-19:].tolist()) == set(plain.epoch(3)[-19:].tolist())  # who is left out is up to chance alone
+
+
+@pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (4, 3), (8, 1)])
+def test_order_by_length_is_the_same_on_any_number_of_ranks(world_size: int, accumulate: int) -> None:
+    alone = [indices for _, indices in ordered().keys(0, 90)]
+    ranks = [list(ordered(rank, world_size, accumulate).keys(0, 90)) for rank in range(world_size)]
+    for step, batch in enumerate(alone):
+        parts = [key[1] for rank in ranks for key in rank[step * accumulate : (step + 1) * accumulate]]
+        assert torch.equal(torch.cat(parts), batch)
+
+
+def test_order_by_length_goes_on_from_any_step() -> None:
+    whole = [indices.tolist() for _, indices in ordered().keys(0, 90)]
+    assert [indices.tolist() for _, indices in ordered().keys(47, 90)] == whole[47:]
+
+
+def test_order_by_length_saves_padding_and_keeps_chance() -> None:
+    def padded(order: Order) -> int:
+        return sum(int(LENGTHS[indices].max()) * len(indices) for _, indices in order.keys(0, 41))
+
+    assert padded(ordered()) < 0.75 * padded(Order(1003, 24, 5))
+    longest = [int(LENGTHS[indices].max()) for _, indices in ordered().keys(0, 41)]
+    assert longest != sorted(longest)
+
+
+def test_batch_is_as_long_as_its_longest_text() -> None:
+    samples = TextSamples(["abc", "", "ab" * 50], [0, 1, 2], Characters("ab", max_seq_len=11))
+    tokens, labels = samples.batch(torch.tensor([1, 0]), None)
+    assert tokens.tolist() == [[2, 0, 0, 0], [2, 3, 4, 1]]
+    assert labels.tolist() == [1, 0]
+    assert samples.batch(torch.tensor([2]), 0)[0].shape == (1, 11)
+
+
+def test_encoder_does_not_see_the_padding() -> None:
+    torch.manual_seed(0)
+    model = Encoder(vocabulary=9, num_classes=3, dropout=0.0)
+    tokens = torch.randint(1, 9, (4, 6))
+    wider = torch.nn.functional.pad(tokens, (0, 5))
+    torch.testing.assert_close(model(wider), model(tokens), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(model(tokens[:, :3]), model(tokens))
+
+
+# Scores ---------------------------------------------------------------------------------------------------------
+
+
+def test_scores_are_those_of_their_definition() -> None:
+    # By hand. Class 2 is never predicted, class 3 neither there nor predicted
+    confusion = torch.tensor([[3, 1, 0, 0], [1, 4, 0, 0], [0, 2, 0, 0], [0, 0, 0, 0]])
+    rows = class_scores(confusion, ("a", "b", "c", "d"))
+    assert [row["samples"] for row in rows] == [4, 5, 2, 0]
+    assert [row["precision"] for row in rows] == pytest.approx([3 / 4, 4 / 7, 0, 0])
+    assert [row["recall"] for row in rows] == pytest.approx([3 / 4, 4 / 5, 0, 0])
+    assert [row["f1"] for row in rows] == pytest.approx([3 / 4, 8 / 12, 0, 0])
+    assert macro_f1(confusion) == pytest.approx((3 / 4 + 8 / 12 + 0) / 3)
+    # Predicted but never true counts as 0
+    assert macro_f1(torch.tensor([[3, 1], [0, 0]])) == pytest.approx((6 / 7 + 0) / 2)
+
+
+# Runs -----------------------------------------------------------------------------------------------------------
+
+LINE = ("--workload", "text", "--tensorboard=false", "--batch-size", "60")
+
+
+@pytest.fixture(scope="module")
+def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    codes, output = forks.run("train", *LINE, "--epochs", "4", "--name", "run", "--run-dir", folder)
+    assert codes == [0], output
+    return folder / "run"
+
+
+def test_texts_are_learned_alike_by_one_and_by_two(forks: Forks, trained: Path, tmp_path: Path) -> None:
+    codes, output = forks.run(
+        "train", *LINE, "--epochs", "4", "--name", "two", "--run-dir", tmp_path, world_size=2
+    )
+    assert codes == [0, 0], output
+    assert "macro_f1" in output
+    alone, two = result(trained)["metrics"], result(tmp_path / "two")["metrics"]
+    assert alone["macro_f1"] > 0.6
+    assert two["loss"] == pytest.approx(alone["loss"], rel=1e-3)
+
+
+def test_text_run_killed_and_run_again_has_the_same_weights(forks: Forks, tmp_path: Path) -> None:
+    line = ("train", *LINE, "--dropout", "0.2", "--epochs", "2", "--save-every-steps", "4", "--run-dir", tmp_path)
+    whole = forks.run(*line, "--name", "whole", world_size=2)
+    assert whole[0] == [0, 0], whole[1]
+    killed = forks.run(*line, "--name", "killed", world_size=2, preload="tests.rigs.injected_faults:dies_in_step_8")
+    assert killed[0] == [171, -9], killed[1]
+    again = forks.run(*line, "--name", "killed", world_size=2)
+    assert again[0] == [0, 0], again[1]
+    assert "resumed from step-00000004" in again[1]
+    assert result(tmp_path / "killed")["digest"] == result(tmp_path / "whole")["digest"]
+
+
+def test_text_evaluation_is_exact_on_any_number_of_ranks(forks: Forks, trained: Path) -> None:
+    outcomes = []
+    for world_size in (1, 3):
+        codes, output = forks.run(
+            "evaluate", "--name", "run", "--run-dir", trained.parent, "--eval-split", "test", "--eval-batch-size", "16",
+            "--limit-eval", "101", world_size=world_size,
+        )
+        assert codes == [0] * world_size, output
+        assert "confusion matrix: true class down" in output
+        outcome = json.loads((trained / "evaluation.json").read_text())
+        outcomes.append({name: outcome[name] for name in ("metrics", "count", "classes", "confusion")})
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0]["count"] == sum(sum(row) for row in outcomes[0]["confusion"]) == 101
+    right = sum(row[number] for number, row in enumerate(outcomes[0]["confusion"]))
+    assert outcomes[0]["metrics"]["accuracy"] == pytest.approx(right / 101)
+    scores = [row["f1"] for row in outcomes[0]["classes"]]
+    assert outcomes[0]["metrics"]["macro_f1"] == pytest.approx(sum(scores) / 5)
+
+
+def predicted(path: Path) -> list[tuple[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return [(row["input"], row["label"]) for row in csv.DictReader(file)]
+
+
+def test_texts_of_a_file_and_of_standard_input_are_predicted_alike(forks: Forks, trained: Path, tmp_path: Path) -> None:
+    lines = (SAMPLE / "test.txt").read_text(encoding="utf-8").splitlines()[:40]
+    texts = [line.partition("\t")[2] for line in lines]
+    (tmp_path / "in.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    where = ("--name", "run", "--run-dir", trained.parent)
+    codes, output = forks.run(
+        "predict", *where, "--input", tmp_path / "in.txt", "--output", tmp_path / "file.csv", world_size=2
+    )
+    assert codes == [0, 0], output
+    rows = predicted(tmp_path / "file.csv")
+    assert [text for text, _ in rows] == texts
+    right = sum(label == line.partition("\t")[0] for (_, label), line in zip(rows, lines, strict=True))
+    assert right > 20
+    with (tmp_path / "in.txt").open("rb") as source:
+        subprocess.run(
+            [sys.executable, MAIN, "predict", *where, "--input", "-", "--output", tmp_path / "stdin.csv"], stdin=source,
+            env=environment(), cwd=tmp_path, check=True, timeout=300,
+        )
+    assert (tmp_path / "stdin.csv").read_bytes() == (tmp_path / "file.csv").read_bytes()
+
+
+def test_input_without_texts_is_one_line(forks: Forks, trained: Path, tmp_path: Path) -> None:
+    """Standard input is empty here."""
+    codes, output = forks.run(
+        "predict", "--name", "run", "--run-dir", trained.parent, "--input", "-", "--output", tmp_path / "out.csv"
+    )
+    assert codes == [2], output
+    assert "got standard input, which is empty." in output
+
+
+def test_bad_lines_are_told_once_in_a_run(forks: Forks, tmp_path: Path) -> None:
+    shutil.copytree(SAMPLE, tmp_path / "texts")
+    with (tmp_path / "texts" / "train.txt").open("a") as file:
+        file.write("no tab\n")
+    codes, output = forks.run(
+        "train", *LINE, "--data-dir", tmp_path / "texts", "--max-steps", "1", "--run-dir", tmp_path, world_size=2
+    )
+    assert codes == [0, 0], output
+    assert output.count("train.txt: left out 1 bad of 901 lines (line 901: no tab)") == 1
+
+
+def test_ranks_with_other_texts_do_not_train_together(forks: Forks, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(SAMPLE, tmp_path / name / "texts")
+    file = tmp_path / "b" / "texts" / "train.txt"
+    file.write_text(file.read_text(encoding="utf-8").replace("x", "y"), encoding="utf-8")
+    codes, output = forks.run(
+        "train", *LINE, "--data-dir", "texts", "--max-steps", "1", "--run-dir", tmp_path / "runs", world_size=2,
+        cwds=[tmp_path / "a", tmp_path / "b"],
+    )
+    assert codes == [2, 2], output
+    assert "the data" in output
+
+
+def test_pictures_of_texts_have_classes_that_can_be_drawn(tmp_path: Path) -> None:
+    workload = build(texts_in(tmp_path, train=GOOD.replace("food", "美食"), dev=GOOD.replace("food", "美食")))
+    assert workload.pictures is not None
+    drawn = workload.pictures(workload.model, {"confusion": torch.eye(2, dtype=torch.int64)}, torch.device("cpu"))
+    assert drawn["eval/confusion"].shape[0] == 3

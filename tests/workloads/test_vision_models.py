@@ -1,0 +1,135 @@
+"""Models: the small ones, torchvision's classifiers for any channels and classes, and what is refused."""
+
+import re
+import warnings
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torchvision import models as torchvision_models
+
+from train.errors import ConfigError
+from train.workloads import vision_models
+from train.workloads.vision_models import build_model
+
+# One of each family of torchvision, with the smallest round size that it takes. All 80 classifiers were built and run once
+# by hand, 1 channel, 10 classes; the others differ from these in depth and width.
+FAMILIES = {
+    "alexnet": 64, "convnext_tiny": 32, "densenet121": 32, "efficientnet_b0": 28, "efficientnet_v2_s": 28, "googlenet": 28,
+    "inception_v3": 96, "mnasnet0_5": 28, "mobilenet_v2": 28, "mobilenet_v3_small": 28, "regnet_x_400mf": 28,
+    "regnet_y_400mf": 28, "resnet18": 28, "resnext50_32x4d": 28, "shufflenet_v2_x0_5": 28, "squeezenet1_0": 28,
+    "squeezenet1_1": 28, "swin_t": 28, "swin_v2_t": 28, "vgg11": 32, "vit_b_16": 32,
+}
+
+
+def build(name: str, *, channels: int = 1, size: int = 28, num_classes: int = 10, dropout: float = 0.0) -> torch.nn.Module:
+    return build_model(name, channels=channels, size=size, num_classes=num_classes, dropout=dropout)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_classifier_takes_grey_images_and_ten_classes(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = build(name, size=FAMILIES[name])
+    assert model.training
+    model.eval()
+    with torch.no_grad():
+        out = model(torch.randn(2, 1, FAMILIES[name], FAMILIES[name]))
+    assert out.shape == (2, 10)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["cnn", "mlp", "resnet18"])
+@pytest.mark.parametrize(("channels", "size", "num_classes"), [(1, 28, 10), (3, 32, 100), (3, 33, 2)])
+def test_model_fits_channels_size_and_classes(name: str, channels: int, size: int, num_classes: int) -> None:
+    model = build(name, channels=channels, size=size, num_classes=num_classes)
+    assert model(torch.randn(2, channels, size, size)).shape == (2, num_classes)
+
+
+def test_list_above_holds_each_family_of_torchvision() -> None:
+    """A family that a later torchvision adds is to be tried too. wide_resnet is a resnet; maxvit needs 224 pixels."""
+
+    def families(names: Iterable[str]) -> set[str]:
+        return {re.split(r"[_\d]", name)[0] for name in names}
+
+    known = torchvision_models.list_models(module=torchvision_models)
+    assert set(FAMILIES) <= set(known)
+    assert families(known) == families(FAMILIES) | {"wide", "maxvit"}
+
+
+# Initial weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cnn", "mlp", "resnet18", "googlenet"])
+def test_initial_weights_come_from_the_seed(name: str) -> None:
+    digests = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        digests.append(torch.cat([p.detach().flatten() for p in build(name).parameters()]))
+    assert torch.equal(digests[0], digests[1])
+    assert not torch.equal(digests[0], digests[2])
+
+
+def test_dry_run_leaves_buffers_as_they_were() -> None:
+    buffers = dict(build("resnet18").named_buffers())
+    assert not buffers["bn1.running_mean"].any()
+    assert (buffers["bn1.running_var"] == 1).all()
+    assert buffers["bn1.num_batches_tracked"] == 0
+    assert {buffer.device.type for buffer in buffers.values()} == {"cpu"}
+
+
+@pytest.mark.parametrize("name", ["cnn", "mlp", "vit_b_16", "mobilenet_v3_small"])
+def test_dropout_is_passed_on(name: str) -> None:
+    model = build(name, size=32, dropout=0.25)
+    assert 0.25 in {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+
+
+def test_cnn_has_the_size_it_is_said_to_have() -> None:
+    assert sum(p.numel() for p in build("cnn").parameters()) == pytest.approx(0.41e6, rel=0.02)
+    assert not any("Norm" in type(module).__name__ for module in build("cnn").modules())
+
+
+# Refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("alexnet", 32), ("densenet121", 28), ("convnext_tiny", 28), ("inception_v3", 64), ("vit_b_16", 28),
+     ("maxvit_t", 32)],
+)
+def test_images_too_small_for_the_model_are_refused_in_one_line(name: str, size: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(name, size=size)
+    message = str(caught.value)
+    assert message.startswith(f"model {name} must get images of a size that it can take, got {size} x {size}: ")
+    assert message.endswith("Set --image-size (224 suits every model), or choose another --model.")
+    assert "\n" not in message
+
+
+def test_tiny_images_are_refused_by_the_cnn() -> None:
+    with pytest.raises(ConfigError, match="cnn needs images of at least 4 x 4, got 3 x 3"):
+        build("cnn", size=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("resnet19", "resnet18"), ("resnet-18", "resnet18"), ("cnnn", "cnn"), ("mobilenet_v3", "mobilenet_v")]
+)
+def test_unknown_model_names_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f'got "{name}". Did you mean "{near}'):
+        build(name)
+
+
+@pytest.mark.parametrize("name", ["fcn_resnet50", "fasterrcnn_resnet50_fpn", "r3d_18", "raft_small", "quantized_resnet18"])
+def test_models_for_another_purpose_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f'or a torchvision classifier, got "{name}", torchvision\'s for another purpose'):
+        build(name)
+
+
+def test_dropout_that_a_model_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"dropout can't be set for model resnet18, got 0.3. Leave --dropout out."):
+        build("resnet18", dropout=0.3)
+
+
+def test_model_without_a_convolution_needs_rgb() -> None:
+    with pytest.raises(ConfigError, match="must begin with a convolution to take 1 channels"):
+        vision_models._first_convolution_for(torch.nn.Linear(3, 3), 1)

@@ -1,0 +1,222 @@
+"""A user's own workload: the listing of train/README.md runs, stops, resumes, is evaluated and predicts, from any directory."""
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import MAIN, ROOT, Job, environment, result, start
+from train import workloads
+from train.config import Config, load_config
+from train.errors import ConfigError, DataError
+from train.workloads import Workload
+
+EXAMPLE = ROOT / "tests" / "rigs" / "user_code" / "throws.py"
+LINE = ("--workload", "throws:build", "--lr", "0.2", "--tensorboard=false")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A user's own directory: the example, beside a train.py of theirs."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    shutil.copy(EXAMPLE, folder)
+    (folder / "train.py").write_text("raise SystemExit('the user\\'s own train.py was taken for the program')\n")
+    return folder
+
+
+# The listing ----------------------------------------------------------------------------------------------------
+
+
+def test_listing_of_the_readme_is_the_example() -> None:
+    listings = re.findall(r"^```python\n(.*?)^```", (ROOT / "train" / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert [listing for listing in listings if "def build(" in listing] == [EXAMPLE.read_text()]
+
+
+def test_example_learns_alone_and_in_two_alike(forks: Forks, project: Path) -> None:
+    for world_size in (1, 2):
+        codes, output = forks.run(
+            "train", *LINE, "--epochs", "5", "--name", str(world_size), "--run-dir", project / "runs", world_size=world_size,
+            cwds=[project] * world_size,
+        )
+        assert codes == [0] * world_size, output
+    results = [result(project / "runs" / name) for name in "12"]
+    assert results[0]["metrics"]["accuracy"] > 0.8
+    assert results[1]["metrics"]["loss"] == pytest.approx(results[0]["metrics"]["loss"], rel=1e-4)
+
+
+def test_model_of_other_data_is_not_evaluated(forks: Forks, project: Path) -> None:
+    """As after a fallback to other data: their classes are not those that the model learned."""
+    more: dict[str, Any] = {"cwds": [project]}
+    where = ("--name", "run", "--run-dir", project)
+    codes, output = forks.run("train", *LINE, "--epochs", "1", *where, **more)
+    assert codes == [0], output
+    own = project / "throws.py"
+    own.write_text(own.read_text().replace('data_name="throws"', 'data_name="others"'))
+    codes, output = forks.run("evaluate", *where, **more)
+    assert codes == [2], output
+    assert "was trained on throws, got others now. Set --data-dir or --dataset." in output
+    codes, output = forks.run("evaluate", "--workload", "throws:build", *where, **more)
+    assert codes == [0], output
+
+
+def test_example_killed_and_run_again_has_the_same_weights(forks: Forks, project: Path) -> None:
+    line = ("train", *LINE, "--dropout", "0.1", "--epochs", "4", "--save-every-steps", "5", "--options.width", "32")
+    more: dict[str, Any] = {"world_size": 2, "cwds": [project] * 2}
+    whole = forks.run(*line, "--name", "whole", "--run-dir", project, **more)
+    assert whole[0] == [0, 0], whole[1]
+    where = ("--name", "killed", "--run-dir", project)
+    killed = forks.run(*line, *where, "--num-workers", "2", **more, preload="tests.rigs.injected_faults:dies_in_step_8")
+    assert killed[0] == [171, -9], killed[1]
+    again = forks.run(*line, *where, **more)
+    assert again[0] == [0, 0], again[1]
+    assert "resumed from step-00000005" in again[1]
+    assert result(project / "killed")["digest"] == result(project / "whole")["digest"]
+
+
+def test_example_is_evaluated_and_predicts(forks: Forks, project: Path) -> None:
+    more: dict[str, Any] = {"world_size": 2, "cwds": [project] * 2}
+    for words in (("train", "--epochs", "3", "--options.width", "16"), ("evaluate",), ("predict", "--output", "throws.csv")):
+        codes, output = forks.run(*words, *LINE, **more)
+        assert codes == [0, 0], output
+    run_dir = project / "runs" / "throws"  # named after the module
+    outcome = json.loads((run_dir / "evaluation.json").read_text())
+    assert outcome["count"] == 501
+    assert outcome["metrics"] == result(run_dir)["metrics"]
+    with (project / "throws.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["input"] for row in rows] == [str(index) for index in range(501)]
+    assert {row["label"] for row in rows} <= {"short", "hit", "far"}
+    assert all(1 / 3 <= float(row["probability"]) <= 1 for row in rows)
+
+
+# Where it is found ----------------------------------------------------------------------------------------------
+
+ONE_STEP = ("train", *LINE, "--max-steps", "1")
+
+
+def by_module(project: Path) -> Job:
+    """From the program's own directory; the user's module lies elsewhere."""
+    env = {"PYTHONPATH": str(project)}
+    return start(sys.executable, "-m", "train.main", *ONE_STEP, "--run-dir", project / "runs", cwd=ROOT, env=env)
+
+
+def by_launch(project: Path) -> Job:
+    """The program as a file, which starts its ranks as a file too."""
+    return start(sys.executable, MAIN, "launch", "--nproc", "2", *ONE_STEP[1:], cwd=project, env={"PYTHONPATH": ""})
+
+
+@pytest.mark.parametrize("way", [by_module, by_launch], ids=lambda f: f.__name__)
+def test_own_module_is_found_beside_an_own_train_py(project: Path, way: Any) -> None:
+    job: Job = way(project)
+    job.wait()
+    assert job.codes == [0], job.output
+    assert result(project / "runs" / "throws")["step"] == 1
+
+
+def test_installed_command_finds_an_own_module_beside_an_own_train_py(project: Path, tmp_path: Path) -> None:
+    """`pip install -e .` in a venv of its own, which borrows the packages of this one."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    site = next(venv.glob("lib/python*/site-packages"))
+    borrowed = next(Path(path) for path in sys.path if (Path(path) / "torch").is_dir())
+    (site / "borrowed.pth").write_text(f"{borrowed}\n")
+    copy = tmp_path / "source"
+    shutil.copytree(ROOT / "train", copy / "train", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, copy)
+    subprocess.run(
+        [venv / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",
+         "--disable-pip-version-check", "--editable", copy],
+        check=True, env=environment({"PYTHONPATH": "", "PYTHONWARNINGS": ""}),
+    )
+    job = start(venv / "bin" / "rankup", *ONE_STEP, cwd=project, env={"PYTHONPATH": ""})
+    assert job.wait() == [0], job.output
+    assert result(project / "runs" / "throws")["step"] == 1
+
+
+def test_ranks_compare_the_code_of_an_own_workload(forks: Forks, project: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(project, other)
+    with (other / "throws.py").open("a") as file:
+        file.write("# edited on one node\n")
+    codes, output = forks.run(*ONE_STEP, "--run-dir", tmp_path / "runs", world_size=2, cwds=[project, other])
+    assert codes == [2, 2], output
+    assert "program code" in output
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------
+
+MODULES = {
+    "fine": "from tests.rigs.recording_workload import build\n",
+    "broken": "import tests.rigs.recording_workload as spy\n\n\ndef build(config):\n    return undefined_name\n",
+    "syntax": "def build(config)\n",
+    "lacks": "import a_package_that_is_not_there\n",
+    "returns": "def build(config):\n    return 3\n",
+    "empty": "from dataclasses import replace\nimport tests.rigs.recording_workload as spy\n\n\ndef build(config):\n    found = spy.build(config)\n"
+             "    return replace(found, evaluation=spy.samples(0, 1))\n",
+}
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in MODULES.items():
+        (tmp_path / f"own_{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, f"own_{name}", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("workload", "message"),
+    [("own_missing:build", r'got "own_missing:build": no module "own_missing" in .* or on PYTHONPATH'),
+     ("own_fine.part:build", 'got "own_fine.part:build": no module "own_fine.part"'),
+     ("own_fine:bild", r'own_fine \(.*own_fine.py\) must have a function "bild", got none'),
+     ("own_fine:build.x", 'must have a function "build.x", got none'),
+     ("own_returns:build", "own_returns:build must return a train.workloads.Workload, got int"),
+     ("own_empty:build", "own_empty:build must have samples to use for evaluation, got none")],
+)
+def test_own_workload_that_is_not_there_is_one_line(modules: Path, workload: str, message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=message) as caught:
+        workloads.load(Config(workload=workload))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "where"),
+    [("broken", "NameError: name 'undefined_name' is not defined", "own_broken.py"),
+     ("syntax", "SyntaxError: expected ':'", "own_syntax.py"),
+     ("lacks", "ModuleNotFoundError: No module named 'a_package_that_is_not_there'", "own_lacks.py")],
+)
+def test_fault_in_an_own_workload_keeps_its_traceback(forks: Forks, modules: Path, module: str, error: str, where: str) -> None:
+    codes, output = forks.run("train", "--workload", f"own_{module}:build", cwds=[modules])
+    assert codes == [1]
+    assert error in output
+    assert where in output
+    assert "Traceback (most recent call last):" in output
+
+
+def test_mistake_in_the_import_path_is_code_2_without_traceback(forks: Forks, modules: Path) -> None:
+    codes, output = forks.run("train", "--workload", "own_missing:build", cwds=[modules])
+    assert codes == [2]
+    assert len(output.splitlines()) == 1, output
+
+
+@pytest.mark.parametrize("value", ["throws", ":build", "throws:", "a b:c", "throws.py", "dir/throws:build"])
+def test_path_of_another_form_is_refused_with_the_form(value: str) -> None:
+    with pytest.raises(ConfigError, match='--workload must be "images", "text" or module:function, got'):
+        load_config({"workload": value})
+
+
+def test_workload_has_what_the_loop_needs_and_no_more() -> None:
+    required = [name for name, field in Workload.__dataclass_fields__.items() if field.default is field.default_factory]
+    assert required == ["model", "train", "evaluation", "loss", "evaluate"]
+    assert torch.nn.Module.__name__ in str(Workload.__dataclass_fields__["model"].type)

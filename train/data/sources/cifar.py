@@ -1,0 +1,72 @@
+"""CIFAR-10 in torchvision's layout. Its files are pickles, which can run code: none is opened unless its md5 fits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.data.sources.cache import cached, visible, writable_cache
+from train.data.sources.fetch import Remote, Say, fetch
+from train.data.sources.sets import ImageSet
+from train.errors import DataError
+
+FOLDER = "cifar-10-batches-py"
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+def load_cifar10(
+    *, train: bool, data_dir: str | None, timeout_s: float, say: Say, attributes: Mapping[str, Any] | None = None
+) -> ImageSet:
+    """uint8 [N, 3, 32, 32], 50,000 to train on and 10,000 to test on; from data_dir, the cache, or downloaded.
+
+    attributes: of torchvision's class when it downloads, where not its own. Raises DataError for data that are
+    missing or whose md5 differs from torchvision's, NotFetched if they cannot be downloaded.
+    """
+    remote = Remote("CIFAR-10", FOLDER, "CIFAR10", check=lambda _: None, attributes=attributes or {})
+    if data_dir is not None:
+        root = Path(data_dir).expanduser()
+        if root.name == FOLDER and root.is_dir():
+            root = root.parent
+        others = visible(root)
+        if not (root / FOLDER).is_dir() and others:
+            raise DataError(
+                f"{root}: holds no folder {FOLDER}, but {others[0]}. "
+                "Set data_dir to the folder that holds it, or to an empty one to download to."
+            )
+    else:
+        root = cached(FOLDER) or writable_cache()
+    if not (root / FOLDER).is_dir():
+        fetch(remote, root, timeout_s=timeout_s, say=say)
+    return _read(root, train=train)
+
+
+def _read(root: Path, *, train: bool) -> ImageSet:
+    from torchvision.datasets import CIFAR10
+    from torchvision.datasets.utils import check_integrity
+
+    folder = root / FOLDER
+    try:
+        with warnings.catch_warnings():
+            # numpy >= 2.4 warns of the way in which these old pickles spell a dtype
+            warnings.simplefilter("ignore")
+            # Compares every md5 before it opens the first pickle
+            found = CIFAR10(root=str(root), train=train)
+    except RuntimeError as error:
+        published = [*CIFAR10.train_list, *CIFAR10.test_list, (CIFAR10.meta["filename"], CIFAR10.meta["md5"])]
+        bad = next((folder / name for name, md5 in published if not check_integrity(folder / name, md5)), folder)
+        state = "is damaged or not the published one (its md5 differs)" if bad.exists() else "is missing"
+        raise DataError(f"{bad}: {state}. Remove {folder} and run again to download it anew.") from error
+    images = torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
+    return ImageSet(
+        images=images,
+        labels=torch.tensor(found.targets, dtype=torch.int64),
+        classes=CLASSES,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+        name="cifar10",
+        origin=f"CIFAR-10 in {folder}",
+    )

@@ -1,0 +1,208 @@
+"""Labelled texts: one `label<TAB>text` a line, or CSV, in files train, dev and test of one folder."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from train.errors import DataError
+
+if TYPE_CHECKING:
+    from train.config.load import Config
+
+SAMPLE = Path(__file__).parents[2] / "samples" / "texts"
+ENDINGS = (".txt", ".tsv", ".csv")
+LAYOUT = (
+    "A folder holds train.txt and dev.txt or test.txt, one label<TAB>text a line, or the same as .csv; cnews.train.txt "
+    "will do."
+)
+NAMES = {"train": ("train",), "dev": ("dev", "val", "valid"), "test": ("test",)}
+NAMED = 5  # bad lines that a message names; the others are counted
+csv.field_size_limit(2**31 - 1)  # its own limit, 128 KB, is shorter than many an article
+
+
+@dataclass(frozen=True, slots=True)
+class TextSet:
+    """Texts with their labels; `notes` say what was left out."""
+
+    texts: tuple[str, ...]
+    labels: tuple[int, ...]
+    path: Path
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """A training part, one to evaluate on, and the classes of both. `digest` is of the whole training part."""
+
+    train: TextSet
+    evaluation: TextSet
+    classes: tuple[str, ...]
+    name: str
+    digest: str
+    characters: tuple[str, ...]  # of the training part, the most frequent first
+
+
+def load_texts(config: Config) -> Texts:
+    """Both parts that `data_dir` (default: the sample that ships) and `eval_split` name, cut to limit_train and limit_eval.
+
+    The classes are those of `labels_file`, one a line, else those of the training part, sorted. Raises DataError, naming file
+    and lines, for missing or empty files and for more bad lines than `max_bad_lines` allows.
+    """
+    folder = SAMPLE if config.data_dir is None else Path(config.data_dir).expanduser()
+    train_path = _file(folder, "train")
+    if train_path is None:
+        raise DataError(f"{folder}: must hold texts to train on, got no file train.txt, .tsv or .csv. {LAYOUT}")
+    other = "test" if config.eval_split == "dev" else "dev"
+    evaluation_path = _file(folder, config.eval_split) or _file(folder, other)
+    if evaluation_path is None:
+        raise DataError(f"{folder}: must hold texts to evaluate on, got no dev or test beside {train_path.name}. {LAYOUT}")
+    classes = _classes(Path(config.labels_file)) if config.labels_file else ()
+    train, found = _read(train_path, classes, config.max_bad_lines)
+    classes = classes or tuple(sorted(set(found)))
+    if len(classes) < 2:
+        raise DataError(f"{train_path}: must have at least two labels to tell apart, got only {classes[0]}.")
+    evaluation, labels = _read(evaluation_path, classes, config.max_bad_lines)
+    counts = Counter(character for text in train.texts for character in text)
+    digest = hashlib.sha256(repr((train.texts, found, classes)).encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return Texts(
+        _labelled(train, found, classes, config.limit_train),
+        _labelled(evaluation, labels, classes, config.limit_eval),
+        classes,
+        "texts" if config.data_dir is None else folder.resolve().name,
+        digest,
+        tuple(sorted(counts, key=lambda character: (-counts[character], character))),
+    )
+
+
+def read_lines(path: str) -> tuple[str, ...]:
+    """The texts of a file without labels, one a line, to be predicted; empty lines are passed over. Raises DataError."""
+    text = _bytes(Path(path)).decode("utf-8-sig", errors="replace")
+    lines = tuple(line.strip() for line in text.split("\n"))
+    if not any(lines):
+        raise DataError(f"--input must be a file with one text a line, or - for standard input, got {path}, which is empty.")
+    return tuple(line for line in lines if line)
+
+
+def _labelled(found: TextSet, labels: list[str], classes: tuple[str, ...], limit: int) -> TextSet:
+    number = {name: index for index, name in enumerate(classes)}
+    stop = limit or len(labels)
+    return TextSet(found.texts[:stop], tuple(number[label] for label in labels[:stop]), found.path, found.notes)
+
+
+def _file(folder: Path, part: str) -> Path | None:
+    """The file of a part: train.txt, or with a word in front as in cnews.train.txt. Raises DataError for two."""
+    try:
+        files = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in ENDINGS and path.name[0] != "."]
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read ({error.strerror}). {LAYOUT}") from error
+    for name in NAMES[part]:
+        found = [path for path in files if path.stem.lower().split(".")[-1] == name]
+        if len(found) > 1:
+            raise DataError(f"{folder}: must hold one file {name}, got {found[0].name} and {found[1].name}. Remove one.")
+        if found:
+            return found[0]
+    return None
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+
+
+def _classes(path: Path) -> tuple[str, ...]:
+    names = [line.strip() for line in _bytes(path).decode("utf-8-sig", errors="replace").splitlines() if line.strip()]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice or len(names) < 2:
+        problem = f"{twice[0]} twice" if twice else f"{len(names)}"
+        raise DataError(f"{path}: must hold two labels or more, one a line, each once, got {problem}.")
+    return tuple(names)
+
+
+def _read(path: Path, classes: tuple[str, ...], max_bad: float) -> tuple[TextSet, list[str]]:
+    """The good lines of a file. Raises DataError where the share of bad ones is above `max_bad`."""
+    texts: list[str] = []
+    labels: list[str] = []
+    bad: list[str] = []
+    known = set(classes)
+    rows = _csv_rows(path) if path.suffix.lower() == ".csv" else _tab_rows(path)
+    for line, label, text, problem in rows:
+        if not problem and known and label not in known:
+            problem = f"unknown label {label[:20]}"
+        if problem:
+            bad.append(f"line {line}: {problem}")
+        else:
+            labels.append(label)
+            texts.append(text)
+    listed = "; ".join(bad[:NAMED]) + ("; ..." if len(bad) > NAMED else "")
+    total = len(texts) + len(bad)
+    if total == 0:
+        raise DataError(f"{path}: holds no lines. {LAYOUT}")
+    if len(bad) > max_bad * total:
+        raise DataError(
+            f"{path}: {len(bad)} of {total} lines are bad ({listed}), more than max_bad_lines={max_bad:g} allows. Mend them, or "
+            "set --max-bad-lines."
+        )
+    notes = (f"{path}: left out {len(bad)} bad of {total} lines ({listed})",) if bad else ()
+    return TextSet(tuple(texts), (), path, notes), labels
+
+
+Row = tuple[int, str, str, str]  # number of the line, label, text, what is wrong with it or ""
+
+
+def _tab_rows(path: Path) -> Iterator[Row]:
+    # Split at newlines alone: an article may hold the other characters that splitlines() takes for an end
+    for number, raw in enumerate(_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if not raw.strip():
+            continue
+        try:
+            label, tab, text = raw.decode("utf-8").strip("\r").partition("\t")
+        except UnicodeDecodeError:
+            yield number, "", "", "not UTF-8"
+            continue
+        yield number, label.strip(), text.strip(), "" if tab and label.strip() and text.strip() else _problem(tab, label)
+
+
+def _problem(tab: str, label: str) -> str:
+    return "no tab" if not tab else "no text" if label.strip() else "no label"
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    """Two columns, label and text, or a header that names them."""
+    decoded = _bytes(path).decode("utf-8-sig", errors="surrogateescape")
+    reader = csv.reader(io.StringIO(decoded, newline=""))
+    columns = (0, 1)
+    try:
+        for row in reader:
+            names = [cell.strip().lower() for cell in row]
+            if reader.line_num == 1 and {"label", "text"} <= set(names):
+                columns = names.index("label"), names.index("text")
+                continue
+            if not any(cell.strip() for cell in row):
+                continue
+            cells = [row[column].strip() if column < len(row) else "" for column in columns]
+            problem = "" if _encodes("".join(cells)) else "not UTF-8"
+            if not problem and not all(cells):
+                problem = "no label" if not cells[0] else "no text"
+            yield reader.line_num, cells[0], cells[1], problem
+    except csv.Error as error:
+        raise DataError(f"{path}: line {reader.line_num} is no CSV ({error}).") from error
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,108 @@
+"""Who is to blame: what each rank told of its end, and its signs of life, read from the store they share.
+
+Keys: `beat/N`, the last sign of life of rank N; `end/N`, how it ended.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+
+# torch exports it under a condition that mypy does not follow
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from train.errors import PEER_LOST, STOPPED
+from train.process.status import End
+
+BEAT_S = 0.5
+SILENT_S = 2.0  # no beat for this long, and no end told: lost
+SEVERAL_SILENT_S = 4.5  # on a machine with too much to do some that are alive seem silent at first
+LOOK_S = 7.0  # a store that does not answer within this is stopped itself
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """Who is to blame and why; `end` where that rank told it itself; `alive`: it keeps the others waiting."""
+
+    rank: int
+    why: str
+    end: End | None = None
+    alive: bool = False
+
+
+def find_suspects(store: Store, world_size: int, *, myself: int, waiting: bool) -> list[Suspect]:
+    """Who is to blame, most likely first: ranks that failed by themselves, then silent ones, then those behind.
+
+    `waiting`: this rank waits in a collective itself. Returns as soon as it is settled, at the latest after
+    SEVERAL_SILENT_S: every survivor of a lost peer tells its end at once, which leaves the lost ones. Empty where all wait
+    for each other.
+    """
+    others = [rank for rank in range(world_size) if rank != myself]
+    first: dict[int, str] = {}
+    began_s = time.monotonic()
+    while True:
+        ends = ends_of(store, world_size, myself=myself)
+        if named := failed_first(ends):
+            return named
+        silent = []
+        for rank in (rank for rank in others if ends[rank] is None):
+            beat = store.get(f"beat/{rank}").decode() if store.check([f"beat/{rank}"]) else ""
+            if first.setdefault(rank, beat) == beat:
+                silent.append(rank)
+        waited_s = time.monotonic() - began_s
+        settled = waited_s > 2 * BEAT_S and len(silent) == 1 and all(ends[r] for r in others if r not in silent)
+        if settled or waited_s > (SEVERAL_SILENT_S if len(silent) > 1 else SILENT_S):
+            break
+        time.sleep(0.1)
+    if silent:
+        return [Suspect(rank, "gave no sign of life") for rank in silent]
+    if told := reported_by_peers(ends):
+        return told
+    return _behind(store, others) or ([] if waiting else [Suspect(myself, "the others wait for it", alive=True)])
+
+
+def _behind(store: Store, others: list[int]) -> list[Suspect]:
+    """All are alive: those not waiting in a collective keep the rest waiting."""
+    beats = {r: json.loads(store.get(f"beat/{r}")) for r in others if store.check([f"beat/{r}"])}
+    busy = [r for r, beat in beats.items() if not beat["waiting"]]
+    return [Suspect(r, f"is alive, in {beats[r]['phase']} at step {beats[r]['step']}", alive=True) for r in busy]
+
+
+def ends_of(store: Store, world_size: int, *, myself: int) -> dict[int, End | None]:
+    """What the other ranks told of their end so far."""
+    ends: dict[int, End | None] = {}
+    for rank in (rank for rank in range(world_size) if rank != myself):
+        ends[rank] = End.from_json(store.get(f"end/{rank}")) if store.check([f"end/{rank}"]) else None
+    return ends
+
+
+def failed_first(ends: dict[int, End | None]) -> list[Suspect]:
+    """Those that told of an end of their own making: who lost another has a suspect, and maybe that one's code."""
+    found = [
+        Suspect(rank, end.why, end)
+        for rank, end in ends.items()
+        if end is not None and end.code not in (0, PEER_LOST) and end.suspect in (None, rank)
+    ]
+    return sorted(found, key=lambda s: (s.end.code if s.end else 0, s.rank))
+
+
+def reported_by_peers(ends: dict[int, End | None]) -> list[Suspect]:
+    """Whom the first rank that found out told of."""
+    for rank, end in ends.items():
+        if end is not None and end.suspect is not None:
+            own = "says that the others wait for it" if end.suspect == rank else f"is suspected by rank {rank}"
+            return [Suspect(end.suspect, own, alive=True)]
+    return []
+
+
+def root_exit_code(suspects: list[Suspect], otherwise: int) -> int:
+    """The cause decides whether trying again helps: a user's mistake or a fault on one rank ends all as such, and so does
+    a rank that was told to stop and could not wait for the others."""
+    told = [suspect.end.code for suspect in suspects[:1] if suspect.end is not None]
+    return told[0] if told and (0 < told[0] < 128 or told[0] == STOPPED) else otherwise
+
+
+def describe(suspects: list[Suspect], hosts: list[str]) -> str:
+    """One clause: "suspected: rank 3 on node1 (gave no sign of life)"."""
+    if not suspects:
+        return "suspected: nobody, all ranks wait for each other"
+    return "suspected: " + ", ".join(f"rank {s.rank} on {hosts[s.rank]} ({s.why})" for s in suspects[:4])

@@ -1,0 +1,99 @@
+"""--init-method: where the ranks meet, told as a URL instead of MASTER_ADDR and MASTER_PORT. No torch here.
+
+`tcp://host:port` is the two variables in another form. With `file:///path` rank 0 opens a free port and leaves its address
+in that file, which all ranks can read; it is gone again once they have met. torch's own file store keeps everything in the
+file, and waits without end where an earlier run left one: here the address in such a file answers no more, or
+answers for somebody else, and is read again until rank 0 has written its own.
+"""
+
+import contextlib
+import json
+import os
+import re
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from train.errors import LaunchError
+
+# Where a file is given there is no address to check; the port is never opened
+PLACEHOLDERS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def environment(
+    environ: Mapping[str, str], *, url: str, rank: int | None = None, world_size: int | None = None
+) -> dict[str, str]:
+    """`environ` with what the flags say. Raises LaunchError for a URL of another kind, and for anything said twice."""
+    flags = {"--rank": ("RANK", rank), "--world-size": ("WORLD_SIZE", world_size)}
+    told = {name: str(value) for name, value in flags.values() if value is not None}
+    told |= place(url) if url else {}
+    for flag, (name, value) in {**flags, "--init-method": ("MASTER_ADDR", url or None)}.items():
+        if value is not None and name in environ:
+            raise LaunchError(f"{flag} must be left out where {name}={environ[name]} is set already, got {value}. Keep one.")
+    return {**environ, **told}
+
+
+def place(url: str) -> dict[str, str]:
+    """The variables that a URL stands for. Raises LaunchError."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme == "file" and not parts.netloc and parts.path.strip("/"):
+        path = Path(urllib.request.url2pathname(parts.path))
+        if not path.parent.is_dir() or path.is_dir():
+            raise LaunchError(f"--init-method must name a file in a folder that exists and all ranks see, got {path}.")
+        return {**PLACEHOLDERS, "RANKUP_FILE": str(path)}
+    address = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/@]+):([0-9]+)/?", parts.netloc + parts.path)
+    if parts.scheme == "tcp" and address and not parts.query:
+        return {"MASTER_ADDR": address[1].strip("[]"), "MASTER_PORT": address[2]}
+    raise LaunchError(f"--init-method must be tcp://HOST:PORT or file:///PATH, got {url}. env:// is what holds without it.")
+
+
+# The file ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What rank 0 leaves in the file: where its store listens, and a word that only this store knows."""
+
+    token: str
+    host: str
+    addresses: tuple[str, ...]
+    port: int
+
+
+def look(path: Path) -> Endpoint | None:
+    """The notice in the file; None where there is none yet. Raises LaunchError where the file is something else's."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise LaunchError(f"--init-method: {path} must be readable, got {error.strerror}.") from None
+    if not text:
+        return None
+    try:
+        told = json.loads(text)["rankup"]
+        return Endpoint(told["token"], told["host"], tuple(told["addresses"]), told["port"])
+    except (ValueError, TypeError, LookupError):
+        raise LaunchError(
+            f"--init-method: {path} must be a new file, got one that holds something else. Name another, or remove it."
+        ) from None
+
+
+def leave(path: Path, notice: Endpoint) -> None:
+    """Write the notice; a reader sees the old file or the whole new one. Raises LaunchError where it can't be written."""
+    staging = path.with_name(f"{path.name}.{notice.token}")
+    told = {"token": notice.token, "host": notice.host, "addresses": notice.addresses, "port": notice.port}
+    try:
+        staging.write_text(json.dumps({"rankup": told}) + "\n", encoding="utf-8")
+        os.replace(staging, path)
+    except OSError as error:
+        raise LaunchError(f"--init-method: {path} must be writable for rank 0, got {error.strerror}.") from None
+
+
+def remove(path: Path, notice: Endpoint) -> None:
+    """Take the notice away, unless it is another's by now."""
+    with contextlib.suppress(OSError, LaunchError):
+        if look(path) == notice:
+            path.unlink()

@@ -1,0 +1,104 @@
+"""What a run says: lines with rank and host, one file a rank, progress on the terminal of rank 0.
+
+Only rank 0 writes to the terminal. Every rank's own failure is printed all the same, with its rank and host:
+"[default3]:" prefixes without a node's name are the first complaint about torchrun's logs (pytorch issue 75087).
+"""
+
+import contextlib
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from train.errors import ConfigError
+
+
+def host_name() -> str:
+    return socket.gethostname().split(".")[0]
+
+
+class Log:
+    """Lines of one rank: to `logs/rank-N.log` always, to the terminal as the rank and the kind of line allow."""
+
+    def __init__(self, *, rank: int = 0, world_size: int = 1) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.host = host_name()
+        self.prefix = f"[{self.host} r{rank}/{world_size}] " if world_size > 1 else ""
+        self.file: TextIO | None = None
+        self._bar: Any = None
+
+    def open(self, run_dir: Path) -> None:
+        """Append to `run_dir/logs/rank-N.log`. Raises ConfigError where the directory can't be written."""
+        path = run_dir / "logs" / f"rank-{self.rank}.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = path.open("a", buffering=1, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir: {path.parent} must be writable, got {error.strerror}. "
+                "Set --run-dir to a directory this user owns, or change its owner."
+            ) from None
+
+    def info(self, text: str) -> None:
+        """A line for the user: rank 0 prints it, every rank keeps it."""
+        if self.rank == 0:
+            self._print(text, sys.stdout)
+        self._keep(text)
+
+    def warning(self, text: str) -> None:
+        """A line that every rank prints, since the others can't know it."""
+        self._print(text, sys.stderr)
+        self._keep(text)
+
+    def debug(self, text: str) -> None:
+        """A line for the rank's file alone."""
+        self._keep(text)
+
+    def _keep(self, text: str) -> None:
+        if self.file is not None:
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
+            with contextlib.suppress(OSError):  # a full disk is reported where something is lost by it
+                self.file.writelines(f"{stamp} {self.host} r{self.rank} {line}\n" for line in text.splitlines())
+
+    def _print(self, text: str, stream: TextIO) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+        # One write a line: lines of several ranks on one terminal would otherwise break into each other.
+        stream.write("".join(f"{self.prefix}{line}\n" for line in text.splitlines()))
+        stream.flush()
+
+    # Progress -------------------------------------------------------------------------------------------------
+
+    def start_progress(self, *, kind: str, total_steps: int, step: int, every_s: float) -> None:
+        """Show steps as a bar on a terminal and as a line every `every_s` seconds elsewhere. Rank 0 only."""
+        self._every_s, self._reported_s = every_s, time.monotonic()
+        self._kind = kind if kind != "auto" else ("bar" if sys.stderr.isatty() else "lines")
+        if self.rank != 0 or self._kind != "bar":
+            return
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, leave=False)
+
+    def progress(self, step: int, text: str) -> None:
+        if self.rank != 0:
+            return
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+            self._bar.set_postfix_str(text, refresh=False)
+        elif self._kind == "lines" and text:
+            self.info(text)
+
+    def progress_due(self) -> bool:
+        """Whether `every_s` seconds have passed since this last said yes. Looks at the clock, never at the device."""
+        now_s = time.monotonic()
+        if now_s - self._reported_s < self._every_s:
+            return False
+        self._reported_s = now_s
+        return True
+
+    def end_progress(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -1,0 +1,164 @@
+"""What one machine can say of itself, without a group and without torch: limits, memory, disks, its own name.
+
+Each check takes milliseconds; `train` runs the cheap ones before each training, and the doctor runs all.
+"""
+
+import contextlib
+import os
+import resource
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from train.config import Config
+from train.process import advice
+from train.process.addresses import is_loopback
+from train.process.cpus import cpu_quota
+from train.process.findings import NOTE, OK, UNFIT, WARNING, Finding
+from train.process.limits import folders, oom_kills, read
+from train.process.placement import Launch
+
+MIB = 2**20
+LEAST_MEMORY = 1024 * MIB  # importing torch and training the smallest model take about half of it
+LEAST_SHM, SHM_PER_WORKER = 32 * MIB, 32 * MIB
+LEAST_DISK = 1024 * MIB  # a few checkpoints of a middle-sized model
+LEAST_FILES = 1024
+SLOW_DISK = 5 * MIB  # bytes/s
+WRITTEN = 16 * MIB
+ENLARGE_SHM = "Enlarge it (docker run --shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm)"
+
+
+def limits(config: Config, launch: Launch, *, root: Path = Path("/")) -> Iterator[Finding]:
+    """CPUs, memory and open files: what is granted to this process, which in a container is not the machine's."""
+    cpus = cpu_quota(root)
+    crowded = advice.on_cpus(config, launch, cpus)
+    for text in crowded:
+        yield Finding("limits", WARNING, text, "threads that wait for a CPU make every step of all ranks slower.")
+    if not crowded and cpus is not None:
+        yield Finding("limits", OK, f"{cpus:g} CPUs for {launch.local_world_size or 1} x {config.num_threads} threads")
+    memory = memory_limit(root)
+    if memory is not None and memory < LEAST_MEMORY * (launch.local_world_size or 1):
+        yield Finding(
+            "limits", WARNING, f"{memory / MIB:.0f} MiB of memory for {launch.local_world_size or 1} ranks",
+            "a process that needs more is killed without a word: exit code 137, and no traceback.",
+            "Allow 1 GiB a rank or more (compose: MEMORY=4g; elsewhere the memory limit of the job).",
+        )
+    # Without a limit it is the machine's own count, of whoever and whenever
+    if memory is not None and (killed := oom_kills(root)):
+        who = "1 process of this container or job was" if killed == 1 else f"{killed} processes of this container or job were"
+        yield Finding(
+            "limits", WARNING, f"{who} killed because the memory was not enough",
+            "the next run of the same size ends the same way: exit code 137, and no traceback.",
+            "Raise the memory limit, or lower --batch-size or --num-workers.",
+        )
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
+        yield Finding(
+            "limits", WARNING, f"only {soft} open files are allowed (ulimit -n)",
+            "each connection to a rank and each batch of a DataLoader worker is one: \"Too many open files\".",
+            "ulimit -n 16384 in the shell that starts it, or nofile in its limits.",
+        )
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if Path(root, "dev/infiniband").exists() and locked != resource.RLIM_INFINITY:
+        yield Finding(
+            "limits", WARNING, f"only {locked / MIB:g} MiB of memory may be locked (ulimit -l)",
+            'InfiniBand registers its buffers: "ibv_reg_mr failed: Cannot allocate memory".',
+            "ulimit -l unlimited (memlock: -1 in compose; LimitMEMLOCK=infinity for the service that starts jobs).",
+        )
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Bytes that this process may use, the least of its control groups' limits; None where there is none."""
+    limits = []
+    for folder, version in folders("memory", root):
+        with contextlib.suppress(ValueError):
+            limits.append(int(read(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))))
+    return min((limit for limit in limits if limit < 2**60), default=None)  # v1 says 2**63 less a page for "none"
+
+
+def shared_memory(config: Config, *, folder: str = "/dev/shm") -> Iterator[Finding]:
+    """/dev/shm, through which DataLoader workers hand over batches, and nccl's ranks of one node talk."""
+    if not os.path.isdir(folder):
+        return
+    system = os.statvfs(folder)
+    free, total = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
+    least = LEAST_SHM + config.num_workers * SHM_PER_WORKER
+    seen = f"{folder}: {free / MIB:.0f} of {total / MIB:.0f} MiB free"
+    if free >= least:
+        yield Finding("memory", OK, seen)
+        return
+    left = f" It is full: look what lies there (ls -la {folder}), and remove what ended jobs left." if total >= least else ""
+    yield Finding(
+        "memory", WARNING, seen,
+        'workers end with "Bus error" or "No space left on device (28)", and nccl with "unhandled system error".',
+        f"{ENLARGE_SHM}, or set --num-workers 0.{left}",
+    )
+
+
+def disk(run_dir: Path) -> Iterator[Finding]:
+    """Whether checkpoints can be written where the run lies: permission, room, and how fast."""
+    folder = run_dir / "doctor"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if free < LEAST_DISK:
+            yield Finding(
+                "storage", WARNING, f"{folder.parent}: {free / MIB:.0f} MiB free",
+                "a checkpoint that can't be written ends the training (exit code 2).", "Make room, or set --run-dir elsewhere.",
+            )
+        if free > 4 * WRITTEN:
+            yield _speed(folder, free)
+    except OSError as error:
+        yield Finding(
+            "storage", UNFIT, f"{error.filename or folder} can't be written: {error.strerror}",
+            "logs, metrics and checkpoints go there.", "Set --run-dir to a directory this user owns, or change its owner.",
+        )
+
+
+def _speed(folder: Path, free: int) -> Finding:
+    path, block = folder / f".written-{socket.gethostname()}-{os.getpid()}", os.urandom(MIB)
+    try:
+        began_s = time.monotonic()
+        with path.open("wb") as file:
+            for _ in range(WRITTEN // MIB):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        speed = WRITTEN / (time.monotonic() - began_s)
+    finally:
+        path.unlink(missing_ok=True)
+    seen = f"{folder.parent}: {free / 2**30:.1f} GiB free, writes {speed / MIB:.0f} MiB/s"
+    if speed > SLOW_DISK:
+        return Finding("storage", OK, seen)
+    return Finding(
+        "storage", WARNING, seen, "every rank waits while a checkpoint is written.",
+        "Set --run-dir on a faster disk, or save less often (--save-every-steps).",
+    )
+
+
+def own_name() -> Iterator[Finding]:
+    """What this machine's name leads to: gloo listens there unless an interface is named, and 127.0.1.1 is Debian's default."""
+    name = socket.gethostname()
+    try:
+        found = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
+    except OSError as error:
+        yield Finding(
+            "names", NOTE, f"its own name {name} does not resolve here ({error.strerror or error}); the interface that routes "
+            "to the master is used",
+        )
+        return
+    if all(is_loopback(address) for address in found):
+        yield Finding(
+            "names", NOTE, f"its own name {name} leads to {', '.join(found)}, which no other machine reaches; the interface that "
+            "routes to the master is used",
+        )
+    else:
+        yield Finding("names", OK, f"its own name {name} leads to {', '.join(found)}")
+
+
+def before_training(config: Config, launch: Launch) -> list[str]:
+    """What every training looks at in milliseconds: a line for each limit that will be in its way."""
+    found = [finding for finding in limits(config, launch) if finding.level == WARNING]
+    return [f"{told.seen}: {told.why} {told.remedy}" if told.remedy else told.seen for told in found]

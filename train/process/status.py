@@ -1,0 +1,121 @@
+"""How each rank ended: `status/<attempt>/rank-N.json`, and `status.json` over all of them.
+
+`status.json` carries the attempt's id. A reader that finds none, or another attempt's, has to take the run for
+failed: yesterday's success must never be read as today's.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from train import errors
+
+UNDECIDED = "undecided"  # the state of a rank that looks for whom it lost
+VICTIM_LATER_S = 3
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How one rank ended. `code` is its exit code, `step` the last step it completed."""
+
+    rank: int
+    host: str
+    state: str  # finished | stopped | failed, and UNDECIDED in the store only
+    code: int
+    why: str
+    step: int
+    suspect: int | None = None  # the rank that this one lost, where it knows
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "End":
+        return End(**json.loads(text))
+
+
+def state_of(code: int) -> str:
+    return {errors.FINISHED: "finished", errors.STOPPED: "stopped"}.get(code, "failed")
+
+
+def new_attempt() -> str:
+    """Sorts by time, and two attempts of one second differ."""
+    return time.strftime("%Y%m%dT%H%M%S-") + secrets.token_hex(3)
+
+
+def attempt_of(job: str, restart: int) -> str:
+    """The id of one attempt of a launcher's job: `job_of` tells that a restart belongs to it."""
+    return f"{job}-{restart}"
+
+
+def job_of(attempt: str) -> str:
+    """The same for an attempt and for those that a launcher of ours started after it."""
+    return "-".join(attempt.split("-")[:2])
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write `data` so that a reader sees the old file or the new one, never half (rename within one directory)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    staging.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    os.replace(staging, path)
+
+
+def read_json(path: Path) -> Any:
+    """The file's content, or None where it is missing or not whole."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def write_end(run_dir: Path, attempt: str, end: End) -> None:
+    write_json(run_dir / "status" / attempt / f"rank-{end.rank}.json", {"attempt": attempt, **asdict(end)})
+
+
+def write_summary(run_dir: Path, attempt: str, *, state: str, world_size: int, ends: list[End]) -> None:
+    """`status.json`, by rank 0: at the start with state "running", at the end with what is known of every rank."""
+    worst = max(ends, key=lambda end: (end.state == "failed", end.code), default=None)
+    summary = {
+        "attempt": attempt,
+        "state": state,
+        "world_size": world_size,
+        "code": worst.code if worst else None,
+        "why": worst.why if worst else "",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "ranks": {str(end.rank): asdict(end) for end in sorted(ends, key=lambda end: end.rank)},
+    }
+    write_json(run_dir / "status.json", summary)
+
+
+def tell_torchrun(error: BaseException) -> None:
+    """torchrun's summary says "error_file: <N/A>" for a worker that did not write one (pytorch issue 113546)."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    # Once: the summary takes the earliest for the cause, and a failing rank waits for the others before it ends
+    if path and not Path(path).exists() and "torch" in sys.modules and isinstance(error, Exception):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with contextlib.suppress(OSError):  # a full disk must not hide the reason that is being told
+            get_error_handler().record_exception(error)
+            victim = isinstance(error, errors.JoinError | errors.PeerLost)
+            if victim or error.__traceback__ is None:
+                _correct(Path(path), later_s=VICTIM_LATER_S if victim else 0)
+
+
+def _correct(path: Path, *, later_s: int) -> None:
+    """What torch writes down is the exception being handled: have the summary show ours, whom this rank lost and why.
+
+    `later_s` keeps a victim from being named the root cause: the times have whole seconds, of equal ones the summary takes
+    the lowest rank, and for a rank that left no file it takes the time at which the others had ended.
+    """
+    record = json.loads(path.read_text(encoding="utf-8"))
+    more = record["message"]["extraInfo"]
+    more["py_callstack"] = record["message"]["message"]
+    more["timestamp"] = str(int(more["timestamp"]) + later_s)
+    write_json(path, record)

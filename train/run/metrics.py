@@ -1,0 +1,132 @@
+"""Numbers of a run: `metrics.jsonl` for programs, TensorBoard for people. One writer a run, on rank 0."""
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.errors import disk_error
+
+
+class Metrics:
+    """Appends to `directory/metrics.jsonl` and `directory/tensorboard/`; without a directory it only remembers.
+
+    Every method raises UserError where the disk is full.
+    """
+
+    def __init__(
+        self, directory: Path | None, *, step: int, evaluated: int, tensorboard: bool, unit: str = "images"
+    ) -> None:
+        self.directory, self.unit = directory, unit
+        self.last: dict[str, float] = {}
+        self._writer: Any = None
+        self._file = None
+        if directory is None:
+            return
+        with self._disk():
+            path = directory / "metrics.jsonl"
+            keep_until(path, step, evaluated)
+            self._file = path.open("a", buffering=1, encoding="utf-8")
+            if tensorboard:
+                from torch.utils.tensorboard import SummaryWriter  # half a second: only where it is used
+
+                threading.excepthook = _leave_to_the_caller
+                # What a killed attempt showed past its checkpoint is purged
+                self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def training(self, step: int, loss: float, rate: float, per_s: float) -> None:
+        self.last |= {"loss": loss, "per_s": per_s, "rate": rate}
+        self._write(step, {"train/loss": loss, "train/lr": rate, f"train/{self.unit}_per_s": per_s})
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self._write(step, {f"eval/{name}": value for name, value in metrics.items()})
+
+    def pictures(self, step: int, pictures: dict[str, torch.Tensor]) -> None:
+        with self._disk():
+            for name, picture in pictures.items():
+                if self._writer is not None:
+                    self._writer.add_image(name, picture, step)
+
+    def hyperparameters(self, step: int, settings: dict[str, Any], metrics: dict[str, float]) -> None:
+        """TensorBoard's HPARAMS tab: the settings of the run beside its final metrics."""
+        if self._writer is None:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        plain = {k: v if isinstance(v, bool | int | float | str) else json.dumps(v) for k, v in settings.items()}
+        finals = {f"final/{name}": value for name, value in metrics.items()}
+        with self._disk():
+            # Not `add_hparams`: it opens a second file, whose points have no step and stay for ever
+            for summary in hparams(plain, finals):  # type: ignore[no-untyped-call]
+                self._writer.file_writer.add_summary(summary, step)
+            for name, value in finals.items():
+                self._writer.add_scalar(name, value, step)
+
+    def line(self, step: int, total_steps: int) -> str:
+        """Where the run stands, for the terminal."""
+        if "loss" not in self.last:
+            return f"step {step}/{total_steps}"
+        return f"step {step}/{total_steps}  loss {self.last['loss']:.4f}  {self.last['per_s']:,.0f} {self.unit}/s"
+
+    def flush(self) -> None:
+        """Have all that was written so far survive this process. `metrics.jsonl` does line by line."""
+        with self._disk():
+            if self._writer is not None:
+                self._writer.flush()
+
+    def close(self) -> None:
+        with self._disk():
+            if self._writer is not None:
+                self._writer.close()
+            if self._file is not None:
+                self._file.close()
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        with self._disk():
+            if self._file is not None:
+                # JSON has no NaN: a reader of the file would stop at it
+                safe = {name: value if math.isfinite(value) else None for name, value in values.items()}
+                self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **safe}) + "\n")
+            if self._writer is not None:
+                for name, value in values.items():
+                    self._writer.add_scalar(name, value, step)
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            assert self.directory is not None
+            raise disk_error("metrics", self.directory, error) from None
+
+
+def _leave_to_the_caller(failure: threading.ExceptHookArgs) -> None:
+    """TensorBoard's writer thread would print the traceback of a full disk; its error comes back at the next write."""
+    if not isinstance(failure.exc_value, OSError):
+        threading.__excepthook__(failure)
+
+
+def keep_until(path: Path, step: int, evaluated: int) -> None:
+    """Cut from a metrics file what a checkpoint of `step`, with the evaluation of step `evaluated`, does not know of, and
+    a last line that a kill left half written."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+            limit = evaluated if any(name.startswith("eval/") for name in entry) else step
+            if entry["step"] <= limit:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+    staging = path.with_suffix(".new")
+    staging.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(staging, path)

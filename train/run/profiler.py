@@ -1,0 +1,124 @@
+"""`--profile 10:20`: a trace of these steps by torch.profiler, one file a rank, and which share of their time went where."""
+
+import json
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from train.config import Config
+from train.errors import ConfigError, disk_error
+from train.group.group import Group
+
+FOLDER = "profile"
+# As gloo, nccl and torch's own layer above them name what they do
+COMMUNICATION = ("gloo:", "nccl:", "ncclDev", "ncclKernel", "c10d::")
+Spans = list[tuple[float, float]]
+
+
+class Profiler:
+    """Traces the steps that the settings name; without any it does nothing."""
+
+    def __init__(self, config: Config, group: Group, *, step: int, total_steps: int) -> None:
+        """`step`: where the run begins or goes on. Raises ConfigError for steps that the run does not have."""
+        self.group, self.shares = group, dict[str, float]()
+        self.first, self.last = span_of(config.profile) if config.profile else (-1, -1)
+        self._running: profile | None = None
+        if self.last > total_steps:
+            error = ConfigError(f"profile must end by step {total_steps}, the last of the run, got {config.profile}.")
+            error.printed_elsewhere = not group.is_rank0
+            raise error
+        if 0 <= self.first < step:
+            left = f"from {step} on" if step < self.last else "nothing"
+            group.log.info(f"profile  the run goes on at step {step}: traces {left} of {config.profile}")
+            self.first = step
+
+    def at(self, step: int) -> None:
+        """Before each step, with the number of those that are done, and after the last one."""
+        if step == self.first < self.last:
+            # Else it says on stderr that there is no GPU
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.group.device.type == "cuda" else [])]
+            self._running = profile(activities=activities, acc_events=True)
+            self._synchronize()
+            self._running.start()
+        elif step == self.last:
+            self.end()
+
+    def end(self) -> None:
+        """Write what was traced so far, and count. Raises UserError where the disk is full or not writable."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        self._synchronize()
+        running.stop()
+        folder = self.group.run_dir / FOLDER
+        path = folder / f"rank-{self.group.rank}.pt.trace.json"  # the ending that TensorBoard looks for
+        staging = path.with_name(f".{path.name}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(staging))
+            self.shares = shares_of(json.loads(staging.read_bytes())["traceEvents"])
+            os.replace(staging, path)
+        except (OSError, ValueError) as error:  # a trace that was cut off
+            failure = error if isinstance(error, OSError) else OSError(0, "it was cut off: no space left?")
+            raise disk_error("profile", folder, failure) from None
+        self.group.log.info(f"profile  steps {self.first} to {self.last}: {folder}/")
+
+    def _synchronize(self) -> None:
+        if self.group.device.type == "cuda":
+            torch.cuda.synchronize(self.group.device)
+
+
+def span_of(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    return int(first), int(last)
+
+
+def shares_of(events: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Of the time in steps: `data`, waiting for the batch; `communication`, in which nothing was computed meanwhile; `compute`,
+    the rest; and `overlapped`, what of the communication was hidden behind computing, which is part of `compute`."""
+    steps: Spans = []
+    data: Spans = []
+    talk: Spans = []
+    kernels: Spans = []
+    work: Spans = []
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        name, kind = event["name"], event.get("cat", "")
+        span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        if kind == "user_annotation" and name in ("step", "data"):
+            (steps if name == "step" else data).append(span)
+        elif name.startswith(COMMUNICATION):
+            talk.append(span)
+        elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kernels.append(span)
+        elif name.startswith("aten::"):
+            work.append(span)
+    busy = kernels or work  # where there is a GPU, the host only tells it what to do
+    total = _length(steps, within=steps)
+    waiting = _length(data + kernels, within=steps) - _length(kernels, within=steps)
+    exposed = _length(talk + busy + data, within=steps) - _length(busy + data, within=steps)
+    found = {"data": waiting, "compute": total - waiting - exposed, "communication": exposed,
+             "overlapped": _length(talk, within=steps) - exposed}
+    return {name: round(max(0.0, seconds) / max(total, 1e-9), 4) for name, seconds in found.items()}
+
+
+def _length(spans: Spans, *, within: Spans) -> float:
+    """How long at least one of `spans` lasts, inside of `within`, whose spans don't overlap."""
+    total = 0.0
+    ordered, limits = sorted(spans), sorted(within)
+    end, number = float("-inf"), 0
+    for first, last in ordered:
+        first = max(first, end)
+        end = max(end, last)
+        while number < len(limits) and limits[number][1] <= first:
+            number += 1
+        for low, high in limits[number:]:
+            if low >= last:
+                break
+            total += max(0.0, min(last, high) - max(first, low))
+    return total

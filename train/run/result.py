@@ -1,0 +1,99 @@
+"""The end of a run that succeeded: pictures, `result.json`, and the table."""
+
+import platform
+import sys
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from train.config import Config
+from train.errors import disk_error
+from train.group.group import Group
+from train.parallel import wrap
+from train.process.status import write_json
+from train.run import weights
+from train.run.evaluation import Result
+from train.run.profiler import Profiler
+from train.run.run_directory import Progress, RunDirectory, Speed, table
+from train.workloads import Workload
+
+
+def finish(
+    config: Config, group: Group, record: RunDirectory, workload: Workload, model: nn.Module, state: dict[str, torch.Tensor],
+    progress: Progress, speed: Speed, *, steps_per_epoch: int, seconds: float, profiler: Profiler,
+) -> dict[str, Any]:
+    """Write and print the result; rank 0 alone, the others wait at the end of the group. `state`: the plain weights."""
+    peaks = group.gather(_peak_memory_mb(group.device))
+    shares = group.gather(profiler.shares)
+    result = {
+        "attempt": group.attempt,
+        "run": str(record.directory),
+        "step": progress.step,
+        "steps_per_epoch": steps_per_epoch,
+        "metrics": progress.metrics or {},
+        f"{workload.unit}_per_s": round(speed.at(progress.step), 1),
+        "seconds": round(seconds, 1),
+        "peak_memory_mb": round(max(peaks)),
+        "world_size": group.world_size,
+        "hosts": sorted(set(group.hosts)),
+        "digest": weights.digest(state),
+        "data": workload.data_name,
+        "way": wrap.way(config, group.world_size),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+    if any(shares):
+        result["profile"] = {"steps": [profiler.first, profiler.last], "ranks": shares}
+    if not group.is_rank0:
+        return result
+    assert record.metrics is not None
+    assert record.lease is not None
+    record.lease.check()
+    if workload.pictures is not None and config.tensorboard and record.tables:
+        model.eval()
+        record.metrics.pictures(progress.step, workload.pictures(model, record.tables, next(model.parameters()).device))
+    record.metrics.hyperparameters(progress.step, config.model_dump(), progress.metrics or {})
+    record.metrics.flush()
+    try:
+        write_json(record.directory / "result.json", result)
+    except OSError as error:
+        raise disk_error("result.json", record.directory, error) from None
+    group.log.info(_table(result, workload.unit))
+    return result
+
+
+def _peak_memory_mb(device: torch.device) -> float:
+    """The most that this process ever held: of the accelerator's memory where there is one, else of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    try:
+        import resource
+    except ImportError:  # Windows
+        return float(psutil.Process().memory_info().peak_wset) / 1e6  # type: ignore[attr-defined, unused-ignore]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
+
+
+def _table(result: dict[str, Any], unit: str) -> str:
+    metrics = result["metrics"]
+    rows = {name.replace("_", " "): f"{metrics[name]:.4f}" for name in sorted(metrics)}
+    rows |= {
+        f"{unit}/s": f"{result[f'{unit}_per_s']:,.0f} (training alone)",
+        "seconds": f"{result['seconds']:.1f}",
+        "world size": f"{result['world_size']} on {', '.join(result['hosts'])}",
+    }
+    if "profile" in result:
+        (first, last), own = result["profile"]["steps"], result["profile"]["ranks"][0]
+        parts = ", ".join(f"{name} {own[name]:.0%}" for name in ("data", "compute", "communication"))
+        rows[f"steps {first} to {last}"] = f"{parts} of the time (rank 0)"
+    rows |= {
+        "weights digest": result["digest"][:16],
+        "outputs": f"{result['run']}/ (result.json, checkpoints/, tensorboard/)",
+    }
+    return f"finished after {result['step']} steps\n{table(rows)}"
+
+
+def evaluation_table(result: Result, *, step: int, digest: str) -> str:
+    rows = {name.replace("_", " "): f"{value:.4f}" for name, value in sorted(result.metrics.items())}
+    rows |= {"samples": str(result.count), "step": str(step), "weights digest": digest[:16]}
+    return table(rows)

@@ -1,0 +1,63 @@
+"""Weights by themselves: their digest, and starting from someone else's."""
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.errors import UserError
+from train.run.checkpoint import read
+
+
+def digest(state: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over names, types, shapes and bytes of a model's state, in the order of the names."""
+    total = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return total.hexdigest()
+
+
+def without_prefixes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Strip what wrappers put before the names: "module." (DP, DDP), "_orig_mod." (torch.compile), in any order."""
+    return {re.sub(r"(^|\.)((module|_orig_mod)\.)+", r"\1", name): value for name, value in state.items()}
+
+
+def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None]) -> None:
+    """Start from someone's weights: a checkpoint directory of ours, or any file of a state dict.
+
+    Tensors whose shape differs, or that the file lacks, keep their initial value and are listed. Raises UserError where
+    the file can't be read or nothing in it fits.
+    """
+    state: Any
+    if path.is_dir():
+        state = read(path).whole().model_state()
+    else:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except FileNotFoundError:
+            raise UserError(f"init_from must name an existing file or checkpoint directory, got {path}.") from None
+        except Exception as error:  # torch.load raises half a dozen unrelated types for a damaged file
+            reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            raise UserError(f"init_from: {path} must hold weights that load with weights_only, got: {reason}") from None
+    for key in ("state_dict", "model_state_dict", "model"):  # the usual envelopes of published checkpoints
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+            break
+    entries = state.items() if isinstance(state, dict) else ()
+    given = without_prefixes({k: v for k, v in entries if isinstance(k, str) and isinstance(v, torch.Tensor)})
+    own = model.state_dict()
+    fitting = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
+    if not fitting:
+        raise UserError(f"init_from: {path} must share weights with the model, got none that fits by name and shape.")
+    model.load_state_dict(fitting, strict=False)
+    say(f"started from {path}: {len(fitting)} of {len(own)} tensors")
+    for name in (name for name in own if name not in fitting):
+        reason = f"its shape there is {tuple(given[name].shape)}, here {tuple(own[name].shape)}" if name in given else "not there"
+        say(f"  {name} keeps its initial value: {reason}")
+    if unused := [name for name in given if name not in own]:
+        say(f"  not used from the file: {', '.join(unused[:8])}{' ...' if len(unused) > 8 else ''}")
