@@ -20,7 +20,11 @@ class UserError(ValueError):
     """The user's mistake: printed as one line without a traceback, exit code 2."""
 
     code = USER_MISTAKE
-    printed_elsewhere = False  # rank 0 raises the same: this rank keeps it in its log
+
+    def __init__(self, text: str, *, printed_elsewhere: bool = False) -> None:
+        """`printed_elsewhere`: another rank prints the same text, this one only writes it to its log."""
+        super().__init__(text)
+        self.printed_elsewhere = printed_elsewhere
 
 
 class ConfigError(UserError):
@@ -39,16 +43,24 @@ class JoinError(RuntimeError):
     """The group did not come together within its deadline, exit code 170."""
 
     code = JOIN_FAILED
-    printed_elsewhere = False
+
+    def __init__(self, text: str, *, printed_elsewhere: bool = False) -> None:
+        """`printed_elsewhere`: another rank prints the same text, this one only writes it to its log."""
+        super().__init__(text)
+        self.printed_elsewhere = printed_elsewhere
 
 
 class PeerLost(RuntimeError):
-    """Another rank died or a deadline passed, exit code 171, or the code that the lost rank told. `hang`: nobody died."""
+    """Another rank died or a deadline passed: exit code 171, or the code that the lost rank reported."""
 
-    code = PEER_LOST
-    printed_elsewhere = False
-    suspect: int | None = None
-    nobody_died = False
+    def __init__(
+        self, text: str, *, code: int = PEER_LOST, suspect: int | None = None, nobody_died: bool = False,
+        printed_elsewhere: bool = False,
+    ) -> None:
+        """`suspect`: the rank that was lost. `nobody_died`: all ranks are alive, one of them is late."""
+        super().__init__(text)
+        self.code, self.suspect, self.nobody_died = code, suspect, nobody_died
+        self.printed_elsewhere = printed_elsewhere
 
 
 class Stopped(Exception):

@@ -204,7 +204,7 @@ def step(
     with record_function("data"):
         while len(batches) < config.accumulate and (batch := feed.next()) is not None:
             batches.append(batch)
-    if group.agree(int(group.stop.requested or len(batches) < config.accumulate)):
+    if group.max(int(group.stop.requested or len(batches) < config.accumulate)):
         return None
     # A random state of each step's and rank's own: a resumed run needs none of the past, and no two ranks drop the same
     seed_everything(derive_seed(config.seed, number, group.rank))

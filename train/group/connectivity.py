@@ -73,9 +73,8 @@ def check_connectivity(meeting: Meeting, rank: int, *, log: Log) -> None:
     if verdict is None:
         raise JoinError(f"rank 0 on {members[0].place} fell silent just after all ranks had joined.")
     if verdict["code"]:
-        error = (UserError if verdict["code"] == USER_MISTAKE else JoinError)(verdict["text"])
-        error.printed_elsewhere = not members[rank].prints_for_host(members)
-        raise error
+        kind = UserError if verdict["code"] == USER_MISTAKE else JoinError
+        raise kind(verdict["text"], printed_elsewhere=not members[rank].prints_for_host(members))
 
 
 class _Waiting:

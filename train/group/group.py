@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from train.config import Config
-from train.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, exit_code, reason
+from train.errors import PEER_LOST, JoinError, LaunchError, PeerLost, Stopped, UserError, exit_code, reason
 from train.group.connectivity import HINT, check_connectivity
 from train.group.failure_detector import describe, root_exit_code
 from train.group.rendezvous import Meeting, meet
@@ -75,8 +75,16 @@ class Group:
     def is_rank0(self) -> bool:
         return self.rank == 0
 
-    def agree(self, value: int) -> int:
-        """The largest `value` of all ranks: 0 means that nobody objects. Waits on the host, never on the device."""
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.max(0)
+
+    def min(self, value: int) -> int:
+        """The smallest `value` of all ranks, an int32."""
+        return -self.max(-value)
+
+    def max(self, value: int) -> int:
+        """The largest `value` of all ranks, an int32. Waits on the host, never on the device."""
         if self.world_size == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.int32)
@@ -110,12 +118,11 @@ class Group:
         values = self.gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
-                error = UserError(
+                raise UserError(
                     f"{what} must be the same on all ranks, got {values[0]} on rank 0 ({self.hosts[0]}) and {other} on "
-                    f"rank {rank} ({self.hosts[rank]}). {remedy}"
+                    f"rank {rank} ({self.hosts[rank]}). {remedy}",
+                    printed_elsewhere=not self.is_rank0,
                 )
-                error.printed_elsewhere = not self.is_rank0
-                raise error
 
     def _collective(self, call: Any) -> None:
         self.watch.wait_for_others(True)
@@ -243,7 +250,7 @@ def join(
         yield group
         _part(group)
     except BaseException as error:
-        watch.exit_within(PeerLost.code)  # the phase that failed is over, its deadline must not cut this short
+        watch.exit_within(PEER_LOST)  # the phase that failed is over, its deadline must not cut this short
         failure = explain(group, error)
         watch.exit_within(exit_code(failure))
         tell_torchrun(failure)
@@ -278,7 +285,7 @@ def _come_together(config: Config, group: Group, reached: Callable[[str, Group],
         dist.init_process_group(
             backend, store=meeting.store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
         )
-        dist.barrier() if backend == "gloo" else group.agree(0)
+        dist.barrier() if backend == "gloo" else group.barrier()
     except (RuntimeError, ValueError) as error:
         log.debug(f"{type(error).__name__}: {error}")
         suspects = watch.suspects()
@@ -326,7 +333,7 @@ def _part(group: Group) -> None:
 
     A connection that ends before its user is an error to torch, which says so in many lines on a run that went well.
     """
-    group.agree(0)
+    group.barrier()
     group.watch.end_beats()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -342,12 +349,13 @@ def explain(group: Group, error: BaseException) -> BaseException:
         return error
     suspects = group.watch.suspects()
     group.log.debug(f"{type(error).__name__}: {error}")
-    failure = PeerLost(f"lost a peer at step {group.step}: {describe(suspects, group.hosts)}")
-    failure.nobody_died = all(suspect.alive for suspect in suspects)
-    if suspects:
-        failure.suspect, end = suspects[0].rank, suspects[0].end
-        if end is not None and end.code == Stopped.code:
-            # It did not wait to save, and to stop is what was asked for: no reason to start again
-            return Stopped(f"rank {end.rank} on {end.host} left: {end.why}")
-        failure.code = root_exit_code(suspects, failure.code)
-    return failure
+    end = suspects[0].end if suspects else None
+    if end is not None and end.code == Stopped.code:
+        # It did not wait to save, and to stop is what was asked for: no reason to start again
+        return Stopped(f"rank {end.rank} on {end.host} left: {end.why}")
+    return PeerLost(
+        f"lost a peer at step {group.step}: {describe(suspects, group.hosts)}",
+        code=root_exit_code(suspects, PEER_LOST) if suspects else PEER_LOST,
+        suspect=suspects[0].rank if suspects else None,
+        nobody_died=all(suspect.alive for suspect in suspects),
+    )

@@ -272,9 +272,8 @@ class _Join:
             self.problem = f"rank 0 never introduced itself to the store at {self.address}, is it another job's?"
         elif not store.check(["verdict"]):
             self.roster.look(store)
-            error = JoinError(f"{self._missing(self.timeout_s)}. {advice}")
-            error.printed_elsewhere = not self.me.prints_for_host(self.roster.living())
-            raise error
+            quiet = not self.me.prints_for_host(self.roster.living())
+            raise JoinError(f"{self._missing(self.timeout_s)}. {advice}", printed_elsewhere=quiet)
         raise self.failure(self.problem)
 
     def _missing(self, waited_s: float) -> str:
@@ -303,9 +302,8 @@ class _Join:
 
 def _error_of(verdict: Mapping[str, Any], token: str) -> Exception:
     """The error that rank 0 found. All raise it, one rank of each machine prints it."""
-    error = (UserError if verdict["code"] == USER_MISTAKE else JoinError)(verdict["text"])
-    error.printed_elsewhere = token not in verdict["speakers"]
-    return error
+    kind = UserError if verdict["code"] == USER_MISTAKE else JoinError
+    return kind(verdict["text"], printed_elsewhere=token not in verdict["speakers"])
 
 
 def _first_line(error: BaseException) -> str:

@@ -62,9 +62,9 @@ def running(config: Config, group: Group) -> Iterator[None]:
         except (RuntimeError, ValueError) as error:
             raise JoinError(f"all ranks reached each other, but Horovod could not connect them: {error}") from None
         assert (horovod.rank(), horovod.size()) == (group.rank, group.world_size)
-        group.agree(0)
+        group.barrier()
     yield
-    group.agree(0)
+    group.barrier()
     horovod.shutdown()
 
 

@@ -95,7 +95,7 @@ def batches_of_rank(
         for turn in range(-(-num_batches(len(samples), config.eval_batch_size) // group.world_size)):
             mine = turn < len(numbered)
             batch = feed.next() if mine else None
-            if group.agree(int(group.stop.requested or (mine and batch is None))):
+            if group.max(int(group.stop.requested or (mine and batch is None))):
                 yield -1, torch.empty(0, dtype=torch.int64), None
                 return
             if mine:

@@ -27,9 +27,10 @@ class Profiler:
         self.first, self.last = span_of(config.profile) if config.profile else (-1, -1)
         self._running: profile | None = None
         if self.last > total_steps:
-            error = ConfigError(f"profile must end by step {total_steps}, the last of the run, got {config.profile}.")
-            error.printed_elsewhere = not group.is_rank0
-            raise error
+            raise ConfigError(
+                f"profile must end by step {total_steps}, the last of the run, got {config.profile}.",
+                printed_elsewhere=not group.is_rank0,
+            )
         if 0 <= self.first < step:
             left = f"from {step} on" if step < self.last else "nothing"
             group.log.info(f"profile  the run goes on at step {step}: traces {left} of {config.profile}")

@@ -169,9 +169,7 @@ def on_rank0(group: Group, work: Callable[[], Any]) -> Any:
     kind, value = group.broadcast(outcome)
     if not kind:
         return value
-    failure = PeerLost(value) if kind == "PeerLost" else UserError(value)
-    failure.printed_elsewhere = not group.is_rank0
-    raise failure
+    raise (PeerLost if kind == "PeerLost" else UserError)(value, printed_elsewhere=not group.is_rank0)
 
 
 @contextlib.contextmanager

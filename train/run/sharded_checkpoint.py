@@ -118,9 +118,7 @@ def _not_shared(unseen: list[int], directory: Path, group: Group) -> UserError:
 
 
 def _echoed(text: str, group: Group) -> UserError:
-    error = UserError(text)
-    error.printed_elsewhere = not group.is_rank0
-    return error
+    return UserError(text, printed_elsewhere=not group.is_rank0)
 
 
 def write(folder: Path, tensors: dict[str, Any], group: Group) -> dict[str, Fingerprint]:

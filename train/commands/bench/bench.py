@@ -56,9 +56,7 @@ def bench(
         group.watch.enter("setup", config.setup_timeout_s)
         job = group.broadcast(_tried(config, group, step_ms) if group.is_rank0 else None)
         if "mistake" in job:
-            error = UserError(job["mistake"])
-            error.printed_elsewhere = not group.is_rank0
-            raise error
+            raise UserError(job["mistake"], printed_elsewhere=not group.is_rank0)
         rows = []
         if group.world_size > 1:
             rows = measure(

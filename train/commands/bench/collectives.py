@@ -60,7 +60,7 @@ def room(group: Group, device: torch.device) -> int:
         left = memory_left()
         free = min(psutil.virtual_memory().available, psutil.virtual_memory().available if left is None else left)
         free //= max(1, group.launch.local_world_size or group.world_size)
-    kib = -group.agree(-min(free // 4096, LARGEST // 1024))  # two buffers, and as much to spare; agree takes the largest
+    kib = group.min(min(free // 4096, LARGEST // 1024))  # two buffers, and as much to spare
     return 1024 << max(0, kib.bit_length() - 1)
 
 
@@ -113,13 +113,13 @@ def _one(
     group.watch.wait_for_others(True)
     call()
     check()
-    once_s = group.agree(max(1, round(1e6 * _timed(group, device, call, 1)))) / 1e6
+    once_s = group.max(max(1, round(1e6 * _timed(group, device, call, 1)))) / 1e6
     left_s = until_s - time.monotonic()
     calls = min(MOST_CALLS, max(1, int(SAMPLE_S / once_s)))
-    if group.agree(int(once_s * calls * FEWEST > left_s and size > 1024)):
+    if group.max(int(once_s * calls * FEWEST > left_s and size > 1024)):
         return None
     # Half of what is left, so that larger sizes have their turn
-    count = group.agree(min(iterations, max(FEWEST, int(left_s / 2 / (once_s * calls)))))
+    count = group.max(min(iterations, max(FEWEST, int(left_s / 2 / (once_s * calls)))))
     own = [_timed(group, device, call, calls) for _ in range(count)]
     times = sorted(map(max, zip(*group.gather(own), strict=True)))
     group.watch.wait_for_others(False)
@@ -133,7 +133,7 @@ def _one(
 
 def _timed(group: Group, device: torch.device, call: Callable[[], Any], calls: int) -> float:
     """Seconds of one call on this rank, over so many after each other, as nccl-tests does it; all ranks begin together."""
-    group.agree(0)
+    group.barrier()
     began_s = time.perf_counter()
     for _ in range(calls):
         call()

@@ -131,7 +131,7 @@ def ranks(group: Group, facts: dict[str, Any]) -> Iterable[Finding]:
 def clocks(group: Group) -> Iterable[Finding]:
     least = [float("inf")] * group.world_size
     for _ in range(5):
-        group.agree(0)  # all leave it at about the same time
+        group.barrier()  # all leave it at about the same time
         told = group.gather(time.time())
         least = [min(old, now - told[0], key=abs) for old, now in zip(least, told, strict=True)]
     if not group.is_rank0:
@@ -153,9 +153,9 @@ def shared_disk(group: Group, run_dir: Path) -> Iterable[Finding]:
         with contextlib.suppress(OSError):  # the stage of this disk has said so; the others wait below all the same
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(group.attempt)
-    group.agree(0)
+    group.barrier()
     blind = [r for r, text in enumerate(group.gather(read(path))) if text != group.attempt]
-    group.agree(0)
+    group.barrier()
     if group.is_rank0 and 0 not in blind:
         path.unlink()
         if blind:
