@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from train.config import load_config
 from train.config.load import parse_args
-from train.errors import FINISHED, STOPPED
+from train.errors import root_cause
 from train.main import EXTRA, run_directory
 from train.process.env import read_env
 from train.process.status import read_json
@@ -25,15 +25,7 @@ def main(arguments: list[str]) -> None:
     found = [re.fullmatch(r"step-(\d+)", path.name) for path in (run_dir / "checkpoints").glob("step-*")]
     step = max((int(match[1]) for match in found if match), default=0)
     ends = [read_json(path) or {} for path in (run_dir / "status" / os.environ.get("RANKUP_ATTEMPT", "-")).glob("*.json")]
-    print(run_dir, step, verdict([end["code"] for end in ends if end.get("code")]))
-
-
-def verdict(codes: list[int]) -> int:
-    """A rank's mistake or fault before all, then the loss of a rank; that it was stopped only where all say so."""
-    for wanted in (lambda code: code < 128, lambda code: code != STOPPED):
-        if fitting := [code for code in codes if wanted(code)]:
-            return fitting[0]
-    return codes[0] if codes else FINISHED
+    print(run_dir, step, root_cause([end["code"] for end in ends if end.get("code")], rest_stopped=True))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,17 @@
-"""What can end a run, and the exit code of each. No torch here: the launcher and `--help` import this.
+"""What can end a run, the exit code of each end, and which code of several is the cause.
 
-Below 128 nothing is gained by trying again, from 128 on it is; Kubeflow's ExitCode policy has the same rule.
+Below 128 a restart does not help, from 128 on it may; Kubeflow's ExitCode policy has the same rule. Shell files ask
+`python -m train.errors CODE...`. Only the standard library is imported here, and an old Python can run this file:
+slurm/supervise.py uses it on a cluster's nodes, outside any container.
 """
 
+from __future__ import annotations
+
+import argparse
 import contextlib
 import errno
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 FINISHED = 0
@@ -69,12 +75,42 @@ class Stopped(Exception):
     code = STOPPED
 
 
-OURS = (UserError, JoinError, PeerLost, Stopped)  # their text says it all: no traceback
+def root_cause(codes: Sequence[int], *, stopped: bool = False, rest_stopped: bool = False) -> int:
+    """The one exit code of several that says why a job ended; 0 where all are 0.
+
+    `codes`: of processes or of nodes, 0 to 255, the first that ended first where that is known: of two codes that count
+    the same the earlier wins. `stopped`: somebody asked the job to stop. `rest_stopped`: whoever started the processes
+    stops the rest when one has failed (as torchrun does), so that STOPPED is a consequence.
+    """
+    failed = [code for code in codes if code != FINISHED]
+    # Every other rank only lost the one that made a mistake, and a restart would repeat it
+    for code in failed:
+        if code < 128:
+            return code
+    if stopped and failed:
+        return STOPPED
+    # These explain nothing but themselves, so any other code (137, 139, ...) is the cause. A rank that was stopped alone
+    # did not wait for the others, which then lost it or could not join.
+    weak = [PEER_LOST, JOIN_FAILED, STOPPED]
+    if rest_stopped:
+        weak = [STOPPED, PEER_LOST, JOIN_FAILED]
+    return max(failed, key=lambda code: weak.index(code) if code in weak else len(weak), default=FINISHED)
+
+
+def worth_restarting(code: int) -> bool:
+    """Whether a restart may help: not after a mistake, a fault, a finished run, or a request to stop."""
+    return code >= 128 and code != STOPPED
+
+
+OURS = (UserError, JoinError, PeerLost, Stopped)  # their text needs no traceback
 
 
 def exit_code(error: BaseException) -> int:
-    """The code that a process ends with for an error. Only our own say one: a foreign `.code` (an HTTPError's 404) means
-    something else, and to leave by SystemExit before the end is a failure, whatever its code."""
+    """The code that a process ends with after `error`.
+
+    Only our own exceptions name one: the `.code` of a foreign one (an HTTPError's 404) means something else. SystemExit
+    before the end is a failure, even with code 0.
+    """
     if isinstance(error, OURS):
         return error.code
     if isinstance(error, SystemExit) and isinstance(error.code, int) and 0 < error.code < 256:
@@ -83,13 +119,13 @@ def exit_code(error: BaseException) -> int:
 
 
 def reason(error: BaseException) -> str:
-    """Why, in one line."""
+    """The text of `error` as one line; for a foreign exception its type stands before it."""
     text = " ".join(str(error).split())
     return text if isinstance(error, OURS) else f"{type(error).__name__}: {text}"
 
 
 def disk_error(what: str, directory: Path, error: OSError) -> UserError:
-    """A directory of the run that can't be written to any more, as the user has to hear it."""
+    """The user's error for a directory that can't be written to. `what` failed, in a few words."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         problem = "has no space left"
         with contextlib.suppress(OSError):
@@ -99,3 +135,17 @@ def disk_error(what: str, directory: Path, error: OSError) -> UserError:
     return UserError(
         f"{what}: {directory} {problem}. The checkpoints there are untouched; mend it and run the same command again."
     )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the root cause of the codes on the command line."""
+    parser = argparse.ArgumentParser(prog="python -m train.errors", description="Print which of several exit codes is the cause.")
+    parser.add_argument("codes", nargs="*", type=int, metavar="CODE", help="in the order of the ends, where it is known")
+    parser.add_argument("--stopped", action="store_true", help="somebody asked the job to stop")
+    parser.add_argument("--rest-stopped", action="store_true", help="the others were stopped because one had failed")
+    asked = parser.parse_args(arguments)
+    print(root_cause(asked.codes, stopped=asked.stopped, rest_stopped=asked.rest_stopped))
+
+
+if __name__ == "__main__":
+    main()

@@ -229,12 +229,14 @@ def fail_on_rank_1() -> None:
         train.loop.step = failing
 
 
-def test_worst_end_is_the_codes(tmp_path: Path) -> None:
+def test_status_code_and_reason_are_those_of_the_cause(tmp_path: Path) -> None:
     ends = [
         End(0, "a", "failed", 171, "lost a peer", 3), End(1, "b", "failed", 2, "a mistake", 3), End(2, "c", "stopped", 143, "", 3)
     ]
     write_summary(tmp_path, "attempt", state="failed", world_size=3, ends=ends)
-    assert (status(tmp_path)["code"], status(tmp_path)["why"]) == (171, "lost a peer")
+    assert (status(tmp_path)["code"], status(tmp_path)["why"]) == (2, "a mistake")
+    write_summary(tmp_path, "attempt", state="running", world_size=3, ends=[])
+    assert (status(tmp_path)["code"], status(tmp_path)["why"]) == (None, "")
 
 
 def test_json_that_is_half_there_reads_as_none(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 # torch exports it under a condition that mypy does not follow
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from train.errors import PEER_LOST, STOPPED
+from train.errors import PEER_LOST, root_cause, worth_restarting
 from train.process.status import End
 
 BEAT_S = 0.5
@@ -95,10 +95,13 @@ def reported_by_peers(ends: dict[int, End | None]) -> list[Suspect]:
 
 
 def root_exit_code(suspects: list[Suspect], otherwise: int) -> int:
-    """The cause decides whether trying again helps: a user's mistake or a fault on one rank ends all as such, and so does
-    a rank that was told to stop and could not wait for the others."""
+    """The exit code of a rank that lost others: the code of the likeliest suspect where that forbids a restart.
+
+    A mistake or a fault on one rank ends all ranks so, and so does a rank that was asked to stop and left without them.
+    """
     told = [suspect.end.code for suspect in suspects[:1] if suspect.end is not None]
-    return told[0] if told and (0 < told[0] < 128 or told[0] == STOPPED) else otherwise
+    code = root_cause([*told, otherwise])
+    return otherwise if worth_restarting(code) else code
 
 
 def describe(suspects: list[Suspect], hosts: list[str]) -> str:

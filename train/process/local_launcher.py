@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.errors import FAULT, FINISHED, PEER_LOST, STOPPED
+from train.errors import FAULT, FINISHED, PEER_LOST, root_cause, worth_restarting
 from train.process import spawn
 from train.process.limits import oom_kills
 from train.process.log import Log
@@ -56,11 +56,11 @@ def launch(
         attempt = attempt_of(job, restart)
         port = nodes.master_port or free_port()
         killed_before = oom_kills()
-        codes, first = _attempt(arguments, nodes, port, attempt, restart, stop, log)
-        code = verdict(codes, first, stopped=stop.requested)
+        codes = _attempt(arguments, nodes, port, attempt, restart, stop, log)
+        code = root_cause(list(codes.values()), stopped=stop.requested)
         if code == FINISHED and nodes.node_rank == 0:
             code = _confirmed(run_dir, attempt, log)
-        if code < 128 or code == STOPPED:
+        if not worth_restarting(code):
             break
         if restart == max_restarts:
             log.warning(f"{_ended(codes, killed_before)}; gave up after {max_restarts} restarts, exit code {code}")
@@ -71,8 +71,8 @@ def launch(
 
 def _attempt(
     arguments: list[str], nodes: Nodes, port: int, attempt: str, restart: int, stop: StopRequest, log: Log
-) -> tuple[dict[int, int], int | None]:
-    """Start, supervise, end. Returns the exit code of each local rank, and the local rank that failed first."""
+) -> dict[int, int]:
+    """Start, supervise, end. Returns the exit code of each local rank, the first that ended first."""
     environments = {i: _environment(nodes, i, port, attempt, restart) for i in range(nodes.nproc)}
     stop.finish_step_first()  # it is passed on to the ranks from here on
     if nodes.spawn:
@@ -123,17 +123,17 @@ def _environment(nodes: Nodes, local_rank: int, port: int, attempt: str, restart
     }
 
 
-def _supervise(running: dict[int, Any], stop: StopRequest, log: Log) -> tuple[dict[int, int], int | None]:
-    """Until all have ended, by themselves or by us. `running`: a Popen, or what looks like one, for each local rank."""
+def _supervise(running: dict[int, Any], stop: StopRequest, log: Log) -> dict[int, int]:
+    """Wait until all ranks have ended; kill those that are late. `running`: a Popen or the like for each local rank.
+
+    Returns the exit code of each local rank, in the order in which they ended.
+    """
     codes: dict[int, int] = {}
-    first: int | None = None
     settled_s, forwarded = float("inf"), False
     while running:
         for rank in [rank for rank, process in running.items() if process.poll() is not None]:
             codes[rank] = exit_code(running.pop(rank).returncode)
             settled_s = min(settled_s, time.monotonic() + SETTLE_S)
-            if codes[rank] != 0 and first is None:
-                first = rank
         if stop.requested and not forwarded:
             forwarded = True
             log.info(f"{stop.signal_name}: passed on to {len(running)} ranks, which save and leave")
@@ -145,33 +145,14 @@ def _supervise(running: dict[int, Any], stop: StopRequest, log: Log) -> tuple[di
                 log.warning(f"local rank {rank} did not end within {SETTLE_S:g} s after the others: killed")
                 process.kill()
                 codes[rank] = PEER_LOST
-                first = rank if first is None else first
             running.clear()
         time.sleep(POLL_S)
-    return codes, first
+    return codes
 
 
 def exit_code(returncode: int) -> int:
     """A process's end as a shell counts it: 128 and the signal's number where one ended it."""
     return returncode if returncode >= 0 else 128 - returncode
-
-
-def verdict(codes: dict[int, int], first: int | None, *, stopped: bool = False) -> int:
-    """The code of the job: a mistake or a fault of any rank before all, since the others only lost that rank; then that it
-    was stopped on request; then what the first rank that failed ended with, unless it had only lost another."""
-    bad = [codes[first], *codes.values()] if first is not None else []
-    for code in bad:
-        if 0 < code < 128:
-            return code
-    if bad and stopped:
-        return STOPPED
-    for code in bad:
-        if code not in (FINISHED, STOPPED, PEER_LOST):
-            return code
-    for code in (STOPPED, PEER_LOST):
-        if code in bad:
-            return code
-    return FINISHED
 
 
 def _ended(codes: dict[int, int], killed_before: int | None) -> str:

@@ -81,13 +81,14 @@ def write_end(run_dir: Path, attempt: str, end: End) -> None:
 
 def write_summary(run_dir: Path, attempt: str, *, state: str, world_size: int, ends: list[End]) -> None:
     """`status.json`, by rank 0: at the start with state "running", at the end with what is known of every rank."""
-    worst = max(ends, key=lambda end: (end.state == "failed", end.code), default=None)
+    code = errors.root_cause([end.code for end in ends])
+    cause = next((end for end in ends if end.code == code), None)
     summary = {
         "attempt": attempt,
         "state": state,
         "world_size": world_size,
-        "code": worst.code if worst else None,
-        "why": worst.why if worst else "",
+        "code": cause.code if cause else None,
+        "why": cause.why if cause else "",
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "ranks": {str(end.rank): asdict(end) for end in sorted(ends, key=lambda end: end.rank)},
     }
