@@ -48,8 +48,8 @@ soak: $(READY) ## The tests with random faults, a hundred runs of each (hours)
 compare: $(READY) ## Every way to train, side by side (ARGS: settings, --ways none,ddp)
 	$(RUN)python -m train.main compare $(ARGS)
 
-doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Is this machine fit to train? (ARGS: settings, --explain FILE)
-bench: $(READY) ## Measure images/s, start, save and load on this machine
+doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Is this machine fit to train? (ARGS: settings)
+throughput: $(READY) ## Measure images/s, start, save and load on this machine
 	$(RUN)python tests/bench/throughput.py $(ARGS)
 
 k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it; OVERLAY=gpu: k8s/README.md
@@ -75,4 +75,4 @@ $(VENV)/.ready: docker/requirements.lock docker/requirements-text.lock pyproject
 	@PIP_QUIET=1 $(RUN)pip install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-.PHONY: doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down sif engine help venv demo up down image wheels push test lint types unit soak bench lock clean
+.PHONY: doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down sif engine help venv demo up down image wheels push test lint types unit soak throughput lock clean

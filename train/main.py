@@ -5,13 +5,11 @@ code: see `train.errors`.
 """
 
 import getpass
-import json
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 if not __package__:
@@ -26,7 +24,7 @@ if __name__ == "__main__":
     # traceback for SIGINT, nor sit out a grace period
     _stop = StopRequest().install()
 
-from train.commands.explain import explain
+from train.commands.explain.explain import advice, explain_log
 from train.config import Config, check_world_size, load_config, to_yaml
 from train.config.commands import COMMANDS, EXTRA
 from train.config.load import Parsed, help_text, parse_args
@@ -56,7 +54,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         if parsed.command == "show":
             _print(to_yaml(config))
             return FINISHED
-        if parsed.command == "doctor" and parsed.extra["explain"]:
+        if parsed.command == "explain":
             return _explain(parsed)
         if launch is None and parsed.command == "doctor":
             from train.commands.doctor.doctor import refuse
@@ -190,15 +188,12 @@ def _launch(parsed: Parsed, config: Config, run_dir: Path, stop: StopRequest, lo
 
 
 def _explain(parsed: Parsed) -> int:
-    """What a log says: 20 where it shows a fault, 0 where nothing is wrong with it."""
-    path = Path(parsed.extra["explain"])
-    try:
-        found = explain.explain(explain.read(path))
-    except OSError as error:
-        raise ConfigError(f"--explain must be a file or directory that can be read, got {path}: {error.strerror}.") from None
-    told = [asdict(diagnosis) for diagnosis in found]
-    _print(f"{json.dumps(told) if parsed.extra['json'] else explain.report(found)}\n")
-    return FINISHED if all(diagnosis.harmless for diagnosis in found) else findings.CODES[findings.UNFIT]
+    """Say what a log shows: 20 if it shows a fault, 0 if nothing is wrong with it."""
+    if not parsed.extra["log"]:
+        raise ConfigError("--log must be a log file, a run's directory or - for standard input, got nothing.")
+    text, faulty = explain_log(Path(parsed.extra["log"]), as_json=parsed.extra["json"])
+    _print(f"{text}\n")
+    return findings.CODES[findings.UNFIT] if faulty else FINISHED
 
 
 def _doctor(parsed: Parsed, config: Config, launch: env.Launch, run_dir: Path, stop: StopRequest, log: Log) -> int:
@@ -261,7 +256,7 @@ def _report(error: BaseException, log: Log) -> int:
         # The rank and host stand before each line: in a heap of logs this is the one to find
         text = "".join(traceback.format_exception(error)).rstrip()
         log.warning(text)
-        if known := explain.advice(text):
+        if known := advice(text):
             log.warning(known)
     return code
 

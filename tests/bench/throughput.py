@@ -1,9 +1,9 @@
 """How fast is it here? Images/s with 1 and 2 processes, time to the first step, saving and loading a checkpoint.
 
-    make bench        (or: python tests/bench/throughput.py --repeats 5 --steps 600)
+    make throughput   (or: python tests/bench/throughput.py --repeats 5 --steps 600)
 
 Each number is the median of the repeats, which take turns, so that a machine that is busy for a while slows both sides
-of a ratio. Prints a table with its conditions and writes runs/bench.json. Nothing is asserted here.
+of a ratio. Prints a table with its conditions and writes runs/throughput.json. Nothing is asserted here.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300, help="of each training that measures images/s")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 512], help="global, in samples")
-    parser.add_argument("--output", type=Path, default=ROOT / "runs/bench.json")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs/throughput.json")
     arguments = parser.parse_args()
     report: dict[str, Any] = {"conditions": conditions(), "training": {}, "checkpoint": {}}
     with tempfile.TemporaryDirectory() as folder:

@@ -63,22 +63,6 @@ def test_doctor_judges_an_environment_that_describes_no_launch(forks: Forks, env
     assert "doctor: not fit to train" in said
 
 
-def test_doctor_explains_a_log_and_standard_input(tmp_path: Path) -> None:
-    log = "[node0 r0/2] step 5\n[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
-    (tmp_path / "log").write_text(log)
-    done = run("doctor", "--explain", tmp_path / "log")
-    assert (done.returncode, done.stderr) == (20, "")
-    assert "rank 1" in done.stdout
-    assert "\n  mend  " in done.stdout
-    piped = run("doctor", "--explain", "-", "--json", shell=f"exec < {tmp_path / 'log'}")
-    assert (piped.returncode, json.loads(piped.stdout)[0]["rank"]) == (20, 1)
-    (tmp_path / "fine").write_text("[node0 r0/2] step 5\n")
-    assert run("doctor", "--explain", tmp_path / "fine").returncode == 0
-    missing = run("doctor", "--explain", tmp_path / "none")
-    assert (missing.returncode, missing.stdout) == (2, "")
-    assert "--explain must be a file or directory that can be read, got " in missing.stderr
-
-
 # The verdict ----------------------------------------------------------------------------------------------------------
 
 

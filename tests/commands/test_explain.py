@@ -1,7 +1,10 @@
 """Logs of failed jobs and what is said of them. The texts are real: recorded by tests/bench/provoke.py, printed by our own
-program here, or quoted from reports beside each entry of pains.toml."""
+program here, or quoted from reports beside each entry of known_faults.toml."""
 
+import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,50 +12,48 @@ import pytest
 
 from tests.rigs import jobs
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import ROOT
-from train.commands.explain.explain import (
-    FOLLOWED,
-    HARMLESS,
-    SEEN,
-    Diagnosis,
-    Fault,
-    advice,
-    explain,
-    known_faults,
-    read,
-    report,
-    split,
-)
+from tests.rigs.jobs import ROOT, environment
+from train.commands.explain.explain import MAX_SEEN, Diagnosis, advice, diagnose, format_report
+from train.commands.explain.faults import FOLLOWED, HARMLESS, Fault, known_faults
+from train.commands.explain.log_lines import read_log, split_prefixes
 
 LOGS = Path(__file__).parent / "logs"
 TINY = ["train", "--dataset", "digits", "--model", "mlp", "--progress", "none", "--no-tensorboard"]
 
 
 def named(lines: list[str]) -> list[str]:
-    return [diagnosis.name for diagnosis in explain(lines)]
+    return [diagnosis.name for diagnosis in diagnose(lines)]
 
 
 # The table ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pain", known_faults(), ids=lambda pain: pain.name)
-def test_pain_is_found_in_its_own_example(pain: Fault) -> None:
-    beside = [] if not pain.doubtful else ["RuntimeError: Rank 1 failed to pass monitoredBarrier in 2000 ms"]
-    found = [diagnosis for diagnosis in explain([pain.example, *beside]) if diagnosis.line == 1]
-    assert [diagnosis.name for diagnosis in found] == [pain.name]
-    assert found[0].harmless == (pain.order == HARMLESS)
+@pytest.mark.parametrize("fault", known_faults(), ids=lambda fault: fault.name)
+def test_fault_is_found_in_its_own_example(fault: Fault) -> None:
+    beside = [] if not fault.doubtful else ["RuntimeError: Rank 1 failed to pass monitoredBarrier in 2000 ms"]
+    found = [diagnosis for diagnosis in diagnose([fault.example, *beside]) if diagnosis.line == 1]
+    assert [diagnosis.name for diagnosis in found] == [fault.name]
+    assert found[0].harmless == (fault.order == HARMLESS)
     assert found[0].remedy or found[0].harmless
     assert not re.search(r"[{}]", found[0].title + found[0].why + found[0].remedy)
 
 
-@pytest.mark.parametrize("pain", known_faults(), ids=lambda pain: pain.name)
-def test_pain_fills_its_text_from_groups_of_its_pattern(pain: Fault) -> None:
-    names = set(re.findall(r"\{(\w+)\}", pain.title + pain.why + pain.remedy))
-    assert names <= {*pain.pattern.groupindex, "rank"}
+@pytest.mark.parametrize("fault", known_faults(), ids=lambda fault: fault.name)
+def test_fault_fills_its_text_from_groups_of_its_pattern(fault: Fault) -> None:
+    names = set(re.findall(r"\{(\w+)\}", fault.title + fault.why + fault.remedy))
+    assert names <= {*(fault.pattern.groupindex if fault.pattern else ()), "rank"}
 
 
-def test_pains_are_ordered_from_root_to_harmless() -> None:
-    orders = {pain.order for pain in known_faults()}
+def test_strings_that_a_line_must_contain_hide_no_match_of_a_pattern() -> None:
+    lines = [line for path in LOGS.glob("*.log") for line in read_log(path)]
+    lines += [fault.example for fault in known_faults()]
+    for fault in known_faults():
+        matched = [line for line in lines if fault.pattern and fault.pattern.search(line)]
+        assert all(any(word in line for word in fault.contains) for line in matched), fault.name
+
+
+def test_faults_are_ordered_from_root_to_harmless() -> None:
+    orders = {fault.order for fault in known_faults()}
     assert orders == {1, 2, 3, 4, 5, 9}
     assert len(known_faults()) > 60
 
@@ -84,7 +85,7 @@ RECORDED = {
 
 @pytest.mark.parametrize("case", RECORDED)
 def test_recorded_log_has_its_root_first(case: str) -> None:
-    first = explain(read(LOGS / f"{case}.log"))[0]
+    first = diagnose(read_log(LOGS / f"{case}.log"))[0]
     assert (first.name, first.rank) == RECORDED[case]
 
 
@@ -93,13 +94,13 @@ def test_recorded_logs_are_all_told() -> None:
 
 
 def test_recorded_healthy_log_has_nothing_wrong() -> None:
-    found = explain(read(LOGS / "healthy.log"))
+    found = diagnose(read_log(LOGS / "healthy.log"))
     assert all(diagnosis.harmless for diagnosis in found)
-    assert report(found).startswith("nothing wrong was found")
+    assert format_report(found).startswith("nothing wrong was found")
 
 
 def test_exception_that_is_not_known_is_quoted_and_not_guessed_at() -> None:
-    first, *rest = explain(read(LOGS / "exception-on-one-rank.log"))
+    first, *rest = diagnose(read_log(LOGS / "exception-on-one-rank.log"))
     assert first.seen == "KeyError: 'image_17'"
     assert "not known" in first.title
     assert {diagnosis.order for diagnosis in rest} == {FOLLOWED}
@@ -108,7 +109,7 @@ def test_exception_that_is_not_known_is_quoted_and_not_guessed_at() -> None:
 def test_every_line_of_the_logs_alone_names_no_other_root() -> None:
     """The patterns are not so wide that they find each other's texts."""
     for case, (name, _) in RECORDED.items():
-        found = {diagnosis.name for diagnosis in explain(read(LOGS / f"{case}.log")) if diagnosis.order < FOLLOWED}
+        found = {diagnosis.name for diagnosis in diagnose(read_log(LOGS / f"{case}.log")) if diagnosis.order < FOLLOWED}
         also = {"no-such-name": {"master-unreached"}, "monitored-barrier": {"collective-timeout"}}.get(case, set())
         assert found - also <= {name, ""}, case
 
@@ -130,21 +131,28 @@ def test_order_has_memory_before_a_killed_rank() -> None:
 
 def test_doubtful_sign_alone_is_harmless_and_beside_a_failure_is_not() -> None:
     warning = "[W1121 10:02:33 socket.cpp:764] [c10d] The IPv6 network addresses of (node0, 29400) cannot be retrieved"
-    assert [diagnosis.harmless for diagnosis in explain([warning])] == [True]
-    both = explain([warning, "torch.distributed.DistNetworkError: The client socket has timed out after 4000ms while trying "
+    assert [diagnosis.harmless for diagnosis in diagnose([warning])] == [True]
+    both = diagnose([warning, "torch.distributed.DistNetworkError: The client socket has timed out after 4000ms while trying "
                     "to connect to (node0, 29400)."])
     assert [diagnosis.harmless for diagnosis in both] == [False, False]
 
 
 def test_source_code_in_a_traceback_is_not_what_happened() -> None:
     text = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    except MemoryError:\nKeyError: 1\n'
-    assert [(d.name, d.seen) for d in explain(text.splitlines())] == [("", "KeyError: 1")]
+    assert [(d.name, d.seen) for d in diagnose(text.splitlines())] == [("", "KeyError: 1")]
 
 
 def test_chained_exception_counts_once() -> None:
     text = "Traceback (most recent call last):\nKeyError: 'a'\n\nDuring handling of the above exception, another exception "
     text += 'occurred:\n\nTraceback (most recent call last):\n  File "x.py", line 1, in <module>\nValueError: b\n'
-    assert [diagnosis.seen for diagnosis in explain(text.splitlines())] == ["ValueError: b"]
+    assert [diagnosis.seen for diagnosis in diagnose(text.splitlines())] == ["ValueError: b"]
+
+
+def test_chained_exception_leaves_an_earlier_one_of_the_same_rank() -> None:
+    text = "Traceback (most recent call last):\nKeyError: 'a'\nall is well again\nTraceback (most recent call last):\n"
+    text += "KeyError: 'b'\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    text += "Traceback (most recent call last):\nValueError: c\n"
+    assert [diagnosis.seen for diagnosis in diagnose(text.splitlines())] == ["KeyError: 'a'", "ValueError: c"]
 
 
 # Who ----------------------------------------------------------------------------------------------------------
@@ -170,7 +178,7 @@ OUCH = "CUDA out of memory"
     ],
 )
 def test_prefix_says_who_wrote_a_line(line: str, rank: int | None, host: str) -> None:
-    (found,) = explain([line])
+    (found,) = diagnose([line])
     assert (found.rank, found.host, found.seen) == (rank, host, OUCH)
 
 
@@ -182,11 +190,11 @@ def test_tracebacks_of_ranks_that_mix_are_told_apart() -> None:
         strict=True,
     ):
         lines += [f"[n0 r0/2] {one}", f"[n1 r1/2] {two}"]
-    assert [(d.rank, d.host, d.seen) for d in explain(lines)] == [(0, "n0", "KeyError: 'a'"), (1, "n1", "OSError: b")]
+    assert [(d.rank, d.host, d.seen) for d in diagnose(lines)] == [(0, "n0", "KeyError: 'a'"), (1, "n1", "OSError: b")]
 
 
-def test_report_names_all_ranks_with_one_pain_once() -> None:
-    text = report(explain([f"[n{rank} r{rank}/3] {OUCH}" for rank in range(3)]))
+def test_report_names_all_ranks_with_one_fault_once() -> None:
+    text = format_report(diagnose([f"[n{rank} r{rank}/3] {OUCH}" for rank in range(3)]))
     assert text.splitlines()[0] == "the GPU's memory was not enough, ranks 0, 1, 2 on n0, n1, n2 (line 1)"
     assert "also seen" not in text
 
@@ -197,28 +205,28 @@ def test_report_names_all_ranks_with_one_pain_once() -> None:
 def test_long_lines_and_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     log.write_bytes(b"\xff\xfe\x00" + b"x" * 3_000_000 + b"\n" + OUCH.encode() + b" \xff" * 1000 + b"\n")
-    (found,) = explain(read(log))
+    (found,) = diagnose(read_log(log))
     assert found.name == "cuda-memory"
-    assert len(found.seen) <= SEEN
+    assert len(found.seen) <= MAX_SEEN
 
 
 def test_repeated_line_is_one_finding() -> None:
-    (found,) = explain(OUCH for _ in range(10_000))
+    (found,) = diagnose(OUCH for _ in range(10_000))
     assert (found.line, found.times) == (1, 10_000)
 
 
 def test_endless_kinds_of_exceptions_are_bounded() -> None:
     text = (f"Traceback (most recent call last):\nKeyError: {number}\n" for number in range(3000))
-    assert len(explain(line for lines in text for line in lines.splitlines())) <= 1000
+    assert len(diagnose(line for lines in text for line in lines.splitlines())) <= 1000
 
 
 def test_no_line_at_all_is_nothing_wrong() -> None:
-    assert explain([]) == []
-    assert report([]) == "nothing wrong was found in these lines."
+    assert diagnose([]) == []
+    assert format_report([]) == "nothing wrong was found in these lines."
 
 
 def test_last_line_that_looks_bad_is_quoted_where_nothing_is_known() -> None:
-    (found,) = explain(["all is well", "frobnicator: fatal: no flux"])
+    (found,) = diagnose(["all is well", "frobnicator: fatal: no flux"])
     assert (found.seen, found.name) == ("frobnicator: fatal: no flux", "")
 
 
@@ -228,9 +236,9 @@ def test_last_line_that_looks_bad_is_quoted_where_nothing_is_known() -> None:
 def test_healthy_run_has_nothing_wrong(forks: Forks, tmp_path: Path) -> None:
     codes, output = forks.run(*TINY, "--max-steps", "3", "--run-dir", str(tmp_path), "--name", "run", world_size=2)
     assert codes == [0, 0], output
-    assert explain(output.splitlines()) == []
-    assert explain(read(tmp_path / "run" / "logs" / "rank-0.log")) == []
-    assert explain(read(tmp_path / "run")) == []
+    assert diagnose(output.splitlines()) == []
+    assert diagnose(read_log(tmp_path / "run" / "logs" / "rank-0.log")) == []
+    assert diagnose(read_log(tmp_path / "run")) == []
 
 
 def test_run_that_never_came_together_names_the_missing_rank(forks: Forks, tmp_path: Path) -> None:
@@ -238,15 +246,15 @@ def test_run_that_never_came_together_names_the_missing_rank(forks: Forks, tmp_p
     line = [*TINY, "--join-timeout-s", "1", "--run-dir", str(tmp_path), "--name", "run"]
     codes, output = forks.run(*line, env=env)
     assert codes == [170], output
-    for lines in (output.splitlines(), list(read(tmp_path / "run"))):
-        first = explain(lines)[0]
+    for lines in (output.splitlines(), list(read_log(tmp_path / "run"))):
+        first = diagnose(lines)[0]
         assert (first.name, first.rank) == ("rank-missing", 1)
 
 
 def test_mistake_is_the_line_itself(forks: Forks, tmp_path: Path) -> None:
     codes, output = forks.run(*TINY, "--run-dir", str(tmp_path), "--data-dir", str(tmp_path), "--dataset", "imagefolder")
     assert codes == [2], output
-    first = explain(output.splitlines())[0]
+    first = diagnose(output.splitlines())[0]
     assert first.name == "mistake"
     assert first.seen in output
 
@@ -275,14 +283,14 @@ def test_known_fault_ends_with_what_it_is(forks: Forks, tmp_path: Path) -> None:
     assert codes == [1], output
     assert output.splitlines()[-1].startswith("this is: /dev/shm is too small. ")
     assert output.count("this is:") == 1
-    assert explain(output.splitlines())[0].name == "shm"
+    assert diagnose(output.splitlines())[0].name == "shm"
 
 
 def test_strange_fault_ends_with_its_traceback_alone(forks: Forks, tmp_path: Path) -> None:
     codes, output = forks.run(*TINY, "--run-dir", str(tmp_path), preload="tests.commands.test_explain:strange_fault")
     assert codes == [1], output
     assert output.splitlines()[-1] == "RuntimeError: no flux in the frobnicator"
-    assert explain(output.splitlines())[0].seen == output.splitlines()[-1]
+    assert diagnose(output.splitlines())[0].seen == output.splitlines()[-1]
 
 
 def test_lost_rank_is_named_with_its_reason(tmp_path: Path) -> None:
@@ -295,16 +303,40 @@ def test_lost_rank_is_named_with_its_reason(tmp_path: Path) -> None:
     lost = "lost a peer at step 5: suspected: rank 1 on node1 (MemoryError: ) (exit code 1)"
     old = "2026-11-20T10:00:00 node0 r0 torch.OutOfMemoryError: CUDA out of memory\n"
     (run / "logs" / "rank-0.log").write_text(f"{old}2026-11-21T10:00:09 node0 r0 {lost}\n")
-    found = explain(read(run))
+    found = diagnose(read_log(run))
     assert [(d.name, d.rank, d.host, d.times) for d in found] == [("host-memory", 1, "node1", 2)]
 
 
 def test_finished_run_is_over_whatever_earlier_attempts_said(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-0.log").write_text(f"2026-11-21T10:00:09 node0 r0 {OUCH}\n")
-    assert named(list(read(tmp_path))) == ["cuda-memory"]
+    assert named(list(read_log(tmp_path))) == ["cuda-memory"]
     (tmp_path / "status.json").write_text('{"attempt": "20261121T100000-abc123", "state": "finished"}')
-    assert named(list(read(tmp_path))) == []
+    assert named(list(read_log(tmp_path))) == []
+
+
+def test_explain_reads_a_file_and_standard_input(tmp_path: Path) -> None:
+    def explain(*words: str, stdin: Path | None = None) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "train.main", "explain", *words]
+        with open(stdin or os.devnull) as file:
+            return subprocess.run(command, env=environment(), cwd=ROOT, stdin=file, capture_output=True, text=True, timeout=300)
+
+    log, fine = tmp_path / "log", tmp_path / "fine"
+    log.write_text(f"[node0 r0/2] step 5\n[rank1]: torch.OutOfMemoryError: {OUCH}. Tried to allocate 2.00 GiB.\n")
+    done = explain("--log", str(log))
+    assert (done.returncode, done.stderr) == (20, "")
+    assert "rank 1" in done.stdout
+    assert "\n  fix   " in done.stdout
+    piped = explain("--log", "-", "--json", stdin=log)
+    assert (piped.returncode, json.loads(piped.stdout)[0]["rank"]) == (20, 1)
+    fine.write_text("[node0 r0/2] step 5\n")
+    assert explain("--log", str(fine)).returncode == 0
+    missing = explain("--log", str(tmp_path / "none"))
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert "--log must be a file or directory that can be read, got " in missing.stderr
+    nothing = explain()
+    assert (nothing.returncode, nothing.stdout) == (2, "")
+    assert "--log must be a log file, a run's directory or - for standard input, got nothing." in nothing.stderr
 
 
 def test_advice_is_one_line_and_only_on_what_is_known() -> None:
@@ -314,12 +346,12 @@ def test_advice_is_one_line_and_only_on_what_is_known() -> None:
 
 
 def test_explain_needs_no_torch() -> None:
-    code = "import sys; from train.commands.explain import explain; explain.explain(['x']); print('torch' in sys.modules)"
+    code = "import sys; from train.commands.explain.explain import diagnose; diagnose(['x']); print('torch' in sys.modules)"
     ran = jobs.start(sys.executable, "-c", code, cwd=ROOT)
     assert ran.wait(60) == [0]
     assert ran.output.strip() == "False"
 
 
 def test_split_takes_the_prefixes_off() -> None:
-    assert split("node1  | [node1 r1/2] step 3").text == "step 3"
-    assert isinstance(explain([OUCH])[0], Diagnosis)
+    assert split_prefixes("node1  | [node1 r1/2] step 3").text == "step 3"
+    assert isinstance(diagnose([OUCH])[0], Diagnosis)

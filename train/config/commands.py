@@ -9,13 +9,14 @@ COMMANDS = {
     "export": "Write the weights of a checkpoint, plain or sharded, to one file.",
     "show": "Print all settings as they would be used, with help, range and unit.",
     "doctor": "Is this machine, and this group of machines, fit to train? Ends with 0, 10 (warnings), 20 (not fit) or 30.",
+    "explain": "Say which known fault the log of a failed job shows, on which rank, and what to do. Ends with 0 or 20.",
     "compare": "Train in every way that can run here, several times, and set them side by side.",
     "bench": "Measure how fast the ranks exchange, and what that means for the model in the settings.",
     "launch": "Start several processes of `train` on this node; keeps exit codes, restarts what it helps.",
 }
 EXTRA = {
-    "explain": Extra(str, "", "The log of a failed job, a run's directory, or - for standard input: say which known fault it "
-                     "shows, on which rank, and what to do.", ("doctor",), metavar="FILE"),
+    "log": Extra(str, "", "The log of a failed job, a run's directory, or - for standard input.", ("explain",),
+                 metavar="FILE"),
     "nproc": Extra(int, 1, "Processes on this node.", ("launch",), metavar="N"),
     "processes": Extra(int, 2, "Processes of the ways that take several.", ("compare",), metavar="N"),
     "ways": Extra(str, "", "Which to compare, as none,ddp; by default all.", ("compare",), metavar="LIST"),
@@ -30,7 +31,8 @@ EXTRA = {
     "iterations": Extra(int, 20, "Samples of each size, at most.", ("bench", "launch"), metavar="N"),
     "seconds": Extra(float, 60.0, "Time for all measurements of the wire, about.", ("bench", "launch"), metavar="X"),
     "step_ms": Extra(float, 0.0, "Time of a step without exchange; 0 measures it.", ("bench", "launch"), metavar="X"),
-    "json": Extra(bool, False, "The result as JSON too, on one line; all of it for doctor.", ("bench", "doctor", "launch")),
+    "json": Extra(bool, False, "The result as JSON too, on one line; all of it for doctor.",
+                  ("bench", "doctor", "explain", "launch")),
     "launcher": Extra(str, "processes", "How: spawn goes through torch.multiprocessing.", ("launch",),
                       choices=("processes", "spawn")),
     "init_method": Extra(str, "", "tcp://HOST:PORT or file:///PATH in place of MASTER_ADDR and MASTER_PORT.",
