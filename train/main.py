@@ -11,6 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 if not __package__:
     # Started as a file: Python put this folder on the path, where `log` or `data` would be taken for the user's own
@@ -30,6 +31,7 @@ from train.config.commands import COMMANDS, EXTRA
 from train.config.load import Parsed, help_text, parse_args
 from train.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, LaunchError, Stopped, UserError, exit_code
 from train.process import env, findings, init_method
+from train.process.exit import finish
 from train.process.log import Log
 from train.process.status import tell_torchrun
 
@@ -261,12 +263,10 @@ def _report(error: BaseException, log: Log) -> int:
     return code
 
 
-def entry(stop: StopRequest | None = None) -> None:
-    """The process's end: at once. Threads inside torch, workers of a stuck disk and gloo's teardown may wait for ever."""
+def entry(stop: StopRequest | None = None) -> NoReturn:
+    """Run the command line and end the process with its code, see `train.process.exit`."""
     code = main(stop=stop or StopRequest().install())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    finish(code)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,6 @@ does neither: the others find it.
 
 import faulthandler
 import json
-import os
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +28,7 @@ from train.group.failure_detector import (
     root_exit_code,
 )
 from train.process import health
+from train.process.exit import clear_hard_deadline, leave, set_hard_deadline, within
 from train.process.log import Log
 from train.process.status import UNDECIDED, End, tell_torchrun
 
@@ -47,7 +45,6 @@ LEAVING_S = 30.0
 # The last resort, by the kernel: for a hang that holds the interpreter lock, so that no thread of ours runs.
 LOCKED_GRACE_S = 60.0
 REARM_S = 5.0
-DUMP_S = 2.0  # how long before that the stacks are dumped, by a thread that has to get its turn
 
 
 class Watchdog:
@@ -82,7 +79,7 @@ class Watchdog:
     def enter(self, phase: str, timeout_s: float, *, step: int | None = None) -> None:
         """Begin a phase, with a deadline `timeout_s` seconds from now. Entering it anew moves the deadline."""
         if phase != self.phase:
-            arm(timeout_s + LOCKED_GRACE_S)
+            set_hard_deadline(timeout_s + LOCKED_GRACE_S)
         self._entered_s = time.monotonic()  # first: the clock's thread must never see a shorter time with the old beginning
         self.phase, self._timeout_s = phase, timeout_s
         self._waiting = False
@@ -115,7 +112,7 @@ class Watchdog:
         """No more deadlines and beats."""
         self._quiet.set()
         self._ended.set()
-        disarm()
+        clear_hard_deadline()
 
     # Threads --------------------------------------------------------------------------------------------------
 
@@ -146,17 +143,17 @@ class Watchdog:
             if self._timeout_s <= 0:
                 continue
             if now_s - armed_s > REARM_S:
-                arm(self._timeout_s + LOCKED_GRACE_S)
+                set_hard_deadline(self._timeout_s + LOCKED_GRACE_S)
                 armed_s = now_s
             if now_s - self._entered_s > self._timeout_s and not self._ended.is_set():
                 if self._leaving is not None:
-                    os._exit(self._leaving)
+                    leave(self._leaving)
                 self._leave(f"{self.phase} (step {self.step}) took longer than {self._timeout_s:g} s", overdue=True)
 
     def _leave(self, what: str, *, overdue: bool = False) -> None:
         """Dump the stacks, name the suspect, tell the others, and end this process at once."""
         with self._leave_lock:  # two threads may find a reason; the second never gets here
-            arm(LOOK_S + LAST_WORD_S + LOCKED_GRACE_S)
+            set_hard_deadline(LOOK_S + LAST_WORD_S + LOCKED_GRACE_S)
             if self._leaving is None and self.log.file is not None:
                 faulthandler.dump_traceback(self.log.file.fileno())
             suspects = self.suspects(overdue=overdue) if self._leaving is None else []
@@ -171,10 +168,7 @@ class Watchdog:
                 tell_torchrun(TimeoutError(why) if suspect in (None, self.rank) else PeerLost(why))
                 self.before_exit(code, why, suspect)
 
-            within(LAST_WORD_S, last_word)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+            leave(code, last_word, timeout_s=LAST_WORD_S)
 
     def suspects(self, *, overdue: bool = False) -> list[Suspect]:
         """Tell the others that this rank is a victim, and find out whose. In a thread of its own: a store whose process is
@@ -201,25 +195,3 @@ class Watchdog:
 
         within(LOOK_S, look)
         return found[0] if found else [Suspect(0, f"the store of {self.host_of_store} does not answer")]
-
-
-def within(timeout_s: float, work: Callable[[], None]) -> None:
-    """Do `work` in a thread, and wait for it no longer than `timeout_s`."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-
-
-def arm(timeout_s: float) -> None:
-    """Have the kernel end this process in `timeout_s` (code 142), unless armed anew or disarmed before; dump the stacks
-    first. Where SIGALRM is not free, faulthandler ends it, which knows no other code than 1."""
-    kernel = hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
-    if kernel:
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    faulthandler.dump_traceback_later(max(0.1, timeout_s - DUMP_S), exit=not kernel)
-
-
-def disarm() -> None:
-    faulthandler.cancel_dump_traceback_later()
-    if hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
-        signal.setitimer(signal.ITIMER_REAL, 0)

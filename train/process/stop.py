@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from train.errors import STOPPED
+from train.process.exit import leave
 
 # torchrun passes each signal on to its workers, who may also get it from their process group: twice within
 # milliseconds. Slurm and Kubernetes repeat theirs after longer.
@@ -87,10 +88,7 @@ class StopRequest:
             self.say(why)
             self.before_leaving(why)
 
-        thread = threading.Thread(target=farewell, name="farewell", daemon=True)
-        thread.start()
-        thread.join(FAREWELL_S)
-        os._exit(STOPPED)
+        leave(STOPPED, farewell, timeout_s=FAREWELL_S)
 
 
 def die_with_parent(expected_parent: int) -> None:
@@ -106,4 +104,4 @@ def die_with_parent(expected_parent: int) -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != expected_parent:  # it ended before the line above
-        os._exit(128 + signal.SIGKILL)
+        leave(128 + signal.SIGKILL)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 import torch
 
@@ -23,9 +23,9 @@ from train.group.connectivity import HINT
 from train.group.group import Group, join
 from train.group.members import ranges
 from train.group.network import explain_connection, interface_of, is_own_address, try_connect
-from train.group.watchdog import within
 from train.process import env, machine_checks
 from train.process.env import Launch
+from train.process.exit import finish, within
 from train.process.findings import (
     CODES,
     INCOMPLETE,
@@ -45,7 +45,6 @@ from train.process.stop import StopRequest
 
 NAME_S, DISK_S = 10.0, 30.0  # a resolver and a network disk may never answer
 STAGE_S = 60.0  # of all ranks together; more where there are many
-T = TypeVar("T")
 
 
 def doctor(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: StopRequest, as_json: bool = False) -> int:
@@ -112,7 +111,7 @@ class _Doctor:
             return
         host, port = launch.master_addr, launch.master_port
         if launch.rank == 0 and not launch.agent_store:
-            own = _within(NAME_S, lambda: is_own_address(host))
+            own = within(NAME_S, lambda: is_own_address(host))
             if own is False:
                 self._add(
                     Finding(
@@ -124,7 +123,7 @@ class _Doctor:
             return
         deadline_s = time.monotonic() + self.config.join_timeout_s
         while True:
-            tried = _within(NAME_S, lambda: try_connect(host, port, timeout_s=2.0))
+            tried = within(NAME_S, lambda: try_connect(host, port, timeout_s=2.0))
             if tried is not None and tried.problem is None:
                 break
             if time.monotonic() > deadline_s:
@@ -189,7 +188,7 @@ class _Doctor:
     # Saying it -------------------------------------------------------------------------------------------------
 
     def _bounded(self, stage: str, timeout_s: float, look: Callable[[], list[Finding]], silent: str) -> None:
-        found = _within(timeout_s, look)
+        found = within(timeout_s, look)
         if found is None:
             seen, remedy = f"no answer within {timeout_s:g} s", "Mend that first: training would hang."
             found = [Finding(stage, INCOMPLETE, seen, silent, remedy)]
@@ -230,9 +229,7 @@ class _Doctor:
     def _overdue(self, why: str) -> None:
         """A stage's time is over: the last word of this rank, in the place of the watch's own end."""
         self._add(_hang(self.stage, why))
-        code = self._end_alone(silent=False)
-        sys.stdout.flush()
-        os._exit(code)
+        finish(self._end_alone(silent=False))
 
     def _end_alone(self, *, silent: bool) -> int:
         """The ranks did not come together, or fell apart: each says its own, rank 0 the whole table."""
@@ -283,10 +280,3 @@ def _print_table(findings: list[Finding], log: Log) -> None:
 def _print_json(findings: list[Finding], facts: dict[str, Any], out: TextIO) -> None:
     out.write(json.dumps(as_json(findings, facts)) + "\n")
     out.flush()
-
-
-def _within(timeout_s: float, look: Callable[[], T]) -> T | None:
-    """What `look` returns, or None where it takes longer: it is left behind in its thread."""
-    found: list[T] = []
-    within(timeout_s, lambda: found.append(look()))
-    return found[0] if found else None
