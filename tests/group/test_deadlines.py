@@ -16,7 +16,7 @@ HOST = host_name()
 WORLD = 3
 # Eight steps an epoch; the loss is called twice before the first step
 SETTINGS = (
-    "--workload=probe:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4", "--log-every-steps=1",
+    "--workload=tests.rigs.faulting_workload:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4", "--log-every-steps=1",
     "--save-every-steps=2", "--tensorboard=false", "--progress=none", "--join-timeout-s=30", "--num-workers=1",
 )
 SHORT = 5  # seconds; a step takes milliseconds
@@ -170,7 +170,7 @@ def test_rank_0_that_saves_too_long_is_named(forks: Forks, tmp_path: Path) -> No
         assert job.wait() == [171] * WORLD, job.output
     assert f"save (step 4) took longer than {SHORT} s" in job.output  # on whom it found first; it told the others
     assert_named(job, run, 0, among=list(range(WORLD)))
-    assert "probe.py" in (run / "logs" / "rank-0.log").read_text()  # the stacks say where
+    assert "faulting_workload.py" in (run / "logs" / "rank-0.log").read_text()  # the stacks say where
 
 
 def test_hang_that_holds_the_interpreter_lock_ends_as_worth_a_restart(forks: Forks, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from train.process.stop import REPEAT_WINDOW_S
 
 PATH = str(ROOT)
 SETTINGS = (
-    "--workload=probe:build", "--batch-size=8", "--max-steps=9", "--log-every-steps=1", "--save-every-steps=2",
+    "--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--max-steps=9", "--log-every-steps=1", "--save-every-steps=2",
     "--tensorboard=false", "--progress=none", "--num-workers=1", "--join-timeout-s=60",
 )
 
