@@ -122,13 +122,13 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
         train(config, launch, run_dir=run_dir, log=log, stop=stop, attempt=os.environ.get("RANKUP_ATTEMPT", ""))
         return FINISHED
     if parsed.command == "bench":
-        from train.commands.bench.bench import bench
+        from train.commands.bench.bench import BenchOptions, bench
 
         extra = parsed.extra
-        bench(
-            config, launch, run_dir=run_dir, log=log, stop=stop, wanted=extra["sizes"], iterations=extra["iterations"],
-            seconds=extra["seconds"], step_ms=extra["step_ms"], as_json=extra["json"],
+        options = BenchOptions(
+            extra["sizes"], extra["iterations"], extra["seconds"], step_ms=extra["step_ms"], as_json=extra["json"]
         )
+        bench(config, launch, options, run_dir=run_dir, log=log, stop=stop)
         return FINISHED
     from train.commands.apply import evaluate_command, predict_command
 

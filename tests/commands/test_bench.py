@@ -1,7 +1,8 @@
-"""The wire between ranks: measured, checked, held against plain sockets under one limit; and what is expected from it."""
+"""Exchanges between ranks: measured, checked, compared with plain sockets under one limit; and the forecasts."""
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, rank_env
 from tests.rigs.namespaces import Pair
 from train.commands.bench import cost_model
-from train.commands.bench.bench import gradient_bytes, parse_size
+from train.commands.bench.bench import parse_size
 from train.commands.bench.collectives import backends
-from train.commands.bench.cost_model import Link
-from train.commands.chart import lines
+from train.commands.bench.cost_model import CostModel
+from train.commands.bench.job import gradient_bytes
+from train.commands.chart import line_chart
 from train.errors import ConfigError
 from train.process.limits import memory_left
 
@@ -87,7 +89,7 @@ def test_bench_leaves_the_runs_own_status_alone(two: tuple[dict[str, Any], str, 
 def test_bench_alone_says_what_it_can_not_measure(forks: Forks, tmp_path: Path) -> None:
     codes, output = forks.run("bench", *JOB, "--run-dir", str(tmp_path), "--name", "run")
     assert codes == [0], output
-    assert "no expectation: one process alone has no wire: start several" in output
+    assert "no expectation: one process alone has no link to measure: start several" in output
     assert left(tmp_path / "run")["collectives"] == []
     assert left(tmp_path / "run")["job"]["step_s"] > 0
 
@@ -150,7 +152,7 @@ def test_bench_without_a_plain_connection_measures_the_rest(forks: Forks, tmp_pa
     assert (outcome["plain"], {row["backend"] for row in outcome["collectives"]}) == (None, {"gloo"})
 
 
-def dies_on_the_line() -> None:
+def dies_on_the_plain_connection() -> None:
     """Rank 1, while rank 0 waits for it on the plain connection."""
     from train.commands.bench import tcp_pair
 
@@ -160,19 +162,19 @@ def dies_on_the_line() -> None:
 
 def test_bench_names_the_rank_that_dies_on_the_plain_connection(forks: Forks, tmp_path: Path) -> None:
     line = ["bench", *JOB, "--sizes", "1K", "--run-dir", str(tmp_path), "--step-ms", "1"]
-    codes, output = forks.run(*line, world_size=2, preload="tests.commands.test_bench:dies_on_the_line")
+    codes, output = forks.run(*line, world_size=2, preload="tests.commands.test_bench:dies_on_the_plain_connection")
     assert codes == [171, -9], output
     assert "lost a peer at step 0: suspected: rank 1 on " in output
     assert "Traceback" not in output
 
 
 def garble() -> None:
-    """A wire that turns one byte into another, towards rank 1."""
+    """A network that turns one byte into another, towards rank 1."""
     from train.commands.bench import tcp_pair
 
     right = tcp_pair._receive
 
-    def wrong(connection: Any, message: bytearray) -> None:
+    def wrong(connection: Any, message: memoryview) -> None:
         right(connection, message)
         if os.environ["RANK"] == "1" and len(message) > 1024:
             message[77] ^= 1
@@ -184,7 +186,7 @@ def test_bench_finds_a_wrong_byte_on_the_plain_connection(forks: Forks, tmp_path
     line = ["bench", *JOB, "--sizes", "1K,64K", "--iterations", "2", "--run-dir", str(tmp_path)]
     codes, output = forks.run(*line, world_size=2, preload="tests.commands.test_bench:garble")
     assert codes == [1, 1], output
-    assert "65536 bytes came out wrong over a plain connection on rank 1" in output
+    assert re.search(r"point to point of 65536 bytes came out wrong on rank 1: .* over sockets\.", output), output
 
 
 def test_bench_finds_a_wrong_result_and_names_the_rank(forks: Forks, tmp_path: Path) -> None:
@@ -241,8 +243,8 @@ def test_bench_agrees_with_plain_sockets_under_one_limit(pair: Pair, tmp_path: P
 # The model ----------------------------------------------------------------------------------------------------
 
 
-def test_scaling_finds_the_link_that_made_the_times() -> None:
-    link = Link(50e-6, 1e-9)
+def test_cost_model_finds_the_link_that_made_the_times() -> None:
+    link = CostModel(50e-6, 1e-9)
     points = [(size, cost_model.ring_s(link, 4, size)) for size in (1024.0, 65536.0, 2.0**24)]
     found = cost_model.fit_all_reduce(points, 4)
     assert found.alpha_s == pytest.approx(link.alpha_s)
@@ -250,8 +252,8 @@ def test_scaling_finds_the_link_that_made_the_times() -> None:
     assert found.error == pytest.approx(0, abs=1e-9)
 
 
-def test_scaling_has_the_textbooks_times() -> None:
-    link = Link(1.0, 0.01)
+def test_cost_model_has_the_textbooks_times() -> None:
+    link = CostModel(1.0, 0.01)
     assert cost_model.ring_s(link, 2, 100) == pytest.approx(2 * 1 + 0.01 * 100)
     assert cost_model.ring_s(link, 8, 800) == pytest.approx(14 * 1 + 14 / 8 * 0.01 * 800)
     assert cost_model.tree_s(link, 8, 800) == pytest.approx(2 * 3 * 1 + 2 * 0.01 * 800)
@@ -259,14 +261,14 @@ def test_scaling_has_the_textbooks_times() -> None:
     assert cost_model.ring_s(link, 1, 800) == cost_model.tree_s(link, 1, 800) == 0
 
 
-def test_scaling_takes_ddps_buckets() -> None:
+def test_cost_model_takes_ddps_buckets() -> None:
     assert cost_model.buckets(1000) == [1000]
     assert cost_model.buckets(2**20 + 60 * 2**20) == [2**20, 25 * 2**20, 25 * 2**20, 10 * 2**20]
     assert sum(cost_model.buckets(12_345_678)) == 12_345_678
 
 
-def test_scaling_hides_all_but_the_last_bucket() -> None:
-    link = Link(0.0, 1e-9)
+def test_cost_model_hides_all_but_the_last_bucket() -> None:
+    link = CostModel(0.0, 1e-9)
     one, several = 2**20, 2**20 + 50 * 2**20
     (row,) = cost_model.expected(link, one, 1.0, [2])
     assert row["efficiency_hidden"] == row["efficiency"] == pytest.approx(1 / (1 + one * 1e-9))
@@ -324,6 +326,6 @@ def test_backends_are_gloo_and_the_accelerators_own() -> None:
 
 
 def test_chart_takes_a_single_point_and_zero(tmp_path: Path) -> None:
-    lines({"one": [(1024.0, 0.0)]}, "title", ("x", "y"), tmp_path / "chart.png")
+    line_chart({"one": [(1024.0, 0.0)]}, "title", labels=("x", "y"), path=tmp_path / "chart.png")
     with Image.open(tmp_path / "chart.png") as picture:
         assert picture.size[0] == 900

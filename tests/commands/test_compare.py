@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.rigs.fork_server import Forks
-from train.commands.chart import bars
+from train.commands.chart import bar_chart
 from train.commands.compare import WAYS, _missing, summed, table
 from train.main import main
 
@@ -41,7 +41,7 @@ def test_comparison_table_has_a_row_for_each_way_and_the_reasons() -> None:
 
 
 def test_chart_has_bars_as_long_as_their_values(tmp_path: Path) -> None:
-    bars({"whole": 100.0, "half": 50.0}, "title", tmp_path / "chart.png")
+    bar_chart({"whole": 100.0, "half": 50.0}, "title", path=tmp_path / "chart.png")
     with Image.open(tmp_path / "chart.png") as image:
         pixels = image.convert("RGB").tobytes()
         width = image.width * 3

@@ -162,17 +162,17 @@ def test_doctor_measures_between_first_ranks_of_nodes_and_inside_nodes() -> None
 
 def test_doctor_bounds_the_rounds_of_a_thousand_nodes() -> None:
     plan = link_speed.plan([f"n{number}" for number in range(1000)])
-    assert len(plan) == link_speed.MOST_ROUNDS
+    assert len(plan) == link_speed.MAX_ROUNDS
     assert all(len(pairs) == 500 for pairs, _ in plan)
 
 
 def test_doctor_finds_the_odd_link_among_its_kind() -> None:
-    def link(number: int, bandwidth: float, between: bool = True) -> link_speed.Link:
-        return link_speed.Link((0, number), 1e-4, bandwidth, between)
+    def link(number: int, bandwidth: float, between: bool = True) -> link_speed.LinkSpeed:
+        return link_speed.LinkSpeed((0, number), 1e-4, bandwidth, between)
 
     fast = [link(number, 90e6) for number in range(1, 4)]
-    assert link_speed.odd_ones([*fast, link(9, 90e6, between=False)], least=12.5e6, apart=5.0) == []
-    assert link_speed.odd_ones([*fast, link(4, 15e6)], least=12.5e6, apart=5.0) == [link(4, 15e6)]
+    assert link_speed.slow_links([*fast, link(9, 90e6, between=False)], least=12.5e6, apart=5.0) == []
+    assert link_speed.slow_links([*fast, link(4, 15e6)], least=12.5e6, apart=5.0) == [link(4, 15e6)]
     # Far apart, but fast: beside a link inside one chip any cable looks slow
-    assert link_speed.odd_ones([link(1, 9e9), link(2, 9e9), link(3, 1e9)], least=12.5e6, apart=5.0) == []
-    assert link_speed.odd_ones([link(1, 1e6)], least=12.5e6, apart=5.0) == [link(1, 1e6)]
+    assert link_speed.slow_links([link(1, 9e9), link(2, 9e9), link(3, 1e9)], least=12.5e6, apart=5.0) == []
+    assert link_speed.slow_links([link(1, 1e6)], least=12.5e6, apart=5.0) == [link(1, 1e6)]

@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from train.commands.chart import bars
+from train.commands.chart import bar_chart
 from train.config import Config
 from train.errors import ConfigError, Stopped
 from train.process.cpus import cpu_quota
@@ -107,7 +107,7 @@ def compare(
     (directory / "compare.md").write_text(table(outcome), encoding="utf-8")
     if rows:
         title = f"{outcome['unit']}/s, {steps} steps, {repeats} runs each, {nproc} processes (none: 1)"
-        bars({name: row["per_s"] for name, row in rows.items()}, title, directory / "compare.png")
+        bar_chart({name: row["per_s"] for name, row in rows.items()}, title, path=directory / "compare.png")
     log.info(f"{table(outcome)}\n{directory}/compare.json, compare.md, compare.png")
     return outcome
 

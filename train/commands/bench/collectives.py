@@ -1,10 +1,10 @@
-"""How fast ranks exchange: all-reduce, all-gather, broadcast and point to point, timed and checked, size by size; and a plain
-TCP connection beside them."""
+"""How fast the ranks exchange: all-reduce, all-gather, broadcast and point to point, each checked and then timed, size by
+size. Point to point is measured over a plain TCP connection too, for comparison."""
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -12,23 +12,24 @@ import torch
 import torch.distributed as dist
 
 from train.commands.bench.cost_model import bus_factor
-from train.commands.bench.tcp_pair import Line, plain_line
+from train.commands.bench.tcp_pair import TcpPair, tcp_pair
+from train.commands.ping_pong import Peer, TorchPeer, ping_pong, wait_for_device
 from train.group.group import Group
 from train.process.limits import memory_left
 
-SOCKETS = "sockets"  # not torch's: a plain connection, for point to point
-OPERATIONS = ("all-reduce", "all-gather", "broadcast", "point to point")
-SAMPLE_S = 1e-3  # a sample of short calls is several of them
-MOST_CALLS = 50
-FEWEST = 3  # samples of one size
+POINT_TO_POINT, SOCKETS = "point to point", "sockets"  # sockets: no backend of torch, but the plain connection
+OPERATIONS = ("all-reduce", "all-gather", "broadcast", POINT_TO_POINT)
+SAMPLE_S = 1e-3  # a sample of short calls is the mean of several calls, which together take about this long
+MAX_CALLS = 50  # of one sample
+MIN_SAMPLES = 3  # of one size
 LARGEST = 2**30
-# Its name before torch 2.14
+# torch 2.14 renamed it
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One operation, backend and size. Times in s of one call, on the rank that took longest; bandwidths in bytes/s."""
+    """One operation, backend and size. Times: seconds of one call on the slowest rank. Bandwidths: bytes/s."""
 
     operation: str
     backend: str
@@ -38,11 +39,40 @@ class Row:
     p95_s: float
     algorithm: float
     bus: float
-    steadiness: float  # median over 95th percentile: 1 is steady
+    steadiness: float  # median divided by 95th percentile: 1 is steady
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much to measure. `samples` of each size at most; `seconds` for everything, about; `timeout_s` for one size."""
+
+    samples: int
+    seconds: float
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured. `peer`: the other end of point to point, None on ranks that are no end of it."""
+
+    operation: str
+    backend: str
+    device: torch.device
+    peer: Peer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A subject with buffers of one size: the call, and a check of what the first call left in the buffers."""
+
+    call: Callable[[], Any]
+    check: Callable[[], None]
 
 
 def backends(spec: str, device: torch.device) -> list[tuple[str, torch.device]]:
-    """What a group of this backend exchanges over: gloo between hosts' memories, and the accelerator's own.
+    """The backends of a group that torch made from `spec`, with the device whose memory each exchanges.
+
+    gloo is always there, for host memory; an accelerator has its own beside it.
 
     >>> backends("cpu:gloo,cuda:nccl", torch.device("cuda:1"))
     [('gloo', device(type='cpu')), ('nccl', device(type='cuda', index=1))]
@@ -52,154 +82,130 @@ def backends(spec: str, device: torch.device) -> list[tuple[str, torch.device]]:
     return [("gloo", torch.device("cpu")), *own]
 
 
-def room(group: Group, device: torch.device) -> int:
-    """The largest message whose buffers every rank can hold, a power of two times 1 KiB."""
+def largest_size(group: Group, device: torch.device) -> int:
+    """Bytes of the largest message whose buffers every rank can hold: a power of two, at least 1 KiB. Collective."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
         left = memory_left()
-        free = min(psutil.virtual_memory().available, psutil.virtual_memory().available if left is None else left)
+        available = psutil.virtual_memory().available
+        free = min(available, available if left is None else left)
         free //= max(1, group.launch.local_world_size or group.world_size)
-    kib = group.min(min(free // 4096, LARGEST // 1024))  # two buffers, and as much to spare
+    kib = group.min(min(free // 4096, LARGEST // 1024))  # two buffers, and as much again stays free
     return 1024 << max(0, kib.bit_length() - 1)
 
 
-def sizes(largest: int) -> list[int]:
-    """1 KiB, 4 KiB, ... to the largest."""
-    found = [1024]
-    while found[-1] * 4 <= largest:
-        found.append(found[-1] * 4)
-    return found
+def sizes_up_to(largest: int) -> list[int]:
+    """1 KiB, 4 KiB, 16 KiB, ... up to `largest` bytes."""
+    sizes = [1024]
+    while sizes[-1] * 4 <= largest:
+        sizes.append(sizes[-1] * 4)
+    return sizes
 
 
 def measure(
-    group: Group, wanted: Sequence[int], *, spec: str, iterations: int, seconds: float, timeout_s: float,
-    note: Callable[[str], None] = lambda text: None,
+    group: Group, sizes: Sequence[int], *, spec: str, budget: Budget, note: Callable[[str], None] = lambda text: None
 ) -> list[Row]:
-    """Point to point over a plain connection, then every operation on every backend, each within its share of `seconds`:
-    what would take longer is left out.
+    """Point to point over a plain connection, then each operation on each backend. Collective: every rank calls it.
 
-    `wanted`: sizes in bytes; empty takes all from 1 KiB on. `spec`: the group's backend as torch was told
-    it. Raises RuntimeError where a result is not right.
+    `sizes`: in bytes; empty takes all from 1 KiB on. `spec`: the group's backend as torch was given it. Each operation has
+    an equal share of the budget's seconds; sizes that would take longer are left out. `note` gets a line on each operation.
+    Raises RuntimeError if an exchange gives a wrong result.
     """
     rows: list[Row] = []
-    places = backends(spec, group.device)
-    tried = [(operation, backend, device) for backend, device in places for operation in OPERATIONS]
-    group.watch.enter("measure", timeout_s)
-    with plain_line(group, timeout_s) as line:
-        if isinstance(line, Line):
-            tried.insert(0, ("point to point", SOCKETS, torch.device("cpu")))
-        else:
-            note(f"no plain connection to compare with: {line}")
-        for operation, backend, device in tried:
-            until_s = time.monotonic() + seconds / len(tried)
-            for size in wanted or sizes(room(group, device)):
-                group.watch.enter("measure", timeout_s)
-                prepared = _plain(line, size) if isinstance(line, Line) and backend == SOCKETS else None
-                call, check = prepared or _prepared(group, operation, device, size)
-                row = _one(group, operation, backend, device, size, iterations, until_s, call, check)
+    group.watch.enter("measure", budget.timeout_s)
+    with tcp_pair(group, budget.timeout_s) as (pair, problem):
+        if problem:
+            note(f"no plain connection to compare with: {problem}")
+        subjects = list(_subjects(group, spec, pair, plain=not problem))
+        for subject in subjects:
+            until_s = time.monotonic() + budget.seconds / len(subjects)
+            for size in sizes or sizes_up_to(largest_size(group, subject.device)):
+                group.watch.enter("measure", budget.timeout_s)
+                row = _measure_size(group, subject, size, budget.samples, until_s)
                 if row is None:
                     break
                 rows.append(row)
-            note(f"{operation} on {backend}: up to {rows[-1].size} bytes")
+            note(f"{subject.operation} on {subject.backend}: up to {rows[-1].size} bytes")
     return rows
 
 
-def _one(
-    group: Group, operation: str, backend: str, device: torch.device, size: int, iterations: int, until_s: float,
-    call: Callable[[], Any], check: Callable[[], None],
-) -> Row | None:
-    """One size, or None: no time is left for it. All ranks decide alike."""
+def _subjects(group: Group, spec: str, pair: TcpPair | None, *, plain: bool) -> Iterator[Subject]:
+    if plain:
+        yield Subject(POINT_TO_POINT, SOCKETS, torch.device("cpu"), pair)
+    last = group.world_size - 1
+    peer = TorchPeer(last if group.rank == 0 else 0) if group.rank in (0, last) else None
+    for backend, device in backends(spec, group.device):
+        for operation in OPERATIONS:
+            yield Subject(operation, backend, device, peer if operation == POINT_TO_POINT else None)
+
+
+def _measure_size(group: Group, subject: Subject, size: int, samples: int, until_s: float) -> Row | None:
+    """One size, or None if no time is left for it. All ranks decide alike: each number is agreed on first."""
+    exchange = _prepare(group, subject, size)
     group.watch.wait_for_others(True)
-    call()
-    check()
-    once_s = group.max(max(1, round(1e6 * _timed(group, device, call, 1)))) / 1e6
+    exchange.call()
+    exchange.check()
+    once_s = group.max(max(1, round(1e6 * _timed(group, subject, exchange, 1)))) / 1e6
     left_s = until_s - time.monotonic()
-    calls = min(MOST_CALLS, max(1, int(SAMPLE_S / once_s)))
-    if group.max(int(once_s * calls * FEWEST > left_s and size > 1024)):
+    calls = min(MAX_CALLS, max(1, int(SAMPLE_S / once_s)))
+    if group.max(int(once_s * calls * MIN_SAMPLES > left_s and size > 1024)):
         return None
-    # Half of what is left, so that larger sizes have their turn
-    count = group.max(min(iterations, max(FEWEST, int(left_s / 2 / (once_s * calls)))))
-    own = [_timed(group, device, call, calls) for _ in range(count)]
+    # Half of the time that is left: larger sizes need theirs
+    count = group.max(min(samples, max(MIN_SAMPLES, int(left_s / 2 / (once_s * calls)))))
+    own = [_timed(group, subject, exchange, calls) for _ in range(count)]
     times = sorted(map(max, zip(*group.gather(own), strict=True)))
     group.watch.wait_for_others(False)
-    median_s, p95_s = statistics.median(times), times[min(len(times) - 1, round(0.95 * (len(times) - 1)))]
-    if operation == "point to point":
-        median_s, p95_s = median_s / 2, p95_s / 2  # there and back
-    moved = size / median_s
-    factor = bus_factor(operation, group.world_size)
-    return Row(operation, backend, size, count, median_s, p95_s, moved, moved * factor, median_s / p95_s)
+    median_s, p95_s = statistics.median(times), times[round(0.95 * (len(times) - 1))]
+    if subject.operation == POINT_TO_POINT:
+        median_s, p95_s = median_s / 2, p95_s / 2  # a round trip is two messages
+    bandwidth = size / median_s
+    bus = bandwidth * bus_factor(subject.operation, group.world_size)
+    return Row(subject.operation, subject.backend, size, count, median_s, p95_s, bandwidth, bus, median_s / p95_s)
 
 
-def _timed(group: Group, device: torch.device, call: Callable[[], Any], calls: int) -> float:
-    """Seconds of one call on this rank, over so many after each other, as nccl-tests does it; all ranks begin together."""
+def _timed(group: Group, subject: Subject, exchange: Exchange, calls: int) -> float:
+    """Seconds of one call on this rank: the mean of `calls` without a pause, as nccl-tests does. All ranks begin together."""
     group.barrier()
     began_s = time.perf_counter()
     for _ in range(calls):
-        call()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+        exchange.call()
+    wait_for_device(subject.device)
     return (time.perf_counter() - began_s) / calls
 
 
-def _prepared(
-    group: Group, operation: str, device: torch.device, size: int
-) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """The call, and a check of what its first call leaves. `size` counts as nccl-tests counts it: an all-gather's is that
-    of its result."""
-    rank, ranks = group.rank, group.world_size
-    count = max(1, size // 4)
-    if operation == "all-gather":
+def _prepare(group: Group, subject: Subject, size: int) -> Exchange:
+    """Buffers of `size` bytes, counted as nccl-tests counts them: of an all-gather it is the size of its result."""
+    rank, ranks, device = group.rank, group.world_size, subject.device
+    count = max(1, size // 4)  # float32
+
+    def must_equal(found: torch.Tensor, right: torch.Tensor) -> None:
+        if not torch.equal(found, right):
+            place = int((found != right).nonzero()[0])
+            raise RuntimeError(
+                f"{subject.operation} of {size} bytes came out wrong on rank {rank}: {found[place].item()} at {place}, "
+                f"not {right[place].item()}, over {subject.backend}. The network, a driver or memory corrupts data."
+            )
+
+    if subject.operation == "all-gather":
         each = max(1, count // ranks)
         part = torch.full((each,), rank + 1.0, device=device)
         whole = torch.zeros(each * ranks, device=device)
         right = torch.arange(1.0, ranks + 1, device=device).repeat_interleave(each)
-        return lambda: ALL_GATHER(whole, part), lambda: _must_equal(whole, right, operation, size, rank)
-    if operation == "all-reduce":
+        return Exchange(lambda: ALL_GATHER(whole, part), lambda: must_equal(whole, right))
+    if subject.operation == "all-reduce":
         summed = torch.full((count,), rank + 1.0, device=device)
 
-        def check() -> None:
-            _must_equal(summed, torch.full_like(summed, ranks * (ranks + 1) / 2), operation, size, rank)
-            summed.zero_()  # a sum of sums would soon be too large
+        def check_sum() -> None:
+            must_equal(summed, torch.full_like(summed, ranks * (ranks + 1) / 2))
+            summed.zero_()  # each further call adds the sums up: they would overflow
 
-        return lambda: dist.all_reduce(summed), check
+        return Exchange(lambda: dist.all_reduce(summed), check_sum)
     pattern = torch.arange(count, device=device).remainder_(1009).float()
     buffer = pattern.clone() if rank == 0 else torch.zeros_like(pattern)
-    if operation == "broadcast":
-        return lambda: dist.broadcast(buffer, src=0), lambda: _must_equal(buffer, pattern, operation, size, rank)
-    last = ranks - 1
-
-    def back_and_forth() -> None:
-        if rank == 0:
-            dist.send(buffer, dst=last)
-            dist.recv(buffer, src=last)
-        elif rank == last:
-            dist.recv(buffer, src=0)
-            dist.send(buffer, dst=0)
-
-    return back_and_forth, lambda: _must_equal(buffer, pattern, operation, size, rank) if rank in (0, last) else None
-
-
-def _plain(line: Line, size: int) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """The same for the plain connection. Two buffers, as `room` counts them."""
-    pattern = memoryview(bytes(range(251)) * (size // 251 + 1))[:size]
-    message = bytearray(pattern if line.group.rank == 0 else size)
-
-    def check() -> None:
-        if line.connection is not None and message != pattern:
-            raise RuntimeError(f"{size} bytes came out wrong over a plain connection on rank {line.group.rank}.")
-
-    return lambda: line.back_and_forth(message), check
-
-
-def _must_equal(found: torch.Tensor, right: torch.Tensor, operation: str, size: int, rank: int) -> None:
-    if not torch.equal(found, right):
-        place = int((found != right).nonzero()[0])
-        raise RuntimeError(
-            f"{operation} of {size} bytes came out wrong on rank {rank}: {found[place].item()} at {place}, not "
-            f"{right[place].item()}. The network, a driver or memory corrupts data."
-        )
-
-
-def as_dicts(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    return [asdict(row) for row in rows]
+    if subject.operation == "broadcast":
+        return Exchange(lambda: dist.broadcast(buffer, src=0), lambda: must_equal(buffer, pattern))
+    if subject.peer is None:
+        return Exchange(lambda: None, lambda: None)
+    peer = subject.peer
+    return Exchange(lambda: ping_pong(peer, buffer, first=rank == 0), lambda: must_equal(buffer, pattern))

@@ -1,42 +1,42 @@
-"""A plain TCP connection between rank 0 and the last rank: what the wire carries without torch, beside what torch makes of it."""
+"""A plain TCP connection between rank 0 and the last rank: what the network carries without torch."""
 
 import contextlib
 import os
 import socket
 from collections.abc import Iterator
 
+import torch
+
 from train.group.group import Group
 from train.group.network import address_of, address_of_host_name
 
 CONNECT_S = 10.0
-CHUNK = 2**20
+CHUNK = 2**20  # bytes of one recv: larger ones made no difference
 
 
-class Line:
-    """One end of the connection; on the ranks between there is none. Whoever holds a message has it as bytes."""
+class TcpPair:
+    """One end of the connection, as `ping_pong` wants it. Messages are tensors in host memory.
 
-    def __init__(self, group: Group, connection: socket.socket | None) -> None:
-        self.group, self.connection = group, connection
+    Both calls raise RuntimeError if the other end is gone, in words by which the group recognises a lost peer.
+    """
 
-    def back_and_forth(self, message: bytearray) -> None:
-        """Rank 0's `message` to the last rank and back, in place. Raises RuntimeError where the other end is gone, in words that
-        the group takes for a lost peer."""
-        if self.connection is None:
-            return
-        try:
-            if self.group.rank == 0:
-                self.connection.sendall(message)
-            _receive(self.connection, message)
-            if self.group.rank != 0:
-                self.connection.sendall(message)
-        except OSError as error:
-            raise RuntimeError(f"plain connection closed by peer: {error}") from error
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def send(self, message: torch.Tensor) -> None:
+        with _lost_peer():
+            self._connection.sendall(_bytes_of(message))
+
+    def receive(self, message: torch.Tensor) -> None:
+        with _lost_peer():
+            _receive(self._connection, _bytes_of(message))
 
 
 @contextlib.contextmanager
-def plain_line(group: Group, timeout_s: float) -> Iterator[Line | str]:
-    """The connection, on the interface that gloo takes; or why there is none. Collective: every rank calls it.
+def tcp_pair(group: Group, timeout_s: float) -> Iterator[tuple[TcpPair | None, str]]:
+    """This rank's end of the connection, and the problem if there is no connection. Collective: every rank calls it.
 
+    The connection uses the interface that gloo uses. Ranks between the first and the last have no end of it.
     `timeout_s`: of one send or receive.
     """
     with contextlib.ExitStack() as stack:
@@ -45,32 +45,44 @@ def plain_line(group: Group, timeout_s: float) -> Iterator[Line | str]:
             try:
                 interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
                 ip = address_of(interface) if interface else address_of_host_name()
-                listener = stack.enter_context(socket.create_server((ip, 0), family=_family(ip)))
+                family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+                listener = stack.enter_context(socket.create_server((ip, 0), family=family))
                 listener.settimeout(CONNECT_S)
             except OSError as error:
                 problem = f"rank 0 can't listen: {error}"
-        door = group.broadcast(listener.getsockname()[:2] if listener else None)
+        endpoint = group.broadcast(listener.getsockname()[:2] if listener else None)
         try:
-            if door and group.rank == group.world_size - 1:
-                connection = stack.enter_context(socket.create_connection(door, timeout=CONNECT_S))
+            if endpoint and group.rank == group.world_size - 1:
+                connection = stack.enter_context(socket.create_connection(endpoint, timeout=CONNECT_S))
             elif listener is not None:
                 connection = stack.enter_context(listener.accept()[0])
         except OSError as error:
             problem = f"rank {group.rank} on {group.log.host}: {error}"
         if connection is not None:
             connection.settimeout(timeout_s)
+            # Otherwise the kernel holds small messages back, to send several of them in one packet
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        yield next(filter(None, group.gather(problem)), "") or Line(group, connection)
+        problem = next(filter(None, group.gather(problem)), "")  # all ranks must decide alike whether to use it
+        yield TcpPair(connection) if connection is not None and not problem else None, problem
 
 
-def _family(ip: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in ip else socket.AF_INET
+@contextlib.contextmanager
+def _lost_peer() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeError(f"plain connection closed by peer: {error}") from error
 
 
-def _receive(connection: socket.socket, message: bytearray) -> None:
-    view, done = memoryview(message), 0
+def _bytes_of(message: torch.Tensor) -> memoryview:
+    """The tensor's own memory: what is received into it arrives in the tensor."""
+    return message.numpy().data.cast("B")
+
+
+def _receive(connection: socket.socket, message: memoryview) -> None:
+    done = 0
     while done < len(message):
-        got = connection.recv_into(view[done : done + CHUNK])
-        if not got:
+        count = connection.recv_into(message[done : done + CHUNK])
+        if not count:
             raise ConnectionResetError("the other end is gone")
-        done += got
+        done += count

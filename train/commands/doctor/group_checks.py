@@ -82,9 +82,9 @@ def collective(group: Group) -> Iterable[Finding]:
 
 
 def wire(group: Group, facts: dict[str, Any], again: Callable[[], None]) -> Iterable[Finding]:
-    own = link_speed.measure(group.rank, group.hosts, group.device, alive=again)
+    own = link_speed.measure_links(group.rank, group.hosts, group.device, after_round=again)
     gathered = group.gather([asdict(link) for link in own])
-    found = [link_speed.Link(**{**told, "ranks": tuple(told["ranks"])}) for part in gathered for told in part]
+    found = [link_speed.LinkSpeed(**{**told, "ranks": tuple(told["ranks"])}) for part in gathered for told in part]
     if not group.is_rank0:
         return
     facts["links"] = [asdict(link) for link in found]
@@ -96,7 +96,7 @@ def wire(group: Group, facts: dict[str, Any], again: Callable[[], None]) -> Iter
                 "links", OK, f"{word}: slowest {_place(slowest, group)} {_rate(slowest.bandwidth)}; latest "
                 f"{_place(latest, group)} {latest.latency_s * 1e6:.0f} us; {len(some)} measured",
             )
-    for link in link_speed.odd_ones(found, least=SLOWEST_LINK, apart=APART)[:4]:
+    for link in link_speed.slow_links(found, least=SLOWEST_LINK, apart=APART)[:4]:
         others = statistics.median(k.bandwidth for k in found if k.between_nodes is link.between_nodes)
         yield Finding(
             "links", WARNING, f"{_place(link, group)}: {_rate(link.bandwidth)} (median {_rate(others)})",
@@ -167,7 +167,7 @@ def shared_disk(group: Group, run_dir: Path) -> Iterable[Finding]:
             yield Finding("storage", OK, f"all ranks see the same {run_dir}")
 
 
-def _place(link: link_speed.Link, group: Group) -> str:
+def _place(link: link_speed.LinkSpeed, group: Group) -> str:
     low, high = link.ranks
     return f"ranks {low} on {group.hosts[low]} and {high} on {group.hosts[high]}"
 

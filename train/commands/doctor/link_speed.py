@@ -1,11 +1,11 @@
-"""The wire between ranks, measured: is a collective right, how fast is each link, which link and which rank is slowest?
+"""The links between the ranks: is a collective right, how fast is each link, which link and which rank is slowest?
 
-Links between nodes are measured between their first ranks, one link a node at a time (the circle method of a tournament),
-so that no two measurements share a node's cable; links inside a node the same way between its ranks.
+Links between nodes are measured between the nodes' first ranks, and each node takes part in one measurement at a time: the
+pairs follow the circle method of a tournament. So no two measurements share a node's cable. Links inside a node are
+measured between its ranks in the same manner.
 """
 
 import statistics
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,28 +13,30 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-PINGS = 20
-PING_BYTES = 8
-FIRST_BYTES = 64 * 2**10
-MOST_BYTES = 8 * 2**20
-AIM_S = 0.1  # one transfer, at most about this long
-TRANSFERS = 3
-MOST_ROUNDS = 16  # of a tournament: with more nodes than this each is measured with so many others
+from train.commands.ping_pong import TorchPeer, best_round_trip_s, wait_for_device
+
+PINGS, PING_BYTES = 20, 8  # latency: round trips of this size
+FIRST_BYTES, MAX_BYTES, GROWTH = 64 * 2**10, 16 * 2**20, 4  # bandwidth: larger and larger messages,
+LONG_S = 0.1  # while the next larger one is not expected to take longer than this
+TRANSFERS = 3  # of each size
+MAX_ROUNDS = 16  # of a tournament: with more nodes each is measured with this many others only
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """One link, as the best of several tries shows it: what shares it for a moment is not the link's fault."""
+class LinkSpeed:
+    """One link between two ranks. The best of several tries: traffic that shares the link for a moment is not its fault."""
 
     ranks: tuple[int, int]
     latency_s: float  # one way: half of a round trip of 8 bytes
-    bandwidth: float  # bytes/s, one way
+    bandwidth: float  # bytes/s, the mean of both directions
     between_nodes: bool
 
 
 def check_collectives(rank: int, world_size: int, device: torch.device) -> list[str]:
-    """What came out wrong of each collective that training uses, on this rank; empty where all is right. Whole numbers that
-    every type holds exactly, so that equal means equal."""
+    """Each collective that training uses and that gave a wrong result on this rank; empty if all are right.
+
+    The numbers are integers that float32 holds exactly, so that the results must be equal to the bit.
+    """
     wrong = []
     for length in (1, 1000, 2**18 + 1):
         base = torch.arange(length, device=device, dtype=torch.float32) % 997
@@ -55,7 +57,7 @@ def check_collectives(rank: int, world_size: int, device: torch.device) -> list[
 
 
 def rounds(members: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """A tournament by the circle method: in each round every member meets at most one other, at the end each met each.
+    """A tournament by the circle method: each member meets one other a round, and each other once in the end.
 
     >>> list(rounds([0, 1, 2]))
     [[(1, 2)], [(0, 2)], [(0, 1)]]
@@ -69,108 +71,79 @@ def rounds(members: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 def plan(hosts: Sequence[str]) -> list[tuple[list[tuple[int, int]], bool]]:
-    """Rounds of pairs of ranks, and whether they are between nodes, the same on every rank."""
+    """Rounds of pairs of ranks, and whether these are between nodes. The same on every rank. `hosts`: of each rank."""
     nodes: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         nodes.setdefault(host, []).append(rank)
     firsts = [ranks[0] for ranks in nodes.values()]
-    between = [(pairs, True) for pairs, _ in zip(rounds(firsts), range(MOST_ROUNDS), strict=False) if pairs]
+    between = [(pairs, True) for pairs, _ in zip(rounds(firsts), range(MAX_ROUNDS), strict=False) if pairs]
     inside: list[list[tuple[int, int]]] = []
     for ranks in nodes.values():
-        for number, (pairs, _) in enumerate(zip(rounds(ranks), range(MOST_ROUNDS), strict=False)):
+        for number, (pairs, _) in enumerate(zip(rounds(ranks), range(MAX_ROUNDS), strict=False)):
             inside += [[]] * (number + 1 - len(inside))
             inside[number] = inside[number] + pairs
     return between + [(pairs, False) for pairs in inside if pairs]
 
 
-def measure(rank: int, hosts: Sequence[str], device: torch.device, *, alive: Callable[[], None]) -> list[Link]:
-    """The links in which this rank is the lower one. Collective: every rank calls it. `alive` is called between rounds."""
+def measure_links(
+    rank: int, hosts: Sequence[str], device: torch.device, *, after_round: Callable[[], None]
+) -> list[LinkSpeed]:
+    """The links whose lower rank this is. Collective: every rank calls it."""
     found = []
     for pairs, between in plan(hosts):
         for low, high in pairs:
             if rank == low:
-                found.append(Link((low, high), *_lead(high, device), between))
+                found.append(LinkSpeed((low, high), *_measure_link(high, device, first=True), between))
             elif rank == high:
-                _follow(low, device)
-        alive()
+                _measure_link(low, device, first=False)
+        after_round()
     return found
 
 
-def _lead(peer: int, device: torch.device) -> tuple[float, float]:
+def _measure_link(other: int, device: torch.device, *, first: bool) -> tuple[float, float]:
+    """Latency in seconds and bandwidth in bytes/s. The rank with `first` decides when to stop: two ranks' times differ."""
+    peer = TorchPeer(other)
     ping = torch.zeros(PING_BYTES, dtype=torch.uint8, device=device)
-    best_s = min(_round_trip(ping, peer) for _ in range(PINGS))
+    ping_s = best_round_trip_s(peer, ping, first=first, count=PINGS)
     size = FIRST_BYTES
-    first_s = _transfer(size, peer, device)
-    size = int(min(MOST_BYTES, max(FIRST_BYTES, FIRST_BYTES * AIM_S / first_s)))
-    taken_s = min(_transfer(size, peer, device) for _ in range(TRANSFERS))
-    _announce(0, peer, device)
-    return best_s / 2, size / max(taken_s - best_s / 2, 1e-9)
-
-
-def _follow(peer: int, device: torch.device) -> None:
-    ping = torch.zeros(PING_BYTES, dtype=torch.uint8, device=device)
-    for _ in range(PINGS):
-        dist.recv(ping, src=peer)
-        dist.send(ping, dst=peer)
-    while size := _announced(peer, device):
-        dist.recv(torch.empty(size, dtype=torch.uint8, device=device), src=peer)
-        dist.send(ping, dst=peer)
-
-
-def _round_trip(ping: torch.Tensor, peer: int) -> float:
-    began_s = time.monotonic()
-    dist.send(ping, dst=peer)
-    dist.recv(ping, src=peer)
-    return _since(began_s, ping.device)
-
-
-def _transfer(size: int, peer: int, device: torch.device) -> float:
-    """Seconds for `size` bytes there and a sign that they came back."""
-    block = torch.zeros(size, dtype=torch.uint8, device=device)
-    _announce(size, peer, device)
-    answer = torch.empty(PING_BYTES, dtype=torch.uint8, device=device)
-    began_s = time.monotonic()
-    dist.send(block, dst=peer)
-    dist.recv(answer, src=peer)
-    return _since(began_s, device)
-
-
-def _announce(size: int, peer: int, device: torch.device) -> None:
-    dist.send(torch.tensor(list(struct.pack("<q", size)), dtype=torch.uint8, device=device), dst=peer)
-
-
-def _announced(peer: int, device: torch.device) -> int:
-    told = torch.empty(8, dtype=torch.uint8, device=device)
-    dist.recv(told, src=peer)
-    return int(struct.unpack("<q", bytes(told.tolist()))[0])
-
-
-def _since(began_s: float, device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.monotonic() - began_s
+    while True:
+        block = torch.zeros(size, dtype=torch.uint8, device=device)
+        taken_s = best_round_trip_s(peer, block, first=first, count=TRANSFERS)
+        larger = torch.tensor([size < MAX_BYTES and GROWTH * taken_s < LONG_S], dtype=torch.uint8, device=device)
+        if first:
+            peer.send(larger)
+        else:
+            peer.receive(larger)
+        if not larger.item():
+            return ping_s / 2, 2 * size / max(taken_s - ping_s, 1e-9)
+        size *= GROWTH
 
 
 def compute_s(device: torch.device) -> float:
-    """Seconds for a fixed piece of work, the best of many short tries: what other processes or a quota take of the CPU drops
-    out, what a slow clock or another kind of CPU takes stays."""
+    """Seconds for a fixed piece of work: the best of many short tries.
+
+    What other processes or a CPU limit take away for a moment drops out; a slow clock or another kind of CPU does not.
+    """
     matrix = torch.ones(192, 192, device=device)
     best_s = float("inf")
     for _ in range(50):
-        began_s = time.monotonic()
+        began_s = time.perf_counter()
         for _ in range(4):
             matrix = matrix @ matrix * 1e-3
-        best_s = min(best_s, _since(began_s, device))
+        wait_for_device(device)
+        best_s = min(best_s, time.perf_counter() - began_s)
     return best_s
 
 
-def odd_ones(links: Sequence[Link], *, least: float, apart: float) -> list[Link]:
-    """The links that are slow: below `least` bytes/s, or `apart` times slower than the median of their kind and below ten
-    times `least`. Slowest first."""
+def slow_links(links: Sequence[LinkSpeed], *, least: float, apart: float) -> list[LinkSpeed]:
+    """The links below `least` bytes/s, and those `apart` times slower than the median of their kind and below ten times
+    `least`. Slowest first."""
     found = []
     for between in (True, False):
         kind = [link for link in links if link.between_nodes is between]
         if kind:
             median = statistics.median(link.bandwidth for link in kind)
-            found += [k for k in kind if k.bandwidth < least or (k.bandwidth * apart < median and k.bandwidth < 10 * least)]
+            found += [
+                k for k in kind if k.bandwidth < least or (k.bandwidth * apart < median and k.bandwidth < 10 * least)
+            ]
     return sorted(found, key=lambda link: link.bandwidth)
