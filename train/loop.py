@@ -19,7 +19,7 @@ from train.errors import DataError, Stopped, UserError
 from train.group.group import Group, join
 from train.parallel import horovod, wrap
 from train.parallel.compress import Compressor
-from train.parallel.fsdp import full_state_dict, load_optimizer_state, load_parts, shard
+from train.parallel.fsdp import full_state_dict, load_optimizer_state, load_parts, optimizer_state, parts, shard
 from train.parallel.optimizer import build_optimizer, peak_rate, rate_at, set_rate
 from train.process import advice, machine_checks
 from train.process.env import Launch
@@ -31,7 +31,8 @@ from train.run.evaluation import evaluate
 from train.run.profiler import Profiler
 from train.run.result import finish
 from train.run.run_directory import Progress, Speed, on_rank0, open_run_directory
-from train.run.sharded_checkpoint import FOLDER, check_shared, read_into
+from train.run.sharded_checkpoint import FOLDER, check_shared, read_shards_into
+from train.run.training_state import TrainingState
 from train.workloads import Workload, load
 
 
@@ -106,7 +107,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         compressor = Compressor(model, config, group)
         _warm_up(config, group, workload, model, order, free_bytes)
         optimizer = horovod.distribute(optimizer, plain, config, group)
-        compressor.start(record.checkpoint.training_state().get("compressor", {}) if record.checkpoint else {})
+        compressor.start(record.checkpoint.state.compressor if record.checkpoint else {})
         metrics = record.open_metrics(progress, workload.unit)
         log.start_progress(
             kind=config.progress, total_steps=total_steps, step=progress.step, every_s=config.report_every_s
@@ -122,8 +123,17 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             if saved == (progress.step, progress.evaluated):
                 return
             watch.enter("save", config.save_timeout_s, step=progress.step)
-            training = {"scaler": scaler.state_dict(), "compressor": compressor.state()}
-            record.save(plain, optimizer, training=training, state={**progress.state(), "data": workload.data_name})
+            if config.checkpoint_format == "sharded":
+                tensors, optimizer_part = parts(plain, optimizer)
+            else:
+                tensors, optimizer_part = full_state_dict(plain), optimizer_state(plain, optimizer)
+            state = TrainingState(
+                step=progress.step, evaluated=progress.evaluated, metrics=progress.metrics, steps_per_epoch=per_epoch,
+                data=workload.data_name, config=config.model_dump(), world_size=group.world_size,
+                attempt=group.attempt, start=os.environ.get("RANKUP_START", ""),
+                optimizer=optimizer_part, scaler=scaler.state_dict(), compressor=compressor.state(),
+            )
+            record.save(state, tensors)
             saved = (progress.step, progress.evaluated)
 
         def stop_here() -> Stopped:
@@ -291,35 +301,36 @@ def _resume(config: Config, earlier: Checkpoint, model: nn.Module, group: Group,
     """Put back a checkpoint's weights (shards come later, when the model is split), and say where it goes on. Raises UserError
     for one of other data or model."""
     state = earlier.state
-    if state["data"] != workload.data_name:
-        way_out = "Set --data-dir or --bert-dir" if state["config"]["workload"] == "text" else "Set --data-dir"
-        raise UserError(f"{earlier.path} was trained on {state['data']}, got {workload.data_name} now. {way_out}.")
-    if not earlier.shards:
+    if state.data != workload.data_name:
+        way_out = "Set --data-dir or --bert-dir" if state.config["workload"] == "text" else "Set --data-dir"
+        raise UserError(f"{earlier.path} was trained on {state.data}, got {workload.data_name} now. {way_out}.")
+    if not earlier.sharded:
         with _fitting(earlier):
-            model.load_state_dict(earlier.model_state())
-    group.log.info(f"resumed from {Path(earlier.path).name}")
+            model.load_state_dict(earlier.model)
+    group.log.info(f"resumed from {earlier.path.name}")
     for what, then, now in (
-        ("world size", state["world_size"], group.world_size),
-        ("parallel", state["config"]["parallel"], config.parallel),
-        ("torch", state["versions"]["torch"], torch.__version__),
+        ("world size", state.world_size, group.world_size),
+        ("parallel", state.config["parallel"], config.parallel),
+        ("torch", state.versions["torch"], torch.__version__),
     ):
         if then != now:
             group.log.info(f"  {what} was {then}, is {now}: the run goes on, but its last bits will differ")
-    return Progress(earlier.step, int(state["evaluated"]), state["metrics"])
+    return Progress(state.step, state.evaluated, state.metrics)
 
 
 def _resume_training(
     earlier: Checkpoint, group: Group, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
 ) -> None:
     """Put back the rest, once the parameters are where they stay."""
+    state = earlier.state
     with _fitting(earlier):
-        training = earlier.training_state()
-        if earlier.shards:
-            folder = group.run_dir / "checkpoints" / Path(earlier.path).name / FOLDER
-            load_parts(model, optimizer, lambda tensors: read_into(folder, tensors), training["optimizer"])
+        if earlier.sharded:
+            folder = group.run_dir / "checkpoints" / earlier.path.name / FOLDER
+            load_parts(model, optimizer, lambda tensors: read_shards_into(folder, tensors), state.optimizer)
         else:
-            load_optimizer_state(model, optimizer, training["optimizer"])
-        scaler.load_state_dict(training["scaler"]) if training["scaler"] else None
+            load_optimizer_state(model, optimizer, state.optimizer)
+        if state.scaler:
+            scaler.load_state_dict(state.scaler)
 
 
 @contextlib.contextmanager

@@ -63,8 +63,9 @@ def measure_checkpoint(model_name: str, repeats: int, directory: Path) -> dict[s
     """Size, and the medians of saving (written, synced, read back, renamed) and loading (verified) with SGD's momentum."""
     import torch
 
-    from train.config.load import Config
-    from train.run import checkpoint
+    from tests.rigs.training_states import training_state
+    from train.run.checkpoint import load_newest
+    from train.run.publish import save_checkpoint
     from train.workloads.vision_models import build_model
 
     model = build_model(model_name, channels=3, size=32, num_classes=10, dropout=0.0)
@@ -72,19 +73,16 @@ def measure_checkpoint(model_name: str, repeats: int, directory: Path) -> dict[s
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    training = {"optimizer": optimizer.state_dict(), "scaler": {}}
     saves, loads = [], []
     for step in range(repeats):
         began_s = time.perf_counter()
-        state = {"step": step, "config": Config().model_dump()}
-        path = checkpoint.save(
-            directory, model=model.state_dict(), training=training, state=state, keep=2, still_ours=lambda: None
-        )
+        state = training_state(step, optimizer=optimizer.state_dict())
+        path = save_checkpoint(directory, state, model.state_dict(), keep=2)
         saved_s = time.perf_counter()
-        earlier = checkpoint.newest_good(directory, print)
+        earlier = load_newest(directory, print)
         assert earlier is not None
-        model.load_state_dict(earlier.model_state())
-        optimizer.load_state_dict(earlier.training_state()["optimizer"])
+        model.load_state_dict(earlier.model)
+        optimizer.load_state_dict(earlier.state.optimizer)
         saves.append(saved_s - began_s)
         loads.append(time.perf_counter() - saved_s)
     size = sum(file.stat().st_size for file in path.iterdir())

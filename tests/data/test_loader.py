@@ -231,9 +231,9 @@ def test_worker_killed_during_a_save_does_not_hurt_it(forks: Forks, tmp_path: Pa
 
 
 def kill_a_worker_in_the_second_save() -> None:
-    from train.run import checkpoint
+    from train.run import publish
 
-    write, written = checkpoint._write, []
+    write, written = publish._write_durably, []
 
     def killing(path: Path, data: bytes) -> None:
         written.append(path)
@@ -243,7 +243,7 @@ def kill_a_worker_in_the_second_save() -> None:
             time.sleep(0.5)
         write(path, data)
 
-    checkpoint._write = killing  # type: ignore[assignment]
+    publish._write_durably = killing  # type: ignore[assignment]
 
 
 # /dev/shm and other advice ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
 from train.errors import ConfigError
 from train.parallel import fsdp
-from train.run.checkpoint import read
+from train.run.checkpoint import load_checkpoint
 from train.workloads import vision_models
 
 DIGITS = ("--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr", "0.02",
@@ -60,7 +60,7 @@ def test_fsdp_evaluates_exactly_where_ranks_have_different_numbers_of_batches(fo
 def test_fsdp_leaves_pictures_and_plain_weights(forks: Forks, tmp_path: Path) -> None:
     run = train(forks, tmp_path / "run", 2, "--parallel", "fsdp", "--max-steps", "3", "--tensorboard=true")
     assert list((run / "tensorboard").iterdir())
-    assert all(type(tensor) is torch.Tensor for tensor in read(newest(run)).model_state().values())
+    assert all(type(tensor) is torch.Tensor for tensor in load_checkpoint(newest(run)).model.values())
     assert result(run)["way"] == "fsdp"
 
 

@@ -168,16 +168,16 @@ def test_evaluate_command_stops_on_a_signal(forks: Forks, tmp_path: Path) -> Non
 def slow_save() -> None:
     """What is saved at a stop takes long enough for a repeat to come in the middle, and the window does for its sender."""
     import train.process.stop
-    from train.run import checkpoint
+    from train.run import publish
 
     train.process.stop.REPEAT_WINDOW_S = 60.0
-    write = checkpoint._write
+    write = publish._write_durably
 
     def slow(path: Path, data: bytes) -> None:
         time.sleep(0.5 if (path.parents[2] / "asked").exists() else 0)
         write(path, data)
 
-    checkpoint._write = slow
+    publish._write_durably = slow
 
 
 def test_repeats_within_the_window_count_as_one(forks: Forks, tmp_path: Path) -> None:

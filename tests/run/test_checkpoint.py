@@ -20,8 +20,11 @@ from torch import nn
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, result
 from tests.rigs.small_filesystems import small_disk
+from tests.rigs.training_states import training_state
 from train.errors import UserError
-from train.run import checkpoint, weights
+from train.run import publish, weights
+from train.run.checkpoint import find_problem, list_checkpoints, load_checkpoint, load_newest
+from train.run.training_state import unpack
 
 RUNS = int(os.environ.get("RANKUP_RUNS", "30"))
 FILES = ("model.pt", "training.pt", "state.json", "manifest.json")
@@ -29,16 +32,16 @@ FILES = ("model.pt", "training.pt", "state.json", "manifest.json")
 
 def save(directory: Path, step: int, *, keep: int = 99, value: float | None = None, **more: Any) -> Path:
     model = {"weight": torch.full((3, 2), float(step) if value is None else value)}
-    training = {"optimizer": {"state": {0: {"momentum_buffer": torch.ones(3)}}}, "scaler": {}}
-    return checkpoint.save(directory, model=model, training=training, state={"step": step}, keep=keep, **more)
+    state = training_state(step, optimizer={"state": {0: {"momentum_buffer": torch.ones(3)}}})
+    return publish.save_checkpoint(directory, state, model, keep=keep, **more)
 
 
 def newest(directory: Path) -> tuple[int, list[str]]:
     """The step that would be resumed, and what was said."""
     said: list[str] = []
-    found = checkpoint.newest_good(directory, said.append)
+    found = load_newest(directory, said.append)
     assert found is not None
-    assert float(found.model_state()["weight"][0, 0]) == found.step
+    assert float(found.model["weight"][0, 0]) == found.step
     return found.step, said
 
 
@@ -71,15 +74,15 @@ def test_checkpoint_of_two_ranks_has_plain_names_and_loads_anywhere(forks: Forks
     nn.DataParallel(plain).module.load_state_dict(loaded)
     assert weights.digest(plain.state_dict()) == result(run)["digest"]
     state = json.loads((path / "state.json").read_text())
-    assert {"step", "evaluated", "config", "world_size", "random", "versions", "data"} <= state.keys()
+    assert {"format", "step", "evaluated", "config", "world_size", "random", "versions", "data"} <= state.keys()
 
 
 def test_every_rank_reads_onto_the_cpu(tmp_path: Path) -> None:
     # Saved on a device that does not exist here: without map_location this fails as it would fill cuda:0 elsewhere
     torch.save({"weight": torch.ones(2, device="meta")}, tmp_path / "meta.pt")
-    assert checkpoint.load_bytes((tmp_path / "meta.pt").read_bytes())["weight"].shape == (2,)
+    assert unpack((tmp_path / "meta.pt").read_bytes())["weight"].shape == (2,)
     path = save(tmp_path, 1)
-    assert {t.device.type for t in checkpoint.read(path).model_state().values()} == {"cpu"}
+    assert {t.device.type for t in load_checkpoint(path).model.values()} == {"cpu"}
 
 
 def test_digest_sees_names_types_shapes_and_bits() -> None:
@@ -149,40 +152,40 @@ def test_any_flipped_byte_is_found(tmp_path: Path) -> None:
         low = whole[name].find(b'"sha256": "') + 11 if name == "manifest.json" else 0
         position = draw.randrange(low, low + 64) if name == "manifest.json" else draw.randrange(len(whole[name]))
         flip(path / name, position)
-        assert checkpoint.problem_of(path) != "", (name, position)
+        assert find_problem(path) != "", (name, position)
         (path / name).write_bytes(whole[name])
-    assert checkpoint.problem_of(path) == ""
+    assert find_problem(path) == ""
 
 
 def test_all_checkpoints_damaged_is_refused_not_started_anew(tmp_path: Path) -> None:
     for step in (10, 20):
         flip(save(tmp_path, step) / "model.pt", 100)
     with pytest.raises(UserError, match=r"only damaged ones: step-00000020: model.pt .*step-00000010: .*--fresh"):
-        checkpoint.newest_good(tmp_path, print)
+        load_newest(tmp_path, print)
 
 
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:
-    assert checkpoint.newest_good(tmp_path / "not there", print) is None
+    assert load_newest(tmp_path / "not there", print) is None
     (tmp_path / ".writing-step-00000010-1").mkdir()
     (tmp_path / "step-10").mkdir()
     (tmp_path / "step-00000010").write_text("a file")
-    assert checkpoint.newest_good(tmp_path, print) is None
+    assert load_newest(tmp_path, print) is None
 
 
 def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     for step in (99_999_999, 100_000_000):
-        checkpoint.save(tmp_path, model={}, training={}, state={"step": step}, keep=1)
-    found = checkpoint.newest_good(tmp_path, print)
+        publish.save_checkpoint(tmp_path, training_state(step), {}, keep=1)
+    found = load_newest(tmp_path, print)
     assert found is not None
     assert found.step == 100_000_000
-    assert [path.name for path in checkpoint.found(tmp_path)] == ["step-100000000"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-100000000"]
 
 
 # Retention ----------------------------------------------------------------------------------------------------
 
 
 def steps(directory: Path) -> list[int]:
-    return [int(path.name[5:13]) for path in checkpoint.found(directory)]
+    return [int(path.name[5:13]) for path in list_checkpoints(directory)]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -241,7 +244,7 @@ def test_kill_between_the_renames_leaves_the_replaced_one(
 
 def save_for_ever(directory: Path, told: int) -> None:
     """Each step twice, as after a stop in evaluation; what is saved for certain is told through the pipe."""
-    found = checkpoint.newest_good(directory, lambda text: os._exit(3))
+    found = load_newest(directory, lambda text: os._exit(3))
     step = found.step if found is not None else 0
     while True:
         step += 1
@@ -285,9 +288,9 @@ def test_kill_at_any_point_of_a_save_leaves_the_last_good_one(tmp_path: Path) ->
 
 CALLS = {
     "mkdir": (Path, "mkdir", ".writing-"),
-    "write": (checkpoint, "_write", "model.pt"),
-    "last write": (checkpoint, "_write", "manifest.json"),
-    "sync": (checkpoint, "_sync", ".writing-"),
+    "write": (publish, "_write_durably", "model.pt"),
+    "last write": (publish, "_write_durably", "manifest.json"),
+    "sync": (publish, "_sync", ".writing-"),
     "rename": (Path, "rename", ".writing-"),
 }
 
@@ -327,7 +330,7 @@ def test_take_over_by_another_attempt_publishes_nothing(tmp_path: Path) -> None:
 
     save(tmp_path, 10)
     with pytest.raises(TakenOver):
-        save(tmp_path, 20, keep=1, still_ours=check)
+        save(tmp_path, 20, keep=1, check_owner=check)
     assert newest(tmp_path) == (10, [])
 
 
@@ -357,7 +360,7 @@ def test_full_disk_ends_all_ranks_with_2_and_room_lets_them_go_on(forks: Forks, 
         codes, output = forks.run(*train(run, *wide), world_size=2)
         assert codes == [2, 2], output
         assert steps(run / "checkpoints") == [8, 16]
-        assert checkpoint.problem_of(run / "checkpoints" / "step-00000016") == ""
+        assert find_problem(run / "checkpoints" / "step-00000016") == ""
         disk.resize("50m")
         codes, output = forks.run(*train(run, *wide), world_size=2)
         assert codes == [0, 0], output
@@ -420,7 +423,7 @@ def test_job_resumes_from_the_newest_good_one_to_the_same_weights(forks: Forks, 
     stop = {"PROBE": json.dumps({"where": "loss", "call": 22, "rank": 1, "signal": "SIGTERM"})}
     codes, output = forks.run(*train(run), world_size=2, env=stop)
     assert codes == [143, 143], output
-    last = checkpoint.found(run / "checkpoints")[-1]
+    last = list_checkpoints(run / "checkpoints")[-1]
     flip(last / "training.pt", 500) if harm == "flipped" else empty_directory(last)
     codes, output = forks.run(*train(run), world_size=2)
     assert codes == [0, 0], output
@@ -537,7 +540,7 @@ def test_tensors_of_other_shapes_keep_their_value_and_are_listed(tmp_path: Path)
 
 def test_a_checkpoint_of_ours_is_taken_too(tmp_path: Path) -> None:
     given = plain_model().state_dict()
-    path = checkpoint.save(tmp_path, model=given, training={}, state={"step": 3}, keep=1)
+    path = publish.save_checkpoint(tmp_path, training_state(3), given, keep=1)
     assert weights.digest(started_from(path)[0]) == weights.digest(given)
     flip(path / "model.pt", 100)
     with pytest.raises(UserError, match="got a damaged one: model"):

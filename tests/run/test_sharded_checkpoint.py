@@ -15,8 +15,10 @@ from torch import nn
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import small_disk
+from tests.rigs.training_states import training_state
 from train.errors import UserError
-from train.run import checkpoint, sharded_checkpoint, weights
+from train.run import publish, sharded_checkpoint, weights
+from train.run.checkpoint import find_problem, list_checkpoints, load_checkpoint, load_newest
 
 # 8 steps an epoch
 LINE = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--max-steps", "12", "--save-every-steps", "3", "--schedule",
@@ -32,7 +34,7 @@ def train(forks: Forks, folder: Path, world_size: int, *more: str, **others: Any
 
 
 def newest(folder: Path) -> Path:
-    return checkpoint.found(folder / "run" / "checkpoints")[-1]
+    return list_checkpoints(folder / "run" / "checkpoints")[-1]
 
 
 def digest(folder: Path) -> str:
@@ -59,19 +61,19 @@ def test_each_rank_writes_its_part(trained: Path) -> None:
     files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
     shards = ["shards/.metadata", "shards/__0_0.distcp", "shards/__1_0.distcp"]
     assert files == ["manifest.json", *shards, "state.json", "training.pt"]
-    assert json.loads((path / "manifest.json").read_text()).keys() == {*files} - {"manifest.json"}
+    assert json.loads((path / "manifest.json").read_text())["files"].keys() == {*files} - {"manifest.json"}
     assert not list(path.parent.glob(".*"))
 
 
 def test_format_changes_no_bit(forks: Forks, trained: Path, tmp_path: Path) -> None:
     train(forks, tmp_path, 2, *FSDP, "--optimizer", "adamw", "--lr", "0.01")
     assert digest(tmp_path) == digest(trained)
-    one, other = checkpoint.read(newest(tmp_path)), checkpoint.read(newest(trained)).whole()
-    assert weights.digest(one.model_state()) == weights.digest(other.model_state()) == digest(trained)
-    names = one.training_state()["optimizer"]["state"].keys()
-    assert names == other.training_state()["optimizer"]["state"].keys() != set()
+    one, other = load_checkpoint(newest(tmp_path)), load_checkpoint(newest(trained)).as_plain()
+    assert weights.digest(one.model) == weights.digest(other.model) == digest(trained)
+    names = one.state.optimizer["state"].keys()
+    assert names == other.state.optimizer["state"].keys() != set()
     for name in names:
-        a, b = (found.training_state()["optimizer"]["state"][name] for found in (one, other))
+        a, b = (found.state.optimizer["state"][name] for found in (one, other))
         assert a.keys() == b.keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(a[key], b[key]) for key in a)
 
@@ -113,7 +115,7 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     """The weights of one process that trains from beginning to end. No dropout, which each rank draws for itself."""
     folder = tmp_path_factory.mktemp("alone")
     train(forks, folder, 1, *DIGITS)
-    return checkpoint.read(newest(folder)).model_state()
+    return load_checkpoint(newest(folder)).model
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -127,14 +129,14 @@ def test_run_goes_on_in_another_way(
     assert "resumed from step-00000005" in output
     if settings[1] != others[1]:
         assert f"parallel was {settings[1]}, is {others[1]}: the run goes on, but its last bits will differ" in output
-    found = checkpoint.read(newest(tmp_path)).whole().model_state()
+    found = load_checkpoint(newest(tmp_path)).as_plain().model
     assert all(torch.allclose(found[name], alone[name], rtol=1e-4, atol=1e-6) for name in alone)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_shards_of_another_size_are_refused_by_name(trained: Path) -> None:
     with pytest.raises(RuntimeError, match=r"0\.weight"):
-        sharded_checkpoint.read_into(newest(trained) / "shards", {"model": {"0.weight": torch.zeros(24, 8)}})
+        sharded_checkpoint.read_shards_into(newest(trained) / "shards", {"model": {"0.weight": torch.zeros(24, 8)}})
 
 
 # Weights --------------------------------------------------------------------------------------------------------
@@ -217,7 +219,7 @@ def test_damaged_one_is_passed_over_and_said(trained: Path, tmp_path: Path, dama
     harm, why = DAMAGE[damage]
     harm(tmp_path / "checkpoints" / "step-00000012")
     said: list[str] = []
-    found = checkpoint.newest_good(tmp_path / "checkpoints", said.append)
+    found = load_newest(tmp_path / "checkpoints", said.append)
     assert found is not None
     assert found.step == 9
     assert said[0].startswith(f"checkpoint step-00000012 was passed over: {why}")
@@ -230,7 +232,7 @@ def test_metadata_runs_nothing_that_somebody_put_there(tmp_path: Path) -> None:
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(pickle.UnpicklingError, match="mkdir has no place in it"):
-        sharded_checkpoint.read_whole(tmp_path)
+        sharded_checkpoint.read_all_shards(tmp_path)
     assert not (tmp_path / "harm").exists()
 
 
@@ -242,8 +244,8 @@ def die_in_save() -> None:
     if os.environ["RANK"] != rank:
         return
     calls: list[int] = []
-    owner, name = {"begin": (checkpoint, "begin"), "write": (sharded_checkpoint._Writer, "write_data"),
-                   "between": (sharded_checkpoint, "fingerprint"), "publish": (checkpoint, "_publish")}[where]
+    owner, name = {"begin": (publish, "create_staging"), "write": (sharded_checkpoint._Writer, "write_data"),
+                   "between": (sharded_checkpoint, "fingerprint_file"), "publish": (publish, "publish")}[where]
     real = getattr(owner, name)
 
     def dies(*given: Any, **more: Any) -> Any:
@@ -264,8 +266,8 @@ def test_kill_in_a_save_leaves_the_one_before(forks: Forks, trained: Path, tmp_p
     line = (*LINE, *more, "--run-dir", tmp_path)
     codes, output = forks.run(*line, world_size=2, env={"DIE": where}, preload="tests.run.test_sharded_checkpoint:die_in_save")
     assert sorted(codes) == [-9, 171], output
-    assert [path.name for path in checkpoint.found(tmp_path / "run/checkpoints")] == ["step-00000003"]
-    assert checkpoint.problem_of(newest(tmp_path)) == ""
+    assert [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")] == ["step-00000003"]
+    assert find_problem(newest(tmp_path)) == ""
     assert "resumed from step-00000003" in train(forks, tmp_path, 2, *more)
     assert digest(tmp_path) == digest(trained)
     assert not list((tmp_path / "run/checkpoints").glob(".*"))
@@ -282,7 +284,7 @@ def test_full_disk_is_one_line_and_room_lets_it_go_on(forks: Forks, tmp_path: Pa
         assert codes == [2, 2], output
         assert "Traceback" not in output
         assert output.count("has no space left") == 1, output
-        assert [path.name for path in checkpoint.found(disk.path / "run/checkpoints")] == ["step-00000003", "step-00000006"]
+        assert [path.name for path in list_checkpoints(disk.path / "run/checkpoints")] == ["step-00000003", "step-00000006"]
         assert not list((disk.path / "run/checkpoints").glob(".*"))
         disk.resize("50m")
         assert "resumed from step-00000006" in train(forks, disk.path, 2, *wide)
@@ -310,9 +312,10 @@ def test_take_over_by_another_attempt_publishes_nothing(tmp_path: Path) -> None:
     def lost() -> None:
         raise UserError("another attempt has it")
 
-    aside = checkpoint.begin(tmp_path, 123456789, "mark")
+    staging = publish.create_staging(tmp_path, 123456789, "mark")
+    files = training_state(123456789).to_files()
     with pytest.raises(UserError, match="another attempt"):
-        checkpoint.save_shards(aside, shards={}, training={}, state={"step": 5}, keep=1, still_ours=lost)
-    assert checkpoint.found(tmp_path) == []
-    checkpoint.save_shards(aside, shards={}, training={}, state={"step": 5}, keep=1)
-    assert [path.name for path in checkpoint.found(tmp_path)] == ["step-123456789"]
+        publish.publish(staging, files, {}, step=123456789, keep=1, check_owner=lost)
+    assert list_checkpoints(tmp_path) == []
+    publish.publish(staging, files, {}, step=123456789, keep=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-123456789"]

@@ -25,8 +25,8 @@ from train.process.env import Launch
 from train.process.log import Log
 from train.process.status import new_attempt
 from train.process.stop import StopRequest
-from train.run import checkpoint, weights
-from train.run.checkpoint import Checkpoint
+from train.run import weights
+from train.run.checkpoint import Checkpoint, load_checkpoint, load_newest
 from train.run.evaluation import batches_of_rank, evaluate
 from train.run.result import evaluation_table
 from train.run.run_directory import on_rank0
@@ -38,8 +38,8 @@ PREDICTIONS = "predictions.csv"
 def export_command(path: str, output: Path, *, run_dir: Path, log: Log) -> None:
     """Write the weights of a checkpoint, plain or sharded, as one file that `load_state_dict` of the plain module takes.
     Raises UserError."""
-    found = checkpoint.read(Path(path)) if path else _newest(run_dir, log)
-    state = found.whole().model_state()
+    found = load_checkpoint(Path(path)) if path else _newest(run_dir, log)
+    state = found.as_plain().model
     buffer = io.BytesIO()
     torch.save(state, buffer)
     staging = output.with_name(f".{output.name}-{os.getpid()}")
@@ -56,7 +56,7 @@ def export_command(path: str, output: Path, *, run_dir: Path, log: Log) -> None:
 
 
 def _newest(run_dir: Path, log: Log) -> Checkpoint:
-    found = checkpoint.newest_good(run_dir / "checkpoints", log.warning)
+    found = load_newest(run_dir / "checkpoints", log.warning)
     if found is None:
         raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
     return found
@@ -72,7 +72,7 @@ def evaluate_command(
             raise Stopped(f"{stop.signal_name or 'another rank'}: evaluation stopped, nothing to save.")
         digest = weights.digest(workload.model.state_dict())
         outcome = {
-            "checkpoint": earlier.path, "step": earlier.step, "metrics": result.metrics, "count": result.count,
+            "checkpoint": str(earlier.path), "step": earlier.step, "metrics": result.metrics, "count": result.count,
             "digest": digest, "world_size": group.world_size,
         }
         text, details = workload.report(result.tables) if workload.report else ("", {})
@@ -171,12 +171,12 @@ def _opened(
 
         def find() -> Checkpoint:
             if parsed.extra["checkpoint"]:
-                return checkpoint.read(Path(parsed.extra["checkpoint"])).whole()
-            return _newest(run_dir, log).whole()
+                return load_checkpoint(Path(parsed.extra["checkpoint"])).as_plain()
+            return _newest(run_dir, log).as_plain()
 
         earlier: Checkpoint = on_rank0(group, find)
         given = set(parsed.settings) | set(read_yaml(parsed.config_file) if parsed.config_file else {})
-        trained = {k: v for k, v in earlier.state["config"].items() if k in Config.model_fields and k not in given}
+        trained = {k: v for k, v in earlier.state.config.items() if k in Config.model_fields and k not in given}
         settings = config.model_copy(update=trained)
         torch.set_num_threads(settings.num_threads)
         torch.use_deterministic_algorithms(settings.deterministic)
@@ -187,13 +187,13 @@ def _opened(
         # Where the default fell back to other data, then or now, the classes would be those of the wrong set; texts would become
         # the numbers of another vocabulary
         texts = settings.workload == "text"
-        if earlier.state["data"] != workload.data_name and (texts or not given & {"dataset", "workload"}):
+        if earlier.state.data != workload.data_name and (texts or not given & {"dataset", "workload"}):
             raise UserError(
-                f"{earlier.path} was trained on {earlier.state['data']}, got {workload.data_name} now. Set --data-dir or "
+                f"{earlier.path} was trained on {earlier.state.data}, got {workload.data_name} now. Set --data-dir or "
                 f"--{'bert-dir' if texts else 'dataset'}."
             )
         try:
-            workload.model.load_state_dict(earlier.model_state())
+            workload.model.load_state_dict(earlier.model)
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"{earlier.path} does not fit the model of these settings: {reason}.") from None

@@ -1,271 +1,151 @@
-"""Checkpoints that appear whole or not at all: written aside, synced, verified by digest, renamed.
+"""Reading checkpoints: which ones there are, whether every byte is as it was written, and what is in them.
 
-`step-00001200/` holds `model.pt` (plain weights, no wrapper's prefixes), `training.pt` (optimizer, scaler), `state.json`
-(position, random scheme, settings, versions) and `manifest.json` (size and SHA-256 of each). Everything loads with
-`weights_only=True`. Only rank 0 touches the disk; the others get what it read over the network.
-
-A sharded one has `shards/` in place of `model.pt`: weights and the optimizer's tensors, see `train.run.sharded_checkpoint`.
+`step-00001200/` holds `model.pt` (plain weights, no wrapper's prefixes), `training.pt` and `state.json` (see
+`train.run.training_state`), and `manifest.json` (the step, and size and SHA-256 of each file). Everything loads with
+`weights_only=True`. A sharded one has `shards/` in place of `model.pt`: weights and the optimizer's tensors, see
+`train.run.sharded_checkpoint`. Only rank 0 reads; the others get what it read over the network, so that nodes need no
+shared disk and all ranks go on from the same checkpoint. `train.run.publish` writes them.
 """
 
-from __future__ import annotations
-
-import contextlib
-import errno
 import hashlib
-import io
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from train.errors import UserError, disk_error
+from train.errors import UserError
 from train.run import sharded_checkpoint
+from train.run.sharded_checkpoint import Fingerprint
+from train.run.training_state import TrainingState, unpack
 
+# `.replaced`: the earlier one of the same step, for the moment until the new one has its name
 NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
-FILES = ("model.pt", "training.pt", "state.json")
-ASIDE = ".writing-"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint as read and verified. `model` and `training` are the bytes of torch.save; `shards`: what `model` would
-    hold is still in that folder, and the optimizer's tensors too."""
+    """A checkpoint as read and verified. `model`: the plain state dict, on the CPU.
 
-    path: str
-    state: dict[str, Any]
-    model: bytes
-    training: bytes
-    shards: bool = False
+    `sharded`: the weights and the optimizer's tensors are still in files, and `model` is empty.
+    """
+
+    path: Path
+    state: TrainingState
+    model: dict[str, torch.Tensor]
+    sharded: bool = False
 
     @property
     def step(self) -> int:
-        return int(self.state["step"])
+        return self.state.step
 
-    def model_state(self) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = load_bytes(self.model)
-        return state
-
-    def training_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = load_bytes(self.training)
-        return state
-
-    def whole(self) -> Checkpoint:
-        """The same with nothing left in shards, which one process reads: as if it had been saved plain."""
-        if not self.shards:
+    def as_plain(self) -> Self:
+        """The same with all shards read into this process, as if it had been saved plain."""
+        if not self.sharded:
             return self
-        tensors = sharded_checkpoint.read_whole(Path(self.path) / sharded_checkpoint.FOLDER)
-        training = self.training_state()
-        for name, values in tensors.get("optimizer", {}).items():
-            training["optimizer"]["state"].setdefault(name, {}).update(values)
-        return Checkpoint(self.path, self.state, _saved(tensors["model"]), _saved(training))
+        tensors = sharded_checkpoint.read_all_shards(self.path / sharded_checkpoint.FOLDER)
+        state = self.state.optimizer["state"]
+        names = tensors.get("optimizer", {}).keys() | state.keys()
+        merged = {name: {**state.get(name, {}), **tensors.get("optimizer", {}).get(name, {})} for name in names}
+        optimizer = {**self.state.optimizer, "state": merged}
+        return replace(self, state=replace(self.state, optimizer=optimizer), model=tensors["model"], sharded=False)
 
 
-def load_bytes(data: bytes) -> Any:
-    """torch.load onto the CPU, tensors and plain values only: onto a GPU, every rank would allocate on cuda:0."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-def save(
-    directory: Path, *, model: dict[str, torch.Tensor], training: dict[str, Any], state: dict[str, Any], keep: int,
-    still_ours: Callable[[], None] = lambda: None,
-) -> Path:
-    """Write one checkpoint, then remove old ones, the `keep` newest stay. Rank 0 only.
-
-    `still_ours` is called right before the checkpoint appears, and raises where another attempt owns the run by now.
-    Raises UserError where the disk is full or not writable: the earlier checkpoints stay as they were.
-    """
-    staging = begin(directory, state["step"], str(os.getpid()))
-    contents = {"model.pt": _saved(model), "training.pt": _saved(training), "state.json": _as_json(state)}
-    manifest = {name: {"bytes": len(data), "sha256": _sha256(data)} for name, data in contents.items()}
-    return _publish(staging, contents, manifest, keep=keep, still_ours=still_ours, check=problem_of)
-
-
-def begin(directory: Path, step: int, mark: str) -> Path:
-    """The folder to write the checkpoint of that step into. `mark` keeps it apart from another attempt's. Raises UserError."""
-    staging = directory / f"{ASIDE}step-{step:08d}-{mark}"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        _sweep(directory)
-        staging.mkdir()
-    except OSError as error:
-        raise disk_error("checkpoint", directory, error) from None
-    return staging
-
-
-def save_shards(
-    staging: Path, *, shards: dict[str, sharded_checkpoint.Fingerprint], training: dict[str, Any], state: dict[str, Any], keep: int,
-    still_ours: Callable[[], None] = lambda: None,
-) -> Path:
-    """Complete a checkpoint whose shards all ranks have written into `aside`, and checked. Rank 0 only; as `save`."""
-    contents = {"training.pt": _saved(training), "state.json": _as_json(state)}
-    manifest = {f"{sharded_checkpoint.FOLDER}/{name}": entry for name, entry in shards.items()}
-    manifest |= {name: {"bytes": len(data), "sha256": _sha256(data)} for name, data in contents.items()}
-    # All of it was read back once already, each part by another rank
-    return _publish(staging, contents, manifest, keep=keep, still_ours=still_ours, check=lambda staging: "")
-
-
-def _publish(
-    staging: Path, contents: dict[str, bytes], manifest: dict[str, Any], *, keep: int, still_ours: Callable[[], None],
-    check: Callable[[Path], str],
-) -> Path:
-    directory = staging.parent
-    match = re.match(rf"{re.escape(ASIDE)}(step-\d+)-", staging.name)
-    assert match is not None
-    target = directory / match[1]
-    try:
-        for name, data in {**contents, "manifest.json": _as_json(manifest)}.items():
-            _write(staging / name, data)
-        for folder in (path for path in staging.iterdir() if path.is_dir()):
-            _sync(folder)
-        _sync(staging)
-        problem = check(staging)
-        if problem:
-            raise OSError(errno.EIO, f"read back differently: {problem}")
-        still_ours()
-        if target.exists():
-            # Of the same step: damaged, or saved before its evaluation. After a kill right here it is found again.
-            replaced = target.with_name(f"{target.name}.replaced")
-            shutil.rmtree(target) if replaced.exists() else target.rename(replaced)
-        # Atomic within one file system: a reader sees no checkpoint or a whole one.
-        staging.rename(target)
-        _sync(directory)
-    except OSError as error:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise disk_error("checkpoint", directory, error) from None
-    _retain(directory, keep, newest=target)
-    return target
-
-
-def _as_json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def _saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    """A rename lasts through a power cut only once its directory is synced. Windows can't, and needn't."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sweep(directory: Path) -> None:
-    """Remove what an attempt that was killed while saving left behind. The run's lease keeps others from writing now."""
-    for left in directory.glob(f"{ASIDE}*"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def _retain(directory: Path, keep: int, *, newest: Path) -> None:
-    """Remove all but the `keep` newest, counting only good ones, now that `newest` has appeared, which is known as good."""
-    good = 0
-    for path in reversed(found(directory)):
-        if good >= keep or (path.suffix and path.with_suffix("").exists()):
-            # A name that ends with the removal half done must not look like a checkpoint.
-            doomed = path.with_name(f"{ASIDE}{path.name}-old")
-            with contextlib.suppress(OSError):
-                path.rename(doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
-        elif path == newest or problem_of(path) == "":
-            good += 1
-
-
-# Reading ------------------------------------------------------------------------------------------------------
-
-
-def found(directory: Path) -> list[Path]:
-    """All directories that look like a checkpoint, good or not, oldest first."""
+def list_checkpoints(directory: Path) -> list[Path]:
+    """All folders that are named like a checkpoint, good or not, oldest first; a replaced one before its successor."""
     if not directory.is_dir():
         return []
     named = [(match, path) for path in directory.iterdir() if (match := NAME.fullmatch(path.name)) and path.is_dir()]
+    # As numbers: from step 100,000,000 on the names have a digit more
     return [path for match, path in sorted(named, key=lambda pair: (int(pair[0][1]), not pair[0][2]))]
 
 
-def problem_of(path: Path) -> str:
-    """Why a checkpoint can't be used, or "" if every byte is as it was written. A marker file alone proves nothing."""
-    return _verified(path)[1]
+def find_problem(path: Path) -> str:
+    """Why a checkpoint can't be used, or "" if every byte is as it was written. Its existence alone proves nothing."""
+    return _read_verified(path)[1]
 
 
-def newest_good(directory: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that verifies, or None where there are none at all. Says which were passed over, and why.
+def load_newest(directory: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that verifies, or None where there is no checkpoint at all. Warns of those passed over.
 
-    Raises UserError where all are damaged: to start anew without a word would throw away the work of days.
+    Raises UserError where all are damaged, for to start anew without a word would throw away the work of days, and
+    where the newest good one is of another format.
     """
-    damaged: list[tuple[Path, str]] = []
-    for path in reversed(found(directory)):
-        contents, problem = _verified(path)
-        if problem == "":
-            for other, why in damaged:
-                say(f"checkpoint {other.name} was passed over: {why}")
-            return _parsed(path, contents)
-        damaged.append((path, problem))
+    damaged: dict[str, str] = {}
+    for path in reversed(list_checkpoints(directory)):
+        files, problem = _read_verified(path)
+        if not problem:
+            for name, why in damaged.items():
+                warn(f"checkpoint {name} was passed over: {why}")
+            return _parse(path, files)
+        damaged[path.name] = problem
     if damaged:
         raise UserError(
             f"checkpoint: {directory} must hold a whole checkpoint, got only damaged ones: "
-            f"{'; '.join(f'{path.name}: {why}' for path, why in damaged)}. Put one back from a copy, or set --fresh to "
-            "start anew, which keeps them aside."
+            f"{'; '.join(f'{name}: {why}' for name, why in damaged.items())}. Put one back from a copy, or set --fresh "
+            "to start anew, which keeps them aside."
         )
     return None
 
 
-def read(path: Path) -> Checkpoint:
-    """Read one checkpoint directory. Raises UserError where it is damaged or none."""
-    contents, problem = _verified(path)
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read one checkpoint folder. Raises UserError where it is damaged, of another format, or no checkpoint."""
+    files, problem = _read_verified(path)
     if problem:
         raise UserError(f"checkpoint: {path} must be a whole checkpoint, got a damaged one: {problem}.")
-    return _parsed(path, contents)
+    return _parse(path, files)
 
 
-def _verified(path: Path) -> tuple[dict[str, bytes], str]:
-    """The files of a checkpoint but its shards, and what is wrong with any or "". What is used later are these very bytes."""
-    contents: dict[str, bytes] = {}
+def _parse(path: Path, files: dict[str, bytes]) -> Checkpoint:
+    state = TrainingState.from_files(path, files)
+    sharded = "model.pt" not in files
+    return Checkpoint(path, state, {} if sharded else unpack(files["model.pt"]), sharded)
+
+
+def _read_verified(path: Path) -> tuple[dict[str, bytes], str]:
+    """The contents of all files but the shards, and what is wrong with any of the files, or "".
+
+    The caller uses these bytes: a file that is read twice may have changed between its check and its use.
+    """
+    files: dict[str, bytes] = {}
     try:
         manifest = json.loads((path / "manifest.json").read_bytes())
-        shards = [name for name in manifest if name.startswith(f"{sharded_checkpoint.FOLDER}/")]
-        for name in (*FILES[1:], *shards) if shards else FILES:
-            expected = manifest[name]
-            if name in shards:
-                got = sharded_checkpoint.fingerprint(path / name)
-            else:
-                contents[name] = (path / name).read_bytes()
-                got = {"bytes": len(contents[name]), "sha256": _sha256(contents[name])}
-            if got["bytes"] != expected["bytes"]:
-                return {}, f"{name} has {got['bytes']} bytes instead of {expected['bytes']}"
-            if got["sha256"] != expected["sha256"]:
-                return {}, f"{name} does not match its digest"
+        entries: dict[str, Fingerprint] = manifest["files"]
+        shards = [name for name in entries if name.startswith(f"{sharded_checkpoint.FOLDER}/")]
+        for name in (*([] if shards else ["model.pt"]), "training.pt", "state.json"):
+            files[name] = (path / name).read_bytes()
+            if problem := _compare(name, fingerprint_bytes(files[name]), entries[name]):
+                return {}, problem
+        for name in shards:
+            if problem := _compare(name, sharded_checkpoint.fingerprint_file(path / name), entries[name]):
+                return {}, problem
+        return files, _compare_steps(path, manifest["step"], json.loads(files["state.json"])["step"])
     except FileNotFoundError as error:
         return {}, f"{Path(error.filename).name} is missing"
     except OSError as error:
         return {}, f"can't be read ({error.strerror})"
     except (ValueError, TypeError, LookupError, AttributeError):
         return {}, "manifest.json is damaged"
-    return contents, ""
 
 
-def _parsed(path: Path, contents: dict[str, bytes]) -> Checkpoint:
-    model = contents.get("model.pt", b"")
-    return Checkpoint(str(path), json.loads(contents["state.json"]), model, contents["training.pt"], shards=not model)
+def _compare(name: str, found: Fingerprint, expected: Fingerprint) -> str:
+    if found["bytes"] != expected["bytes"]:
+        return f"{name} has {found['bytes']} bytes instead of {expected['bytes']}"
+    return "" if found["sha256"] == expected["sha256"] else f"{name} does not match its digest"
+
+
+def _compare_steps(path: Path, in_manifest: Any, in_state: Any) -> str:
+    """A copy under the name of a higher step has whole files, and would win against the steps trained since."""
+    named = NAME.fullmatch(path.name)
+    # A folder that the user names may have any name
+    steps = {"name": int(named[1]) if named else in_state, "manifest": in_manifest, "state": in_state}
+    if len(set(steps.values())) == 1:
+        return ""
+    return ", ".join(f"its {where} says step {step}" for where, step in steps.items())
+
+
+def fingerprint_bytes(data: bytes) -> Fingerprint:
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}

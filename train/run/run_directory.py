@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -11,20 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from train.config import Config, changed_settings, to_yaml
 from train.errors import PeerLost, UserError
 from train.group.group import Group
-from train.parallel.fsdp import full_state_dict, optimizer_state, parts
 from train.process.status import job_of, read_json
-from train.run import checkpoint, sharded_checkpoint
-from train.run.checkpoint import Checkpoint
+from train.run import publish
+from train.run.checkpoint import Checkpoint, list_checkpoints, load_newest
 from train.run.lease import Lease
 from train.run.metrics import Metrics
-
-# How random numbers are drawn; a checkpoint of another scheme could not be continued exactly.
-RANDOM_SCHEME = "blake2b(seed, step, rank) each step; blake2b(seed, epoch) orders; splitmix64(seed, epoch, sample) augments"
+from train.run.sharded_checkpoint import FOLDER, write_shards
+from train.run.training_state import TrainingState
 
 
 @dataclass(slots=True)
@@ -34,9 +30,6 @@ class Progress:
     step: int = 0
     evaluated: int = 0
     metrics: dict[str, float] | None = None
-
-    def state(self) -> dict[str, Any]:
-        return {"step": self.step, "evaluated": self.evaluated, "metrics": self.metrics}
 
 
 @dataclass(slots=True)
@@ -96,66 +89,52 @@ class RunDirectory:
         if self.metrics is not None:
             self.metrics.close()
 
-    def save(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, training: dict[str, Any], state: dict[str, Any]
-    ) -> None:
-        """One checkpoint. All ranks call this, rank 0 writes, or each its shards, and all raise UserError if that failed."""
-        full = {
-            **state,
-            "config": self.config.model_dump(),
-            "world_size": self.group.world_size,
-            "attempt": self.group.attempt,
-            "start": os.environ.get("RANKUP_START", ""),
-            "random": RANDOM_SCHEME,
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        }
+    def save(self, state: TrainingState, tensors: dict[str, Any]) -> None:
+        """Write one checkpoint. All ranks call this, rank 0 publishes, and all raise UserError if that failed.
+
+        `tensors`: on rank 0 the plain state dict of the model; with checkpoint_format sharded each rank's part of the
+        model's and the optimizer's tensors, and `state.optimizer` holds the rest.
+        """
         if self.config.checkpoint_format == "sharded":
-            self._save_shards(model, optimizer, training, full)
+            self._save_shards(state, tensors)
         else:
-            weights, training = full_state_dict(model), training | {"optimizer": optimizer_state(model, optimizer)}
-            directory, keep = self.directory / "checkpoints", self.config.keep
+            on_rank0(self.group, lambda: publish.save_checkpoint(
+                self._checkpoints, state, tensors, keep=self.config.keep, check_owner=self._flush_metrics().check,
+            ))
+        if self.group.is_rank0:
+            self.group.log.debug(f"saved step {state.step}")
 
-            def write() -> None:
-                lease = self._flushed()
-                checkpoint.save(
-                    directory, model=weights, training=training, state=full, keep=keep, still_ours=lease.check
-                )
+    @property
+    def _checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
 
-            on_rank0(self.group, write)
-        self.group.log.debug(f"saved step {state['step']}") if self.group.is_rank0 else None
+    def _flush_metrics(self) -> Lease:
+        """The metrics of the saved steps must not be lost with this process: a resumed run does not repeat these steps.
 
-    def _flushed(self) -> Lease:
-        """What is shown of the steps up to here must not be lost with this process. Rank 0 only."""
+        Rank 0 only. Returns the lease, which a save asks next.
+        """
         assert self.lease is not None
         assert self.metrics is not None
         self.metrics.flush()
         return self.lease
 
-    def _save_shards(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, training: dict[str, Any], full: dict[str, Any]
-    ) -> None:
-        directory = self.directory / "checkpoints"
-
+    def _save_shards(self, state: TrainingState, tensors: dict[str, Any]) -> None:
         def begin() -> str:
-            self._flushed()
-            return checkpoint.begin(directory, full["step"], self.group.attempt).name
+            self._flush_metrics()
+            return publish.create_staging(self._checkpoints, state.step, self.group.attempt).name
 
-        staging = directory / on_rank0(self.group, begin)
-        tensors, rest = parts(model, optimizer)
+        staging = self._checkpoints / on_rank0(self.group, begin)
         try:
-            shards = sharded_checkpoint.write(staging / sharded_checkpoint.FOLDER, tensors, self.group)
+            shards = write_shards(staging / FOLDER, tensors, self.group)
         except UserError:
-            if self.group.is_rank0:  # all have come to the end of their writing
+            # All ranks raise it together, so no rank still writes there
+            if self.group.is_rank0:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
-
-        def publish() -> None:
-            checkpoint.save_shards(
-                staging, shards=shards, training=training | {"optimizer": rest}, state=full, keep=self.config.keep,
-                still_ours=self._flushed().check,
-            )
-
-        on_rank0(self.group, publish)
+        on_rank0(self.group, lambda: publish.publish(
+            staging, state.to_files(), shards, step=state.step, keep=self.config.keep,
+            check_owner=self._flush_metrics().check,
+        ))
 
 
 def on_rank0(group: Group, work: Callable[[], Any]) -> Any:
@@ -187,12 +166,13 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
         group.claim_status_file(lease.is_ours)
         if config.fresh and not _begun_by_this_launch(group, directory):
             _put_aside(directory, group.log.info)
-        earlier = checkpoint.newest_good(directory / "checkpoints", group.log.warning)
+        earlier = load_newest(directory / "checkpoints", group.log.warning)
         if earlier is not None:
+            earlier.state.check_random_scheme(earlier.path)
             _refuse_changes(config, earlier, directory)
-            earlier = earlier if config.checkpoint_format == "sharded" else earlier.whole()
+            earlier = earlier if config.checkpoint_format == "sharded" else earlier.as_plain()
         done = read_json(directory / "result.json") or {}
-        finished = earlier is not None and done.get("step") == earlier.step and _covers(done, config)
+        finished = earlier is not None and done.get("step") == earlier.step and _covers(earlier.state, config)
         if not finished:
             (directory / "result.json").unlink(missing_ok=True)
             (directory / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
@@ -224,9 +204,8 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
             lease.__exit__()
 
 
-def _covers(done: dict[str, Any], config: Config) -> bool:
-    wanted = config.max_steps or config.epochs * int(done["steps_per_epoch"])
-    return int(done["step"]) >= wanted
+def _covers(state: TrainingState, config: Config) -> bool:
+    return state.step >= (config.max_steps or config.epochs * state.steps_per_epoch)
 
 
 def _brief(metrics: dict[str, float]) -> str:
@@ -234,7 +213,7 @@ def _brief(metrics: dict[str, float]) -> str:
 
 
 def _refuse_changes(config: Config, earlier: Checkpoint, directory: Path) -> None:
-    changes = changed_settings(earlier.state["config"], config)
+    changes = changed_settings(earlier.state.config, config)
     if changes:
         raise UserError(
             f"{directory} was begun with other settings: {'; '.join(changes)}. Set them back to go on, or --fresh to start "
@@ -246,7 +225,7 @@ def _begun_by_this_launch(group: Group, directory: Path) -> bool:
     """Whether a restart finds what it began afresh itself, and has to go on with. `launch` numbers its attempts, and
     RANKUP_START names a start where containers are started again (compose, pods); a first attempt that was killed before
     it put the earlier run aside has left that run's checkpoints."""
-    newest = checkpoint.found(directory / "checkpoints")[-1:]
+    newest = list_checkpoints(directory / "checkpoints")[-1:]
     states = [read_json(path / "state.json") or {} for path in newest]
     if start := os.environ.get("RANKUP_START"):
         return any(state.get("start") == start for state in states)

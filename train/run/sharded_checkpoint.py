@@ -121,7 +121,7 @@ def _echoed(text: str, group: Group) -> UserError:
     return UserError(text, printed_elsewhere=not group.is_rank0)
 
 
-def write(folder: Path, tensors: dict[str, Any], group: Group) -> dict[str, Fingerprint]:
+def write_shards(folder: Path, tensors: dict[str, Any], group: Group) -> dict[str, Fingerprint]:
     """Write every rank's part, and return size and digest of each file by its name. All ranks call this.
 
     What a rank has written is read again by the next one, maybe on another machine. Raises UserError on all ranks.
@@ -138,7 +138,7 @@ def write(folder: Path, tensors: dict[str, Any], group: Group) -> dict[str, Fing
     finally:
         group.watch.wait_for_others(False)
     own = sorted(folder.glob(f"__{group.rank}_*")) + ([folder / ".metadata"] if group.is_rank0 else [])
-    written = group.gather({path.name: fingerprint(path) for path in own})
+    written = group.gather({path.name: fingerprint_file(path) for path in own})
     problem = _problem(folder, written, group)
     wrong = {rank: text for rank, text in enumerate(group.gather(problem)) if text}
     if any(text == "not there" for text in wrong.values()):
@@ -154,17 +154,17 @@ def _problem(folder: Path, written: list[dict[str, Fingerprint]], group: Group) 
     following = written[(group.rank + 1) % group.world_size]
     if not all(_appears(path) for path in [*everything, *(folder / name for name in following)]):
         return "not there"
-    return ", ".join(f"another {name}" for name, expected in following.items() if fingerprint(folder / name) != expected)
+    return ", ".join(f"another {name}" for name, expected in following.items() if fingerprint_file(folder / name) != expected)
 
 
-def fingerprint(path: Path) -> Fingerprint:
+def fingerprint_file(path: Path) -> Fingerprint:
     """Size and SHA-256 of a file, read piece by piece."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
-def read_into(folder: Path, tensors: dict[str, Any]) -> None:
+def read_shards_into(folder: Path, tensors: dict[str, Any]) -> None:
     """Fill the tensors, each rank its part. All ranks call this. Raises RuntimeError where they don't fit."""
     try:
         load(tensors, storage_reader=_Reader(folder))
@@ -173,7 +173,7 @@ def read_into(folder: Path, tensors: dict[str, Any]) -> None:
         raise RuntimeError(f"rank {rank}: {error}") from None
 
 
-def read_whole(folder: Path) -> dict[str, Any]:
+def read_all_shards(folder: Path) -> dict[str, Any]:
     """All tensors, in one process: the mapping that `write` was given."""
     metadata = _Reader(folder).read_metadata()
     entries = metadata.state_dict_metadata.items()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from train.errors import UserError
-from train.run.checkpoint import read
+from train.run.checkpoint import load_checkpoint
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
@@ -35,7 +35,7 @@ def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None]) ->
     """
     state: Any
     if path.is_dir():
-        state = read(path).whole().model_state()
+        state = load_checkpoint(path).as_plain().model
     else:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)

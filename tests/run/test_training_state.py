@@ -1,0 +1,149 @@
+"""The typed state of a checkpoint: it comes back as it was, and what this program can't go on from is refused by name."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.training_states import training_state
+from train.errors import UserError
+from train.run.checkpoint import find_problem, fingerprint_bytes, list_checkpoints, load_checkpoint, load_newest
+from train.run.publish import save_checkpoint
+from train.run.training_state import FORMAT, RANDOM_SCHEME, TrainingState
+
+# 8 steps an epoch
+SETTINGS = (
+    "train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--schedule", "constant",
+    "--tensorboard=false", "--join-timeout-s", "30", "--name", "run",
+)
+
+
+def save(directory: Path, step: int, **fields: Any) -> Path:
+    return save_checkpoint(directory, training_state(step, **fields), {"weight": torch.full((3,), float(step))}, keep=99)
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """Change fields of state.json as another version of the program would have written them: every digest fits."""
+    state, manifest = (json.loads((path / name).read_text()) for name in ("state.json", "manifest.json"))
+    (path / "state.json").write_text(json.dumps(state | changes))
+    manifest["files"]["state.json"] = fingerprint_bytes((path / "state.json").read_bytes())
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    state = training_state(
+        7, metrics={"loss": 0.1}, scaler={"scale": 2.0}, optimizer={"state": {0: {"step": 7}}}, compressor={"iter": 3},
+    )
+    assert TrainingState.from_files(tmp_path, state.to_files()) == state
+    assert (state.random, state.versions["torch"]) == (RANDOM_SCHEME, torch.__version__)
+
+
+def test_tensors_come_back_to_the_bit(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(5), "b": torch.randn(3, dtype=torch.float64)}
+    back = TrainingState.from_files(tmp_path, training_state(1, compressor=tensors).to_files()).compressor
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+# Another format, another scheme -------------------------------------------------------------------------------
+
+
+def test_another_format_is_refused_by_name_though_an_older_checkpoint_would_fit(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    rewrite(save(tmp_path, 20), format=FORMAT + 1)
+    expected = rf"step-00000020 must be of format {FORMAT}, got format {FORMAT + 1}\. .*--fresh"
+    with pytest.raises(UserError, match=expected):
+        load_newest(tmp_path, print)
+    with pytest.raises(UserError, match=expected):
+        load_checkpoint(tmp_path / "step-00000020")
+    assert load_checkpoint(tmp_path / "step-00000010").step == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": FORMAT + 1}, f"must be of format {FORMAT}, got format {FORMAT + 1}. "),
+        ({"format": None}, f"must be of format {FORMAT}, got format None. "),
+        ({"random": "dice"}, f"must draw random numbers by the scheme of this program ({RANDOM_SCHEME}), got another "),
+    ],
+)
+def test_job_that_cannot_go_on_exactly_ends_with_2_and_one_line(
+    forks: Forks, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    codes, output = forks.run(*SETTINGS, "--run-dir", tmp_path, "--max-steps", "8", world_size=2)
+    assert codes == [0, 0], output
+    path = tmp_path / "run" / "checkpoints" / "step-00000008"
+    rewrite(path, **changes)
+    codes, output = forks.run(*SETTINGS, "--run-dir", tmp_path, "--max-steps", "16", world_size=2)
+    assert codes == [2, 2], output
+    assert output.count(f"error: checkpoint: {path} {message}") == 1, output
+    assert "set --fresh to start anew, or another --name" in output
+    assert "Traceback" not in output
+    codes, output = forks.run(*SETTINGS, "--run-dir", tmp_path, "--max-steps", "16", "--fresh", world_size=2)
+    assert codes == [0, 0], output
+
+
+def test_weights_of_another_scheme_of_random_numbers_still_load(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*SETTINGS, "--run-dir", tmp_path, "--max-steps", "8")
+    assert codes == [0], output
+    rewrite(tmp_path / "run" / "checkpoints" / "step-00000008", random="dice")
+    codes, output = forks.run("evaluate", *SETTINGS[1:3], "--run-dir", tmp_path, "--name", "run")
+    assert codes == [0], output
+
+
+# The step -----------------------------------------------------------------------------------------------------
+
+
+def test_copy_under_a_higher_steps_name_is_passed_over_and_said(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    shutil.copytree(tmp_path / "step-00000010", tmp_path / "step-00000030")
+    said: list[str] = []
+    found = load_newest(tmp_path, said.append)
+    assert found is not None
+    assert found.step == 20
+    assert said == [
+        "checkpoint step-00000030 was passed over: its name says step 30, its manifest says step 10, its state says step 10"
+    ]
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "state.json"])
+def test_manifest_or_state_of_another_step_is_passed_over(tmp_path: Path, file: str) -> None:
+    save(tmp_path, 10)
+    path = save(tmp_path, 20)
+    if file == "state.json":
+        rewrite(path, step=15)
+    else:
+        (path / file).write_text((path / file).read_text().replace('"step": 20', '"step": 15'))
+    assert "says step 15" in find_problem(path)
+    found = load_newest(tmp_path, print)
+    assert found is not None
+    assert found.step == 10
+
+
+def test_copy_under_a_name_that_is_no_step_is_as_good_as_the_original(tmp_path: Path) -> None:
+    shutil.copytree(save(tmp_path, 10), tmp_path / "best")
+    assert load_checkpoint(tmp_path / "best").step == 10
+
+
+def test_copy_under_a_higher_steps_name_does_not_push_a_good_one_out(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    shutil.copytree(tmp_path / "step-00000010", tmp_path / "step-00000030")
+    save_checkpoint(tmp_path, training_state(25), {}, keep=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000020", "step-00000025", "step-00000030"]
+
+
+def test_job_goes_on_from_the_true_newest_beside_a_misnamed_copy(forks: Forks, tmp_path: Path) -> None:
+    for steps in ("8", "16"):
+        codes, output = forks.run(*SETTINGS, "--run-dir", tmp_path, "--max-steps", steps, world_size=2)
+        assert codes == [0, 0], output
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.copytree(folder / "step-00000008", folder / "step-00000099")
+    codes, output = forks.run(*SETTINGS, "--run-dir", tmp_path, "--max-steps", "20", world_size=2)
+    assert codes == [0, 0], output
+    assert "checkpoint step-00000099 was passed over: its name says step 99" in output
+    assert "resumed from step-00000016" in output

@@ -1,0 +1,126 @@
+"""Writing checkpoints, which appear whole or not at all: staged in a hidden folder, synced, verified, renamed.
+
+Rank 0 alone publishes. The order matters: every file is on the disk, and its digest in the manifest, before the folder
+gets its name; only then are old checkpoints removed. A kill at any point leaves the earlier ones, and at most a hidden
+folder, which the next save removes.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from train.errors import disk_error
+from train.run import sharded_checkpoint
+from train.run.checkpoint import find_problem, fingerprint_bytes, list_checkpoints
+from train.run.sharded_checkpoint import Fingerprint
+from train.run.training_state import TrainingState, pack, to_json
+
+STAGING = ".writing-"
+
+
+def save_checkpoint(
+    directory: Path, state: TrainingState, model: dict[str, torch.Tensor], *, keep: int,
+    check_owner: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write one plain checkpoint with the state dict `model`; the rest as `publish`."""
+    staging = create_staging(directory, state.step, str(os.getpid()))
+    files = {"model.pt": pack(model), **state.to_files()}
+    return publish(staging, files, {}, step=state.step, keep=keep, check_owner=check_owner)
+
+
+def create_staging(directory: Path, step: int, mark: str) -> Path:
+    """The empty hidden folder in which the checkpoint of that step is put together. Raises UserError.
+
+    `mark` keeps it apart from the folder of another attempt.
+    """
+    staging = directory / f"{STAGING}step-{step:08d}-{mark}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # Left behind by an attempt that was killed while it saved. The run's lease keeps others from writing now.
+        for left in directory.glob(f"{STAGING}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        staging.mkdir()
+    except OSError as error:
+        raise disk_error("checkpoint", directory, error) from None
+    return staging
+
+
+def publish(
+    staging: Path, files: dict[str, bytes], shards: dict[str, Fingerprint], *, step: int, keep: int,
+    check_owner: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write `files` beside the `shards` that all ranks have written, give the folder its name, and remove old ones.
+
+    The `keep` newest good checkpoints stay. `check_owner` is called right before the checkpoint appears, and raises
+    where another attempt owns the run by now. Raises UserError where the disk is full or not writable: the earlier
+    checkpoints stay as they were.
+    """
+    directory = staging.parent
+    target = directory / f"step-{step:08d}"
+    entries = {f"{sharded_checkpoint.FOLDER}/{name}": entry for name, entry in shards.items()}
+    entries |= {name: fingerprint_bytes(data) for name, data in files.items()}
+    try:
+        for name, data in files.items():
+            _write_durably(staging / name, data)
+        _write_durably(staging / "manifest.json", to_json({"step": step, "files": entries}))
+        for folder in (staging / sharded_checkpoint.FOLDER, staging):
+            if folder.exists():
+                _sync(folder)
+        check_owner()
+        if target.exists():
+            # Of the same step: damaged, or saved before its evaluation. A folder can't be renamed onto another one;
+            # after a kill between the two renames the replaced one is found and used.
+            replaced = target.with_name(f"{target.name}.replaced")
+            shutil.rmtree(target) if replaced.exists() else target.rename(replaced)
+        # Atomic within one file system: a reader sees no checkpoint or a whole one.
+        staging.rename(target)
+        _sync(directory)
+    except OSError as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise disk_error("checkpoint", directory, error) from None
+    _remove_old(directory, keep, newest=target)
+    return target
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    """Write, sync and read back. A disk that gives back other bytes must be noticed while the state is still in memory."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        # close() alone leaves the bytes in the page cache: after a power cut the rename could outlive the contents
+        os.fsync(file.fileno())
+    if path.read_bytes() != data:
+        raise OSError(errno.EIO, f"read back differently: {path.name}")
+
+
+def _sync(directory: Path) -> None:
+    """A name lasts through a power cut only once its directory is synced. Windows can't do that, and need not."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
+    """Remove all but the `keep` newest good ones. A damaged one does not count: it must not push a good one out.
+
+    `newest` has just been verified, and is not read again.
+    """
+    good = 0
+    for path in reversed(list_checkpoints(directory)):
+        if good >= keep or (path.suffix and path.with_suffix("").exists()):
+            # Renamed first: a folder whose removal is cut short must not look like a checkpoint
+            doomed = path.with_name(f"{STAGING}{path.name}-old")
+            with contextlib.suppress(OSError):
+                path.rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+        elif path == newest or find_problem(path) == "":
+            good += 1
