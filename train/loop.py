@@ -130,7 +130,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             state = TrainingState(
                 step=progress.step, evaluated=progress.evaluated, metrics=progress.metrics, steps_per_epoch=per_epoch,
                 data=workload.data_name, config=config.model_dump(), world_size=group.world_size,
-                attempt=group.attempt, start=os.environ.get("RANKUP_START", ""),
+                attempt=group.attempt, start=group.launch.start,
                 optimizer=optimizer_part, scaler=scaler.state_dict(), compressor=compressor.state(),
             )
             record.save(state, tensors)

@@ -31,6 +31,7 @@ from train.config.commands import COMMANDS, EXTRA
 from train.config.load import Parsed, help_text, parse_args
 from train.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, LaunchError, Stopped, UserError, exit_code
 from train.process import env, findings, init_method
+from train.process.addresses import PORT_OF_LAUNCH
 from train.process.exit import finish
 from train.process.log import Log
 from train.process.status import tell_torchrun
@@ -81,9 +82,8 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
     stop.say = log.info
     # torch says in 20 lines of C++ frames that a connection ended; we say whose, in one
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    own = os.getppid() if launch.launcher in ("torchrun", "open mpi") else None
-    if parent := os.environ.get("RANKUP_PARENT") or own:
-        die_with_parent(int(parent))
+    if launch.parent_pid:
+        die_with_parent(launch.parent_pid)
     run_dir = run_directory(config, launch)
     if parsed.command == "doctor":
         return _doctor(parsed, config, launch, run_dir, stop, log)
@@ -119,7 +119,7 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
     if parsed.command == "train":
         from train.loop import train
 
-        train(config, launch, run_dir=run_dir, log=log, stop=stop, attempt=os.environ.get("RANKUP_ATTEMPT", ""))
+        train(config, launch, run_dir=run_dir, log=log, stop=stop, attempt=launch.attempt)
         return FINISHED
     if parsed.command == "bench":
         from train.commands.bench.bench import BenchOptions, bench
@@ -179,7 +179,7 @@ def _launch(parsed: Parsed, config: Config, run_dir: Path, stop: StopRequest, lo
     if extra["command"] == "train":
         check_world_size(config, nproc * num_nodes)
     address = extra["master_addr"] or "127.0.0.1"
-    port = extra["master_port"] or (29400 if num_nodes > 1 else 0)
+    port = extra["master_port"] or (PORT_OF_LAUNCH if num_nodes > 1 else 0)
     if met:
         address, port = met["MASTER_ADDR"], int(met["MASTER_PORT"])
     by_spawn = extra["launcher"] == "spawn"

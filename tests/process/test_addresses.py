@@ -1,30 +1,53 @@
 """Ports that do not collide, and host lists without the scheduler's own command."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from train.errors import LaunchError
-from train.process.addresses import DEFAULT_EPHEMERAL, ephemeral_range, expand_nodelist, port_for
+from train.process.addresses import DEFAULT_EPHEMERAL, ephemeral_range, free_port, is_loopback, port_for
+from train.process.launchers.slurm import expand_nodelist
 
 
 def test_port_lies_outside_the_ephemeral_range_and_known_services():
     known = {6000, 10250, 11211, 11434, 23456, 27017, 29500}
     for job in range(0, 40000, 7):
-        port = port_for(str(job), 0, DEFAULT_EPHEMERAL)
+        port = port_for(job, ephemeral=DEFAULT_EPHEMERAL)
         assert 10000 <= port < 30000
         assert port not in known
 
 
 @pytest.mark.parametrize("ephemeral", [range(10000, 20000), range(15000, 65536), range(10000, 29990)], ids=str)
 def test_port_avoids_a_site_s_own_ephemeral_range(ephemeral: range):
-    assert not any(port_for(str(job), restart, ephemeral) in ephemeral for job in range(500) for restart in range(3))
+    assert not any(port_for(job, restart=restart, ephemeral=ephemeral) in ephemeral for job in range(500) for restart in range(3))
 
 
 def test_port_differs_between_neighbouring_jobs_restarts_and_steps():
-    assert len({port_for(str(job), 0, DEFAULT_EPHEMERAL) for job in range(123456, 123456 + 19000)}) == 19000
-    assert len({port_for("123456", restart, DEFAULT_EPHEMERAL) for restart in range(100)}) == 100
-    assert len({port_for("123456", 0, DEFAULT_EPHEMERAL, step=step) for step in range(100)}) == 100
+    assert len({port_for(job, ephemeral=DEFAULT_EPHEMERAL) for job in range(123456, 123456 + 19000)}) == 19000
+    assert len({port_for(123456, restart=restart, ephemeral=DEFAULT_EPHEMERAL) for restart in range(100)}) == 100
+    assert len({port_for(123456, step=step, ephemeral=DEFAULT_EPHEMERAL) for step in range(100)}) == 100
+
+
+def test_free_port_is_one_that_can_be_opened_and_no_known_service():
+    for _ in range(20):
+        port = free_port()
+        assert port not in DEFAULT_EPHEMERAL
+        assert port not in (10250, 29400, 29500)
+        with socket.socket() as listener:
+            listener.bind(("", port))
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("localhost", True), ("LOCALHOST.", True), ("127.0.0.1", True), ("127.8.8.8", True), ("::1", True),
+        ("::ffff:127.0.0.1", True), ("0.0.0.0", True), ("10.0.0.1", False), ("node0", False), ("", False),
+        ("fe80::1%eth0", False),
+    ],
+)
+def test_loopback_is_every_name_and_address_of_the_machine_itself(host: str, expected: bool):
+    assert is_loopback(host) is expected
 
 
 def test_ephemeral_range_is_read_or_linux_s_default(tmp_path: Path):

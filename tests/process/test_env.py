@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from train.errors import LaunchError
-from train.process.addresses import ephemeral_range
-from train.process.env import describe, outside_pod, port_for, read_env
+from train.process.addresses import ephemeral_range, port_for
+from train.process.env import describe, outside_pod, read_env
 
 Env = dict[str, str]
 
@@ -101,7 +101,7 @@ def test_slurm_step_is_adopted():
     assert (launch.rank, launch.local_rank, launch.world_size, launch.local_world_size) == (3, 1, 4, 2)
     assert (launch.num_nodes, launch.node_rank, launch.launcher) == (2, 1, "slurm")
     assert launch.master_addr == "rn2"  # the step's first host, which need not be the job's
-    assert launch.master_port == port_for("77", 0, ephemeral_range())
+    assert launch.master_port == port_for(77, ephemeral=ephemeral_range())
     assert launch.origins["RANK"] == "Slurm step"
     assert launch.origins["MASTER_ADDR"] == "derived from SLURM_STEP_NODELIST"
     assert launch.origins["MASTER_PORT"] == "derived from SLURM_JOB_ID"

@@ -110,7 +110,7 @@ def test_half_sets_were_tried():
         ({"MASTER_ADDR": "node0 "}, "MASTER_ADDR must have no spaces or line ends, got 'node0 '"),
         ({"MASTER_ADDR": "node0\nnode1"}, "MASTER_ADDR must have no spaces or line ends, got 'node0\\nnode1'"),
         ({"MASTER_ADDR": "[2001:db8::1]"}, "MASTER_ADDR must be an IPv6 address without brackets"),
-        ({"MASTER_ADDR": "node0:29500"}, "MASTER_ADDR must be a host alone; its port belongs into MASTER_PORT"),
+        ({"MASTER_ADDR": "node0:29500"}, "MASTER_ADDR must be a host alone; its port belongs in MASTER_PORT"),
         ({"MASTER_ADDR": "tcp://node0"}, "MASTER_ADDR must be a host name or an address"),
         ({"MASTER_ADDR": "$(MASTER)"}, "MASTER_ADDR must be a host name or an address"),
         ({"MASTER_ADDR": "rn[0-1]"}, "MASTER_ADDR must be a host name or an address"),

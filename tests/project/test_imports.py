@@ -111,11 +111,23 @@ def code_and_messages(path: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def test_imports_and_messages_name_schedulers_in_env_alone() -> None:
-    # log_lines.py reads what they all print
-    files = [path for path in TRAIN.rglob("*.py") if path.name not in ("env.py", "log_lines.py")]
+def test_schedulers_are_named_in_env_and_its_launchers_alone() -> None:
+    # explain reads what they all print
+    homes = {TRAIN / "process" / "env.py", TRAIN / "process" / "launchers", TRAIN / "commands" / "explain"}
+    assert all(home.exists() for home in homes)
+    files = [path for path in TRAIN.rglob("*.py") if not homes & {path, *path.parents}]
     assert len(files) > 30
     named = [f"{p}:{line}: {text}" for p in files for line, text in code_and_messages(p) if SCHEDULERS.search(text)]
     assert named == []
     # The search finds them where they are
     assert any(SCHEDULERS.search(text) for _, text in code_and_messages(TRAIN / "process" / "env.py"))
+
+
+OWN_VARIABLE = re.compile(r"""environ(\.get\(|\[)["']RANKUP_|getenv\(["']RANKUP_""")
+
+
+def test_variables_of_our_own_are_read_in_process_alone() -> None:
+    files = [path for path in TRAIN.rglob("*.py") if room(module_of(path)) != "process"]
+    assert len(files) > 30
+    assert [str(path) for path in files if OWN_VARIABLE.search(path.read_text())] == []
+    assert OWN_VARIABLE.search((TRAIN / "process" / "env.py").read_text())

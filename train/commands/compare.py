@@ -19,8 +19,8 @@ from tqdm import tqdm
 from train.commands.chart import bar_chart
 from train.config import Config
 from train.errors import ConfigError, Stopped
+from train.process.addresses import free_port
 from train.process.cpus import cpu_quota
-from train.process.local_launcher import free_port
 from train.process.log import Log
 from train.process.status import read_json, write_json
 from train.process.stop import StopRequest

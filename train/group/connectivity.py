@@ -19,11 +19,11 @@ from train.group.network import (
     address_of_host_name,
     interface_of,
     interfaces,
-    is_loopback,
     local_ip_towards,
     try_connect,
 )
 from train.group.rendezvous import Meeting
+from train.process.addresses import is_loopback
 from train.process.log import Log
 
 POLL_S = 0.02

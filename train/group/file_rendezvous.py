@@ -8,8 +8,9 @@ from pathlib import Path
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from train.errors import JoinError
-from train.group.network import address_of, interfaces, is_loopback, try_connect
+from train.group.network import address_of, interfaces, try_connect
 from train.group.store import connect_store, open_port, serve_store
+from train.process.addresses import is_loopback
 from train.process.init_method import Endpoint, leave, look
 from train.process.log import Log
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from train.process.addresses import is_loopback
+
 
 @dataclass(frozen=True, slots=True)
 class Connection:
@@ -51,13 +53,6 @@ def explain_connection(attempt: Connection, host: str, port: int) -> str:
         "silent": f"{host}:{port} does not answer: a wrong address, a machine that is down, or a firewall that drops packets",
         "route": f"no route to {host} ({attempt.detail})",
     }.get(attempt.problem or "", f"{host}:{port}: {attempt.detail}")
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host in ("localhost", "localhost.localdomain", "ip6-localhost")
 
 
 def is_own_address(host: str) -> bool:

@@ -71,7 +71,7 @@ def running(config: Config, group: Group) -> Iterator[None]:
 @contextlib.contextmanager
 def _meeting_place(group: Group) -> Iterator[None]:
     """Rank 0 serves the store by which Horovod's ranks find each other, at the address where gloo reached it."""
-    if group.world_size == 1 or group.launch.launcher == "horovodrun":
+    if group.world_size == 1 or group.launch.has_horovod_rendezvous:
         yield
         return
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer

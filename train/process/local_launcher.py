@@ -5,9 +5,7 @@ and restart only what trying again can help.
 """
 
 import os
-import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -17,6 +15,7 @@ from typing import Any
 
 from train.errors import FAULT, FINISHED, PEER_LOST, root_cause, worth_restarting
 from train.process import spawn
+from train.process.addresses import free_port
 from train.process.limits import oom_kills
 from train.process.log import Log
 from train.process.status import attempt_of, new_attempt, read_json
@@ -26,8 +25,6 @@ POLL_S = 0.05
 # The ranks of a job end together. After the first has ended, whatever with, the rest have this long: to find and tell whom
 # they lost, or that they finished. One that was stopped (SIGSTOP, a frozen disk) ends only so.
 SETTLE_S = 15.0
-# Outside the range that Linux hands out for outgoing connections, one of which might hold the port at the wrong moment.
-FREE_PORTS = range(20000, 30000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +177,3 @@ def _confirmed(run_dir: Path, attempt: str, log: Log) -> int:
         return FINISHED
     log.warning(f"all ranks ended with 0, but {run_dir}/status.json does not say that attempt {attempt} finished")
     return FAULT
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
-    for port in random.Random().sample(FREE_PORTS, 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise OSError("no free port from 20000 to 29999")

@@ -23,13 +23,19 @@ class Launch:
     node_rank: int | None
     master_addr: str
     master_port: int  # 0 only for a single process, which listens nowhere
-    launcher: str  # "python" (none), "environment" (by hand), or the one that env.py recognised
+    launcher: str  # "python" (none), "environment" (by hand), or the one that env.py recognised: only for messages
     run_name: str | None  # named by the scheduler's job, so that a requeued job resumes the same run
     origins: dict[str, str]  # variable -> who set it
     warnings: tuple[str, ...]
     restart_count: int = 0  # restarts by torchrun or launch; the requeues of a scheduler are not among them
     agent_store: bool = False  # torch's agent already listens on master_port: rank 0 connects to it like the others
-    file: str = ""  # where rank 0 leaves its address, in place of master_addr and master_port
+    file: str = ""  # where rank 0 writes its address, in place of master_addr and master_port
+    attempt: str = ""  # the id of this attempt where a supervisor gave one: it looks for it in status.json
+    numbers_attempts: bool = False  # `attempt` is one of `launch`: status.job_of tells which attempts belong together
+    start: str = ""  # names a start whose containers an engine restarts by itself
+    parent_pid: int | None = None  # the process without which this one shall not go on
+    has_horovod_rendezvous: bool = False  # the launcher already serves what Horovod's ranks meet by
+    hint: str = ""  # where to look for ranks that are missing
 
     @property
     def distributed(self) -> bool:
@@ -45,6 +51,10 @@ class Found:
     values: dict[str, str]
     origins: dict[str, str]
     warnings: list[str] = field(default_factory=list)
+    has_agent: bool = False  # torchrun or `launch` started this process
+    parent_pid: int | None = None
+    has_horovod_rendezvous: bool = False
+    hint: str = ""
 
     def add(self, name: str, value: object, origin: str) -> None:
         """Set what is not set yet: an explicit value beats a derived one."""
@@ -98,6 +108,8 @@ def check(found: Found, run_name: str | None, *, who_sets_them: str) -> Launch:
         run_name=run_name,
         origins={name: found.origins[name] for name in NAMES if name in found.origins},
         warnings=tuple(found.warnings),
+        has_horovod_rendezvous=found.has_horovod_rendezvous,
+        hint=found.hint,
     )
 
 
@@ -169,6 +181,14 @@ def check_loopback(launch: Launch, simulated_nodes: bool) -> None:
             f"MASTER_ADDR={launch.master_addr} on {launch.num_nodes} nodes: each node would wait for itself. "
             "Set it to the address of rank 0's machine, or give --simulated-nodes if all nodes are this machine."
         )
+
+
+def how_to_start(launch: Launch) -> str:
+    """Where to look for the missing ranks: the launcher's own hint, or how to start them by hand."""
+    return launch.hint or (
+        f"Start one process with each RANK from 0 to {launch.world_size - 1}, all with MASTER_ADDR={launch.master_addr} "
+        f"MASTER_PORT={launch.master_port}; docker compose ps -a shows nodes that ended."
+    )
 
 
 def describe(launch: Launch) -> str:

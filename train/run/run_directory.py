@@ -223,13 +223,13 @@ def _refuse_changes(config: Config, earlier: Checkpoint, directory: Path) -> Non
 
 def _begun_by_this_launch(group: Group, directory: Path) -> bool:
     """Whether a restart finds what it began afresh itself, and has to go on with. `launch` numbers its attempts, and
-    RANKUP_START names a start where containers are started again (compose, pods); a first attempt that was killed before
+    `start` names one where containers are started again (compose, pods); a first attempt that was killed before
     it put the earlier run aside has left that run's checkpoints."""
     newest = list_checkpoints(directory / "checkpoints")[-1:]
     states = [read_json(path / "state.json") or {} for path in newest]
-    if start := os.environ.get("RANKUP_START"):
+    if start := group.launch.start:
         return any(state.get("start") == start for state in states)
-    if not group.restarted or group.launch.launcher != "launch":
+    if not group.restarted or not group.launch.numbers_attempts:
         return group.restarted
     return any(job_of(state.get("attempt", "")) == job_of(group.attempt) for state in states)
 

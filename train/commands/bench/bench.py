@@ -4,7 +4,6 @@ Measures on the group that the launcher started. One process alone has nobody to
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ def bench(
     Raises UserError for a model that can't be built, and JoinError and PeerLost as training does.
     """
     torch.set_num_threads(config.num_threads)
-    attempt = os.environ.get("RANKUP_ATTEMPT", "")
+    attempt = launch.attempt
     with join(config, launch, log=log, stop=stop, run_dir=run_dir, attempt=attempt) as group:
         if group.is_rank0:
             group.claim_status_file(lambda: True)  # the file of an earlier bench that was killed says "running" still

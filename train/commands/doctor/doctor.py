@@ -82,7 +82,7 @@ class _Doctor:
             self.stage = "joined"
             with join(
                 self.config, self.launch, log=self.log, stop=self.stop, run_dir=self.run_dir / "doctor",
-                attempt=os.environ.get("RANKUP_ATTEMPT", ""), reached=self._reached,
+                attempt=self.launch.attempt, reached=self._reached,
             ) as group:
                 self._together(group)
         except Stopped:

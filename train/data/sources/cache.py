@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from train.errors import DataError
+from train.process.env import cache_folder
 
 
 def visible(root: Path) -> list[str]:
@@ -24,8 +25,8 @@ def visible(root: Path) -> list[str]:
 
 def cache_roots() -> list[Path]:
     """RANKUP_CACHE alone if it is set; otherwise XDG_CACHE_HOME/rankup or ~/.cache/rankup, then one in /tmp."""
-    if os.environ.get("RANKUP_CACHE"):
-        return [Path(os.environ["RANKUP_CACHE"])]
+    if wanted := cache_folder():
+        return [Path(wanted)]
     roots = []
     if os.environ.get("XDG_CACHE_HOME"):
         roots.append(Path(os.environ["XDG_CACHE_HOME"]) / "rankup")

@@ -1,0 +1,168 @@
+"""Slurm's variables: inside a step the number of a task is a rank; in a batch shell it is not."""
+
+import itertools
+import re
+from collections.abc import Mapping
+
+from train.errors import LaunchError
+from train.process.addresses import ephemeral_range, port_for
+from train.process.launchers.launcher import Launcher, adopt_names, count, given
+from train.process.placement import Found
+
+# Slurm numbers the batch shell, salloc's interactive shell and the like from here on: steps, but not tasks of ours.
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+MAX_HOSTS = 65536
+
+
+class Slurm(Launcher):
+    """`srun`, and the mistakes of starting without it."""
+
+    def adopt(self, environ: Mapping[str, str]) -> Found | None:
+        """Raises LaunchError in a batch shell of several tasks: it has SLURM_PROCID=0, yet is not rank 0."""
+        tasks, nodes, step = _tasks(environ), _nodes(environ), _step(environ)
+        if tasks is None:
+            return None
+        if tasks == 1:
+            # A batch script may export MASTER_ADDR and MASTER_PORT whatever its size
+            alone = not any(name in environ for name in ("LOCAL_RANK", "WORLD_SIZE"))
+            return Found("python", {}, {}) if alone else None
+        if step is None:
+            raise LaunchError(
+                f"Slurm gave this job {tasks} tasks, but this process is none of them (no SLURM_STEP_ID: a batch or "
+                "salloc shell). Start with srun, as slurm/ddp.sbatch does through slurm/task.sh; for a single process: "
+                "srun -n 1."
+            )
+        found = given(environ, "slurm")
+        found.hint = (
+            "squeue -s and scontrol show job say which tasks of the step run; srun has to start all of them at once."
+        )
+        total = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+        theirs = {
+            "RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": total, "GROUP_RANK": "SLURM_NODEID",
+        }
+        adopt_names(environ, found, theirs, "Slurm step")
+        found.add("GROUP_WORLD_SIZE", nodes, "Slurm step")
+        found.add("LOCAL_WORLD_SIZE", _local_tasks(environ, tasks, nodes), "Slurm step")
+        lists = [name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if environ.get(name)]
+        if nodes == 1:
+            # A container may not resolve its host's name
+            found.add("MASTER_ADDR", "127.0.0.1", "Slurm step (one node)")
+        elif lists and "MASTER_ADDR" not in found.values:
+            found.add("MASTER_ADDR", expand_nodelist(environ[lists[0]])[0], f"derived from {lists[0]}")
+        job_id = count(environ, "SLURM_JOB_ID", "SLURM_JOBID")
+        if job_id is not None:
+            restart = count(environ, "SLURM_RESTART_COUNT") or 0
+            # From the job's own id, not the array's: the last task of an array has the array's id as its own
+            port = port_for(job_id, restart=restart, step=step, ephemeral=ephemeral_range())
+            found.add("MASTER_PORT", port, "derived from SLURM_JOB_ID")
+        return found
+
+    def complete(self, environ: Mapping[str, str], found: Found) -> None:
+        """An explicit RANK beats Slurm's. If both are the same task, Slurm may add what it knows about this node."""
+        tasks, nodes = _tasks(environ), _nodes(environ)
+        if _step(environ) is None or tasks is None:
+            return
+        if found.has_agent:
+            _refuse_multiplied(environ, found, tasks, nodes)
+        elif (environ.get("SLURM_PROCID"), str(tasks)) == (environ["RANK"], environ.get("WORLD_SIZE")):
+            found.add("LOCAL_RANK", environ.get("SLURM_LOCALID"), "Slurm step")
+            found.add("GROUP_RANK", environ.get("SLURM_NODEID"), "Slurm step")
+            found.add("GROUP_WORLD_SIZE", nodes, "Slurm step")
+            found.add("LOCAL_WORLD_SIZE", _local_tasks(environ, tasks, nodes), "Slurm step")
+        elif tasks > 1:
+            found.warnings.append(
+                f"RANK={environ['RANK']} WORLD_SIZE={environ.get('WORLD_SIZE', '')} from the environment beat Slurm's "
+                f"task {environ.get('SLURM_PROCID', '?')} of {tasks}. If this is not meant, unset RANK before srun."
+            )
+
+    def run_name(self, environ: Mapping[str, str]) -> str | None:
+        """The job's number, which a requeue keeps; in an array the array's number and the task's."""
+        array, index = count(environ, "SLURM_ARRAY_JOB_ID"), count(environ, "SLURM_ARRAY_TASK_ID")
+        job_id = count(environ, "SLURM_JOB_ID", "SLURM_JOBID")
+        if array is not None and index is not None:
+            return f"slurm-{array}_{index}"
+        return None if job_id is None else f"slurm-{job_id}"
+
+
+def _refuse_multiplied(environ: Mapping[str, str], found: Found, tasks: int, nodes: int | None) -> None:
+    """torchrun inside each of several tasks on a node starts n times n processes, and ranks share devices."""
+    if nodes is None or tasks <= nodes:
+        return
+    way_out = "Use --ntasks-per-node=1 with torchrun or launch, or srun without them (slurm/task.sh)."
+    if environ.get("GROUP_WORLD_SIZE") != str(tasks):
+        where = f"{found.launcher} runs in each of {tasks} Slurm tasks on {nodes} nodes"
+        raise LaunchError(f"{where}: that multiplies the processes. {way_out}")
+    # One group in which each task is an agent: somebody simulates nodes by tasks
+    found.warnings.append(f"{found.launcher} runs in {tasks} Slurm tasks on {nodes} nodes. {way_out}")
+
+
+def _step(environ: Mapping[str, str]) -> int | None:
+    step = count(environ, "SLURM_STEP_ID", "SLURM_STEPID")
+    return None if step is None or step >= FIRST_SPECIAL_STEP else step
+
+
+def _nodes(environ: Mapping[str, str]) -> int | None:
+    return count(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+
+
+def _tasks(environ: Mapping[str, str]) -> int | None:
+    """How many processes are meant: the step's count inside one, otherwise the job's (one a node if none was given)."""
+    if _step(environ) is not None:
+        return count(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    tasks = count(environ, "SLURM_NTASKS", "SLURM_NPROCS")
+    nodes = count(environ, "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    if tasks is None and nodes is not None:
+        return nodes * (count(environ, "SLURM_NTASKS_PER_NODE") or 1)
+    return tasks
+
+
+def _local_tasks(environ: Mapping[str, str], tasks: int, nodes: int | None) -> int | None:
+    """This node's share of the step's tasks: "2(x2),1" is 2, 2 and 1. None if Slurm's text does not fit the counts."""
+    if nodes == 1:
+        return tasks
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+    if not re.fullmatch(r"[0-9]+(\(x[0-9]{1,5}\))?(,[0-9]+(\(x[0-9]{1,5}\))?)*", text):
+        return None
+    pairs = re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", text)
+    counts = [int(share) for share, times in pairs for _ in range(int(times or 1))]
+    node = count(environ, "SLURM_NODEID")
+    return counts[node] if node is not None and node < len(counts) == nodes and sum(counts) == tasks else None
+
+
+def expand_nodelist(nodelist: str) -> list[str]:
+    """The hosts of a compressed list, in order: "n[1-3,7],m05" -> n1 n2 n3 n7 m05. Leading zeros are kept.
+
+    Raises LaunchError if the list is malformed or names more than 65536 hosts. In Python, because Slurm's own command
+    for it does not exist inside containers.
+    """
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[,\[\]]", nodelist.strip()):
+        if item == ",":
+            continue
+        parts = re.split(r"\[([^\[\]]*)\]", item)  # text, range, text, range, ..., text
+        choices = [_expand_ranges(p, nodelist) if i % 2 else [p] for i, p in enumerate(parts)]
+        if any(set(text) & set("[] \t") for text in parts[::2]):
+            raise _bad_nodelist(nodelist)
+        hosts += ["".join(names) for names in itertools.islice(itertools.product(*choices), MAX_HOSTS + 1)]
+        if len(hosts) > MAX_HOSTS:
+            raise _bad_nodelist(nodelist)
+    if not hosts:
+        raise _bad_nodelist(nodelist)
+    return hosts
+
+
+def _expand_ranges(ranges: str, nodelist: str) -> list[str]:
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", item)
+        if not found:
+            raise _bad_nodelist(nodelist)
+        first, last = found[1], found[2] or found[1]
+        if not 0 <= int(last) - int(first) < MAX_HOSTS:
+            raise _bad_nodelist(nodelist)
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _bad_nodelist(nodelist: str) -> LaunchError:
+    return LaunchError(f"a host list must look like n[1-3,7],m05, got {nodelist!r}. Set MASTER_ADDR to rank 0's host.")
