@@ -13,8 +13,9 @@ from torch import nn
 from torch.profiler import record_function
 
 from train.config import Config, check_world_size
-from train.data.loader import BatchLoader, free_shared_memory, num_bytes, to_device, uses_workers
-from train.data.samples import Order, derive_seed, seed_everything
+from train.data.loader import BatchLoader, free_shared_memory, num_bytes, open_loader, to_device, uses_workers
+from train.data.order import Order
+from train.data.random_numbers import derive_seed, seed_everything
 from train.errors import DataError, Stopped, UserError
 from train.group.group import Group, join
 from train.parallel import horovod, wrap
@@ -100,7 +101,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         if config.parallel != "fsdp":
             _must_match(group, plain)
         free_bytes = free_shared_memory()  # before workers fill it
-        feed = BatchLoader(
+        feed = open_loader(
             workload.train, order.keys(progress.step, total_steps), device=group.device, stop=stop,
             num_workers=config.num_workers, prefetch_factor=config.prefetch_factor,
         )

@@ -1,4 +1,4 @@
-"""The feed: the same batches in the same order, workers that hear no signal, die with their parent and are explained."""
+"""Loaders: the same batches in the same order; workers ignore signals, die with their parent, and their death is explained."""
 
 import json
 import multiprocessing
@@ -18,8 +18,8 @@ from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import own_tmpfs
 from train.config import Config
 from train.data import MapSamples
-from train.data.loader import BatchLoader, num_bytes
-from train.data.samples import BatchIndex, Order
+from train.data.loader import BatchLoader, num_bytes, open_loader
+from train.data.order import BatchIndex, Order
 from train.errors import DataError
 from train.process import advice
 from train.process.placement import Launch
@@ -48,23 +48,23 @@ def keys(*batches: list[int]) -> Iterator[BatchIndex]:
     return iter([(0, torch.tensor(batch)) for batch in batches])
 
 
-def feed_of(given: Iterator[BatchIndex], num_workers: int, stop: StopRequest | None = None) -> BatchLoader:
+def loader_of(given: Iterator[BatchIndex], num_workers: int, stop: StopRequest | None = None) -> BatchLoader:
     samples = MapSamples(Noisy(), seed=3)  # type: ignore[arg-type]  # what torch takes for a data set has no base
-    return BatchLoader(
+    return open_loader(
         samples, given, device=CPU, stop=stop or StopRequest(), num_workers=num_workers, prefetch_factor=2
     )
 
 
 def batches(num_workers: int, first_step: int = 0) -> list[Any]:
-    feed = feed_of(Order(24, 4, seed=1).keys(first_step, 12), num_workers)
+    loader = loader_of(Order(24, 4, seed=1).keys(first_step, 12), num_workers)
     found = []
     try:
         while True:
-            found.append(feed.next())
+            found.append(loader.next())
     except StopIteration:
         return found
     finally:
-        feed.close()
+        loader.close()
 
 
 def test_any_number_of_workers_gives_the_same_batches_in_order() -> None:
@@ -76,7 +76,7 @@ def test_any_number_of_workers_gives_the_same_batches_in_order() -> None:
             assert torch.equal(one[1], other[1])
 
 
-def test_feed_that_begins_later_goes_on_with_the_same_batches() -> None:
+def test_loader_that_begins_later_goes_on_with_the_same_batches() -> None:
     for one, other in zip(batches(0)[5:], batches(2, first_step=5), strict=True):
         assert torch.equal(one[0], other[0])
 
@@ -84,47 +84,47 @@ def test_feed_that_begins_later_goes_on_with_the_same_batches() -> None:
 def test_starting_workers_draws_no_random_number() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    feed = feed_of(keys([1, 2]), 1)
+    loader = loader_of(keys([1, 2]), 1)
     assert torch.equal(torch.get_rng_state(), before)
-    feed.next()
+    loader.next()
     assert torch.equal(torch.get_rng_state(), before)
-    feed.close()
+    loader.close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_unreadable_sample_is_one_line(num_workers: int) -> None:
-    feed = feed_of(keys([1], [99]), num_workers)
-    assert feed.next() is not None
+    loader = loader_of(keys([1], [99]), num_workers)
+    assert loader.next() is not None
     with pytest.raises(DataError) as caught:
-        feed.next()
+        loader.next()
     assert str(caught.value) == "file 99 is no image"
-    feed.close()
+    loader.close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_fault_of_a_data_set_keeps_its_traceback(num_workers: int) -> None:
-    feed = feed_of(keys([98]), num_workers)
+    loader = loader_of(keys([98]), num_workers)
     with pytest.raises(ZeroDivisionError, match="a fault of the data set"):
-        feed.next()
-    feed.close()
+        loader.next()
+    loader.close()
 
 
 def test_stop_is_seen_while_waiting_for_data() -> None:
     stop = StopRequest()
-    feed = feed_of(keys([1], [97]), 1, stop)
-    assert feed.next() is not None
+    loader = loader_of(keys([1], [97]), 1, stop)
+    assert loader.next() is not None
     stop.signal_name = "SIGTERM"
-    assert feed.next() is None
-    feed.close()
+    assert loader.next() is None
+    loader.close()
     for child in multiprocessing.active_children():
         child.kill()
 
 
-def test_closed_feed_leaves_no_worker() -> None:
-    feed = feed_of(keys(*[[1, 2]] * 50), 2)
-    feed.next()
+def test_closed_loader_leaves_no_worker() -> None:
+    loader = loader_of(keys(*[[1, 2]] * 50), 2)
+    loader.next()
     assert multiprocessing.active_children()
-    feed.close()
+    loader.close()
     until = time.monotonic() + 30
     while multiprocessing.active_children():
         assert time.monotonic() < until, multiprocessing.active_children()
@@ -206,7 +206,7 @@ def test_killed_worker_ends_all_ranks_as_worth_a_retry(forks: Forks, tmp_path: P
     order = probe("data", 3, rank=1, signal="SIGKILL")
     codes, output = forks.run(*train(tmp_path / "run"), world_size=2, env=order)
     assert codes == [171, 171], output
-    assert "a DataLoader worker was killed, most likely for want of memory" in output
+    assert "a DataLoader worker was killed, most likely because memory ran out" in output
     assert "Traceback" not in output
 
 

@@ -11,14 +11,9 @@ from torch.utils.data import Dataset
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics
 from train.data import MapSamples, TensorSamples
-from train.data.samples import (
-    Order,
-    derive_seed,
-    evaluation_keys,
-    num_batches,
-    random_numbers,
-    shift_and_flip,
-)
+from train.data.order import Order, evaluation_keys, num_batches
+from train.data.random_numbers import derive_seed, random_numbers
+from train.data.samples import shift_and_flip
 
 
 def steps(order: Order, first: int, last: int) -> list[list[int]]:

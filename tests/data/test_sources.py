@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import pickle
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,10 +18,12 @@ import torch
 
 from tests.rigs.idx_files import made_up, write_set
 from train.config import Config
-from train.data.sources import ImageSet, load, mnist
-from train.data.sources.cifar import FOLDER
+from train.data.sources import SOURCES, fashion_mnist, load, mnist
+from train.data.sources.cifar10 import FOLDER
 from train.data.sources.idx import write_idx
-from train.errors import DataError
+from train.data.sources.mnist_family import locate
+from train.data.sources.sets import ImageSet
+from train.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -27,7 +31,7 @@ from train.errors import DataError
 def test_fashion_mnist_is_found_in_data_dir(tmp_path: Path, suffix: str, below: str) -> None:
     write_set(tmp_path / below, suffix=suffix)
     config = Config(data_dir=str(tmp_path))
-    train, test = load(config, train=True), load(config, train=False)
+    train, test = load(config)
     assert isinstance(train, ImageSet)
     assert isinstance(test, ImageSet)
     assert (train.images.shape, train.images.dtype) == ((20, 1, 6, 6), torch.uint8)
@@ -40,35 +44,35 @@ def test_fashion_mnist_is_found_in_data_dir(tmp_path: Path, suffix: str, below: 
 def test_fashion_mnist_in_debians_place_comes_before_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
     write_set(tmp_path / "cache" / "FashionMNIST" / "raw")
-    debian = replace(mnist.FASHION, debian_dir=write_set(tmp_path / "debian", suffix=".gz"))
-    assert mnist.locate(debian, data_dir=None, timeout_s=1.0, say=print) == tmp_path / "debian"
-    without = replace(mnist.FASHION, debian_dir=tmp_path / "nothing")
+    debian = replace(fashion_mnist.FAMILY, debian_dir=write_set(tmp_path / "debian", suffix=".gz"))
+    assert locate(debian, data_dir=None, timeout_s=1.0, say=print) == tmp_path / "debian"
+    without = replace(fashion_mnist.FAMILY, debian_dir=tmp_path / "nothing")
     there = tmp_path / "cache" / "FashionMNIST" / "raw"
-    assert mnist.locate(without, data_dir=None, timeout_s=1.0, say=print) == there
+    assert locate(without, data_dir=None, timeout_s=1.0, say=print) == there
 
 
 def test_mnist_is_found_in_torchvisions_layout(tmp_path: Path) -> None:
     write_set(tmp_path / "MNIST" / "raw")
-    assert load(Config(dataset="mnist", data_dir=str(tmp_path)), train=True).name == "mnist"
+    assert load(Config(dataset="mnist", data_dir=str(tmp_path)))[0].name == "mnist"
 
 
 def test_data_dir_with_other_things_is_refused(tmp_path: Path) -> None:
     (tmp_path / "holiday.txt").write_text("no data")
     with pytest.raises(DataError, match=r"holds none of the files of Fashion-MNIST.*holiday\.txt"):
-        load(Config(data_dir=str(tmp_path)), train=True)
+        load(Config(data_dir=str(tmp_path)))
 
 
 def test_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="must be a folder"):
-        load(Config(data_dir=str(tmp_path / "file")), train=True)
+        load(Config(data_dir=str(tmp_path / "file")))
 
 
 def test_data_dir_with_some_of_the_files_names_the_missing(tmp_path: Path) -> None:
     write_set(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
     with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte \(or \.gz\) missing"):
-        load(Config(data_dir=str(tmp_path)), train=True)
+        load(Config(data_dir=str(tmp_path)))
 
 
 def test_label_out_of_range_names_file_and_item(tmp_path: Path) -> None:
@@ -77,25 +81,25 @@ def test_label_out_of_range_names_file_and_item(tmp_path: Path) -> None:
     labels[7] = 10
     write_idx(tmp_path / "train-labels-idx1-ubyte", labels)
     with pytest.raises(DataError, match=r"train-labels-idx1-ubyte: label must be 0\.\.9.*got 10 at item 7"):
-        load(Config(data_dir=str(tmp_path)), train=True)
+        load(Config(data_dir=str(tmp_path)))
 
 
 def test_counts_that_differ_name_both_files(tmp_path: Path) -> None:
     write_set(tmp_path)
     write_idx(tmp_path / "train-labels-idx1-ubyte", made_up(19)[1])
     with pytest.raises(DataError, match=r"train-labels-idx1-ubyte: holds 19 labels for 20 images in train-images"):
-        load(Config(data_dir=str(tmp_path)), train=True)
+        load(Config(data_dir=str(tmp_path)))
 
 
 def test_swapped_files_are_named(tmp_path: Path) -> None:
     write_set(tmp_path)
     (tmp_path / "train-images-idx3-ubyte").write_bytes((tmp_path / "train-labels-idx1-ubyte").read_bytes())
     with pytest.raises(DataError, match="train-images-idx3-ubyte: holds labels where images"):
-        load(Config(data_dir=str(tmp_path)), train=True)
+        load(Config(data_dir=str(tmp_path)))
 
 
 def test_digits_that_ship_are_whole_and_stratified() -> None:
-    halves = [load(Config(dataset="digits"), train=train) for train in (True, False)]
+    halves = load(Config(dataset="digits"))
     assert [len(half) for half in halves] == [1438, 359]
     for half, least in zip(halves, (139, 35), strict=True):
         assert isinstance(half, ImageSet)
@@ -109,7 +113,7 @@ def test_digits_that_ship_are_whole_and_stratified() -> None:
 
 def test_fake_is_the_same_each_time_and_can_be_learnt() -> None:
     config = Config(dataset="fake", fake_samples=400, fake_classes=4)
-    train, again, test = (load(config, train=half) for half in (True, True, False))
+    (train, test), (again, _) = load(config), load(config)
     assert isinstance(train, ImageSet)
     assert isinstance(again, ImageSet)
     assert isinstance(test, ImageSet)
@@ -124,25 +128,44 @@ def test_fake_is_the_same_each_time_and_can_be_learnt() -> None:
 
 def test_limits_take_the_first_samples() -> None:
     config = Config(dataset="digits", limit_train=100, limit_eval=30)
-    whole = load(Config(dataset="digits"), train=True)
-    cut, test = load(config, train=True), load(config, train=False)
+    whole, _ = load(Config(dataset="digits"))
+    cut, test = load(config)
     assert (len(cut), len(test)) == (100, 30)
     assert torch.equal(cut.labels, whole.labels[:100])
-    assert len(load(Config(dataset="digits", limit_train=10**6), train=True)) == len(whole)
+    assert len(load(Config(dataset="digits", limit_train=10**6))[0]) == len(whole)
 
 
 def test_image_size_scales_images_in_memory() -> None:
-    small = load(Config(dataset="digits", limit_train=5), train=True)
-    large = load(Config(dataset="digits", limit_train=5, image_size=16), train=True)
+    small, _ = load(Config(dataset="digits", limit_train=5))
+    large, _ = load(Config(dataset="digits", limit_train=5, image_size=16))
     assert isinstance(small, ImageSet)
     assert isinstance(large, ImageSet)
     assert (large.images.shape, large.images.dtype) == ((5, 1, 16, 16), torch.uint8)
     assert large.images.float().mean().item() == pytest.approx(small.images.float().mean().item(), abs=3)
 
 
-def test_importing_sources_does_not_import_torchvision() -> None:
-    code = "import sys, train.data.sources; sys.exit('torchvision' in sys.modules or 'PIL' in sys.modules)"
+def test_importing_the_table_of_sources_imports_nothing_slow() -> None:
+    code = "import sys, train.data.sources; sys.exit(bool({'torch', 'torchvision', 'PIL', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
+
+
+def test_every_data_set_of_the_table_can_be_loaded_by_its_name() -> None:
+    assert get_args(Config.model_fields["dataset"].annotation) == tuple(SOURCES)
+    for name, module in SOURCES.items():
+        assert callable(importlib.import_module(f"train.data.sources.{module}").load), name
+
+
+def test_data_set_that_is_not_in_the_table_is_refused() -> None:
+    config = Config.model_construct(dataset="fashion")
+    with pytest.raises(ConfigError, match=r"dataset must be one of fashion-mnist, mnist, .*, got fashion"):
+        load(config)
+
+
+def test_only_sets_that_bear_it_are_mirrored() -> None:
+    """A mirrored 2 shows no digit; a mirrored shirt is a shirt."""
+    mirrored = {name: load(Config(dataset=name))[0].mirror for name in ("digits", "fake")}
+    assert mirrored == {"digits": False, "fake": True}
+    assert (mnist.FAMILY.mirror, fashion_mnist.FAMILY.mirror) == (False, True)
 
 
 # CIFAR-10
@@ -175,7 +198,7 @@ def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_cifar10_is_read_from_torchvisions_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
     folder = write_cifar(tmp_path, monkeypatch)
     config = Config(dataset="cifar10", data_dir=str(tmp_path if named == "parent" else folder))
-    train, test = load(config, train=True), load(config, train=False)
+    train, test = load(config)
     assert isinstance(train, ImageSet)
     assert (train.images.shape, len(test)) == ((25, 3, 32, 32), 11)
     first = np.random.default_rng(12).integers(0, 256, (12, 3072), dtype=np.uint8)[0].reshape(3, 32, 32)
@@ -193,8 +216,8 @@ def test_cifar10_with_another_md5_is_never_unpickled(tmp_path: Path, monkeypatch
     (folder / "data_batch_2").write_bytes(pickle.dumps(Trap()))
     config = Config(dataset="cifar10", data_dir=str(tmp_path))
     with pytest.raises(DataError, match=r"data_batch_2: is damaged.*md5"):
-        load(config, train=True)
+        load(config)
     assert not trap.exists()
     (folder / "data_batch_2").unlink()
     with pytest.raises(DataError, match="data_batch_2: is missing"):
-        load(config, train=True)
+        load(config)

@@ -21,8 +21,9 @@ import pytest
 import torch
 
 from tests.rigs.idx_files import ROWS, everything, made_up, small, write_set
-from train.data.sources import mnist
+from train.data.sources import fashion_mnist, mnist
 from train.data.sources.fetch import NotFetched
+from train.data.sources.mnist_family import locate, read_half
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 240.0
@@ -102,11 +103,8 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         one.server.server_close()
 
 
-# Without the rest of the package, which imports torch: four of those on two cores take longer than all else here
 WORKER = """
-import json, pathlib, sys, types
-package = sys.modules["train.data.sources"] = types.ModuleType("train.data.sources")
-package.__path__ = [sys.argv[3]]
+import json, pathlib, sys
 from train.errors import DataError
 from train.data.sources.fetch import Remote, fetch
 
@@ -121,12 +119,13 @@ try:
     print("has", len(seen[-1]))
 except DataError as error:
     print("refused", error)
+assert "torch" not in sys.modules, "four of these on two cores would take longer than all else here"
 """
 
 
 def start_worker(root: Path, attributes: dict[str, Any]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", WORKER, str(root), json.dumps(attributes), str(ROOT / "train" / "sources")],
+        [sys.executable, "-c", WORKER, str(root), json.dumps(attributes)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -145,7 +144,7 @@ def test_four_processes_with_one_folder_download_each_file_once(tmp_path: Path, 
     assert server.served == {path.name: 1 for path in server.folder.iterdir()}
     assert sum("downloading Fashion-MNIST to" in output for output in outputs) == 1
     assert everything(root) == ["FashionMNIST"]
-    images = mnist.load_family(root / "FashionMNIST" / "raw", small(), train=True).images
+    images = read_half(root / "FashionMNIST" / "raw", small(), train=True).images
     assert torch.equal(images[:, 0], made_up(ROWS["train"])[0])
 
 
@@ -200,7 +199,7 @@ def test_wrong_md5_is_refused_and_nothing_is_left(tmp_path: Path, mirror: Callab
     attributes = server.attributes()
     attributes["resources"][0] = (attributes["resources"][0][0], "0" * 32)
     with pytest.raises(NotFetched, match=r"torchvision: .*corrupted"):
-        mnist.locate(small(attributes), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
+        locate(small(attributes), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
     assert everything(tmp_path / "data") == []
 
 
@@ -208,8 +207,8 @@ def test_torchvisions_own_files_are_checked_by_md5() -> None:
     from torchvision.datasets import CIFAR10, MNIST, FashionMNIST
 
     assert small().attributes is None
-    assert mnist.FASHION.attributes is None
-    assert mnist.MNIST.attributes is None
+    assert fashion_mnist.FAMILY.attributes is None
+    assert mnist.FAMILY.attributes is None
     for kind in (FashionMNIST, MNIST):
         assert len(kind.resources) == 4
         assert all(len(md5) == 32 for _, md5 in kind.resources)

@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 
 from train.config import Config
-from train.data.sources import FileSet, load
+from train.data.sources import load
+from train.data.sources.sets import FileSet
 from train.errors import DataError
 
 
@@ -20,7 +21,8 @@ def write_images(folder: Path, count: int, *, size: tuple[int, int] = (40, 30), 
 
 
 def folder_set(root: Path, *, train: bool = True, image_size: int | None = 16) -> FileSet:
-    found = load(Config(dataset="imagefolder", data_dir=str(root), image_size=image_size), train=train)
+    train_half, test_half = load(Config(dataset="imagefolder", data_dir=str(root), image_size=image_size))
+    found = train_half if train else test_half
     assert isinstance(found, FileSet)
     return found
 
@@ -99,19 +101,19 @@ def test_empty_class_folder_is_named(tmp_path: Path) -> None:
         folder_set(tmp_path)
 
 
-def test_empty_class_in_the_other_half_is_named_when_that_is_read(tmp_path: Path) -> None:
+def test_empty_class_in_the_test_half_is_named(tmp_path: Path) -> None:
     write_images(tmp_path / "train" / "a", 2)
     (tmp_path / "val" / "a").mkdir(parents=True)
     with pytest.raises(DataError, match=rf"{tmp_path / 'val' / 'a'}: holds no images"):
-        folder_set(tmp_path, train=False)
+        folder_set(tmp_path)
 
 
-@pytest.mark.parametrize("train", [True, False])
-def test_classes_that_differ_are_named(tmp_path: Path, train: bool) -> None:
-    for below in ("train/a", "train/b", "val/a"):
+@pytest.mark.parametrize(("more", "fewer"), [("train", "val"), ("val", "train")])
+def test_classes_that_differ_are_named(tmp_path: Path, more: str, fewer: str) -> None:
+    for below in ("train/a", "val/a", f"{more}/b"):
         write_images(tmp_path / below, 1)
-    with pytest.raises(DataError, match=rf"{tmp_path / 'train' / 'b'}: is a class that {tmp_path / 'val'} lacks"):
-        folder_set(tmp_path, train=train)
+    with pytest.raises(DataError, match=rf"{tmp_path / more / 'b'}: is a class that {tmp_path / fewer} lacks"):
+        folder_set(tmp_path)
 
 
 @pytest.mark.parametrize("there", ["train", "val"])

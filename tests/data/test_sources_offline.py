@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-import train.data.sources as sources
 from tests.rigs.idx_files import ROWS, everything, small, write_set
 from train.config import Config
-from train.data.sources import cache, fetch, load, mnist
+from train.data.sources import cache, fashion_mnist, fetch, load
 from train.data.sources.fetch import NotFetched, Remote
 from train.data.sources.idx import write_idx
+from train.data.sources.mnist_family import locate, read_half
 from train.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def test_content_that_is_wrong_though_delivered_is_refused(tmp_path: Path, monke
     write_idx(served / "t10k-images-idx3-ubyte", torch.zeros(9, 5, 5, dtype=torch.uint8))
     pretend(monkeypatch, reasons={}, made=served)
     with pytest.raises(NotFetched, match="10 labels for 9 images"):
-        mnist.locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
+        locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
     assert everything(tmp_path / "data") == []
 
 
@@ -72,10 +72,10 @@ def test_package_is_unpacked_where_the_download_is_refused(tmp_path: Path, monke
     at_hand(monkeypatch, tmp_path, apt_get="exit 1", dpkg="exit 1")
     tried = pretend(monkeypatch, reasons={"torchvision": "HTTP Error 403"}, made=write_set(tmp_path / "served"))
     family = replace(small(), debian_package="some-package")
-    folder = mnist.locate(family, data_dir="data", timeout_s=WAIT_S, say=print)
+    folder = locate(family, data_dir="data", timeout_s=WAIT_S, say=print)
     assert tried == ["torchvision", "apt"]
     assert folder == tmp_path / "data" / "FashionMNIST" / "raw"
-    assert len(mnist.load_family(folder, family, train=False)) == ROWS["t10k"]
+    assert len(read_half(folder, family, train=False)) == ROWS["t10k"]
     assert everything(tmp_path / "data") == ["FashionMNIST"]
 
 
@@ -114,11 +114,11 @@ def test_download_is_bounded_and_what_it_started_ends_with_it(tmp_path: Path, mo
     at_hand(monkeypatch, tmp_path, apt_get="echo $$ > new; mv new pid; exec sleep 600", dpkg="")
     folder = tmp_path / "apt"
     folder.mkdir()
-    monkeypatch.setattr(fetch, "TELL_S", 0.3)
+    monkeypatch.setattr(fetch, "REPORT_EVERY_S", 0.3)
     said: list[str] = []
 
     def clock() -> float:
-        """Time is over once it has begun, and was told of."""
+        """Jumps beyond the deadline once the command runs and its progress was reported."""
         return time.monotonic() + (1000.0 if said and (folder / "pid").exists() else 0.0)
 
     monkeypatch.setattr(fetch, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
@@ -155,7 +155,7 @@ sys.stdin.read()
 
 def test_waiting_is_bounded_and_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "GRACE_S", 0.3)
-    monkeypatch.setattr(fetch, "TELL_S", 0.0)  # at its first look
+    monkeypatch.setattr(fetch, "REPORT_EVERY_S", 0.0)  # at its first look
     said: list[str] = []
     lock = tmp_path / ".FashionMNIST.lock"
     with subprocess.Popen(
@@ -166,7 +166,7 @@ def test_waiting_is_bounded_and_says_for_whom(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(
             DataError, match="process 4711 on elsewhere has not finished downloading Fashion-MNIST"
         ) as e:
-            mnist.locate(small(), data_dir=str(tmp_path), timeout_s=0.2, say=said.append)
+            locate(small(), data_dir=str(tmp_path), timeout_s=0.2, say=said.append)
         assert not isinstance(e.value, NotFetched)  # no ground to fall back: somebody may well succeed
         holder.kill()
     assert said[0].startswith("waiting for process 4711 on elsewhere to download Fashion-MNIST (0 s of at most 0.2 s)")
@@ -180,7 +180,7 @@ def test_without_locks_it_still_arrives_whole(tmp_path: Path, monkeypatch: pytes
     pretend(monkeypatch, reasons={}, made=write_set(tmp_path / "served"))
     of_another = tmp_path / "data" / ".FashionMNIST.partial-x"
     of_another.mkdir(parents=True)
-    mnist.locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
+    locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
     assert everything(tmp_path / "data") == [of_another.name, "FashionMNIST"]
 
 
@@ -202,7 +202,7 @@ def test_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("tempfile.mkdtemp", refuse)
     with pytest.raises(DataError, match=rf"{tmp_path}: Fashion-MNIST cannot be stored there \(Read-only file system\)"):
-        mnist.locate(small(), data_dir=str(tmp_path), timeout_s=1.0, say=print)
+        locate(small(), data_dir=str(tmp_path), timeout_s=1.0, say=print)
     assert everything(tmp_path) == []
 
 
@@ -211,16 +211,14 @@ def test_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(mnist, "FASHION", small())
-    monkeypatch.setattr(sources, "_out_of_reach", {})
+    monkeypatch.setattr(fashion_mnist, "FAMILY", small())
     monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
     return pretend(monkeypatch, reasons={"torchvision": "<urlopen error [Errno -2] Name or service not known>"})
 
 
 def test_default_falls_back_to_digits_and_says_so_in_one_line(offline: list[str]) -> None:
     said: list[str] = []
-    halves = [load(Config(), train=train, say=said.append) for train in (True, False)]
-    assert [half.name for half in halves] == ["digits", "digits"]
+    assert [half.name for half in load(Config(), say=said.append)] == ["digits", "digits"]
     assert offline == ["torchvision"], "the second half must not try, and decide, again"
     told = [line for line in said if "digits" in line]
     assert len(told) == 1
@@ -233,9 +231,8 @@ def test_default_falls_back_to_digits_and_says_so_in_one_line(offline: list[str]
 )
 def test_a_chosen_set_or_place_is_never_replaced(tmp_path: Path, offline: list[str], dataset: Any, own: bool) -> None:
     config = Config(dataset=dataset, data_dir=str(tmp_path / "empty") if own else None)
-    for train in (True, False):
-        with pytest.raises(NotFetched, match=r"cannot be downloaded.*set data_dir"):
-            load(config, train=train, say=print)
+    with pytest.raises(NotFetched, match=r"cannot be downloaded.*set data_dir"):
+        load(config, say=print)
 
 
 def test_cache_is_the_named_one_then_the_users_then_the_temporary(

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from train.config import Config
-from train.data.samples import derive_seed, random_numbers
+from train.data.random_numbers import derive_seed, random_numbers
 from train.errors import DataError
 from train.process.stop import SIGNALS
 from train.workloads import Workload

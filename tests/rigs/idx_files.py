@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from train.data.sources import mnist
+from train.data.sources import fashion_mnist
 from train.data.sources.idx import write_idx
+from train.data.sources.mnist_family import Family
 
 ROWS = {"train": 20, "t10k": 10}
 
@@ -29,9 +30,9 @@ def write_set(folder: Path, *, suffix: str = "", counts: tuple[int, int] = (20, 
     return folder
 
 
-def small(attributes: dict[str, Any] | None = None) -> mnist.Family:
+def small(attributes: dict[str, Any] | None = None) -> Family:
     return replace(
-        mnist.FASHION,
+        fashion_mnist.FAMILY,
         debian_dir=None,
         debian_package=None,
         counts={True: ROWS["train"], False: ROWS["t10k"]},

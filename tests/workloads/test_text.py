@@ -14,7 +14,7 @@ import torch
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, environment, result
 from train.config import Config
-from train.data.samples import Order
+from train.data.order import Order
 from train.data.sources.texts import SAMPLE, load_texts
 from train.errors import DataError
 from train.samples.make_texts import main as make_texts

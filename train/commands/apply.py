@@ -17,7 +17,7 @@ from train.config import Config
 from train.config.load import Parsed
 from train.config.yaml12 import read_yaml
 from train.data import Samples
-from train.data.samples import derive_seed, seed_everything
+from train.data.random_numbers import derive_seed, seed_everything
 from train.errors import Stopped, UserError
 from train.group.group import Group, join
 from train.parallel import wrap

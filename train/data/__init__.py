@@ -1,5 +1,16 @@
 """Samples, their order, and batches of them; `sources/` says where data sets come from."""
 
-from train.data.samples import MapSamples, Samples, TensorSamples
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from train.data.samples import MapSamples, Samples, TensorSamples
 
 __all__ = ["MapSamples", "Samples", "TensorSamples"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first used: `show` and `--help` read the names in sources/, which needs this package but not torch.
+    if name in __all__:
+        return getattr(importlib.import_module("train.data.samples"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""The way of a batch to the device: prepared ahead by worker processes where there are any.
+"""Batches on their way to the device: made by the training process itself, or ahead of it by worker processes.
 
-Workers live and die with this process alone: what signals it gets is for the loop to hear, not for them.
+Workers live and die with their parent alone. The signals that a job gets are for the training loop: workers ignore them.
 """
 
 import contextlib
@@ -12,12 +12,13 @@ import signal
 import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from train.data.samples import BatchIndex, Samples
+from train.data.order import BatchIndex
+from train.data.samples import Samples
 from train.errors import DataError, PeerLost
 from train.process.machine_checks import ENLARGE_SHM
 from train.process.stop import SIGNALS, StopRequest, die_with_parent
@@ -28,66 +29,106 @@ SHM_FULL = (
 )
 
 
-class BatchLoader:
-    """The batches of this rank, in order; prepared ahead by worker processes where there are any.
+class BatchLoader(Protocol):
+    """The batches of this rank, in order."""
 
-    With workers, a thread waits for them: the loop itself only ever waits for a queue, a moment at a time, and so sees a
-    stop request while a disk is slow.
+    def next(self) -> Any | None:
+        """The next batch on the device, or None if a stop was requested while waiting for it.
+
+        Raises StopIteration at the end, DataError for an unreadable sample, PeerLost if a worker process died.
+        """
+
+    def close(self) -> None:
+        """Let the workers end, if there are any. Does not wait for them."""
+
+
+def open_loader(
+    samples: Samples, keys: Iterable[BatchIndex], *, device: torch.device, stop: StopRequest, num_workers: int,
+    prefetch_factor: int,
+) -> BatchLoader:
+    """A loader of the batches `keys`: with workers where `samples` are not in memory and num_workers allows it."""
+    if uses_workers(samples, num_workers):
+        return WorkerLoader(
+            samples, keys, device=device, stop=stop, num_workers=num_workers, prefetch_factor=prefetch_factor
+        )
+    return DirectLoader(samples, keys, device=device)
+
+
+class DirectLoader:
+    """Makes each batch when it is asked for, in this process."""
+
+    def __init__(self, samples: Samples, keys: Iterable[BatchIndex], *, device: torch.device) -> None:
+        self.samples, self.keys, self.device = samples, iter(keys), device
+
+    def next(self) -> Any | None:
+        """The next batch on the device. Raises StopIteration at the end, DataError for an unreadable sample."""
+        epoch, indices = next(self.keys)
+        return to_device(self.samples.batch(indices, epoch), self.device)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class WorkerLoader:
+    """Batches prepared ahead by the worker processes of a torch DataLoader.
+
+    A thread waits for the workers. The loop itself only ever waits for a queue, a moment at a time, and so sees a stop
+    request even while a disk is slow.
     """
 
     def __init__(
-        self, samples: Samples, keys: Iterable[BatchIndex], *, device: torch.device, stop: StopRequest, num_workers: int,
-        prefetch_factor: int,
+        self, samples: Samples, keys: Iterable[BatchIndex], *, device: torch.device, stop: StopRequest,
+        num_workers: int, prefetch_factor: int,
     ) -> None:
         self.device, self.stop = device, stop
-        self._samples, self._keys = samples, iter(keys)
-        self._queue: queue.Queue[Any] | None = None
-        if uses_workers(samples, num_workers):
-            self._start(samples, num_workers, prefetch_factor)
-
-    def next(self) -> Any | None:
-        """The next batch on the device, or None if a stop was asked for while waiting. Raises StopIteration at the end,
-        DataError for an unreadable sample."""
-        if self._queue is None:
-            epoch, indices = next(self._keys)
-            return to_device(self._samples.batch(indices, epoch), self.device)
-        while not self.stop.requested:
-            try:
-                item = self._queue.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            if isinstance(item, BaseException):
-                if isinstance(item, ConnectionError | EOFError):  # a worker's end is felt before it can be seen
-                    multiprocessing.connection.wait([worker.sentinel for worker in self._workers], timeout=5.0)
-                raise _explained(item, [worker.exitcode for worker in self._workers])
-            return to_device(item, self.device)
-        return None
-
-    def close(self) -> None:
-        self._closed.set() if self._queue is not None else None
-
-    def _start(self, samples: Samples, num_workers: int, prefetch_factor: int) -> None:
         loader: DataLoader[Any] = DataLoader(
             _Batches(samples),
-            sampler=self._keys,
+            sampler=iter(keys),
             batch_size=None,  # a key is a whole batch already
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             worker_init_fn=_WorkerStart(os.getpid()),
             generator=torch.Generator().manual_seed(0),  # its base seed must not be drawn from the model's random state
-            pin_memory=self.device.type == "cuda",
-            # Of a server process, which later Pythons start instead, the workers would be the children, not ours
+            pin_memory=device.type == "cuda",
+            # Python 3.14 starts processes from a server of its own by default: workers would not be our children, and
+            # the loop below could not tell which of them died.
             multiprocessing_context="fork" if sys.platform == "linux" else None,
         )
         others = set(multiprocessing.active_children())
         with _signals_held():
             iterator = iter(loader)
         self._workers = [child for child in multiprocessing.active_children() if child not in others]
-        self._queue = queue.Queue(maxsize=1)
+        # One place: the workers hold prefetch_factor batches each already, and each batch here costs memory too.
+        self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)
         self._closed = threading.Event()
-        threading.Thread(target=self._pull, args=(iterator, self._queue), name="feed", daemon=True).start()
+        # A daemon: it may wait for a stuck disk when the process wants to end.
+        threading.Thread(target=self._pull, args=(iterator,), name="wait for workers", daemon=True).start()
 
-    def _pull(self, iterator: Iterator[Any], ready: "queue.Queue[Any]") -> None:
+    def next(self) -> Any | None:
+        """The next batch on the device, or None if a stop was requested while waiting for it.
+
+        Raises StopIteration at the end, DataError for an unreadable sample or a full /dev/shm, PeerLost if a worker
+        process died, and what the data set itself raised.
+        """
+        while not self.stop.requested:
+            try:
+                item = self._ready.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            if isinstance(item, BaseException):
+                if isinstance(item, ConnectionError | EOFError):
+                    # A dead worker's connection breaks before its exit code can be read, and the code says why it died.
+                    multiprocessing.connection.wait([worker.sentinel for worker in self._workers], timeout=5.0)
+                raise _explained(item, [worker.exitcode for worker in self._workers])
+            return to_device(item, self.device)
+        return None
+
+    def close(self) -> None:
+        """Let the workers end: the thread lets go of the DataLoader's iterator, which ends them. Does not wait."""
+        self._closed.set()
+
+    def _pull(self, iterator: Iterator[Any]) -> None:
+        """Move batches, and at last the exception that ends them, from the workers to the queue; runs in the thread."""
         item: Any = None
         while not isinstance(item, BaseException) and not self._closed.is_set():
             try:
@@ -96,21 +137,26 @@ class BatchLoader:
                 item = error
             while not self._closed.is_set():
                 with contextlib.suppress(queue.Full):
-                    ready.put(item, timeout=0.5)
+                    self._ready.put(item, timeout=0.5)
                     break
 
 
 def uses_workers(samples: Samples, num_workers: int) -> bool:
-    """Whether workers prepare them: what lies in memory is faster taken by index than sent by a worker."""
+    """Whether workers prepare the batches. Samples in memory are taken by index faster than a worker can send them."""
     return num_workers > 0 and not getattr(samples, "in_memory", False)
 
 
 def num_bytes(batch: Any) -> int:
-    """What the tensors of a batch take."""
+    """The size of the tensors in a batch (a tensor, or a tuple, list or dict of batches)."""
     if isinstance(batch, torch.Tensor):
         return batch.numel() * batch.element_size()
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
-    return sum(num_bytes(part) for part in parts)
+    return sum(num_bytes(part) for part in _parts(batch))
+
+
+def _parts(batch: Any) -> Iterable[Any]:
+    if isinstance(batch, dict):
+        return batch.values()
+    return batch if isinstance(batch, tuple | list) else ()
 
 
 def free_shared_memory() -> int:
@@ -122,6 +168,8 @@ def free_shared_memory() -> int:
 
 
 class _Batches(Dataset[Any]):
+    """`samples` as a torch Dataset whose items are whole batches."""
+
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
 
@@ -129,13 +177,15 @@ class _Batches(Dataset[Any]):
         epoch, indices = key
         try:
             return _shared(self.samples.batch(indices, epoch))
-        except DataError as error:  # as a value: torch would wrap the one line in a traceback of the worker's
-            return error
+        except DataError as error:
+            return error  # as a value: torch would wrap the one line in the worker's traceback
 
 
 def _shared(batch: Any) -> Any:
-    """Put the tensors of a batch where the loop reads them. torch would do it too, in a thread that prints a full /dev/shm
-    and goes on: the loop waited for ever. Raises DataError."""
+    """Put the tensors of a batch into /dev/shm, where the loop reads them. Raises DataError if it is full.
+
+    torch would do it too, but in a thread that prints the error and goes on: the loop would wait forever.
+    """
     if isinstance(batch, torch.Tensor) and batch.device.type == "cpu" and batch.layout == torch.strided:
         try:
             batch.share_memory_()  # type: ignore[no-untyped-call]
@@ -143,13 +193,13 @@ def _shared(batch: Any) -> Any:
             if "shared memory" in str(error):
                 raise DataError(SHM_FULL) from None
             raise
-    for part in batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ():
+    for part in _parts(batch):
         _shared(part)
     return batch
 
 
 class _WorkerStart:
-    """First thing in a worker: ignore what is meant for the loop, and die with it."""
+    """Runs first in each worker: it ignores the signals that are meant for the loop, and dies with the loop's process."""
 
     def __init__(self, parent: int) -> None:
         self.parent = parent
@@ -157,12 +207,12 @@ class _WorkerStart:
     def __call__(self, worker: int) -> None:
         for name in SIGNALS:
             if hasattr(signal, name):
-                # A batch system signals the whole process group: a worker that died of it took the checkpoint along.
+                # A batch system signals the whole process group. If workers died of it, the loop could not save.
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _stop_signals())
         die_with_parent(self.parent)
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # the workers are the parallelism; more threads would take the loop's cores
 
 
 def _stop_signals() -> list[signal.Signals]:
@@ -171,10 +221,10 @@ def _stop_signals() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """Hold the stop signals back while workers are born: between its birth and its first line a worker would die of one.
+    """Block the stop signals while workers start: until its first line has run, a worker would die of one.
 
-    And keep torch from raising the death of a worker out of a signal handler, wherever the loop is at that moment, a save
-    included: the thread that waits for the workers finds it within five seconds.
+    This also takes back the SIGCHLD handler that torch installs. It raises the death of a worker wherever the loop is at
+    that moment, in a save too; the thread that waits for the workers notices it within five seconds anyway.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -189,7 +239,7 @@ def _signals_held() -> Iterator[None]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move all tensors of a batch (tuple, list, dict or tensor); a DataError that a worker sent is raised here."""
+    """Move all tensors of a batch (a tensor, or a tuple, list or dict of batches); raises a DataError that a worker sent."""
     if isinstance(batch, DataError):
         raise batch
     if isinstance(batch, torch.Tensor):
@@ -202,17 +252,18 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _explained(error: BaseException, exit_codes: Collection[int | None]) -> BaseException:
-    """What the death of a worker process means."""
+    """The error to raise for one that the DataLoader raised, given the exit codes of its workers (None: alive)."""
     text = str(error)
     if -getattr(signal, "SIGBUS", 0) in exit_codes:
         return DataError(SHM_FULL)
-    # torch's own word for it, or the end of the connection through which the worker was just handing over a batch;
-    # "Caught ..." is what the user's code raised in a worker that lives
+    # "Caught ..." is what the user's code raised in a worker that lives. Without it, a broken connection means that the
+    # worker died while it was handing over a batch.
     cut_off = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught ")
-    if "exited unexpectedly" in text or cut_off:
-        killed = -getattr(signal, "SIGKILL", 0) in exit_codes
+    if "exited unexpectedly" not in text and not cut_off:
+        return error
+    if -getattr(signal, "SIGKILL", 0) in exit_codes:
         return PeerLost(
-            "a DataLoader worker was killed, most likely for want of memory. Allow more, or set fewer --num-workers, or a "
-            "smaller --batch-size" if killed else f"a DataLoader worker died: {(text.splitlines() or [type(error).__name__])[0]}"
+            "a DataLoader worker was killed, most likely because memory ran out. Allow more, or set fewer "
+            "--num-workers, or a smaller --batch-size"
         )
-    return error
+    return PeerLost(f"a DataLoader worker died: {(text.splitlines() or [type(error).__name__])[0]}")

@@ -14,8 +14,8 @@ from torch import nn
 
 from train.config import Config
 from train.data import Samples
-from train.data.loader import BatchLoader, to_device
-from train.data.samples import evaluation_keys, num_batches
+from train.data.loader import open_loader, to_device
+from train.data.order import evaluation_keys, num_batches
 from train.errors import UserError
 from train.group.group import Group
 from train.parallel import wrap
@@ -87,7 +87,7 @@ def batches_of_rank(
     `together`: the model itself waits for all ranks, so that one without a batch gets the first sample, as number AGAIN.
     """
     numbered = list(evaluation_keys(len(samples), config.eval_batch_size, group.rank, group.world_size))
-    feed = BatchLoader(
+    feed = open_loader(
         samples, [key for _, key in numbered], device=group.device, stop=group.stop, num_workers=config.num_workers,
         prefetch_factor=config.prefetch_factor,
     )

@@ -9,8 +9,10 @@ from torch.nn import functional
 
 from train.config import Config
 from train.data import Samples, TensorSamples
-from train.data.samples import random_numbers, shift_and_flip
-from train.data.sources import FileSet, ImageSet, load
+from train.data.random_numbers import random_numbers
+from train.data.samples import shift_and_flip
+from train.data.sources import load
+from train.data.sources.sets import FileSet, ImageSet
 from train.errors import DataError
 from train.workloads.pictures import confusion_picture, grid_picture
 from train.workloads.vision_models import build_model
@@ -31,28 +33,13 @@ class FileSamples:
         if self.channels == 1:
             images = images.float().mean(1, keepdim=True).round().to(torch.uint8)
         if self.augment and epoch is not None:
-            images = shift_and_flip(images, random_numbers(self.seed, epoch, indices, 3))
+            images = shift_and_flip(images, random_numbers(self.seed, epoch, indices, 3), mirror=self.files.mirror)
         return images, self.files.labels[indices]
-
-
-class Streamed:
-    """Samples in memory that the feed treats like files: prepared by DataLoader workers."""
-
-    in_memory = False
-
-    def __init__(self, samples: TensorSamples) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def batch(self, indices: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.samples.batch(indices, epoch)
 
 
 def build(config: Config) -> Workload:
     """The workload of `config.dataset` and `config.model`. Raises DataError, ConfigError."""
-    train, evaluation = load(config, train=True), load(config, train=False)
+    train, evaluation = load(config)
     if config.workload == "images" and len(train.classes) != len(evaluation.classes):
         raise DataError(f"{train.origin}: train and test must have the same classes, got {train.classes} and others.")
     samples = _samples(train, config, augment=config.augment)
@@ -126,9 +113,10 @@ class Classification:
 
 def _samples(found: ImageSet | FileSet, config: Config, *, augment: bool) -> Samples:
     if isinstance(found, ImageSet):
-        mirror = found.name not in ("mnist", "digits")  # a mirrored 2 is no 2
-        samples = TensorSamples(found.images, found.labels, augment=augment, mirror=mirror, seed=config.seed)
-        return Streamed(samples) if config.in_memory == "never" else samples
+        return TensorSamples(
+            found.images, found.labels, augment=augment, mirror=found.mirror, seed=config.seed,
+            in_memory=config.in_memory != "never",
+        )
     files = FileSamples(found, augment=augment, seed=config.seed)
     if config.in_memory == "always":
         images, labels = files.batch(torch.arange(len(found)), None)
@@ -147,7 +135,7 @@ def _shape(found: ImageSet | FileSet) -> tuple[int, int]:
 
 def _open_input(path: str, *, channels: int, size: int) -> tuple[Samples, Callable[[int], str]]:
     """Samples from an image file or a folder of them, to be predicted; their labels are unknown, 0."""
-    from train.data.sources.folder import EXTENSIONS, MEAN, STD
+    from train.data.sources.imagefolder import EXTENSIONS, MEAN, STD
 
     root = Path(path)
     found = [p for p in root.rglob("*") if p.name.lower().endswith(EXTENSIONS)] if root.is_dir() else [root]

@@ -8,8 +8,9 @@ from torch import nn
 
 from train.commands.ping_pong import wait_for_device
 from train.config import Config
-from train.data.loader import BatchLoader
-from train.data.samples import Order, derive_seed, seed_everything
+from train.data.loader import open_loader
+from train.data.order import Order
+from train.data.random_numbers import derive_seed, seed_everything
 from train.group.group import Group
 from train.parallel import wrap
 from train.parallel.optimizer import build_optimizer
@@ -65,7 +66,7 @@ def _measure_step_s(config: Config, group: Group, workload: Workload, model: nn.
     batch_size = min(batch_size, len(workload.train))
     order = Order(len(workload.train), batch_size, config.seed)
     optimizer = build_optimizer(model, config, group.device)
-    loader = BatchLoader(
+    loader = open_loader(
         workload.train, order.keys(0, WARM_STEPS + STEPS), device=group.device, stop=group.stop, num_workers=0,
         prefetch_factor=2,
     )

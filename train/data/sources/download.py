@@ -3,9 +3,9 @@
     python -P download.py torchvision CLASS ATTRIBUTES FOLDER
     python -P download.py apt PACKAGE PLACE FOLDER
 
-The first lets torchvision.datasets.CLASS download into the folder, with the class attributes of a JSON object set
-before. The second unpacks PLACE of a Debian package there, without root. Failing, it prints the reason as its last
-line and exits 1.
+The first lets torchvision.datasets.CLASS download into the folder, after setting the class attributes in a JSON object.
+The second unpacks PLACE of a Debian package there, without root. On failure the last line that it prints is the reason,
+and it exits with 1.
 """
 
 import contextlib
@@ -23,14 +23,15 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
-STALL_S = 30.0  # give up when nothing has arrived for so long
+STALL_S = 30.0  # give up when nothing has arrived for this long
 CONNECT_S = 10.0
-# apt has no lists of packages, as in a container image, or old ones
+# What apt says when it has no lists of packages, as in a container image, or outdated ones.
 NO_LISTS = ("Unable to locate package", "no installation candidate", "Can't find a source", "404")
 
 
 def main(task: str, *arguments: str) -> None:
-    # The parent holds the other end of our standard input: it closes when the parent ends, however it ends
+    """Run one task; exits with 1 if it fails."""
+    # The parent holds the other end of our standard input, which closes when the parent ends, however it ends.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if task == "torchvision":
         _torchvision(*arguments)
@@ -42,9 +43,9 @@ def _torchvision(name: str, attributes: str, folder: str) -> None:
     import torchvision
 
     _watch(Path(folder))
-    # torchvision opens its connections without a timeout of their own
+    # torchvision opens its connections without a timeout.
     socket.setdefaulttimeout(CONNECT_S)
-    # numpy >= 2.4 warns of the way in which the pickles of CIFAR spell a dtype
+    # numpy >= 2.4 warns because CIFAR's pickles spell a dtype in numbers.
     warnings.simplefilter("ignore")
     dataset = getattr(torchvision.datasets, name)
     for attribute, value in json.loads(attributes).items():
@@ -58,17 +59,17 @@ def _torchvision(name: str, attributes: str, folder: str) -> None:
 def _apt(package: str, place: str, folder: str) -> None:
     root = Path(folder)
     _watch(root)
-    # apt gives up its rights for a user who may not write here, unless told to stay the one it is
+    # As root, apt switches to a user who may not write here, unless this option keeps it from doing so.
     quick = ["-o", "APT::Sandbox::User=root", "-o", "Acquire::Retries=0"]
     quick += [part for kind in ("http", "https") for part in ("-o", f"Acquire::{kind}::Timeout={CONNECT_S:.0f}")]
     failure = _call(["apt-get", *quick, "download", package], root)
     if failure and any(symptom in failure for symptom in NO_LISTS):
-        # Fetch lists to a place of our own, which needs no root
+        # Fetch the lists into a folder of our own, which needs no root.
         for name in ("lists/partial", "cache/archives/partial"):
             (root / name).mkdir(parents=True)
         own = ["-o", f"Dir::State::Lists={root}/lists", "-o", f"Dir::Cache={root}/cache"]
         unlisted = _call(["apt-get", *own, *quick, "update"], root)
-        # Some of the lists may do, so try even if others could not be had
+        # Some of the lists may be enough, so try even if others could not be fetched.
         failure = _call(["apt-get", *own, *quick, "download", package], root)
         failure = failure and (unlisted or failure)
     if failure:
@@ -86,7 +87,7 @@ def _apt(package: str, place: str, folder: str) -> None:
 
 
 def _call(command: list[str], folder: Path) -> str | None:
-    """Run a command in the folder; None if it worked, otherwise its complaints."""
+    """Run a command in the folder; None if it worked, otherwise its last error messages."""
     done = subprocess.run(
         command,
         cwd=folder,
@@ -120,31 +121,31 @@ def _end_when_stalled(folder: Path) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes in all files below a folder, while they come and go."""
+    """Bytes in all files below a folder, even while files appear and vanish."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:
-            # apt renames its partial files
+            # apt renames its partial files.
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(where, name)).st_size
     return total
 
 
 def _end_with_parent() -> None:
-    # Not sys.stdin: a thread that sits in its buffer aborts the interpreter when that ends
+    # Not sys.stdin: the interpreter aborts at its end if a thread still holds the lock of that buffer.
     os.read(0, 1)
     _end_group()
 
 
 def _end_group() -> NoReturn:
-    # We lead a group of our own: apt-get and what it started end with us
+    # This process leads a group of its own: apt-get and its children end with it.
     os.killpg(os.getpgrp(), signal.SIGKILL)
     raise AssertionError("unreachable")
 
 
 def _fail(reason: str) -> NoReturn:
     print(" ".join(reason.split()), flush=True)
-    os._exit(1)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import torch
 
+from train.config import Config
+from train.data.sources.fetch import Say
 from train.data.sources.sets import ImageSet
 from train.errors import DataError
 
 GRID = 4  # each class is a pattern of 4 x 4 squares per channel
 
 
-def load_fake(samples: int, *, num_classes: int, image_size: int, train: bool) -> ImageSet:
-    """`samples` images for training, a quarter as many for evaluation: uint8 [N, 3, image_size, image_size].
+def load(config: Config, say: Say) -> tuple[ImageSet, ImageSet]:
+    """`fake_samples` images to train on, a quarter as many to test on: uint8 [N, 3, S, S], S = image_size or 32.
 
-    An image is its class's pattern (0 or 64) plus noise (0..191). Only whole random numbers are drawn, so that
-    every kind of CPU makes the same images; the same ones whatever the seed of the run.
+    Raises DataError if they do not fit in memory.
     """
+    return _half(config, train=True), _half(config, train=False)
+
+
+def _half(config: Config, *, train: bool) -> ImageSet:
+    """An image is its class's pattern (0 or 64) plus noise (0..191).
+
+    Only integers are drawn at random, so that every kind of CPU makes the same images. They do not depend on the
+    run's seed.
+    """
+    samples, num_classes, image_size = config.fake_samples, config.fake_classes, config.image_size or 32
     count = samples if train else max(1, samples // 4)
     shared = torch.Generator().manual_seed(20)
     patterns = torch.randint(0, 2, (num_classes, 3, GRID, GRID), generator=shared, dtype=torch.uint8) * 64

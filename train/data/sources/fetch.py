@@ -1,7 +1,7 @@
 """Fetch a data set once per node: one process downloads to a temporary name, checks and renames; the others wait.
 
-Ranks that race for a download are a known way to corrupt it (one reads what another has half written), and asking
-for the rank does not help: before the group exists every process believes that it is the first. A lock on a file does.
+Ranks that download at the same time can corrupt the data: one reads what another has half written. Electing local rank 0
+is not enough, because other jobs on the node may want the same data. So a lock on a file decides.
 """
 
 from __future__ import annotations
@@ -21,47 +21,46 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from train.data.sources.download import size_of
 from train.errors import DataError
 
 Say = Callable[[str], None]
 
-TELL_S = 5.0
-GRACE_S = 10.0  # those who wait give the one who downloads time to fail first, and then share its reason
+REPORT_EVERY_S = 5.0
+GRACE_S = 10.0  # waiters wait this much longer than a download may take: it fails first, and they learn its reason
 ABANDONED_S = 3600.0
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+FAILED = "failed: "
 
 
 class NotFetched(DataError):
-    """The data set could be fetched from nowhere: no network, or every place refused."""
+    """No source gave the data set: there is no network, or each of them refused."""
 
 
 @dataclass(frozen=True)
 class Remote:
     """Where a data set is fetched from.
 
-    folder: what torchvision makes below its root, and what appears here in the end; check: raises DataError unless
-    that folder is whole; attributes: set on the torchvision class before it downloads (mirrors, resources);
-    package and place: a Debian package, what to take from it, and the path below `folder` to put it at.
+    The second source is a Debian package: a bare container in a network that mirrors only Debian can still have it.
     """
 
     title: str
-    folder: str
-    torchvision: str
-    check: Callable[[Path], object]
-    package: str | None = None
-    place: str = ""
-    package_folder: str = ""
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    folder: str  # what torchvision makes below its root, and what appears here in the end
+    torchvision: str  # the class in torchvision.datasets
+    check: Callable[[Path], object]  # raises DataError unless that folder is complete
+    package: str | None = None  # the Debian package
+    place: str = ""  # the folder to take from the package
+    package_folder: str = ""  # where below `folder` to put it
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # set on the torchvision class: mirrors, resources
 
 
 def fetch(remote: Remote, root: Path, *, timeout_s: float, say: Say) -> Path:
     """Return root/remote.folder, fetched and checked by this process or by another on this node.
 
-    Raises NotFetched if it can be had from nowhere, DataError if `root` cannot be written or the process that
-    downloads is not done in time.
+    `say` gets a line now and then. Raises NotFetched if no source gives it, DataError if `root` cannot be written or
+    the process that downloads does not finish within `timeout_s`.
     """
     root = root.absolute()  # the commands below run in other folders
     target = root / remote.folder
@@ -70,7 +69,7 @@ def fetch(remote: Remote, root: Path, *, timeout_s: float, say: Say) -> Path:
         while not target.exists():
             with _turn(root / f".{remote.folder}.lock", remote.title, timeout_s=timeout_s, say=say) as turn:
                 if turn is not None and not target.exists():
-                    _download(remote, root, timeout_s=timeout_s, say=say, alone=turn)
+                    _download(remote, root, timeout_s=timeout_s, say=say, locked=turn)
     except OSError as error:
         raise DataError(
             f"{error.filename or root}: {remote.title} cannot be stored there ({error.strerror}). "
@@ -81,38 +80,36 @@ def fetch(remote: Remote, root: Path, *, timeout_s: float, say: Say) -> Path:
 
 @contextmanager
 def _turn(path: Path, title: str, *, timeout_s: float, say: Say) -> Iterator[bool | None]:
-    """Wait for the lock on `path`. Yields True while it is held, False on a file system without locks (go on,
-    renaming keeps that safe), None if another process has just finished (look again).
+    """Wait for the lock on `path`. Yields True while it is held; False on a file system without locks (go on: renaming
+    keeps that safe); None if another process has just finished (look again).
 
-    The one who holds it writes who it is into the file, on failure why, and removes the file; those who waited still
-    have it open, read the reason and raise it too: no queue of processes that each try the same in vain.
+    Its owner writes who it is into the file, on failure why, and removes the file. Processes that waited still have the
+    file open: they read the reason and raise it too, instead of trying the same in vain one after the other. That is why
+    this is no `filelock`: its files are truncated or removed at moments that differ between its versions.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        locked = _wait_for_lock(handle, path, title, timeout_s=timeout_s, say=say)
-        if locked and not _is_open_as(handle, path):
-            note = _read_note(handle)
-            if note.startswith("failed: "):
-                raise NotFetched(note.removeprefix("failed: "))
+    with path.open("a+b", buffering=0) as file:
+        locked = _wait_for_lock(file, path, title, timeout_s=timeout_s, say=say)
+        if locked and _was_removed(file, path):
+            if (note := _read_note(file)).startswith(FAILED):
+                raise NotFetched(note.removeprefix(FAILED))
             yield None
             return
-        _write_note(handle, f"process {os.getpid()} on {socket.gethostname()}")
+        _write_note(file, f"process {os.getpid()} on {socket.gethostname()}")
         try:
             yield locked
         except NotFetched as error:
-            _write_note(handle, f"failed: {error}")
+            _write_note(file, f"{FAILED}{error}")
             raise
         finally:
             path.unlink(missing_ok=True)
-    finally:
-        os.close(handle)
 
 
-def _wait_for_lock(handle: int, path: Path, title: str, *, timeout_s: float, say: Say) -> bool:
-    start = told = time.monotonic()
+def _wait_for_lock(file: BinaryIO, path: Path, title: str, *, timeout_s: float, say: Say) -> bool:
+    """True once the lock is ours, False if there are no locks here. Raises DataError if its owner takes too long."""
+    start = reported = time.monotonic()
     while True:
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except OSError as error:
             if error.errno in NO_LOCKS:
@@ -120,47 +117,49 @@ def _wait_for_lock(handle: int, path: Path, title: str, *, timeout_s: float, say
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
         now = time.monotonic()
+        owner = _read_note(file) or "another process"
         if now - start > timeout_s + GRACE_S:
             raise DataError(
-                f"{path.parent}: {_read_note(handle) or 'another process'} has not finished downloading {title} after "
-                f"{now - start:.0f} s. Is it alive? (download_timeout_s is {timeout_s:g})"
+                f"{path.parent}: {owner} has not finished downloading {title} after {now - start:.0f} s. "
+                f"Is it alive? (download_timeout_s is {timeout_s:g})"
             )
-        if now - told >= TELL_S:
-            told = now
-            who = _read_note(handle) or "another process"
-            say(f"waiting for {who} to download {title} ({now - start:.0f} s of at most {timeout_s:g} s)")
+        if now - reported >= REPORT_EVERY_S:
+            reported = now
+            say(f"waiting for {owner} to download {title} ({now - start:.0f} s of at most {timeout_s:g} s)")
         time.sleep(0.1)
 
 
-def _is_open_as(handle: int, path: Path) -> bool:
+def _was_removed(file: BinaryIO, path: Path) -> bool:
+    # Not st_nlink == 0: NFS renames a file that is removed while it is open.
     try:
-        return os.path.samestat(os.fstat(handle), path.stat())
+        return not os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
-        return False
+        return True
 
 
-def _read_note(handle: int) -> str:
-    return os.pread(handle, 4096, 0).decode(errors="replace")
+def _read_note(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read(4096).decode(errors="replace")
 
 
-def _write_note(handle: int, note: str) -> None:
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, note.encode()[:4096], 0)
+def _write_note(file: BinaryIO, note: str) -> None:
+    file.truncate(0)  # what is written is appended: the file was opened so, to create it without truncating it
+    file.write(note.encode()[:4096])
 
 
-def _download(remote: Remote, root: Path, *, timeout_s: float, say: Say, alone: bool) -> None:
-    """Fetch to a temporary folder beside the target, check, rename. Leaves nothing behind, whatever happens."""
+def _download(remote: Remote, root: Path, *, timeout_s: float, say: Say, locked: bool) -> None:
+    """Fetch to a temporary folder beside the target, check, rename. Leaves nothing else behind, whatever happens."""
     prefix = f".{remote.folder}.partial-"
-    if alone:
+    if locked:
         _remove_abandoned(root, prefix)
     temporary = Path(tempfile.mkdtemp(prefix=f"{prefix}{socket.gethostname()}-", dir=root))
     try:
         found = _from_anywhere(remote, temporary, timeout_s=timeout_s, say=say)
-        # rename is atomic within one file system: a reader sees the whole folder or none
+        # rename is atomic within one file system: a reader sees the whole folder or nothing.
         try:
             found.rename(root / remote.folder)
         except OSError as error:
-            # Without locks another may have been first; its folder was checked as ours was
+            # Without locks another process may have been first; its folder was checked as ours was.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
     finally:
@@ -168,8 +167,8 @@ def _download(remote: Remote, root: Path, *, timeout_s: float, say: Say, alone: 
 
 
 def _remove_abandoned(root: Path, prefix: str) -> None:
-    # We hold the lock, so what bears our host's name belongs to nobody alive. Locks may not reach across the nodes
-    # that share a folder: what others made is only removed when it is old.
+    # We hold the lock, so no process of this host is downloading. Locks may not reach the other nodes that share the
+    # folder: what was made by another host is removed only when it is old.
     for path in root.glob(f"{prefix}*"):
         ours = path.name.startswith(f"{prefix}{socket.gethostname()}-")
         if ours or time.time() - path.stat().st_mtime > ABANDONED_S:
@@ -177,7 +176,7 @@ def _remove_abandoned(root: Path, prefix: str) -> None:
 
 
 def _from_anywhere(remote: Remote, temporary: Path, *, timeout_s: float, say: Say) -> Path:
-    """Try torchvision's sources, then the Debian package; return the folder, checked."""
+    """Try torchvision's sources, then the Debian package; return the checked folder. Raises NotFetched."""
     start = time.monotonic()
     use_apt = remote.package is not None and shutil.which("apt-get") and shutil.which("dpkg")
     say(f"downloading {remote.title} to {temporary.parent} (once, at most {timeout_s:g} s)")
@@ -188,7 +187,7 @@ def _from_anywhere(remote: Remote, temporary: Path, *, timeout_s: float, say: Sa
     for number, (source, arguments) in enumerate(tasks, start=1):
         folder = temporary / source
         folder.mkdir()
-        # The first of two gets half of the time, so that one that trickles leaves some for the other
+        # The first of two sources gets half of the time: a slow one leaves the other a chance.
         until = start + timeout_s * number / len(tasks)
         reason = _run([source, *arguments, str(folder)], folder, until=until, title=remote.title, say=say)
         made = folder / remote.folder
@@ -206,13 +205,14 @@ def _from_anywhere(remote: Remote, temporary: Path, *, timeout_s: float, say: Sa
 
 
 def _run(task: list[str], folder: Path, *, until: float, title: str, say: Say) -> str:
-    """Run download.py on one task; return why it failed, one line, or nothing."""
+    """Run download.py on one task until the moment `until`; return why it failed, in one line, or ""."""
     log = folder.with_suffix(".log")
-    # A name server that does not answer should cost seconds, not half a minute
+    # A name server that does not answer should cost seconds, not half a minute.
     environment = {"RES_OPTIONS": "timeout:2 attempts:1", **os.environ}
     command = [sys.executable, "-P", str(Path(__file__).with_name("download.py")), *task]
     with log.open("wb") as output:
-        # A group of its own, so that all of it can be ended; it also ends itself when its standard input closes
+        # A process group of its own, so that apt-get can be killed with it. It also ends when its standard input
+        # closes, which happens when this process dies.
         child = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -221,14 +221,14 @@ def _run(task: list[str], folder: Path, *, until: float, title: str, say: Say) -
             env=environment,
             start_new_session=True,
         )
-    start = told = time.monotonic()
+    start = reported = time.monotonic()
     try:
         while child.poll() is None:
             now = time.monotonic()
             if now > until:
                 return f"not done after {now - start:.0f} s"
-            if now - told >= TELL_S:
-                told = now
+            if now - reported >= REPORT_EVERY_S:
+                reported = now
                 say(f"downloading {title}: {size_of(folder) / 1e6:.1f} MB after {now - start:.0f} s")
             time.sleep(0.05)
     finally:

@@ -1,183 +1,25 @@
-"""MNIST and its relatives, four IDX files each: where they may lie, and how they become an ImageSet."""
+"""MNIST: 70,000 handwritten digits (LeCun et al. 1998)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from train.data.sources.cache import cached, visible, writable_cache
-from train.data.sources.fetch import Remote, Say, fetch
-from train.data.sources.idx import read_idx
+from train.config import Config
+from train.data.sources.fetch import Say
+from train.data.sources.mnist_family import Family, locate, read_halves
 from train.data.sources.sets import ImageSet
-from train.errors import DataError
 
-FILES = {
-    True: ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
-    False: ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
-}
-DIGIT_NAMES = tuple("0123456789")
-
-
-@dataclass(frozen=True)
-class Family:
-    """One data set of four IDX files. mean and std are those of its training images / 255."""
-
-    name: str
-    title: str
-    folder: str  # torchvision keeps the files in <root>/<folder>/raw
-    classes: tuple[str, ...]
-    mean: float
-    std: float
-    counts: Mapping[bool, int]  # images to train on (True) and to test on, as published
-    debian_dir: Path | None = None
-    debian_package: str | None = None
-    attributes: Mapping[str, Any] | None = None  # of torchvision's class, where not its own
-
-
-FASHION = Family(
-    name="fashion-mnist",
-    title="Fashion-MNIST",
-    folder="FashionMNIST",
-    classes=(
-        "T-shirt/top",
-        "Trouser",
-        "Pullover",
-        "Dress",
-        "Coat",
-        "Sandal",
-        "Shirt",
-        "Sneaker",
-        "Bag",
-        "Ankle boot",
-    ),
-    mean=0.2860,
-    std=0.3530,
-    counts={True: 60_000, False: 10_000},
-    debian_dir=Path("/usr/share/datasets/fashion-mnist"),
-    debian_package="dataset-fashion-mnist",
-)
-MNIST = Family(
+FAMILY = Family(
     name="mnist",
     title="MNIST",
     folder="MNIST",
-    classes=DIGIT_NAMES,
+    classes=tuple("0123456789"),
     mean=0.1307,
     std=0.3081,
     counts={True: 60_000, False: 10_000},
+    mirror=False,
 )
-DIGITS = Family(
-    name="digits",
-    title="digits",
-    folder="digits",
-    classes=DIGIT_NAMES,
-    mean=0.2873,
-    std=0.3537,
-    counts={True: 1_438, False: 359},
-)
-DIGITS_DIR = Path(__file__).parents[2] / "samples" / "digits"
 
 
-def locate(family: Family, *, data_dir: str | None, timeout_s: float, say: Say) -> Path:
-    """The folder that holds the four files, fetched if need be.
-
-    In data_dir if it is given: found there, or downloaded to it if it is empty or not there yet. Otherwise in
-    Debian's place, then in the cache, then downloaded to the cache.
-    Raises NotFetched if the set can be had from nowhere, DataError for a folder that holds something else or half.
-    """
-    remote = _remote(family)
-    if data_dir is not None:
-        root = Path(data_dir).expanduser()
-        others = visible(root)
-        # Listed before: a set that is renamed into place in between is then found, not taken for a stranger
-        folder = find_files(root, family)
-        if folder is None and others:
-            names = ", ".join(name for pair in FILES.values() for name in pair)
-            raise DataError(
-                f"{root}: holds none of the files of {family.title} ({names}; plain or .gz), but {others[0]}. "
-                "Set data_dir to the folder that holds them, or to an empty one to download to."
-            )
-        return folder or fetch(remote, root, timeout_s=timeout_s, say=say) / "raw"
-    if family.debian_dir is not None:
-        folder = find_files(family.debian_dir, family)
-        if folder is not None:
-            return folder
-    there = cached(family.folder)
-    folder = find_files(there, family) if there is not None else None
-    return folder or fetch(remote, writable_cache(), timeout_s=timeout_s, say=say) / "raw"
-
-
-def _remote(family: Family) -> Remote:
-    def check(folder: Path) -> None:
-        for train, count in family.counts.items():
-            found = len(load_family(folder / "raw", family, train=train))
-            if found != count:
-                raise DataError(f"{folder / 'raw'}: {FILES[train][0]} holds {found} images, not {count}.")
-
-    return Remote(
-        title=family.title,
-        folder=family.folder,
-        torchvision=family.folder,
-        check=check,
-        package=family.debian_package,
-        place=str(family.debian_dir).lstrip("/") if family.debian_dir else "",
-        package_folder="raw",
-        attributes=family.attributes or {},
-    )
-
-
-def find_files(root: Path, family: Family) -> Path | None:
-    """The folder below `root` that holds the four files, plain or .gz: root itself or torchvision's layout.
-
-    None if neither holds any of them. Raises DataError if some are there and others are missing.
-    """
-    for folder in (root, root / family.folder / "raw"):
-        found = {name: _file(folder, name) for pair in FILES.values() for name in pair}
-        if all(found.values()):
-            return folder
-        if any(found.values()):
-            missing = ", ".join(name for name, path in found.items() if path is None)
-            raise DataError(f"{folder}: {missing} (or .gz) missing beside the other files of {family.title}. Add it.")
-    return None
-
-
-def load_family(folder: Path, family: Family, *, train: bool) -> ImageSet:
-    """Read one half of a set from the folder that `find_files` gave: images uint8 [N, 1, H, W], labels int64 [N].
-
-    Raises DataError, naming the file, if one is damaged, the counts differ or a label is out of range.
-    """
-    image_name, label_name = FILES[train]
-    image_path, label_path = _file(folder, image_name), _file(folder, label_name)
-    if image_path is None or label_path is None:
-        raise DataError(f"{folder}: {image_name if image_path is None else label_name} (or .gz) is missing.")
-    images, labels = read_idx(image_path, "images"), read_idx(label_path, "labels")
-    if len(images) != len(labels):
-        raise DataError(
-            f"{label_path}: holds {len(labels)} labels for {len(images)} images in {image_path.name}. "
-            "The two files belong to different sets."
-        )
-    highest = int(labels.max())
-    if highest >= len(family.classes):
-        where = int((labels >= len(family.classes)).nonzero()[0])
-        raise DataError(
-            f"{label_path}: label must be 0..{len(family.classes) - 1} for {family.title}, got {int(labels[where])} "
-            f"at item {where}. Is it another set's file?"
-        )
-    return ImageSet(
-        images=images.unsqueeze(1),
-        labels=labels.long(),
-        classes=family.classes,
-        mean=(family.mean,),
-        std=(family.std,),
-        name=family.name,
-        origin=f"{family.title} in {folder}",
-    )
-
-
-def _file(folder: Path, name: str) -> Path | None:
-    # The plain file first: where both lie side by side it needs no unpacking
-    for path in (folder / name, folder / f"{name}.gz"):
-        if path.is_file():
-            return path
-    return None
+def load(config: Config, say: Say) -> tuple[ImageSet, ImageSet]:
+    """uint8 [60000, 1, 28, 28] to train on and [10000, 1, 28, 28] to test on. Raises DataError, see `locate`."""
+    folder = locate(FAMILY, data_dir=config.data_dir, timeout_s=config.download_timeout_s, say=say)
+    return read_halves(folder, FAMILY)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from train.config import Config
 from train.data.sources.cache import cached, visible, writable_cache
 from train.data.sources.fetch import Remote, Say, fetch
 from train.data.sources.sets import ImageSet
@@ -18,17 +17,14 @@ FOLDER = "cifar-10-batches-py"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
-def load_cifar10(
-    *, train: bool, data_dir: str | None, timeout_s: float, say: Say, attributes: Mapping[str, Any] | None = None
-) -> ImageSet:
-    """uint8 [N, 3, 32, 32], 50,000 to train on and 10,000 to test on; from data_dir, the cache, or downloaded.
+def load(config: Config, say: Say) -> tuple[ImageSet, ImageSet]:
+    """uint8 [50000, 3, 32, 32] to train on and [10000, 3, 32, 32] to test on; from data_dir, the cache, or downloaded.
 
-    attributes: of torchvision's class when it downloads, where not its own. Raises DataError for data that are
-    missing or whose md5 differs from torchvision's, NotFetched if they cannot be downloaded.
+    Raises DataError for data that are missing or whose md5 differs from torchvision's, NotFetched if they cannot be
+    downloaded.
     """
-    remote = Remote("CIFAR-10", FOLDER, "CIFAR10", check=lambda _: None, attributes=attributes or {})
-    if data_dir is not None:
-        root = Path(data_dir).expanduser()
+    if config.data_dir is not None:
+        root = Path(config.data_dir).expanduser()
         if root.name == FOLDER and root.is_dir():
             root = root.parent
         others = visible(root)
@@ -40,8 +36,10 @@ def load_cifar10(
     else:
         root = cached(FOLDER) or writable_cache()
     if not (root / FOLDER).is_dir():
-        fetch(remote, root, timeout_s=timeout_s, say=say)
-    return _read(root, train=train)
+        # Nothing to check here: reading compares every md5.
+        remote = Remote("CIFAR-10", FOLDER, "CIFAR10", check=lambda _: None)
+        fetch(remote, root, timeout_s=config.download_timeout_s, say=say)
+    return _read(root, train=True), _read(root, train=False)
 
 
 def _read(root: Path, *, train: bool) -> ImageSet:
@@ -51,15 +49,15 @@ def _read(root: Path, *, train: bool) -> ImageSet:
     folder = root / FOLDER
     try:
         with warnings.catch_warnings():
-            # numpy >= 2.4 warns of the way in which these old pickles spell a dtype
+            # numpy >= 2.4 warns because these old pickles spell a dtype in numbers.
             warnings.simplefilter("ignore")
-            # Compares every md5 before it opens the first pickle
+            # torchvision compares every md5 before it opens the first pickle.
             found = CIFAR10(root=str(root), train=train)
     except RuntimeError as error:
         published = [*CIFAR10.train_list, *CIFAR10.test_list, (CIFAR10.meta["filename"], CIFAR10.meta["md5"])]
         bad = next((folder / name for name, md5 in published if not check_integrity(folder / name, md5)), folder)
         state = "is damaged or not the published one (its md5 differs)" if bad.exists() else "is missing"
-        raise DataError(f"{bad}: {state}. Remove {folder} and run again to download it anew.") from error
+        raise DataError(f"{bad}: {state}. Remove {folder} and run again to download it.") from error
     images = torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
     return ImageSet(
         images=images,

@@ -4,46 +4,50 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from train.config import Config
+from train.data.sources.fetch import Say
 from train.data.sources.sets import FileSet
 from train.errors import DataError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 LAYOUT = "Images lie in <data_dir>/train/<class>/ and <data_dir>/val/<class>/, or all in <data_dir>/<class>/."
-# Of ImageNet, as is the custom for photographs
+# Those of ImageNet, as is usual for photographs.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def load_folder(data_dir: str | None, *, train: bool, image_size: int) -> FileSet:
-    """The images of data_dir/train, or of data_dir/val (else test); without those folders, nine in ten of each
-    class of data_dir to train on and the others to test on, chosen by a digest of their names, always the same.
+def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
+    """The images of data_dir/train and of data_dir/val (else test). Without these folders, nine in ten images of each
+    class are to train on and the others to test on, chosen by a digest of their names: always the same.
 
     Files are listed in the order of their names, hidden ones left out; none is opened. Raises DataError, naming the
     path, for no images, an empty class, a file with another extension, or classes that differ between the halves.
     """
-    assert data_dir is not None, "Config refuses imagefolder without data_dir"
-    root = Path(data_dir).expanduser()
+    assert config.data_dir is not None, "Config refuses imagefolder without data_dir"
+    root = Path(config.data_dir).expanduser()
     _folders(root)
-    halves = {
-        True: root / "train",
-        False: next((root / n for n in ("val", "test") if (root / n).is_dir()), root / "val"),
-    }
-    split = [half for half in halves.values() if half.is_dir()]
-    if len(split) == 1:
-        missing = halves[split[0] != halves[True]]
-        raise DataError(f"{missing}: is missing beside {split[0].name}/. {LAYOUT}")
-    if split:
-        other = [folder.name for folder in _folders(halves[not train])]
-        files = _list_classes(halves[train])
-        for name in sorted(set(files) ^ set(other)):
-            here = halves[train] if name in files else halves[not train]
-            there = halves[not train] if name in files else halves[train]
-            raise DataError(f"{here / name}: is a class that {there} lacks. Both need the same class folders.")
-    else:
-        files = {name: _share(root / name, paths, train=train) for name, paths in _list_classes(root).items()}
+    train = root / "train"
+    test = next((root / name for name in ("val", "test") if (root / name).is_dir()), root / "val")
+    if not train.is_dir() and not test.is_dir():
+        parts = {name: _split(root / name, paths) for name, paths in _list_classes(root).items()}
+        trained, tested = ({name: part[half] for name, part in parts.items()} for half in (0, 1))
+        return _file_set(trained, root), _file_set(tested, root)
+    for half, other in ((train, test), (test, train)):
+        if not half.is_dir():
+            raise DataError(f"{half}: is missing beside {other.name}/. {LAYOUT}")
+    train_files, test_files = _list_classes(train), _list_classes(test)
+    for name in sorted(set(train_files) ^ set(test_files)):
+        here, there = (train, test) if name in train_files else (test, train)
+        raise DataError(f"{here / name}: is a class that {there} lacks. Both need the same class folders.")
+    return _file_set(train_files, train), _file_set(test_files, test)
+
+
+def _file_set(files: Mapping[str, list[str]], folder: Path) -> FileSet:
+    """The files of each class as one set; a class's number is its place among the sorted names."""
     classes = tuple(sorted(files))
     return FileSet(
         paths=tuple(path for name in classes for path in files[name]),
@@ -52,8 +56,7 @@ def load_folder(data_dir: str | None, *, train: bool, image_size: int) -> FileSe
         mean=MEAN,
         std=STD,
         name="imagefolder",
-        origin=f"images in {halves[train] if split else root}",
-        image_size=image_size,
+        origin=f"images in {folder}",
     )
 
 
@@ -87,17 +90,18 @@ def _list_images(folder: Path) -> list[str]:
                 continue
             path = os.path.join(where, name)
             if not name.lower().endswith(EXTENSIONS):
-                raise DataError(f"{path}: is no image (known are {' '.join(EXTENSIONS)}). Remove it or mend its name.")
+                raise DataError(f"{path}: is no image (known are {' '.join(EXTENSIONS)}). Remove or rename it.")
             images.append(path)
     if not images:
         raise DataError(f"{folder}: holds no images. Remove the empty class folder or fill it.")
     return sorted(images)
 
 
-def _share(folder: Path, paths: list[str], *, train: bool) -> list[str]:
+def _split(folder: Path, paths: list[str]) -> tuple[list[str], list[str]]:
+    """The images of one class to train on, and to test on: one in ten, at least one."""
     if len(paths) < 2:
         raise DataError(f"{folder}: holds one image, and a class needs two: one to train on, one to test on.")
-    # By digest, not by order: pictures of one series have neighbouring names
+    # By digest, not by order: pictures of one series have neighbouring names.
     by_digest = sorted(paths, key=lambda p: hashlib.sha256(os.fsencode(os.path.relpath(p, folder))).digest())
     tested = set(by_digest[: max(1, len(paths) // 10)])
-    return [path for path in paths if (path in tested) != train]
+    return [path for path in paths if path not in tested], [path for path in paths if path in tested]

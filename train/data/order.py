@@ -1,0 +1,76 @@
+"""Which samples each rank sees at each step. The order depends on the seed and the epoch alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from train.data.random_numbers import derive_seed
+
+BatchIndex = tuple[int | None, torch.Tensor]  # the epoch (None: evaluation, no augmentation) and sample numbers, int64 [B]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Which samples each rank sees at each step. The last partial global batch of an epoch is left out.
+
+    `batch_size` is global and must be a multiple of world_size * accumulate.
+    """
+
+    num_samples: int
+    batch_size: int
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    accumulate: int = 1
+    lengths: torch.Tensor | None = None  # int64 [num_samples]: samples of similar length shall share a batch ...
+    pool: int = 0  # ... chosen from this many global batches; 0: lengths are ignored
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.num_samples // self.batch_size
+
+    def epoch(self, epoch: int) -> torch.Tensor:
+        """All sample numbers in the order of that epoch, int64 [num_samples]."""
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
+        order = torch.randperm(self.num_samples, generator=generator)
+        if self.lengths is None or self.pool == 0:
+            return order
+        # The tail that is left out stays a random one. The rest is cut into pools, each is sorted by length and cut
+        # into batches, and the batches are shuffled. Every rank does the same and takes its slice of each batch, so
+        # the order is the same for any number of ranks.
+        whole = self.steps_per_epoch * self.batch_size
+        pools = torch.split(order[:whole], self.pool * self.batch_size)
+        sorted_pools = [pool[self.lengths[pool].argsort(stable=True)] for pool in pools]
+        batches = torch.cat(sorted_pools).view(-1, self.batch_size)
+        shuffled = batches[torch.randperm(len(batches), generator=generator)]
+        return torch.cat([shuffled.flatten(), order[whole:]])
+
+    def keys(self, first_step: int, last_step: int) -> Iterator[BatchIndex]:
+        """This rank's micro-batches of the steps first_step .. last_step-1, `accumulate` a step."""
+        order, known = torch.empty(0, dtype=torch.int64), -1
+        share = self.batch_size // self.world_size
+        micro = share // self.accumulate
+        for step in range(first_step, last_step):
+            epoch, position = divmod(step, self.steps_per_epoch)
+            if epoch != known:
+                order, known = self.epoch(epoch), epoch
+            start = position * self.batch_size + self.rank * share
+            for part in range(self.accumulate):
+                yield epoch, order[start + part * micro : start + (part + 1) * micro]
+
+
+def evaluation_keys(num_samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[int, BatchIndex]]:
+    """(number of the batch, its BatchIndex) of this rank's evaluation batches, the last one partial.
+
+    The batches are the same for every world size, and the ranks take them in turn. So each sample counts once, and
+    sums over batches can be added in the same order on any number of ranks.
+    """
+    for number in range(rank, num_batches(num_samples, batch_size), world_size):
+        stop = min((number + 1) * batch_size, num_samples)
+        yield number, (None, torch.arange(number * batch_size, stop))
+
+
+def num_batches(num_samples: int, batch_size: int) -> int:
+    """How many batches hold the samples, a partial one included."""
+    return -(-num_samples // batch_size)

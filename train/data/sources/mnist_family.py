@@ -1,0 +1,146 @@
+"""MNIST and its relatives, four IDX files each: where the files may be, and how they become an ImageSet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train.data.sources.cache import cached, visible, writable_cache
+from train.data.sources.fetch import Remote, Say, fetch
+from train.data.sources.idx import read_idx
+from train.data.sources.sets import ImageSet
+from train.errors import DataError
+
+FILES = {
+    True: ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    False: ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One data set of four IDX files. mean and std are those of its training images / 255."""
+
+    name: str
+    title: str
+    folder: str  # torchvision keeps the files in <root>/<folder>/raw
+    classes: tuple[str, ...]
+    mean: float
+    std: float
+    counts: Mapping[bool, int]  # images to train on (True) and to test on (False), as published
+    mirror: bool = True  # whether a mirrored image still shows its class; a mirrored 2 does not
+    debian_dir: Path | None = None
+    debian_package: str | None = None
+    attributes: Mapping[str, Any] | None = None  # set on torchvision's class before it downloads: mirrors, resources
+
+
+def locate(family: Family, *, data_dir: str | None, timeout_s: float, say: Say) -> Path:
+    """The folder that holds the four files, fetched if need be.
+
+    In data_dir if it is given: found there, or downloaded to it if it is empty or not there yet. Otherwise in
+    Debian's place, then in the cache, then downloaded to the cache.
+    Raises NotFetched if the set can be had from nowhere, DataError for a folder that holds something else or half.
+    """
+    remote = _remote(family)
+    if data_dir is not None:
+        root = Path(data_dir).expanduser()
+        others = visible(root)
+        # Listed before: a set that is renamed into place in between is then found, not taken for a stranger
+        folder = find_files(root, family)
+        if folder is None and others:
+            names = ", ".join(name for pair in FILES.values() for name in pair)
+            raise DataError(
+                f"{root}: holds none of the files of {family.title} ({names}; plain or .gz), but {others[0]}. "
+                "Set data_dir to the folder that holds them, or to an empty one to download to."
+            )
+        return folder or fetch(remote, root, timeout_s=timeout_s, say=say) / "raw"
+    if family.debian_dir is not None:
+        folder = find_files(family.debian_dir, family)
+        if folder is not None:
+            return folder
+    there = cached(family.folder)
+    folder = find_files(there, family) if there is not None else None
+    return folder or fetch(remote, writable_cache(), timeout_s=timeout_s, say=say) / "raw"
+
+
+def _remote(family: Family) -> Remote:
+    def check(folder: Path) -> None:
+        for train, count in family.counts.items():
+            found = len(read_half(folder / "raw", family, train=train))
+            if found != count:
+                raise DataError(f"{folder / 'raw'}: {FILES[train][0]} holds {found} images, not {count}.")
+
+    return Remote(
+        title=family.title,
+        folder=family.folder,
+        torchvision=family.folder,
+        check=check,
+        package=family.debian_package,
+        place=str(family.debian_dir).lstrip("/") if family.debian_dir else "",
+        package_folder="raw",
+        attributes=family.attributes or {},
+    )
+
+
+def find_files(root: Path, family: Family) -> Path | None:
+    """The folder below `root` that holds the four files, plain or .gz: root itself or torchvision's layout.
+
+    None if neither holds any of them. Raises DataError if some are there and others are missing.
+    """
+    for folder in (root, root / family.folder / "raw"):
+        found = {name: _file(folder, name) for pair in FILES.values() for name in pair}
+        if all(found.values()):
+            return folder
+        if any(found.values()):
+            missing = ", ".join(name for name, path in found.items() if path is None)
+            raise DataError(f"{folder}: {missing} (or .gz) missing beside the other files of {family.title}. Add it.")
+    return None
+
+
+def read_halves(folder: Path, family: Family) -> tuple[ImageSet, ImageSet]:
+    """The training half and the test half from the folder that `locate` gave. Raises DataError, see `read_half`."""
+    return read_half(folder, family, train=True), read_half(folder, family, train=False)
+
+
+def read_half(folder: Path, family: Family, *, train: bool) -> ImageSet:
+    """Read one half of a set from a folder: images uint8 [N, 1, H, W], labels int64 [N].
+
+    Raises DataError, naming the file, if one is damaged, the counts differ or a label is out of range.
+    """
+    image_name, label_name = FILES[train]
+    image_path, label_path = _file(folder, image_name), _file(folder, label_name)
+    if image_path is None or label_path is None:
+        raise DataError(f"{folder}: {image_name if image_path is None else label_name} (or .gz) is missing.")
+    images, labels = read_idx(image_path, "images"), read_idx(label_path, "labels")
+    if len(images) != len(labels):
+        raise DataError(
+            f"{label_path}: holds {len(labels)} labels for {len(images)} images in {image_path.name}. "
+            "The two files belong to different sets."
+        )
+    highest = int(labels.max())
+    if highest >= len(family.classes):
+        where = int((labels >= len(family.classes)).nonzero()[0])
+        raise DataError(
+            f"{label_path}: label must be 0..{len(family.classes) - 1} for {family.title}, got {int(labels[where])} "
+            f"at item {where}. Is it another set's file?"
+        )
+    return ImageSet(
+        images=images.unsqueeze(1),
+        labels=labels.long(),
+        classes=family.classes,
+        mean=(family.mean,),
+        std=(family.std,),
+        name=family.name,
+        origin=f"{family.title} in {folder}",
+        mirror=family.mirror,
+    )
+
+
+def _file(folder: Path, name: str) -> Path | None:
+    # The plain file first: where both lie side by side it needs no unpacking
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    return None
