@@ -23,7 +23,7 @@ from train.workloads import Workload
 
 TOP_LEVEL = {
     "docker", "k8s", "slurm", "train", "tests", "compose.yaml", "Makefile",
-    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "pyproject.toml",
+    "README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "LICENSE", "pyproject.toml",
 }
 # Flags and words with an underscore that belong to others
 FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank",
@@ -203,6 +203,7 @@ def test_docs_readme_has_its_first_command_early() -> None:
 def test_docs_keep_their_length() -> None:
     assert len(read("Makefile").splitlines()) < 80
     assert len(read("CONTRIBUTING.md").splitlines()) < 60
+    assert len(read("AGENTS.md").splitlines()) < 60
 
 
 def test_docs_top_level_is_fixed() -> None:

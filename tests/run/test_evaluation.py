@@ -77,8 +77,8 @@ def test_evaluation_by_several_ranks_is_of_one_model(forks: Forks, tmp_path: Pat
     assert codes == [0] * 3, output
     weights = {entry["weights"] for rank in records(record, "evaluate") for entry in rank}
     assert len(weights) == 1
-    found = {k.removeprefix("eval/"): v for k, v in metrics(tmp_path / "spy")[-1].items() if k.startswith("eval/")}
-    assert evaluated(forks, tmp_path / "spy", 1)["metrics"] == found
+    found = {k.removeprefix("eval/"): v for k, v in metrics(tmp_path / "tests.rigs.recording_workload")[-1].items() if k.startswith("eval/")}
+    assert evaluated(forks, tmp_path / "tests.rigs.recording_workload", 1)["metrics"] == found
 
 
 def test_evaluation_leaves_frozen_parts_in_eval_mode(forks: Forks, tmp_path: Path) -> None:
