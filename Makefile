@@ -23,11 +23,11 @@ up: ## Train on two containers as nodes (NNODES=4 NPROC=2); on a bare machine ro
 	@docker/up.sh
 
 down: ## Remove the nodes' containers; runs/ and the image stay
-	docker compose --profile '*' down
+	docker compose --profile '*' down --remove-orphans
 
 image: ; @docker/image.sh ## Build the image and try it (TARGET=compile: with a compiler inside)
-wheels: ; @docker/wheels.sh ## Fill docker/wheels through this machine's pip, for builds that reach no index
-push: ; @docker/push.sh ## Push the image to REPOSITORY
+wheels: ; @docker/host/wheels.sh ## Fill docker/wheels through this machine's pip, for builds that reach no index
+push: ; @docker/host/push.sh ## Push the image to REPOSITORY
 
 slurm-local: ; @slurm/local.sh up ## Start a real Slurm of two nodes on this machine (root; NODES=3 CPUS=8)
 slurm-local-down: ; @slurm/local.sh down ## Remove it again
@@ -55,14 +55,14 @@ throughput: $(READY) ## Measure images/s, start, save and load on this machine
 k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it; OVERLAY=gpu: k8s/README.md
 	@k8s/kube.sh $(@:k8s-%=%)
 
-lock: ; @docker/lock.sh $(PYTHON) ## Write docker/requirements*.lock anew: the newest versions that pyproject.toml allows
+lock: ; @docker/host/lock.sh $(PYTHON) ## Write docker/requirements*.lock anew: the newest versions that pyproject.toml allows
 horovod: $(READY) ; @docker/horovod.sh $(RUN)python ## Build Horovod, once, and install it in .venv: train/parallel/README.md
 
 clean: ## Remove .venv and caches; runs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.ready: docker/requirements.lock docker/requirements-text.lock pyproject.toml
+$(VENV)/.ready: docker/requirements.lock docker/requirements-test.lock docker/requirements-text.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed, $(PYTHON) is not. Name one: make venv PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \

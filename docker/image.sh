@@ -1,56 +1,74 @@
 #!/usr/bin/env bash
 # Builds the image from what this machine can reach, and tries it: imports torch and torchvision, trains two steps.
-# Run: make image      (TARGET=compile adds a compiler; BASE_IMAGE, TORCH_INDEX, PIP_CONF, PIP_CA: docker/README.md)
+# Run: make image      (TARGET=compile adds a compiler, TARGET=horovod adds Horovod; more variables: docker/README.md)
 # Edit: nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-. docker/settings.sh
+. docker/host/settings.sh
 
 say() { echo "image: $*"; }
 fail() { printf 'image: %s\n' "$@" >&2; exit 2; }
 
-docker/setup.sh
-BASE_IMAGE=$(docker/base.sh)
-export BASE_IMAGE
+target=$(setting TARGET runtime)
+[[ $target == runtime || -f docker/$target.Dockerfile ]] || fail "TARGET must be compile or horovod, got $target"
+docker/host/setup.sh
+base=$(docker/host/base.sh)
 
-# The packages: from the wheelhouse where there is one, or where pip inside a build would be lost
+# The packages come from docker/wheels where it holds any, or where pip would not reach the index from inside a build
 if [[ -n $(find docker/wheels -name '*.whl' -print -quit) ]]; then
   reason="it holds wheels already"
-elif [[ $BASE_IMAGE == rankup-base:* ]]; then
+elif [[ $base == rankup-base:* ]]; then
   reason="no registry answers, so an index may not either"
 elif [[ -z $(setting PIP_CONF) && -n $(python3 -m pip config list 2> /dev/null) ]]; then
   reason="this machine's pip has settings of its own"
 fi
 if [[ -n ${reason:-} ]]; then
   say "packages from docker/wheels: $reason"
-  docker/wheels.sh
+  docker/host/wheels.sh
 else
   say "packages from the index"
 fi
+if [[ $target == horovod ]]; then docker/host/sources.sh "${reason:+offline}"; fi
 
-if [[ $(setting TARGET) == horovod ]]; then docker/sources.sh "${reason:+offline}"; fi
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+revision=$(git describe --always --abbrev=40 --dirty --exclude '*' 2> /dev/null || echo unknown)
+# As labels of the command, not of the Dockerfile: another revision leaves every layer as it is
+labels=()
+for label in "title=rankup" "description=One PyTorch training job, written once, started anywhere." licenses=MIT \
+  "version=$version" "revision=$revision"; do
+  labels+=(--label "org.opencontainers.image.$label")
+done
 
-VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-REVISION=$(git describe --always --abbrev=40 --dirty --exclude '*' 2> /dev/null || echo unknown)
-export VERSION REVISION
-image=$(docker compose config --images | sed -n 1p)
-before=$(docker image inspect -f '{{.Id}}' "$image" 2> /dev/null || true)
-docker compose build prepare
-if [[ $(docker image inspect -f '{{.Id}}' "$image") != "$before" ]]; then
+build() { # DOCKERFILE IMAGE [OPTION...]: builds the image, and removes it again if it does not work
+  local dockerfile=$1 image=$2 before log
+  shift 2
+  before=$(docker image inspect -f '{{.Id}}' "$image" 2> /dev/null || true)
+  docker buildx build --load --file "$dockerfile" --tag "$image" "${labels[@]}" "$@" \
+    --secret "id=pip_conf,src=$(setting PIP_CONF /dev/null)" --secret "id=ca,src=$(setting PIP_CA /dev/null)" .
+  [[ $(docker image inspect -f '{{.Id}}' "$image") != "$before" ]] || return 0
   log=$(mktemp)
-  # As somebody the image has never heard of, who may write nowhere but in /tmp
+  # As a user that the image does not know, who may write to /tmp alone
   docker run --rm --network none --read-only --tmpfs /tmp:mode=1777 --cap-drop ALL --security-opt no-new-privileges \
     --user 54321:54321 --entrypoint sh "$image" -c '
       python -c "import torch, torchvision as v; print(\"image: torch\", torch.__version__, \"torchvision\", v.__version__)"
       exec python -m train.main train --dataset digits --max-steps 2 --run-dir /tmp/runs' > "$log" 2>&1 ||
-    { cat "$log" >&2; rm "$log"; docker rmi -f "$image" > /dev/null; fail "the image does not work, and is not kept: see above"; }
+    { cat "$log" >&2; rm "$log"; docker rmi -f "$image" > /dev/null; fail "$image does not work, and is removed: see above"; }
   grep '^image:' "$log"
   rm "$log"
+  # The image that it replaces goes too, unless it has another name or a container uses it
+  if [[ $(docker image inspect -f '{{len .RepoTags}}' "${before:-none}" 2> /dev/null) == 0 ]]; then
+    docker rmi "$before" > /dev/null 2>&1 || true
+  fi
+}
+
+image=$(docker compose config --images | sed -n 1p) # IMAGE, or rankup:TARGET
+arguments=(--build-arg "BASE_IMAGE=$base" --build-arg "TORCH_INDEX=$(setting TORCH_INDEX)")
+if [[ $target == runtime ]]; then
+  build docker/Dockerfile "$image" "${arguments[@]}"
+else
+  build docker/Dockerfile rankup:runtime "${arguments[@]}"
+  build "docker/$target.Dockerfile" "$image"
 fi
-# By its version too: the manifests in k8s/ name that, since a cluster keeps for ever what it once had by a name
-if [[ $image == rankup:runtime ]]; then docker tag "$image" "rankup:$VERSION"; fi
-# The one it replaces, unless it goes by another name or a container uses it
-if [[ $(docker image inspect -f '{{len .RepoTags}}' "${before:-none}" 2> /dev/null) == 0 ]]; then
-  docker rmi "$before" > /dev/null 2>&1 || true
-fi
-say "$image, $(docker image inspect -f '{{.Size}}' "$image" | awk '{printf "%.2f GB", $1 / 1e9}'), revision $REVISION"
+# Under its version too, which the manifests in k8s/ name: a node of a cluster never fetches a name again that it has
+if [[ $image == rankup:runtime ]]; then docker tag "$image" "rankup:$version"; fi
+say "$image, $(docker image inspect -f '{{.Size}}' "$image" | awk '{printf "%.2f GB", $1 / 1e9}'), revision $revision"

@@ -1,60 +1,80 @@
 #!/usr/bin/env bash
-# Trains on simulated nodes with one command, shows the output, and ends with every node's exit code.
-# Run: make up      (NNODES=4 NPROC=2 ARGS="--epochs 5" make up; on a bare Debian or Ubuntu as root it installs the engine)
+# Trains on simulated nodes with one command, shows their output, and ends with the exit code of what failed first.
+# Run: make up      (NNODES=4 NPROC=2 ARGS="--epochs 5" make up; as root on a bare Debian or Ubuntu it installs the engine)
 # Edit: nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-. docker/settings.sh
+. docker/host/settings.sh
 
+say() { echo "up: $*"; }
 fail() { printf 'up: %s\n' "$@" >&2; exit 2; }
 
-# What is in runs/ shall belong to who runs this; where that is root, to the owner of the checkout; never to root
+# The files in runs/ shall belong to the user; for root, to the owner of the checkout; and never to root
 uid=$(id -u) gid=$(id -g)
 if [[ $uid -eq 0 ]]; then read -r uid gid < <(stat -c '%u %g' .); fi
 if [[ $uid -eq 0 ]]; then uid=1000 gid=1000; fi
 remember RANKUP_UID "$uid"
 remember RANKUP_GID "$gid"
 num_nodes=$(setting NNODES 2)
-[[ $num_nodes =~ ^[2-8]$ ]] || fail "NNODES must be from 2 to 8, got $num_nodes: compose.yaml has so many services"
-# The profile of that many nodes; in .env it holds for a plain `docker compose up` too
-# shellcheck disable=SC2016  # compose replaces it
-remember COMPOSE_PROFILES '${NNODES:-2}'
-export COMPOSE_PROFILES=$num_nodes
-if [[ -n $(setting IMAGE) ]]; then docker/setup.sh; else docker/image.sh; fi
+[[ $num_nodes =~ ^[2-8]$ ]] || fail "NNODES must be from 2 to 8, got $num_nodes: docker/compose.nodes.yaml has so many services"
+
+# The compose files: those of COMPOSE_FILE, or the ones that compose reads by itself, and docker/compose.nodes.yaml. Compose
+# reads no compose.override.yaml where COMPOSE_FILE is set, so it is named here
+nodes_file=docker/compose.nodes.yaml
+default=compose.yaml$([[ ! -f compose.override.yaml ]] || echo :compose.override.yaml)
+files=$(setting COMPOSE_FILE "$default")
+files=${files/":$nodes_file"/}
+if [[ $files == compose.yaml || $files == "$default" || $files == compose.yaml:compose.override.yaml ]]; then
+  # In .env, so that a plain `docker compose up` starts the same nodes. Compose replaces NNODES there
+  files=$default
+  remember COMPOSE_FILE "${files/compose.yaml/compose.yaml:$nodes_file}"
+  # shellcheck disable=SC2016
+  remember COMPOSE_PROFILES '${NNODES:-2}'
+fi
+for file in ${files//:/ }; do
+  if [[ $file != compose.yaml ]] && grep -q '\bnode1:' "$file" && ! grep -q "\bnode$((num_nodes - 1)):" "$file"; then
+    say "$file changes node1 and not node$((num_nodes - 1)): add a line for each node that it is meant for"
+  fi
+done
+export COMPOSE_FILE=${files/compose.yaml/compose.yaml:$nodes_file} COMPOSE_PROFILES=$num_nodes
+if [[ -n $(setting IMAGE) ]]; then docker/host/setup.sh; else docker/image.sh; fi
 
 mapfile -t nodes < <(docker compose config --services | grep '^node' | sort)
 declare -A id=()
 scratch=$(mktemp -d)
 began=$(date +%s)
-stopping=""
-stop() { # REASON: every node saves and leaves
+interrupted="" stopping=""
+stop() { # REASON: every node saves and ends
   [[ -z $stopping ]] || return 0
   stopping=yes
-  echo "up: $1"
+  say "$1"
   docker compose stop "${nodes[@]}" 2> /dev/null
 }
 trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$scratch"' EXIT
-trap 'stop "stopping, every node saves and leaves"' INT TERM
+trap 'interrupted=yes; stop "stopping, every node saves and ends"' INT TERM
 
-# In sessions of their own, here and below: Ctrl-C is for this script. Cut off, the start would leave nodes behind that nobody
-# watches; and the nodes' last lines are still to be seen
+# Each docker command has a session of its own from here on, so Ctrl-C reaches this script alone. An interrupted `up` would
+# leave nodes behind that nobody watches, and an interrupted `logs` would hide the nodes' last lines
 setsid docker compose up -d --no-build "${nodes[@]}" 2> "$scratch/up" || { cat "$scratch/up" >&2; fail "the nodes could not be started"; }
-if [[ -n $stopping ]]; then setsid docker compose stop "${nodes[@]}" 2> /dev/null; fi # it may have come before there were any
-# Once more: Ctrl-C may have come before it had its session
+if [[ -n $stopping ]]; then setsid docker compose stop "${nodes[@]}" 2> /dev/null; fi # Ctrl-C came before there were nodes
+# Twice, as Ctrl-C may end a command before it has its session
 for node in "${nodes[@]}"; do
   id[$node]=$(setsid docker compose ps -aq "$node") || id[$node]=$(setsid docker compose ps -aq "$node")
 done
-setsid docker compose --ansi never logs -f --no-log-prefix --since "$began" "${nodes[@]}" 2> /dev/null &
+# Compose 2.26 writes "erase this line" before every line, also into a file and with --ansi never
+setsid docker compose --ansi never logs -f --no-log-prefix --since "$began" "${nodes[@]}" 2> /dev/null |
+  setsid sed -u 's/\x1b\[2K//g' &
 logs=$!
-# `docker compose up` reports 0 although a node failed, and with its options another node's code: the events tell each end
+# `docker compose up` reports 0 although a node failed, and with its options another node's code. The engine's events hold the
+# code of each end
 setsid docker events --since "$began" --filter event=die "${id[@]/#/--filter=container=}" \
   --format '{{.ID}} {{.Actor.Attributes.exitCode}}' > "$scratch/events" &
 
-set +e # from here on Ctrl-C may end any command below, and the loop goes on until the nodes have ended
-# A node's last end, but one below 128 says more than whatever its next start came to
+set +e # Ctrl-C may end any command below; the loop goes on until the nodes have ended
+# The code of a node's last end. A code below 128 stays, though: a start after it says less
 code_of() { awk -v id="${id[$1]}" '$1 == id && !(code > 0 && code < 128) {code = $2} END {print code}' "$scratch/events"; }
 
-# A look that fails says nothing of the nodes, unless they were removed
+# The engine may fail to answer once, which says nothing of the nodes. It never answers for nodes that were removed
 alive() {
   local states tries
   for ((tries = 0; tries < 20; tries++)); do
@@ -66,36 +86,39 @@ alive() {
   done
   gone
 }
-gone() { fail "the engine knows nothing of the nodes any more: were they removed?"; }
+gone() { fail "the engine does not know the nodes any more: were they removed?"; }
 
 while alive; do
   for node in "${nodes[@]}"; do
     code=$(code_of "$node")
-    # Nothing is gained by trying again, and the engine would
+    # A restart cannot help, and the engine would try one
     if ((code > 0 && code < 128)); then
       stop "$node ended with $code, which no restart mends: ending the others"
-    # With that very code: the events may lag behind a start that has ended well meanwhile
+    # Compared with the engine's own code: the events may be late, and a later start may have ended well
     elif ((code > 0)) && [[ $(docker inspect -f '{{.State.Status}} {{.State.ExitCode}}' "${id[$node]}") == "exited $code" ]]; then
       stop "$node ended with $code and is not started again: ending the others"
     fi
   done
   sleep 0.5
 done
-# The last lines are still on their way. Nobody tells their end where all nodes had ended before they were followed
+# The last lines are still on their way. Compose follows for ever where all nodes had ended before it began: 5 s at most
 for ((tries = 0; tries < 25; tries++)); do
   kill -0 "$logs" 2> /dev/null || break
   sleep 0.2
 done
 
-worst=0
+codes=()
 for node in "${nodes[@]}"; do
   code=$(code_of "$node")
-  # The last event may still be on its way; the engine itself knows how the last start ended
+  # The last event may still be on its way; the engine knows how the last start ended
   if last=$(docker inspect -f '{{.State.ExitCode}}' "${id[$node]}" 2> /dev/null) && ! ((code > 0 && code < 128)); then code=$last; fi
   [[ -n $code ]] || gone
   more=$(docker inspect -f '{{if .State.OOMKilled}}, out of memory{{end}}, {{.RestartCount}} restarts' "${id[$node]}" 2> /dev/null)
-  echo "up: $node ended with $code$more"
-  # A mistake or a fault, below 128, is why the other nodes lost that one; 143 is what those have that were stopped then
-  if ((code > 0 && (worst == 0 || worst == 143 || code < 128))); then worst=$code; fi
+  say "$node ended with $code$more"
+  codes+=("$code")
 done
-exit "$worst"
+[[ ${codes[*]} =~ [1-9] ]] || exit 0
+# Which code counts is the program's rule, asked inside its image: this machine may have no Python
+image=$(docker inspect -f '{{.Image}}' "${id[node0]}")
+exit "$(setsid docker run --rm --network none --entrypoint python3 "$image" -m train.errors \
+  --rest-stopped ${interrupted:+--stopped} "${codes[@]}" || echo 1)"

@@ -42,9 +42,9 @@ def why_not() -> str:
     """Why container tests can't run here, and the command that mends it; "" where they can."""
     probe = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False) if _has_docker() else None
     if probe is None or probe.returncode != 0:
-        return "no container engine with Compose v2 here: docker/setup.sh installs one"
+        return "no container engine with Compose v2 here: docker/host/setup.sh installs one"
     if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode != 0:
-        return "the container engine does not answer: docker/setup.sh starts it or says why"
+        return "the container engine does not answer: docker/host/setup.sh starts it or says why"
     if os.geteuid() != 0:
         return "killing a container's processes from outside takes root: run the tests with sudo"
     return ""
@@ -71,6 +71,10 @@ class Project:
         self.folder, self.runs = folder, folder / "runs"
         self.env = {"RUNS": str(self.runs), "RESTARTS": "50", **env}
         self.files = ["-f", str(ROOT / "compose.yaml")]
+
+    def add(self, name: str) -> None:
+        """Use this file of docker/ too, such as compose.nodes.yaml."""
+        self.files += ["-f", str(ROOT / "docker" / name)]
 
     def override(self, text: str) -> None:
         """Add a compose file of this text on top."""

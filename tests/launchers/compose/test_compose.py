@@ -51,6 +51,7 @@ def test_two_nodes_train_to_the_weights_that_torchrun_comes_to(nodes: Project, b
 
 
 def test_more_nodes_train_as_one_group(nodes: Project) -> None:
+    nodes.add("compose.nodes.yaml")
     nodes.up(ARGS=f"{JOB} --batch-size 66", NNODES="3", COMPOSE_PROFILES="3")
     assert nodes.codes("node0", "node1", "node2") == [0, 0, 0], nodes.logs()
     assert nodes.result("job")["hosts"] == ["node0", "node1", "node2"]
@@ -117,7 +118,8 @@ def test_a_dockerfile_of_three_lines_builds_on_the_image(nodes: Project, tmp_pat
 def test_the_board_shows_a_run_on_loopback_alone(nodes: Project) -> None:
     nodes.up()
     assert nodes.codes() == [0, 0], nodes.logs()
-    nodes.compose("--profile", "board", "up", "-d", "--no-build", "board", BOARD_PORT="0")
+    nodes.add("compose.board.yaml")
+    nodes.up("board", BOARD_PORT="0")
     port = nodes.compose("port", "board", "6006", BOARD_PORT="0").strip()
     assert port.startswith("127.0.0.1:")
 

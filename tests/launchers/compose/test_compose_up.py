@@ -37,8 +37,12 @@ def stub(tmp_path_factory: pytest.TempPathFactory, image: str) -> Iterator[str]:
     context = tmp_path_factory.mktemp("stub")
     (context / "node.sh").write_text(NODE)
     shutil.copy(ROOT / "docker" / "prepare.sh", context)
+    (context / "train").mkdir()
+    shutil.copy(ROOT / "train" / "errors.py", context / "train")  # up.sh asks it which code counts
     base = (ROOT / ".env").read_text().partition("BASE_IMAGE=")[2].splitlines() or ["python:3.11-slim-bookworm"]
-    (context / "Dockerfile").write_text(f"FROM {base[0]}\nWORKDIR /app\nCOPY node.sh prepare.sh ./\n")
+    (context / "Dockerfile").write_text(
+        f"FROM {base[0]}\nWORKDIR /app\nCOPY node.sh prepare.sh ./\nCOPY train ./train\n"
+    )
     name = f"rankup-test-stub:{secrets.token_hex(4)}"
     docker("build", "-q", "-t", name, context, DOCKER_BUILDKIT="1")
     yield name
@@ -84,9 +88,12 @@ class Clone:
     def starts(self, node: int) -> int:
         return int((self.folder / "runs" / str(node)).read_text())
 
+    def environment(self, node: int) -> str:
+        return docker("inspect", "-f", "{{.Config.Env}}", f"{self.project}-node{node}-1")
+
     def remove(self) -> None:
         words = ["compose", "--project-directory", self.folder, "-p", self.project, "-f", self.folder / "compose.yaml"]
-        docker(*words, "--profile", "*", "down", "--volumes", "--timeout", "0", check=False)
+        docker(*words, "down", "--volumes", "--remove-orphans", "--timeout", "0", check=False)
 
 
 @pytest.fixture
@@ -99,7 +106,13 @@ def clone(tmp_path: Path, stub: str) -> Iterator[Clone]:
 def test_up_ends_with_0_when_all_nodes_do(clone: Clone) -> None:
     code, said = clone.up("0:8:0 1:0:0")  # long enough to be followed
     assert (code, "up: node0 ended with 0" in said, "up: node1 ended with 0" in said) == (0, True, True), said
-    assert "node0 leaves with 0" in said
+    assert "node0 leaves with 0" in said.splitlines()
+
+
+def test_up_writes_no_control_characters_where_nobody_watches(clone: Clone) -> None:
+    _, said = clone.up("0:8:0 1:8:0")
+    assert "leaves with 0" in said
+    assert [line for line in said.splitlines() if not line.isprintable()] == []
 
 
 @pytest.mark.parametrize(
@@ -109,6 +122,7 @@ def test_up_ends_with_0_when_all_nodes_do(clone: Clone) -> None:
         ("0:1:3 1:900:0", 3),
         ("0:3:5 1:0:0", 5),  # node1 succeeds first: compose itself would report that, and stop node0
         ("0:2:171 1:1:2", 2),  # the mistake outranks the loss of a peer
+        ("0:3:1 1:0:137", 1),  # and the kill, which a restart might have helped against
     ],
 )
 def test_up_ends_with_the_code_of_the_node_that_failed(clone: Clone, nodes: str, code: int) -> None:
@@ -191,10 +205,30 @@ def test_up_starts_as_many_nodes_as_asked_for_and_plain_compose_then_too(clone: 
     assert "node2 ended with 0" in said
     settings = (clone.folder / ".env").read_text()
     assert settings.startswith("# mine\nNNODES=3\nMINE=kept\n")
-    words = ["compose", "--project-directory", clone.folder, "-f", clone.folder / "compose.yaml", "config", "--services"]
+    words = ["compose", "--project-directory", clone.folder, "config", "--services"]
     assert "node2" in docker(*words, IMAGE=clone.image)
     assert "node3" not in docker(*words, IMAGE=clone.image)
     assert "node3" in docker(*words, IMAGE=clone.image, NNODES="4")
+
+
+def test_up_keeps_to_the_users_own_compose_files_and_names_the_nodes_that_they_leave_out(clone: Clone) -> None:
+    mine = "services: {{node0: {{environment: {{MINE: {0}}}}}, node1: {{environment: {{MINE: {0}}}}}}}\n"
+    (clone.folder / "compose.override.yaml").write_text(mine.format("by-override"))
+    (clone.folder / "mine.yaml").write_text(mine.format("by-name"))
+    code, said = clone.up("0:0:0 1:0:0 2:0:0", NNODES="3")
+    assert code == 0, said
+    assert "compose.override.yaml changes node1 and not node2" in said
+    assert "MINE=by-override" in clone.environment(1)
+    assert "MINE" not in clone.environment(2)
+    # What compose reads by itself has changed since: .env must not keep it
+    (clone.folder / "compose.override.yaml").unlink()
+    code, said = clone.up("0:0:0 1:0:0")
+    assert (code, "changes node1" in said) == (0, False), said
+    assert "MINE" not in clone.environment(1)
+    code, said = clone.up("0:0:0 1:0:0 2:0:0", NNODES="3", COMPOSE_FILE="compose.yaml:mine.yaml")
+    assert (code, "mine.yaml changes node1 and not node2" in said) == (0, True), said
+    assert "MINE=by-name" in clone.environment(1)
+    assert "mine.yaml" not in (clone.folder / ".env").read_text()
 
 
 def test_up_refuses_a_number_of_nodes_that_compose_does_not_have(clone: Clone) -> None:

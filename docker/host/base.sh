@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Prints the base image to build on: one that is here, one from a registry, or, where none answers, one made from a mirror.
-# Run: docker/base.sh      (what it makes is this machine's own Debian or Ubuntu release, from its own mirror; that takes root)
+# Run: docker/host/base.sh      (what it makes is this machine's own Debian or Ubuntu release, from its own mirror; that takes root)
 # Edit: nothing; BASE_IMAGE in the environment or in .env names another.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-. docker/settings.sh
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+. docker/host/settings.sh
 
 say() { echo "base: $*" >&2; }
 fail() { printf 'base: %s\n' "$@" >&2; exit 2; }

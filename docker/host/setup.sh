@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sees to a container engine, Compose v2 and buildx: finds them, or installs them from Debian's or Ubuntu's packages.
-# Run: docker/setup.sh      (root on Debian or Ubuntu installs; anybody else gets the commands to run, and exit code 2)
+# Run: docker/host/setup.sh      (root on Debian or Ubuntu installs; anybody else gets the commands to run, and exit code 2)
 # Edit: nothing.
 set -euo pipefail
 

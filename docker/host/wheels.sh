@@ -3,8 +3,8 @@
 # Run: make wheels      (about 3 GB; `make up` does it where a build inside a container can't reach the index)
 # Edit: nothing; TORCH_INDEX as for the image.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-. docker/settings.sh
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+. docker/host/settings.sh
 
 fail() { printf 'wheels: %s\n' "$@" >&2; exit 2; }
 find_pip() {
@@ -18,11 +18,11 @@ find_pip() {
   return 1
 }
 
-base=$(docker/base.sh)
+base=$(docker/host/base.sh)
 index=$(setting TORCH_INDEX)
 # The wheels have to fit the image's Python, whichever this machine has
 version=$(docker run --rm --network none --entrypoint python3 "$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-wanted=$(docker/dependencies.sh | cat - docker/requirements.lock <(echo "$version $index") | sha256sum)
+wanted=$(cat docker/requirements.lock docker/requirements-cuda.lock <(echo "$version $index") | sha256sum)
 cd docker/wheels
 if [[ $wanted == "$(cat .wanted 2> /dev/null)" ]]; then
   echo "wheels: docker/wheels is up to date ($(du -sh . | cut -f1))"
@@ -36,8 +36,7 @@ if ! python=$(find_pip); then
 fi
 echo "wheels: downloading for Python $version with $($python -m pip --version | cut -d' ' -f1,2) of $python"
 rm -f ./*.whl .wanted
-mapfile -t names < <(../dependencies.sh)
-"$python" -m pip download -qq --constraint ../requirements.lock --only-binary :all: --python-version "$version" \
-  ${index:+--extra-index-url "$index"} "${names[@]}"
+"$python" -m pip download -qq --requirement ../requirements.lock --only-binary :all: --python-version "$version" \
+  ${index:+--extra-index-url "$index"}
 echo "$wanted" > .wanted
 echo "wheels: $(find . -name '*.whl' | wc -l) files, $(du -sh . | cut -f1)"

@@ -3,7 +3,7 @@
 # Run: make push REPOSITORY=registry.example.org/me/rankup      (after docker login, where the registry asks for it)
 # Edit: nothing.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 [[ -n ${REPOSITORY:-} ]] || { echo "push: REPOSITORY must name where to, such as registry.example.org/me/rankup" >&2; exit 2; }
 image=$(docker compose config --images | sed -n 1p)

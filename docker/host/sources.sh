@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Fills docker/horovod for the image's target of that name: wheels that make horovod has built here, and the sources.
-# Run: nothing, docker/image.sh does (docker/sources.sh offline: the sources too, for a build that reaches no index)
+# Run: nothing, docker/image.sh does (docker/host/sources.sh offline: the sources too, for a build that reaches no index)
 # Edit: nothing.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/horovod"
+cd "$(dirname "${BASH_SOURCE[0]}")/../horovod"
 for built in "${RANKUP_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rankup}"/horovod-*/; do
   if [[ -d $built ]]; then cp -r "$built" .; fi
 done

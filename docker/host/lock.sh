@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Writes docker/requirements*.lock anew: the newest versions that pyproject.toml allows, torch and torchvision as they are.
+# Run: make lock PYTHON=python3.11      (the oldest Python that is supported: what runs there runs on newer ones)
+# Edit: nothing here; to raise torch and torchvision, edit their two lines in docker/requirements.lock first.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+cuda='^(nvidia|cuda|triton)' # what only a torch with CUDA pulls in has a list of its own
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+write() { # LOCK: its comments and options stay, its versions are those on stdin
+  { grep -E '^(#|--)' "$1"; cat; } > "$scratch/new"
+  cp "$scratch/new" "$1"
+}
+
+"${1:-python3}" -m venv "$scratch/venv"
+pip=$scratch/venv/bin/pip
+grep -E '^torch(vision)?==' docker/requirements.lock > "$scratch/pinned"
+: > "$scratch/listed"
+# The runtime first: an extra may not change its versions, and lists only what it adds
+for extra in "" test text horovod; do
+  "$pip" install --quiet --editable ".${extra:+[$extra]}" --constraint "$scratch/pinned"
+  "$pip" freeze --all --exclude-editable --exclude pip --exclude wheel > "$scratch/pinned"
+  if [[ -z $extra ]]; then grep -E "$cuda" "$scratch/pinned" | write docker/requirements-cuda.lock; fi
+  grep -vxFf "$scratch/listed" "$scratch/pinned" | grep -vE "$cuda" | write "docker/requirements${extra:+-$extra}.lock"
+  cp "$scratch/pinned" "$scratch/listed"
+done
