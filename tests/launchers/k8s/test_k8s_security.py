@@ -57,7 +57,7 @@ def test_k8s_manifests_have_no_known_mistake(what: str) -> None:
     assert mistakes(rendered(what)) == []
 
 
-POD = (2, "spec", "pytorchReplicaSpecs", "Master", "template", "spec")
+POD = (0, "spec", "pytorchReplicaSpecs", "Master", "template", "spec")
 CONTAINER = (*POD, "containers", 0)
 PROBE = {"exec": {"command": ["true"]}}
 
@@ -78,16 +78,16 @@ PROBE = {"exec": {"command": ["true"]}}
         (change(*POD, "volumes", 0, value={"name": "tmp", "configMap": {"name": "code"}}), "no ConfigMap code"),
         (change(*POD, "terminationGracePeriodSeconds", value=0), "30 s to save in"),
         (change(*POD[:-1], "metadata", "labels", value={}), "rankup-master-0: no label app.kubernetes.io/name"),
-        (change(2, "metadata", "labels", value={}), "PyTorchJob rankup: no label app.kubernetes.io/name"),
-        (change(2, "metadata", "namespace", value="default"), "a namespace"),
-        (change(1, "spec", "podSelector", "matchLabels", value={"app": "other"}), "selects none of the pods"),
-        (lambda objects: objects[2]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0].pop(
+        (change(0, "metadata", "labels", value={}), "PyTorchJob rankup: no label app.kubernetes.io/name"),
+        (change(0, "metadata", "namespace", value="default"), "a namespace"),
+        (change(2, "spec", "podSelector", "matchLabels", value={"app": "other"}), "selects none of the pods"),
+        (lambda objects: objects[0]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0].pop(
             "imagePullPolicy"), "imagePullPolicy is left to the tag"),
     ],
 )
 def test_k8s_mistakes_that_schemas_let_pass_are_found(mutate: Callable[[Any], None], said: str) -> None:
     documents = copy.deepcopy(rendered("pytorchjob.yaml"))
-    assert [each["kind"] for each in documents] == ["PersistentVolumeClaim", "NetworkPolicy", "PyTorchJob"]
+    assert [each["kind"] for each in documents] == ["PyTorchJob", "PersistentVolumeClaim", "NetworkPolicy"]
     mutate(documents)
     assert any(said in each for each in mistakes(documents)), mistakes(documents)
 
