@@ -1,5 +1,5 @@
-"""What Kubernetes makes of a job: the operator's rules for a PyTorchJob, as recorded from v1.9.3, Trainer's for a TrainJob, and
-an Indexed Job's. Only as far as a container sees them."""
+"""The pods that Kubernetes makes of a job, as far as a container sees them: by the rules of the training operator for a
+PyTorchJob (recorded from v1.9.3), of Trainer for a TrainJob, and of an Indexed Job."""
 
 import copy
 import re
@@ -32,10 +32,10 @@ def _operator_pod(job: Object, kind: str, index: int) -> Object:
     if kind == "Master" or ("Master" not in replicas and index == 0):
         labels[f"{GROUP}/job-role"] = "master"
     for container in spec["containers"]:
-        if container["name"] == "pytorch" and not any(port.get("name") == PORT_NAME for port in container.get("ports", [])):
-            container["ports"] = [*container.get("ports", []), {"name": PORT_NAME, "containerPort": PORT}]
-        for port in container.get("ports", []):
-            port.setdefault("protocol", "TCP")
+        ports = container.get("ports", [])
+        if not any(port.get("name") == PORT_NAME for port in ports):
+            ports = [*ports, {"name": PORT_NAME, "containerPort": PORT}]
+        container["ports"] = [{"protocol": "TCP", **port} for port in ports]
         container["env"] = [*container.get("env", []), *_operator_env(job, kind, index)]
     if kind == "Worker" and "Master" in replicas:
         spec["initContainers"] = [*spec.get("initContainers", []), _init_container(f"{name}-master-0")]
@@ -66,7 +66,7 @@ def _operator_env(job: Object, kind: str, index: int) -> list[Object]:
         workers = replicas["Worker"].get("replicas", 1)
         least, most = elastic.get("minReplicas", workers), elastic.get("maxReplicas", workers)
         port = elastic.get("rdzvPort", _port(replicas["Worker"]))
-        env += [("PET_RDZV_ENDPOINT", f"{elastic.get('rdzvHost', f'{name}-worker-0')}:{port}")]
+        env += [("PET_RDZV_ENDPOINT", f"{name}-worker-0:{port}")]
         env += [("PET_RDZV_BACKEND", elastic.get("rdzvBackend", "c10d")), ("PET_NNODES", f"{least}:{most}")]
         env += [("PET_NPROC_PER_NODE", str(old_nproc))] if old_nproc is not None else []
         env += [("PET_MAX_RESTARTS", str(elastic["maxRestarts"]))] if "maxRestarts" in elastic else []
@@ -78,11 +78,9 @@ def _operator_env(job: Object, kind: str, index: int) -> list[Object]:
 
 
 def _port(replica: Object) -> int:
-    for container in replica["template"]["spec"]["containers"]:
-        for port in container.get("ports", []):
-            if (container["name"], port.get("name")) == ("pytorch", PORT_NAME):
-                return int(port["containerPort"])
-    return PORT
+    (container,) = replica["template"]["spec"]["containers"]
+    ports = [port["containerPort"] for port in container.get("ports", []) if port.get("name") == PORT_NAME]
+    return int(ports[0]) if ports else PORT
 
 
 def _init_container(master: str) -> Object:
@@ -97,7 +95,7 @@ def _init_container(master: str) -> Object:
 
 
 def job_pods(job: Object) -> list[Object]:
-    """The pods of an Indexed Job: JOB_COMPLETION_INDEX, and the same as a label; a host name each."""
+    """The pods of an Indexed Job. Each has its index in JOB_COMPLETION_INDEX and in a label."""
     name, found = job["metadata"]["name"], []
     for index in range(job["spec"]["completions"]):
         template = copy.deepcopy(job["spec"]["template"])
@@ -123,13 +121,14 @@ def trainer_pods(job: Object, runtime: Object) -> list[Object]:
         }
         pod["spec"]["subdomain"] = name
         for container in pod["spec"]["containers"]:
-            assert not {each["name"] for each in container["env"]} & set(values), "Trainer refuses its own names in a user's env"
+            own = {each["name"] for each in container["env"]}
+            assert not own & set(values), "Trainer refuses its own names in a user's env"
             container["env"] += [{"name": key, "value": str(value)} for key, value in values.items()]
     return pods
 
 
 def pods_of(documents: list[Object]) -> list[Object]:
-    """All pods that a set of objects leads to."""
+    """All pods that Kubernetes makes of these objects."""
     found: list[Object] = []
     for document in documents:
         if document["kind"] == "PyTorchJob":
@@ -160,19 +159,19 @@ def environment(pod: Object) -> dict[str, str]:
 
 
 def command_line(pod: Object) -> list[str]:
-    """Command and arguments of a pod's only container, with $(NAME) replaced as the kubelet does: what is unknown stays."""
+    """Command and arguments of a pod's only container, with $(NAME) replaced as the kubelet does: an unknown name stays."""
     (container,) = pod["spec"]["containers"]
     values = environment(pod)
     return [re.sub(r"\$\((\w+)\)", lambda name: values.get(name[1], name[0]), word)
             for word in [*container.get("command", []), *container.get("args", [])]]
 
 
-OWNERS = ("PyTorchJob", "Job", "TrainingRuntime")  # whose rules decide what becomes of a pod that has ended
+OWNERS = ("PyTorchJob", "Job", "TrainingRuntime")  # their rules decide what follows the end of a pod
 
 
 def verdict(owner: Object, code: int, *, disrupted: bool = False) -> str:
-    """What the end of a pod comes to. done; fails: the job; new: another pod; counted: another pod, or its container again, of
-    which there are as many as backoffLimit. `disrupted`: by preemption, eviction or a drain."""
+    """What follows when a pod ends with `code`. done: nothing; fails: the job fails; new: another pod; counted: another pod,
+    or its container again, at most backoffLimit times. `disrupted`: by preemption, eviction or a drain."""
     if owner["kind"] == "PyTorchJob":
         (policy,) = {each["restartPolicy"] for each in owner["spec"]["pytorchReplicaSpecs"].values()}
         if code == 0:
