@@ -3,11 +3,10 @@
 import csv
 import io
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from train.data.random_numbers import derive_seed, seed_everything
 from train.errors import Stopped, UserError
 from train.group.group import Group, join
 from train.parallel import wrap
+from train.process.atomic_file import staged, write_atomically
 from train.process.env import Launch
 from train.process.log import Log
 from train.process.status import new_attempt
@@ -42,14 +42,9 @@ def export_command(path: str, output: Path, *, run_dir: Path, log: Log) -> None:
     state = found.as_plain().model
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    staging = output.with_name(f".{output.name}-{os.getpid()}")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        staging.write_bytes(buffer.getbuffer())
-        os.replace(staging, output)
+        write_atomically(output, buffer.getvalue())
     except OSError as error:
-        with suppress(OSError):
-            staging.unlink()
         raise UserError(f"--output must be a file that can be written, got {output}: {error.strerror}.") from None
     size = f"{len(state)} tensors, {len(buffer.getbuffer()) / 1e6:.1f} MB"
     log.info(f"{output}: the weights of step {found.step}, {size}, digest {weights.digest(state)[:16]}")
@@ -140,10 +135,8 @@ def _predicted(settings: Config, group: Group, workload: Workload, samples: Samp
 
 def _write(path: Path, rows: list[tuple[str, str, float]]) -> None:
     """The whole file or none. Raises UserError where it can't be written."""
-    staging = path.with_name(f".{path.name}-{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with staging.open("w", encoding="utf-8", newline="") as file:
+        with staged(path) as staging, staging.open("w", encoding="utf-8", newline="") as file:
             if path.suffix == ".csv":
                 writer = csv.writer(file, lineterminator="\n")
                 writer.writerow(("input", "label", "probability"))
@@ -152,10 +145,7 @@ def _write(path: Path, rows: list[tuple[str, str, float]]) -> None:
                 for name, label, probability in rows:
                     line = {"input": name, "label": label, "probability": round(probability, 6)}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        os.replace(staging, path)
     except OSError as error:
-        with suppress(OSError):
-            staging.unlink()
         raise UserError(f"--output must be a file that can be written, got {path}: {error.strerror}.") from None
 
 

@@ -28,15 +28,15 @@ def report(rank: int, state: Callable[[], dict[str, Any]], ended: threading.Even
     folder = os.environ.get("RANKUP_HEALTH_DIR")
     if not folder:
         return
+    # Not at the top: the health check runs this file by itself, without the package
+    from train.process.atomic_file import write_atomically
+
     path = Path(folder) / f"rank-{rank}.json"
-    staging = path.with_suffix(".new")
 
     def write() -> None:
         while True:
             with contextlib.suppress(OSError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                staging.write_text(json.dumps({"pid": os.getpid(), "written_s": time.monotonic(), **state()}))
-                staging.replace(path)
+                write_atomically(path, json.dumps({"pid": os.getpid(), "written_s": time.monotonic(), **state()}))
             if ended.wait(REPORT_S):
                 break
 

@@ -8,7 +8,6 @@ answers for somebody else, and is read again until rank 0 has written its own.
 
 import contextlib
 import json
-import os
 import re
 import urllib.parse
 import urllib.request
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train.errors import LaunchError
+from train.process.atomic_file import write_atomically
 
 # Where a file is given there is no address to check; the port is never opened
 PLACEHOLDERS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -83,11 +83,9 @@ def look(path: Path) -> Endpoint | None:
 
 def leave(path: Path, notice: Endpoint) -> None:
     """Write the notice; a reader sees the old file or the whole new one. Raises LaunchError where it can't be written."""
-    staging = path.with_name(f"{path.name}.{notice.token}")
     told = {"token": notice.token, "host": notice.host, "addresses": notice.addresses, "port": notice.port}
     try:
-        staging.write_text(json.dumps({"rankup": told}) + "\n", encoding="utf-8")
-        os.replace(staging, path)
+        write_atomically(path, json.dumps({"rankup": told}) + "\n")
     except OSError as error:
         raise LaunchError(f"--init-method: {path} must be writable for rank 0, got {error.strerror}.") from None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from train import errors
+from train.process.atomic_file import write_atomically
 
 UNDECIDED = "undecided"  # the state of a rank that looks for whom it lost
 VICTIM_LATER_S = 3
@@ -60,11 +61,8 @@ def job_of(attempt: str) -> str:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write `data` so that a reader sees the old file or the new one, never half (rename within one directory)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
-    staging.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    os.replace(staging, path)
+    """Write `data` so that a reader sees the old file or the new one, never half. Makes the folder. Raises OSError."""
+    write_atomically(path, json.dumps(data, indent=2) + "\n")
 
 
 def read_json(path: Path) -> Any:

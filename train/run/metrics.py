@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from train.errors import disk_error
+from train.process.atomic_file import write_atomically
 
 
 class Metrics:
@@ -127,6 +127,4 @@ def keep_until(path: Path, step: int, evaluated: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
-    staging = path.with_suffix(".new")
-    staging.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(staging, path)
+    write_atomically(path, "".join(line + "\n" for line in kept))

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from train.config import Config
 from train.errors import ConfigError, disk_error
 from train.group.group import Group
+from train.process.atomic_file import staged
 
 FOLDER = "profile"
 # As gloo, nccl and torch's own layer above them name what they do
@@ -57,12 +58,10 @@ class Profiler:
         running.stop()
         folder = self.group.run_dir / FOLDER
         path = folder / f"rank-{self.group.rank}.pt.trace.json"  # the ending that TensorBoard looks for
-        staging = path.with_name(f".{path.name}")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            running.export_chrome_trace(str(staging))
-            self.shares = shares_of(json.loads(staging.read_bytes())["traceEvents"])
-            os.replace(staging, path)
+            with staged(path) as staging:
+                running.export_chrome_trace(str(staging))
+                self.shares = shares_of(json.loads(staging.read_bytes())["traceEvents"])
         except (OSError, ValueError) as error:  # a trace that was cut off
             failure = error if isinstance(error, OSError) else OSError(0, "it was cut off: no space left?")
             raise disk_error("profile", folder, failure) from None
