@@ -45,7 +45,7 @@ engine: $(READY) ## pytest on a real container engine: builds the image, starts 
 soak: $(READY) ## The tests with random faults, a hundred runs of each (hours)
 	RANKUP_RUNS=100 $(RUN)python -m pytest --timeout 0 $(or $(ARGS),$(shell grep -rl RANKUP_RUNS tests --include="test_*.py"))
 
-compare: $(READY) ## Every way to train, side by side (ARGS: settings, --ways none,ddp)
+compare: $(READY) ## Methods and launchers side by side (ARGS: settings, --only none,ddp)
 	$(RUN)python -m train.main compare $(ARGS)
 
 doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Is this machine fit to train? (ARGS: settings)

@@ -220,16 +220,15 @@ def _export(parsed: Parsed, run_dir: Path, launch: env.Launch, log: Log) -> int:
 
 
 def _compare(parsed: Parsed, config: Config, launch: env.Launch, stop: StopRequest, log: Log) -> int:
-    from train.commands.compare import compare
+    from train.commands.compare import CompareOptions, compare
 
     if launch.distributed:
         raise LaunchError(f"compare must be started by hand, once, got RANK and WORLD_SIZE from {launch.launcher}.")
     extra = parsed.extra
     words = [word for word in _arguments(parsed)[1:] if not word.startswith(("--fresh", "--name=", "--run_dir=", "--run-dir="))]
-    compare(
-        config, words, Path(config.run_dir) / (config.name or "compare"), ways=extra["ways"], nproc=extra["processes"],
-        repeats=extra["repeats"], log=log, stop=stop,
-    )
+    directory = Path(config.run_dir) / (config.name or "compare")
+    options = CompareOptions(extra["only"], extra["processes"], extra["repeats"])
+    compare(config, options, words=words, directory=directory, log=log, stop=stop)
     return FINISHED
 
 

@@ -92,10 +92,10 @@ def measure_checkpoint(model_name: str, repeats: int, directory: Path) -> dict[s
 def conditions() -> dict[str, Any]:
     import torch
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    from train.commands.machine import cpu_model
+
     return {
-        "cpu": cpu, "cpus": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version(),
+        "cpu": cpu_model(), "cpus": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version(),
         "date": datetime.date.today().isoformat(), "load_average": os.getloadavg()[0],
     }
 

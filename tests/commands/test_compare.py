@@ -11,30 +11,34 @@ from PIL import Image
 
 from tests.rigs.fork_server import Forks
 from train.commands.chart import bar_chart
-from train.commands.compare import WAYS, _missing, summed, table
+from train.commands.compare import VARIANTS, _find_obstacle
+from train.commands.compare_report import format_comparison, sum_up
 from train.main import main
 
+WITHOUT_GPUS = "tests.commands.test_compare:without_gpus"
 LINE = ("compare", "--dataset", "digits", "--model", "mlp", "--max-steps", "4")
 
 
-def run(step_s: list[float], images: float, way: str = "ddp") -> dict[str, Any]:
-    return {"way": way, "repeat": 0, "per_s": images, "step_s": step_s, "epoch_s": 100 / images, "peak_memory_mb": 7,
-            "metrics": {"accuracy": 0.5}}
+def run(step_s: list[float], images: float, variant: str = "ddp") -> dict[str, Any]:
+    return {"variant": variant, "repeat": 0, "per_s": images, "step_s": step_s, "epoch_s": 100 / images,
+            "peak_memory_mb": 7, "metrics": {"accuracy": 0.5}}
 
 
 def test_comparison_sums_up_runs_by_their_definition() -> None:
-    runs = [run([0.1] * 10, 10), run([0.3] * 9 + [5.0], 30), run([0.2] * 10, 20), run([1.0], 40, way="none")]
-    rows = summed(runs, ["none", "ddp"])
+    runs = [run([0.1] * 10, 10), run([0.3] * 9 + [5.0], 30), run([0.2] * 10, 20), run([1.0], 40, variant="none")]
+    rows = sum_up(runs, ["none", "ddp"])
     assert (rows["ddp"]["runs"], rows["ddp"]["per_s"], rows["ddp"]["epoch_s"]) == (3, 20, 5)
     assert (rows["ddp"]["step_median_ms"], rows["ddp"]["step_p95_ms"]) == (200, 300)
     assert (rows["none"]["relative"], rows["ddp"]["relative"]) == (1, 0.5)
-    assert summed(runs, ["ddp"])["ddp"]["relative"] is None
+    assert sum_up(runs, ["ddp"])["ddp"]["relative"] is None
 
 
-def test_comparison_table_has_a_row_for_each_way_and_the_reasons() -> None:
-    ways = summed([run([0.1], 10)], ["ddp"])
-    text = table({"ways": ways, "missing": {"dp": "No GPU."}, "conditions": {"torch": "2", "commit": ""}, "unit": "texts"})
-    assert text.startswith("| way | texts/s | step, median |")
+def test_comparison_table_has_a_row_for_each_variant_and_the_reasons() -> None:
+    variants = sum_up([run([0.1], 10)], ["ddp"])
+    conditions = {"torch": "2", "commit": ""}
+    outcome = {"variants": variants, "missing": {"dp": "No GPU."}, "conditions": conditions, "unit": "texts"}
+    text = format_comparison(outcome)
+    assert text.startswith("| variant | texts/s | step, median |")
     header, rule, row, *_ = text.splitlines()
     assert header.count("|") == rule.count("|") == row.count("|")
     assert "- dp: not here. No GPU.\n- torch 2\n" in text
@@ -51,39 +55,45 @@ def test_chart_has_bars_as_long_as_their_values(tmp_path: Path) -> None:
     assert blue[0] == pytest.approx(2 * blue[1], abs=3)
 
 
+def without_gpus() -> None:
+    from train.commands import compare
+
+    compare._output_of = lambda program, *arguments: ""
+
+
 @pytest.mark.parametrize("signal", ["SIGTERM", "SIGKILL"])
 def test_comparison_runs_what_it_can_and_goes_on_where_it_was_cut_off(forks: Forks, tmp_path: Path, signal: str) -> None:
-    line = (*LINE, "--ways", "none,ddp,apex", "--repeats", "1", "--run-dir", tmp_path)
+    line = (*LINE, "--only", "none,ddp,dp", "--repeats", "1", "--run-dir", tmp_path)
     folder = tmp_path / "compare"
-    with forks.running(*line) as job:
+    with forks.running(*line, preload=WITHOUT_GPUS) as job:
         job.wait_until((folder / "compare.json").exists, "the first run", timeout_s=240)
         family = psutil.Process(job.processes[0].pid).children(recursive=True)
         job.processes[0].signal(signal)
         assert job.wait(240)[0] in (143, 0, -9), job.output
         assert psutil.wait_procs(family, timeout=60)[1] == []
     first = json.loads((folder / "compare.json").read_text())["runs"][0]
-    codes, output = forks.run(*line, timeout_s=280)
+    codes, output = forks.run(*line, timeout_s=280, preload=WITHOUT_GPUS)
     assert codes == [0], output
     outcome = json.loads((folder / "compare.json").read_text())
     assert outcome["runs"][0] == first
-    assert [run["way"] for run in outcome["runs"]] == ["none", "ddp"]
+    assert [run["variant"] for run in outcome["runs"]] == ["none", "ddp"]
     assert [run["world_size"] for run in outcome["runs"]] == [1, 2]
     assert all(len(run["step_s"]) == 3 for run in outcome["runs"])
-    assert outcome["ways"]["ddp"]["peak_memory_mb"] > 50
-    assert set(outcome["missing"]) >= {"apex"}
-    assert (folder / "compare.md").read_text() == table(outcome)
+    assert outcome["variants"]["ddp"]["peak_memory_mb"] > 50
+    assert set(outcome["missing"]) == {"dp"}
+    assert (folder / "compare.md").read_text() == format_comparison(outcome)
     assert (folder / "compare.png").exists()
     codes, output = forks.run(*line, "--lr", "0.01")
     assert codes == [2], output
     assert "holds a comparison under other conditions" in output
 
 
-@pytest.mark.parametrize("way", ["ddp-torchrun", "ddp-torch-launch", "ddp-mpirun"])
-def test_way_that_others_start_is_compared_over_texts(forks: Forks, tmp_path: Path, way: str) -> None:
-    if way == "ddp-mpirun" and shutil.which("mpirun") is None:
+@pytest.mark.parametrize("variant", ["ddp-torchrun", "ddp-torch-launch", "ddp-mpirun"])
+def test_variant_that_others_start_is_compared_over_texts(forks: Forks, tmp_path: Path, variant: str) -> None:
+    if variant == "ddp-mpirun" and shutil.which("mpirun") is None:
         pytest.skip("no mpirun here: apt install openmpi-bin")
     codes, output = forks.run(
-        "compare", "--workload", "text", "--max-steps", "3", "--ways", way, "--repeats", "1", "--run-dir", tmp_path,
+        "compare", "--workload", "text", "--max-steps", "3", "--only", variant, "--repeats", "1", "--run-dir", tmp_path,
         timeout_s=280, env={"PYTHONWARNINGS": ""},
     )
     assert codes == [0], output
@@ -91,16 +101,16 @@ def test_way_that_others_start_is_compared_over_texts(forks: Forks, tmp_path: Pa
     assert outcome["missing"] == {}
     assert [run["world_size"] for run in outcome["runs"]] == [2]
     assert outcome["unit"] == "texts"
-    assert "| way | texts/s |" in output
+    assert "| variant | texts/s |" in output
 
 
-@pytest.mark.parametrize("way", ["ddp-torchrun", "ddp-mpirun"])
-def test_way_that_others_start_ends_with_a_comparison_that_is_killed(forks: Forks, tmp_path: Path, way: str) -> None:
-    if way == "ddp-mpirun" and shutil.which("mpirun") is None:
+@pytest.mark.parametrize("variant", ["ddp-torchrun", "ddp-mpirun"])
+def test_variant_that_others_start_ends_with_a_comparison_that_is_killed(forks: Forks, tmp_path: Path, variant: str) -> None:
+    if variant == "ddp-mpirun" and shutil.which("mpirun") is None:
         pytest.skip("no mpirun here: apt install openmpi-bin")
-    line = (*LINE[:-1], "100000", "--ways", way, "--repeats", "1", "--run-dir", tmp_path)
+    line = (*LINE[:-1], "100000", "--only", variant, "--repeats", "1", "--run-dir", tmp_path)
     with forks.running(*line, env={"PYTHONWARNINGS": ""}) as job:
-        rows = tmp_path / "compare" / "runs" / f"{way}-0" / "metrics.jsonl"
+        rows = tmp_path / "compare" / "runs" / f"{variant}-0" / "metrics.jsonl"
         job.wait_until(lambda: rows.exists() and rows.stat().st_size, "steps", timeout_s=240)
         family = psutil.Process(job.processes[0].pid).children(recursive=True)
         job.processes[0].signal("SIGKILL")
@@ -111,12 +121,12 @@ def test_way_that_others_start_ends_with_a_comparison_that_is_killed(forks: Fork
 
 def test_mpirun_that_is_missing_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert _missing("mpirun") == "No mpirun of Open MPI. On Debian and Ubuntu: sudo apt install openmpi-bin"
+    assert _find_obstacle("mpirun") == "No mpirun of Open MPI. On Debian and Ubuntu: sudo apt install openmpi-bin"
 
 
-def test_way_that_fails_is_listed_with_its_reason(forks: Forks, tmp_path: Path) -> None:
+def test_variant_that_fails_is_listed_with_its_reason(forks: Forks, tmp_path: Path) -> None:
     codes, output = forks.run(
-        *LINE, "--ways", "none", "--repeats", "2", "--batch-size", "5000", "--run-dir", tmp_path, timeout_s=240
+        *LINE, "--only", "none", "--repeats", "2", "--batch-size", "5000", "--run-dir", tmp_path, timeout_s=240
     )
     assert codes == [0], output
     outcome = json.loads((tmp_path / "compare" / "compare.json").read_text())
@@ -126,7 +136,7 @@ def test_way_that_fails_is_listed_with_its_reason(forks: Forks, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(("--ways", "none,dpp"), f'--ways must be of {", ".join(WAYS)}, got "dpp".'),
+    [(("--only", "none,dpp"), f'--only must be of {", ".join(VARIANTS)}, got "dpp".'),
      (("--repeats", "0"), "--repeats must be >= 1"), (("--processes", "1"), "--processes >= 2")],
 )
 def test_comparison_of_nothing_is_refused(

@@ -205,7 +205,7 @@ def test_run_goes_on_from_horovod_to_ddp_and_back(forks: Forks, ddp: Path, tmp_p
 @needs_horovod
 @pytest.mark.timeout(500)
 def test_comparison_runs_horovod(forks: Forks, tmp_path: Path) -> None:
-    line = ("--dataset", "digits", "--model", "mlp", "--max-steps", "3", "--ways", "horovod", "--repeats", "1")
+    line = ("--dataset", "digits", "--model", "mlp", "--max-steps", "3", "--only", "horovod", "--repeats", "1")
     codes, output = forks.run("compare", *line, "--device", "cpu", "--run-dir", tmp_path, timeout_s=280)
     assert codes == [0], output
     outcome = json.loads((tmp_path / "compare" / "compare.json").read_text())
@@ -274,7 +274,7 @@ def test_horovod_that_is_not_installed_is_one_line(forks: Forks, tmp_path: Path)
 
 def test_horovod_that_is_not_installed_is_listed_by_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "horovod", None)
-    assert compare._missing("horovod") == "Horovod is not installed; make horovod builds it."
+    assert compare._find_obstacle("horovod") == "Horovod is not installed; make horovod builds it."
 
 
 def test_horovod_for_cpus_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

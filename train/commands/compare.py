@@ -1,10 +1,12 @@
-"""Every way to train, side by side: one after the other, several times, over the same work. No torch here."""
+"""Methods and launchers side by side: the same training with each, one after the other, several times. No torch here.
+
+A variant is what one row of the table shows: a method of training in parallel, a launcher, and the settings that go
+with them.
+"""
 
 import json
 import os
-import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -16,104 +18,124 @@ from typing import Any
 
 from tqdm import tqdm
 
-from train.commands.chart import bar_chart
+from train.commands.compare_report import conditions_of_machine, sum_up, write_report
 from train.config import Config
 from train.errors import ConfigError, Stopped
 from train.process.addresses import free_port
-from train.process.cpus import cpu_quota
 from train.process.log import Log
 from train.process.status import read_json, write_json
 from train.process.stop import StopRequest
 
+STEPS = 60  # of a run, where --max-steps does not say
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """Its settings; `several` processes or one; by whom they are started, `launch` or a key of STARTERS; what it `needs`, as a
-    key of `_missing`."""
+class Variant:
+    """Settings and launcher of one row. `distributed`: several processes. `needs`: a key of `_find_obstacle`."""
 
     settings: tuple[str, ...] = ()
-    several: bool = True
+    distributed: bool = True
     needs: str = ""
-    start: str = "launch"
+    launcher: str = "launch"  # or a key of LAUNCHERS
 
 
-WAYS = {
-    "none": Way(("--parallel", "none"), several=False),
-    "dp": Way(("--parallel", "dp"), several=False, needs="gpus"),
-    "ddp": Way(("--parallel", "ddp")),
-    "ddp-spawn": Way(("--parallel", "ddp", "--launcher", "spawn")),
-    "ddp-torchrun": Way(("--parallel", "ddp"), start="torchrun"),
-    "ddp-torch-launch": Way(("--parallel", "ddp"), start="torch-launch"),
-    "ddp-mpirun": Way(("--parallel", "ddp"), needs="mpirun", start="mpirun"),
-    "ddp-bf16": Way(("--parallel", "ddp", "--precision", "bf16")),
-    "ddp-compress": Way(("--parallel", "ddp", "--compress", "bf16")),
-    "ddp-powersgd": Way(("--parallel", "ddp", "--compress", "powersgd", "--powersgd-start", "2")),
-    "fsdp": Way(("--parallel", "fsdp")),
-    "apex": Way(needs="apex"),
-    "horovod": Way(("--parallel", "horovod"), needs="horovod"),
+VARIANTS = {
+    "none": Variant(("--parallel", "none"), distributed=False),
+    "dp": Variant(("--parallel", "dp"), distributed=False, needs="gpus"),
+    "ddp": Variant(("--parallel", "ddp")),
+    "ddp-spawn": Variant(("--parallel", "ddp", "--launcher", "spawn")),
+    "ddp-torchrun": Variant(("--parallel", "ddp"), launcher="torchrun"),
+    "ddp-torch-launch": Variant(("--parallel", "ddp"), launcher="torch-launch"),
+    "ddp-mpirun": Variant(("--parallel", "ddp"), needs="mpirun", launcher="mpirun"),
+    "ddp-bf16": Variant(("--parallel", "ddp", "--precision", "bf16")),
+    "ddp-compress": Variant(("--parallel", "ddp", "--compress", "bf16")),
+    "ddp-powersgd": Variant(("--parallel", "ddp", "--compress", "powersgd", "--powersgd-start", "2")),
+    "fsdp": Variant(("--parallel", "fsdp")),
+    "horovod": Variant(("--parallel", "horovod"), needs="horovod"),
 }
-# Others' programs that start the processes, before `-m train.main train`
-TORCHS = ("--nproc-per-node", "{nproc}", "--master-port", "{port}")
-STARTERS = {
-    "torchrun": (sys.executable, "-m", "torch.distributed.run", *TORCHS),
-    "torch-launch": (sys.executable, "-m", "torch.distributed.launch", *TORCHS),
-    # Each process may use all CPUs, as those of the other ways; root has to say that it means it
+# Launchers that are not ours. Each stands before `-m train.main train`
+TORCH_OPTIONS = ("--nproc-per-node", "{nproc}", "--master-port", "{port}")
+LAUNCHERS = {
+    "torchrun": (sys.executable, "-m", "torch.distributed.run", *TORCH_OPTIONS),
+    "torch-launch": (sys.executable, "-m", "torch.distributed.launch", *TORCH_OPTIONS),
+    # Each process may use all CPUs, as with the other launchers. mpirun refuses to run as root unless it is allowed to
     "mpirun": ("mpirun", "-np", "{nproc}", "--oversubscribe", "--bind-to", "none",
                *(("--allow-run-as-root",) if getattr(os, "geteuid", lambda: 1)() == 0 else ()), sys.executable),
 }
-# None of them ends when whoever started it is killed, and their processes end with them
-TIED = """import os, sys
+# These launchers survive their parent, though their ranks end with them: so tie the launcher to this process
+START_TIED = """import os, sys
 from train.process.stop import die_with_parent
 die_with_parent(int(sys.argv[1]))
 os.execvp(sys.argv[2], sys.argv[2:])"""
 
 
+@dataclass(frozen=True, slots=True)
+class CompareOptions:
+    """The options of the command, checked when they are made. `only`: names of variants with commas between, "" for all.
+    `processes`: of each variant that takes several. Raises ConfigError."""
+
+    only: str = ""
+    processes: int = 2
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1 or self.processes < 2:
+            got = f"{self.repeats} and {self.processes}"
+            raise ConfigError(f"--repeats must be >= 1 and --processes >= 2, got {got}.")
+
+
 def compare(
-    config: Config, words: list[str], directory: Path, *, ways: str, nproc: int, repeats: int, log: Log, stop: StopRequest
+    config: Config, options: CompareOptions, *, words: list[str], directory: Path, log: Log, stop: StopRequest
 ) -> dict[str, Any]:
     """Run what has not run yet, and write compare.json, compare.md and compare.png in `directory`.
 
-    `words`: the user's settings, as flags. Raises ConfigError, and Stopped where a stop was asked for.
+    `words`: the user's settings as flags, for each run. Raises ConfigError, and Stopped if a stop was requested.
     """
-    chosen = [name.strip() for name in ways.split(",")] if ways else list(WAYS)
-    if unknown := [name for name in chosen if name not in WAYS]:
-        raise ConfigError(f'--ways must be of {", ".join(WAYS)}, got "{unknown[0]}".')
-    if repeats < 1 or nproc < 2:
-        raise ConfigError(f"--repeats must be >= 1 and --processes >= 2, got {repeats} and {nproc}.")
-    steps = config.max_steps or 60
-    conditions = {"steps": steps, "nproc": nproc, "settings": words, **_conditions()}
-    earlier = read_json(directory / "compare.json")
-    if earlier is not None and (config.fresh or earlier["conditions"] != conditions):
-        if not config.fresh:
-            raise ConfigError(f"{directory} holds a comparison under other conditions. Set --fresh, or another --name.")
-        shutil.move(directory, directory.with_name(f"{directory.name}-before-{time.strftime('%Y%m%dT%H%M%S')}"))
-        earlier = None
-    directory.mkdir(parents=True, exist_ok=True)
-    runs: list[dict[str, Any]] = earlier["runs"] if earlier else []
-    # The repeats outermost, so that a machine that is busy for a while slows all ways down alike
-    todo = [(name, repeat) for repeat in range(repeats) for name in chosen]
-    reasons = {name: why for name in chosen if (why := _missing(WAYS[name].needs))}
-    for name, repeat in _shown(todo, log):
-        known = any(run["way"] == name and (run["repeat"] == repeat or "reason" in run) for run in runs)
+    chosen = _choose(options.only)
+    steps = config.max_steps or STEPS
+    conditions = {"steps": steps, "nproc": options.processes, "settings": words, **conditions_of_machine(ROOT)}
+    runs = _earlier_runs(directory, conditions, fresh=config.fresh)
+    reasons = {name: why for name in chosen if (why := _find_obstacle(VARIANTS[name].needs))}
+    # The repeats are the outer loop: a machine that is busy for a while then slows all variants down alike
+    todo = [(name, repeat) for repeat in range(options.repeats) for name in chosen]
+    runner = _Runner(config, words, directory, steps=steps, processes=options.processes, stop=stop)
+    for name, repeat in _with_progress(todo, log):
+        known = any(run["variant"] == name and (run["repeat"] == repeat or "reason" in run) for run in runs)
         if name in reasons or known:
             continue
-        runs.append({"way": name, "repeat": repeat, **_one(name, repeat, words, directory, steps, nproc, config, stop)})
+        runs.append({"variant": name, "repeat": repeat, **runner.run(name, repeat)})
         write_json(directory / "compare.json", {"conditions": conditions, "runs": runs})
-    reasons |= {run["way"]: run["reason"] for run in runs if "reason" in run}
-    rows = summed(runs, [name for name in chosen if name not in reasons])
-    unit = next((run["unit"] for run in runs if "unit" in run), "samples")
-    outcome = {"conditions": conditions, "unit": unit, "ways": rows, "missing": reasons, "runs": runs}
-    write_json(directory / "compare.json", outcome)
-    (directory / "compare.md").write_text(table(outcome), encoding="utf-8")
-    if rows:
-        title = f"{outcome['unit']}/s, {steps} steps, {repeats} runs each, {nproc} processes (none: 1)"
-        bar_chart({name: row["per_s"] for name, row in rows.items()}, title, path=directory / "compare.png")
-    log.info(f"{table(outcome)}\n{directory}/compare.json, compare.md, compare.png")
+    reasons |= {run["variant"]: run["reason"] for run in runs if "reason" in run}
+    outcome = {
+        "conditions": conditions, "unit": next((run["unit"] for run in runs if "unit" in run), "samples"),
+        "variants": sum_up(runs, [name for name in chosen if name not in reasons]), "missing": reasons, "runs": runs,
+    }
+    log.info(write_report(outcome, directory, repeats=options.repeats))
     return outcome
 
 
-def _shown(todo: list[tuple[str, int]], log: Log) -> Iterator[tuple[str, int]]:
-    """A bar over the whole on a terminal, a line for each run elsewhere."""
+def _choose(only: str) -> list[str]:
+    chosen = [name.strip() for name in only.split(",")] if only else list(VARIANTS)
+    if unknown := [name for name in chosen if name not in VARIANTS]:
+        raise ConfigError(f'--only must be of {", ".join(VARIANTS)}, got "{unknown[0]}".')
+    return chosen
+
+
+def _earlier_runs(directory: Path, conditions: dict[str, Any], *, fresh: bool) -> list[dict[str, Any]]:
+    """The runs that an earlier comparison under the same conditions has done; `fresh` puts it aside."""
+    earlier = read_json(directory / "compare.json")
+    if earlier is not None and not fresh and earlier["conditions"] != conditions:
+        raise ConfigError(f"{directory} holds a comparison under other conditions. Set --fresh, or another --name.")
+    if earlier is not None and fresh:
+        shutil.move(directory, directory.with_name(f"{directory.name}-before-{time.strftime('%Y%m%dT%H%M%S')}"))
+        earlier = None
+    directory.mkdir(parents=True, exist_ok=True)
+    return list(earlier["runs"]) if earlier else []
+
+
+def _with_progress(todo: list[tuple[str, int]], log: Log) -> Iterator[tuple[str, int]]:
+    """On a terminal a progress bar over all runs, elsewhere a line for each run."""
     bar = tqdm(todo, unit="run", disable=not sys.stderr.isatty())
     for number, (name, repeat) in enumerate(bar, 1):
         bar.set_description(name)
@@ -122,128 +144,85 @@ def _shown(todo: list[tuple[str, int]], log: Log) -> Iterator[tuple[str, int]]:
         yield name, repeat
 
 
-def _one(
-    name: str, repeat: int, words: list[str], directory: Path, steps: int, nproc: int, config: Config, stop: StopRequest
-) -> dict[str, Any]:
-    """Run one way once, in a process of its own; what it measured, or the reason why it can't run here."""
-    way = WAYS[name]
-    run = directory / "runs" / f"{name}-{repeat}"
-    own = ["--run-dir", str(run.parent), "--name", run.name, "--max-steps", str(steps), "--log-every-steps", "1", "--fresh",
-           "--evaluate-every-epochs", "1000000", "--tensorboard=false", "--progress", "none"]
-    output = directory / f"{run.name}.log"
-    command, env = _command(way, nproc)
-    command += [*words, *way.settings, *own]
-    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *filter(None, [env.get("PYTHONPATH", "")])])
-    with output.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**env, "PYTHONPATH": path})
-        while process.poll() is None:
-            if stop.requested:
-                process.terminate()
-                process.wait()
-                raise Stopped(f"{stop.signal_name}: the comparison stopped in {name}. The same command goes on from there.")
-            time.sleep(0.05)
-    if process.returncode != 0:
-        lines = [line for line in output.read_text(errors="replace").splitlines() if "error" in line.lower()]
-        why = lines[0] if lines else f"code {process.returncode}"
-        return {"reason": f"{why} (exit code {process.returncode}, {output.name})"}
-    result = read_json(run / "result.json") or {}
-    unit = next(name for name in result if name.endswith("_per_s")).removesuffix("_per_s")
-    per_s = result[f"{unit}_per_s"]
-    return {
-        "unit": unit, "per_s": per_s, "step_s": _step_times(run / "metrics.jsonl"),
-        "epoch_s": result["steps_per_epoch"] * config.batch_size / per_s,
-        "peak_memory_mb": result["peak_memory_mb"], "metrics": result["metrics"], "digest": result["digest"],
-        "world_size": result["world_size"], "hosts": result["hosts"],
-    }
+class _Runner:
+    """Runs one variant after the other, each in processes of its own."""
 
+    def __init__(
+        self, config: Config, words: list[str], directory: Path, *, steps: int, processes: int, stop: StopRequest
+    ) -> None:
+        self.config, self.words, self.directory = config, words, directory
+        self.steps, self.processes, self.stop = steps, processes, stop
 
-def _command(way: Way, nproc: int) -> tuple[list[str], dict[str, str]]:
-    """What starts it, up to the settings, and the environment: all of it ends when this process does."""
-    program = ["-m", "train.main"]
-    if way.several and way.start != "launch":
-        values = {"{nproc}": str(nproc), "{port}": str(free_port())}
-        starter = [values.get(word, word) for word in STARTERS[way.start]]
-        return [sys.executable, "-c", TIED, str(os.getpid()), *starter, *program, "train"], dict(os.environ)
-    start = ["launch", "--nproc", str(nproc), "--max-restarts", "0"] if way.several else ["train"]
-    return [sys.executable, *program, *start], {**os.environ, "RANKUP_PARENT": str(os.getpid())}
+    def run(self, name: str, repeat: int) -> dict[str, Any]:
+        """What the run measured, or {"reason": why it failed}. Raises Stopped."""
+        run = self.directory / "runs" / f"{name}-{repeat}"
+        output = self.directory / f"{run.name}.log"
+        own = ["--run-dir", str(run.parent), "--name", run.name, "--max-steps", str(self.steps), "--log-every-steps",
+               "1", "--fresh", "--evaluate-every-epochs", "1000000", "--tensorboard=false", "--progress", "none"]
+        variant = VARIANTS[name]
+        command, env = self._command(variant)
+        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH", "")])])
+        with output.open("w") as file:
+            words = [*command, *self.words, *variant.settings, *own]
+            process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=env)
+            while process.poll() is None:
+                if self.stop.requested:
+                    process.terminate()
+                    process.wait()
+                    raise Stopped(
+                        f"{self.stop.signal_name}: the comparison stopped in {name}. The same command goes on from "
+                        "there."
+                    )
+                time.sleep(0.05)
+        if process.returncode != 0:
+            lines = [line for line in output.read_text(errors="replace").splitlines() if "error" in line.lower()]
+            why = lines[0] if lines else f"code {process.returncode}"
+            return {"reason": f"{why} (exit code {process.returncode}, {output.name})"}
+        return self._measured(run)
+
+    def _command(self, variant: Variant) -> tuple[list[str], dict[str, str]]:
+        """The command up to the settings, and the environment. All of its processes end when this one does."""
+        program, env = ["-m", "train.main"], dict(os.environ)
+        if variant.distributed and variant.launcher != "launch":
+            values = {"{nproc}": str(self.processes), "{port}": str(free_port())}
+            launcher = [values.get(word, word) for word in LAUNCHERS[variant.launcher]]
+            return [sys.executable, "-c", START_TIED, str(os.getpid()), *launcher, *program, "train"], env
+        start = ["launch", "--nproc", str(self.processes), "--max-restarts", "0"] if variant.distributed else ["train"]
+        return [sys.executable, *program, *start], {**env, "RANKUP_PARENT": str(os.getpid())}
+
+    def _measured(self, run: Path) -> dict[str, Any]:
+        result = read_json(run / "result.json") or {}
+        unit = next(name for name in result if name.endswith("_per_s")).removesuffix("_per_s")
+        per_s = result[f"{unit}_per_s"]
+        return {
+            "unit": unit, "per_s": per_s, "step_s": _step_times(run / "metrics.jsonl"),
+            "epoch_s": result["steps_per_epoch"] * self.config.batch_size / per_s,
+            "peak_memory_mb": result["peak_memory_mb"], "metrics": result["metrics"], "digest": result["digest"],
+            "world_size": result["world_size"], "hosts": result["hosts"],
+        }
 
 
 def _step_times(path: Path) -> list[float]:
-    """Seconds between the ends of neighbouring steps; over a save there is no neighbour."""
+    """Seconds between the ends of neighbouring steps. Steps without a logged neighbour are left out."""
     entries = [json.loads(line) for line in path.read_text().splitlines()]
     times = {entry["step"]: entry["time"] for entry in entries if "train/loss" in entry}
     return [round(times[step] - times[step - 1], 4) for step in sorted(times) if step - 1 in times]
 
 
-def summed(runs: list[dict[str, Any]], names: list[str]) -> dict[str, dict[str, Any]]:
-    """For each way: medians over its runs; step times over the steps of all of them."""
-    found: dict[str, dict[str, Any]] = {}
-    for name in names:
-        own = [run for run in runs if run["way"] == name]
-        steps = sorted(seconds for run in own for seconds in run["step_s"]) or [0.0]
-        found[name] = {
-            "runs": len(own),
-            "per_s": statistics.median(run["per_s"] for run in own),
-            "step_median_ms": 1000 * statistics.median(steps),
-            "step_p95_ms": 1000 * steps[min(len(steps) - 1, int(0.95 * len(steps)))],
-            "epoch_s": statistics.median(run["epoch_s"] for run in own),
-            "peak_memory_mb": max(run["peak_memory_mb"] for run in own),
-            "accuracy": statistics.median(run["metrics"].get("accuracy", 0.0) for run in own),
-        }
-    alone = found.get("none", {}).get("per_s")
-    for row in found.values():
-        row["relative"] = row["per_s"] / alone if alone else None
-    return found
-
-
-def table(outcome: dict[str, Any]) -> str:
-    """Markdown: a row for each way that ran, then the conditions and those that did not."""
-    lines = [f"| way | {outcome['unit']}/s | step, median | step, p95 | an epoch | peak memory a process | accuracy | "
-             "of one process |",
-             "|---|---|---|---|---|---|---|---|"]
-    for name, row in outcome["ways"].items():
-        relative = f"{row['relative']:.2f}" if row["relative"] else ""
-        lines.append(
-            f"| {name} | {row['per_s']:,.0f} | {row['step_median_ms']:.1f} ms | {row['step_p95_ms']:.1f} ms | "
-            f"{row['epoch_s']:.1f} s | {row['peak_memory_mb']:,.0f} MB | {row['accuracy']:.4f} | {relative} |"
-        )
-    lines += ["", *(f"- {name}: not here. {why}" for name, why in outcome["missing"].items())]
-    shown = {name: value for name, value in outcome["conditions"].items() if value not in ("", [])}
-    return "\n".join([*lines, f"- {'; '.join(f'{name} {value}' for name, value in shown.items())}", ""])
-
-
-def _missing(need: str) -> str:
-    """Why a way can't run on this machine, "" where it can."""
+def _find_obstacle(need: str) -> str:
+    """Why a variant that needs this can't run on this machine; "" if it can."""
     if need == "gpus":
-        found = shutil.which("nvidia-smi")
-        listed = subprocess.run([found, "-L"], capture_output=True, text=True).stdout if found else ""
-        count = len(listed.splitlines())
+        count = len(_output_of("nvidia-smi", "-L").splitlines())
         return "" if count > 1 else f"DataParallel divides a batch over two GPUs or more, here are {count}."
     if need == "mpirun":
-        found = shutil.which("mpirun")
-        told = subprocess.run([found, "--version"], capture_output=True, text=True).stdout if found else ""
-        return "" if "Open MPI" in told else "No mpirun of Open MPI. On Debian and Ubuntu: sudo apt install openmpi-bin"
+        found = "Open MPI" in _output_of("mpirun", "--version")
+        return "" if found else "No mpirun of Open MPI. On Debian and Ubuntu: sudo apt install openmpi-bin"
     if need == "horovod" and find_spec("horovod") is None:
         return "Horovod is not installed; make horovod builds it."
-    return "Apex removed its mixed precision in 2025; precision bf16 and fp16 stand in its place." if need == "apex" else ""
+    return ""
 
 
-def _conditions() -> dict[str, Any]:
-    """Hardware and versions."""
-    from importlib.metadata import version
-
-    here = Path(__file__).resolve().parents[2]
-    commit = ""
-    if shutil.which("git"):
-        asked = ["git", "-c", "safe.directory=*", "rev-parse", "HEAD"]
-        commit = subprocess.run(asked, cwd=here, capture_output=True, text=True).stdout.strip()[:9]
-    model = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
-    return {
-        "cpu": model[0] if model else platform.processor(), "cpus": cpu_quota(), "torch": version("torch"),
-        "python": platform.python_version(), "commit": commit,
-    }
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
+def _output_of(program: str, *arguments: str) -> str:
+    """What it prints; "" if it is not installed."""
+    found = shutil.which(program)
+    return subprocess.run([found, *arguments], capture_output=True, text=True).stdout if found else ""

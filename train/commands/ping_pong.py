@@ -1,4 +1,4 @@
-"""A message between two ranks, there and back. bench and the doctor measure links with it, over torch or a plain socket.
+"""A message between two ranks, there and back: bench and the doctor measure links with it, over torch or a socket.
 
 Half of a round trip stands for one way: no clock of two machines is exact enough to time one way alone.
 """

@@ -1,6 +1,6 @@
 """How fast do the ranks exchange, and what does that mean for the model in the settings? README.md says how to read it.
 
-Measures on the group that the launcher started. One process alone has nobody to exchange with: it measures its step only.
+Measures on the group that the launcher started. One process alone has nobody to exchange with: it measures its step.
 """
 
 import json

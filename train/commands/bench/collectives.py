@@ -1,5 +1,7 @@
-"""How fast the ranks exchange: all-reduce, all-gather, broadcast and point to point, each checked and then timed, size by
-size. Point to point is measured over a plain TCP connection too, for comparison."""
+"""How fast the ranks exchange: all-reduce, all-gather, broadcast and point to point, each checked, then timed by size.
+
+Point to point is measured over a plain TCP connection too, for comparison.
+"""
 
 import statistics
 import time
@@ -44,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much to measure. `samples` of each size at most; `seconds` for everything, about; `timeout_s` for one size."""
+    """How much to measure: `samples` of each size at most, `seconds` for everything, `timeout_s` for one size."""
 
     samples: int
     seconds: float
@@ -108,9 +110,9 @@ def measure(
 ) -> list[Row]:
     """Point to point over a plain connection, then each operation on each backend. Collective: every rank calls it.
 
-    `sizes`: in bytes; empty takes all from 1 KiB on. `spec`: the group's backend as torch was given it. Each operation has
-    an equal share of the budget's seconds; sizes that would take longer are left out. `note` gets a line on each operation.
-    Raises RuntimeError if an exchange gives a wrong result.
+    `sizes`: in bytes; empty takes all from 1 KiB on. `spec`: the group's backend as torch was given it. Each operation
+    has an equal share of the budget's seconds; sizes that would take longer are left out. `note` gets a line on each
+    operation. Raises RuntimeError if an exchange gives a wrong result.
     """
     rows: list[Row] = []
     group.watch.enter("measure", budget.timeout_s)
@@ -165,7 +167,7 @@ def _measure_size(group: Group, subject: Subject, size: int, samples: int, until
 
 
 def _timed(group: Group, subject: Subject, exchange: Exchange, calls: int) -> float:
-    """Seconds of one call on this rank: the mean of `calls` without a pause, as nccl-tests does. All ranks begin together."""
+    """Seconds of one call on this rank: the mean of `calls` without a pause, as nccl-tests does; all begin together."""
     group.barrier()
     began_s = time.perf_counter()
     for _ in range(calls):

@@ -1,9 +1,9 @@
-"""From measured times to expected ones: latency and bandwidth of a link, and what an exchange of gradients costs on it.
+"""From measured times to forecasts: a link's latency and bandwidth, and how long an exchange of gradients takes on it.
 
 A message of S bytes takes alpha + beta * S (Hockney, Parallel Computing 20, 1994). An all-reduce over n ranks then takes
 
-    ring  2 (n-1) alpha + 2 (n-1)/n beta S      (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009)
-    tree  2 ceil(log2 n) alpha + 2 beta S       (two pipelined trees: Sanders, Speck, Traff, Parallel Computing 35, 2009)
+    ring  2 (n-1) alpha + 2 (n-1)/n beta S   (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009)
+    tree  2 ceil(log2 n) alpha + 2 beta S    (Sanders, Speck and Traff, Parallel Computing 35, 2009: two trees)
 
 All times are in seconds and all sizes in bytes.
 """
@@ -12,14 +12,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # DDP exchanges gradients in buckets: the first is small, the others have 25 MiB
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # DDP exchanges gradients in buckets: the first one is smaller than the rest
 BACKWARD = 2 / 3  # the backward pass's share of a step, during which DDP exchanges the buckets that are complete
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """A link. `alpha_s`: seconds for each message. `beta_s`: seconds for each byte. `error`: the median relative error over
-    the points that it was fitted to."""
+    """A link. `alpha_s`: seconds for each message. `beta_s`: seconds for each byte. `error`: the median relative error
+    over the points that it was fitted to."""
 
     alpha_s: float
     beta_s: float

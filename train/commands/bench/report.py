@@ -13,8 +13,8 @@ from train.commands.markdown import markdown_table
 from train.process.status import write_json
 
 ASSUMED = (
-    "Expected, not measured: each rank keeps this batch, every link is as measured here, all are used at once, the faster "
-    "of ring and tree counts, no rank is slower than another."
+    "Expected, not measured: each rank keeps this batch, every link is as measured here, all are used at once, the "
+    "faster of ring and tree counts, no rank is slower than another."
 )
 
 

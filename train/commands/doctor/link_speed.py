@@ -1,7 +1,7 @@
 """The links between the ranks: is a collective right, how fast is each link, which link and which rank is slowest?
 
-Links between nodes are measured between the nodes' first ranks, and each node takes part in one measurement at a time: the
-pairs follow the circle method of a tournament. So no two measurements share a node's cable. Links inside a node are
+Links between nodes are measured between the nodes' first ranks, and each node takes part in one measurement at a time:
+the pairs follow the circle method of a tournament. So no two measurements share a node's cable. Links inside a node are
 measured between its ranks in the same manner.
 """
 
@@ -24,7 +24,7 @@ MAX_ROUNDS = 16  # of a tournament: with more nodes each is measured with this m
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """One link between two ranks. The best of several tries: traffic that shares the link for a moment is not its fault."""
+    """One link between two ranks: the best of several tries, since other traffic of a moment is not the link's fault."""
 
     ranks: tuple[int, int]
     latency_s: float  # one way: half of a round trip of 8 bytes
@@ -101,7 +101,7 @@ def measure_links(
 
 
 def _measure_link(other: int, device: torch.device, *, first: bool) -> tuple[float, float]:
-    """Latency in seconds and bandwidth in bytes/s. The rank with `first` decides when to stop: two ranks' times differ."""
+    """Latency in s and bandwidth in bytes/s. The rank with `first` decides when to stop: their times differ."""
     peer = TorchPeer(other)
     ping = torch.zeros(PING_BYTES, dtype=torch.uint8, device=device)
     ping_s = best_round_trip_s(peer, ping, first=first, count=PINGS)

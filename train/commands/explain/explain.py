@@ -41,7 +41,9 @@ BEGIN = re.compile(r"Traceback \(most recent call last\):|Fatal Python error: ")
 CHAIN = re.compile(r"(?:During handling of the above|The above exception was the direct)")
 EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?::|$)")
 # Not torch's notes and warnings, "[I1121 ..." and "[W1121 ...": healthy jobs print them too
-LOOKS_BAD = re.compile(r"(?!\[[IW]\d{4} )(?=.*(?:\b(?i:error|fatal|panic|exception)\b\s*[:\]]|\bFAILED\b|\bcore dumped\b))")
+LOOKS_BAD = re.compile(
+    r"(?!\[[IW]\d{4} )(?=.*(?:\b(?i:error|fatal|panic|exception)\b\s*[:\]]|\bFAILED\b|\bcore dumped\b))"
+)
 
 
 class Tracebacks:
@@ -212,6 +214,7 @@ def explain_log(path: Path, *, as_json: bool) -> tuple[str, bool]:
     try:
         found = diagnose(read_log(path))
     except OSError as error:
-        raise ConfigError(f"--log must be a file or directory that can be read, got {path}: {error.strerror}.") from None
+        got = f"{path}: {error.strerror}"
+        raise ConfigError(f"--log must be a file or directory that can be read, got {got}.") from None
     text = json.dumps([asdict(diagnosis) for diagnosis in found]) if as_json else format_report(found)
     return text, not all(diagnosis.harmless for diagnosis in found)
