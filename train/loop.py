@@ -18,10 +18,11 @@ from train.data.order import Order
 from train.data.random_numbers import derive_seed, seed_everything
 from train.errors import DataError, Stopped, UserError
 from train.group.group import Group, join
-from train.parallel import horovod, wrap
-from train.parallel.compress import Compressor
-from train.parallel.fsdp import full_state_dict, load_optimizer_state, load_parts, optimizer_state, parts, shard
+from train.parallel import METHODS, Method, method_name, start_method
+from train.parallel.model import check_same_shapes, compile_model, prepare
 from train.parallel.optimizer import build_optimizer, peak_rate, rate_at, set_rate
+from train.parallel.precision import autocast, build_scaler
+from train.parallel.warm_up import warm_up
 from train.process import advice, machine_checks
 from train.process.env import Launch
 from train.process.log import Log
@@ -50,16 +51,20 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         torch.use_deterministic_algorithms(True)
 
     # Group ------------------------------------------------------------------------------------------------------
+    needs_group = METHODS[method_name(config, launch.world_size)].needs_process_group
     with (
-        join(config, launch, log=log, stop=stop, run_dir=run_dir, attempt=attempt) as group,
-        horovod.running(config, group),
+        join(
+            config, launch, log=log, stop=stop, run_dir=run_dir, attempt=attempt, needs_process_group=needs_group
+        ) as group,
+        start_method(config, group) as method,
         open_run_directory(config, group) as record,
     ):
         if record.finished:
             return
         watch = group.watch
         watch.enter("setup", config.setup_timeout_s)
-        num_devices = torch.accelerator.device_count() if group.device.type != "cpu" and config.parallel != "dp" else 0
+        counts_devices = group.device.type != "cpu" and method.one_device_per_rank
+        num_devices = torch.accelerator.device_count() if counts_devices else 0
         advice.say(machine_checks.before_training(config, launch) + advice.on_devices(launch, num_devices), launch, log.warning)
 
         if config.checkpoint_format == "sharded":
@@ -78,37 +83,36 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         # Model --------------------------------------------------------------------------------------------------
         if config.init_from and record.checkpoint is None:
             workload.model.load_state_dict(on_rank0(group, lambda: _initial(config, workload.model, log)))
-        plain = wrap.prepare(workload.model, config, group.device)
-        _must_fit(group, plain)
+        plain = prepare(workload.model, config, group.device)
+        check_same_shapes(group, plain)
 
         progress = Progress()
         if record.checkpoint is not None:
             progress = _resume(config, record.checkpoint, plain, group, workload)
         group.step = progress.step
         unsharded = None
-        if config.parallel == "fsdp":
+        if not method.replicates_state:
             # Before they are split: afterwards no rank has them all
             _must_match(group, plain)
             unsharded = copy.deepcopy(plain).cpu() if group.is_rank0 and workload.pictures is not None else None
-            shard(plain, group)
+        method.split(plain)
 
         # Optimizer ----------------------------------------------------------------------------------------------
         optimizer = build_optimizer(plain, config, group.device)
-        scaler = wrap.build_scaler(config, group.device)
+        scaler = build_scaler(config, group.device)
         if record.checkpoint is not None:
-            _resume_training(record.checkpoint, group, plain, optimizer, scaler)
-        model = wrap.wrap(plain, config, group)
-        if config.parallel != "fsdp":
+            _resume_training(record.checkpoint, method, group, plain, optimizer, scaler)
+        model = method.wrap(compile_model(plain, group.device) if config.compile else plain)
+        if method.replicates_state:
             _must_match(group, plain)
         free_bytes = free_shared_memory()  # before workers fill it
         feed = open_loader(
             workload.train, order.keys(progress.step, total_steps), device=group.device, stop=stop,
             num_workers=config.num_workers, prefetch_factor=config.prefetch_factor,
         )
-        compressor = Compressor(model, config, group)
-        _warm_up(config, group, workload, model, order, free_bytes)
-        optimizer = horovod.distribute(optimizer, plain, config, group)
-        compressor.start(record.checkpoint.state.compressor if record.checkpoint else {})
+        _warm_up(config, group, method, workload, plain, model, order, free_bytes)
+        memory = record.checkpoint.state.compressor if record.checkpoint else {}
+        optimizer = method.after_warm_up(plain, optimizer, memory)
         metrics = record.open_metrics(progress, workload.unit)
         log.start_progress(
             kind=config.progress, total_steps=total_steps, step=progress.step, every_s=config.report_every_s
@@ -125,14 +129,14 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
                 return
             watch.enter("save", config.save_timeout_s, step=progress.step)
             if config.checkpoint_format == "sharded":
-                tensors, optimizer_part = parts(plain, optimizer)
+                tensors, optimizer_part = method.local_state(plain, optimizer)
             else:
-                tensors, optimizer_part = full_state_dict(plain), optimizer_state(plain, optimizer)
+                tensors, optimizer_part = method.full_state_dict(plain), method.optimizer_state(plain, optimizer)
             state = TrainingState(
                 step=progress.step, evaluated=progress.evaluated, metrics=progress.metrics, steps_per_epoch=per_epoch,
                 data=workload.data_name, config=config.model_dump(), world_size=group.world_size,
                 attempt=group.attempt, start=group.launch.start,
-                optimizer=optimizer_part, scaler=scaler.state_dict(), compressor=compressor.state(),
+                optimizer=optimizer_part, scaler=scaler.state_dict(), compressor=method.memory(),
             )
             record.save(state, tensors)
             saved = (progress.step, progress.evaluated)
@@ -154,7 +158,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
                 if due and progress.step > progress.evaluated:
                     speed.pause()
                     watch.enter("evaluation", config.eval_timeout_s, step=progress.step)
-                    result = evaluate(config, group, workload, plain)
+                    result = evaluate(config, group, workload, plain, pad=method.forward_waits_for_all)
                     if result is None:
                         raise stop_here()
                     progress.evaluated, progress.metrics = progress.step, result.metrics
@@ -176,7 +180,9 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
                 rate = rate_at(config, progress.step, total_steps=total_steps, steps_per_epoch=per_epoch)
                 set_rate(optimizer, rate)
                 with record_function("step"):
-                    loss = step(config, group, workload, model, optimizer, scaler, feed, number=progress.step)
+                    loss = step(
+                        config, group, method, workload, plain, model, optimizer, scaler, feed, number=progress.step
+                    )
 
                 # Stop -------------------------------------------------------------------------------------------
                 if loss is None:
@@ -193,7 +199,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             log.end_progress()
         watch.enter("end", config.save_timeout_s, step=progress.step)
         seconds = time.monotonic() - began_s
-        state = full_state_dict(plain)
+        state = method.full_state_dict(plain)
         if unsharded is not None:
             unsharded.load_state_dict(state)
         finish(
@@ -203,8 +209,8 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
 
 
 def step(
-    config: Config, group: Group, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler, feed: BatchLoader, *, number: int,
+    config: Config, group: Group, method: Method, workload: Workload, plain: nn.Module, model: nn.Module,
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, feed: BatchLoader, *, number: int,
 ) -> torch.Tensor | None:
     """One optimizer update from `accumulate` micro-batches.
 
@@ -221,20 +227,14 @@ def step(
     seed_everything(derive_seed(config.seed, number, group.rank))
     total = torch.zeros((), device=group.device)
     for part, batch in enumerate(batches):
-        with wrap.without_sync(model, last=part == config.accumulate - 1):
-            with wrap.autocast(config, group.device):
+        with method.micro_batch(model, last=part == config.accumulate - 1):
+            with autocast(config, group.device):
                 loss = workload.loss(model, batch) / config.accumulate
             group.watch.wait_for_others(True)  # backward holds the all-reduce of the gradients
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             group.watch.wait_for_others(False)
         total += loss.detach().to(group.device)
-    with horovod.averaged(optimizer, group):
-        if config.clip_norm > 0:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(wrap.unwrap(model).parameters(), config.clip_norm)
-        scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
+    method.step(plain, optimizer, scaler)
     return total
 
 
@@ -259,12 +259,12 @@ def _describe(config: Config, group: Group, workload: Workload, order: Order) ->
     split += f" in {config.accumulate} parts" if config.accumulate > 1 else ""
     parameters = sum(p.numel() for p in workload.model.parameters())
     name = config.model if config.workload == "images" else config.workload
-    way = wrap.way(config, group.world_size)
+    method = method_name(config, group.world_size)
     return (
         f"data   {workload.data_name}, {len(workload.train):,} + {len(workload.evaluation):,} samples"
         f"{f', {workload.data_origin}' if workload.data_origin else ''}\n"
         f"model  {name}, {parameters:,} parameters, {config.precision} on {group.device}"
-        f"{'' if way == 'none' else f', {way}'}\n"
+        f"{'' if method == 'none' else f', {method}'}\n"
         f"batch  {config.batch_size} global{split}, peak learning rate {peak_rate(config):g}, "
         f"{order.steps_per_epoch} steps an epoch"
     )
@@ -273,18 +273,6 @@ def _describe(config: Config, group: Group, workload: Workload, order: Order) ->
 def _evaluated(epoch: float, metrics: dict[str, float], count: int) -> str:
     values = ", ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items()))
     return f"epoch {round(epoch, 2):g}: {values} on {count:,} samples"
-
-
-def _must_fit(group: Group, model: nn.Module) -> None:
-    """DDP would compare sizes only, by number. Different code on one node shows here, before anything is exchanged."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for rank, other in enumerate(group.gather(shapes)):
-        if other != shapes:
-            name = next(n for n in [*shapes, *other] if shapes.get(n) != other.get(n))
-            raise UserError(
-                f"the model must be the same on all ranks, got {name} {shapes.get(name)} on rank {group.rank} and "
-                f"{other.get(name)} on rank {rank} ({group.hosts[rank]}). Put the same code on all nodes."
-            )
 
 
 def _initial(config: Config, model: nn.Module, log: Log) -> dict[str, torch.Tensor]:
@@ -320,16 +308,18 @@ def _resume(config: Config, earlier: Checkpoint, model: nn.Module, group: Group,
 
 
 def _resume_training(
-    earlier: Checkpoint, group: Group, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+    earlier: Checkpoint, method: Method, group: Group, model: nn.Module, optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
 ) -> None:
     """Put back the rest, once the parameters are where they stay."""
     state = earlier.state
     with _fitting(earlier):
         if earlier.sharded:
-            folder = group.run_dir / "checkpoints" / earlier.path.name / FOLDER
-            load_parts(model, optimizer, lambda tensors: read_shards_into(folder, tensors), state.optimizer)
+            shards, _ = method.local_state(model, optimizer)
+            read_shards_into(group.run_dir / "checkpoints" / earlier.path.name / FOLDER, shards)
+            method.load_local_state(model, optimizer, shards, state.optimizer)
         else:
-            load_optimizer_state(model, optimizer, state.optimizer)
+            method.load_optimizer_state(model, optimizer, state.optimizer)
         if state.scaler:
             scaler.load_state_dict(state.scaler)
 
@@ -344,7 +334,8 @@ def _fitting(earlier: Checkpoint) -> Iterator[None]:
 
 
 def _warm_up(
-    config: Config, group: Group, workload: Workload, model: nn.Module, order: Order, free_bytes: int
+    config: Config, group: Group, method: Method, workload: Workload, plain: nn.Module, model: nn.Module, order: Order,
+    free_bytes: int,
 ) -> None:
     """The throwaway passes see the first micro-batch of the first epoch on every start, whatever the position."""
     epoch, indices = next(order.keys(0, 1))
@@ -359,7 +350,10 @@ def _warm_up(
     seed_everything(derive_seed(config.seed, -1, group.rank))
 
     def run() -> torch.Tensor:
-        with wrap.autocast(config, group.device):
+        with autocast(config, group.device):
             return workload.loss(model, batch)
 
-    wrap.warm_up(model, run, find_unused=config.find_unused_parameters or config.static_graph)
+    warm_up(
+        plain, run, unused_allowed=config.find_unused_parameters or config.static_graph,
+        graph_ends_in_parameters=method.graph_ends_in_parameters,
+    )

@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
+from train.config import Config
 from train.errors import ConfigError
 from train.parallel import fsdp
 from train.run.checkpoint import load_checkpoint
@@ -61,23 +62,23 @@ def test_fsdp_leaves_pictures_and_plain_weights(forks: Forks, tmp_path: Path) ->
     run = train(forks, tmp_path / "run", 2, "--parallel", "fsdp", "--max-steps", "3", "--tensorboard=true")
     assert list((run / "tensorboard").iterdir())
     assert all(type(tensor) is torch.Tensor for tensor in load_checkpoint(newest(run)).model.values())
-    assert result(run)["way"] == "fsdp"
+    assert result(run)["parallel"] == "fsdp"
 
 
 def test_fsdp_refuses_a_parameter_without_dimensions() -> None:
     model = nn.Linear(2, 2)
     model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
     with pytest.raises(ConfigError, match="needs parameters with at least one dimension, got scale"):
-        fsdp.shard(model, None)  # type: ignore[arg-type]
+        fsdp.FSDP(Config(), None).split(model)  # type: ignore[arg-type]
 
 
 def test_parts_that_share_a_parameter_stay_together() -> None:
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    assert len(fsdp._parts(tied)) == 2
+    assert len(fsdp.layers_of(tied)) == 2
     tied[1].weight = tied[0].weight
-    assert fsdp._parts(tied) == []
+    assert fsdp.layers_of(tied) == []
     layers = nn.ModuleDict({"stack": nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]), "head": nn.Linear(2, 2)})
-    assert len(fsdp._parts(layers)) == 2
+    assert len(fsdp.layers_of(layers)) == 2
 
 
 # The matrix -----------------------------------------------------------------------------------------------------

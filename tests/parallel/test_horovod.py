@@ -77,7 +77,7 @@ def test_horovod_trains_to_the_weights_of_ddp_whoever_starts_it(
         assert job.wait(280) == [0], job.output
     assert digest(tmp_path / "run") == digest(ddp)
     told = result(tmp_path / "run")
-    assert (told["way"], told["world_size"]) == ("horovod", 2)
+    assert (told["parallel"], told["world_size"]) == ("horovod", 2)
 
 
 @needs_horovod
@@ -281,4 +281,4 @@ def test_horovod_for_cpus_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(horovod, "load_horovod", lambda: types.SimpleNamespace(cuda_built=lambda: False))
     group = types.SimpleNamespace(device=torch.device("cuda", 0))
     with pytest.raises(ConfigError, match=r"Horovod was built for CPUs here, got device cuda:0\. Set --device cpu"):
-        horovod.running(Config(parallel="horovod"), group).__enter__()  # type: ignore[arg-type]
+        horovod.Horovod(Config(parallel="horovod"), group).refuse()  # type: ignore[arg-type]

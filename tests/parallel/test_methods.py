@@ -15,7 +15,9 @@ from tests.rigs.jobs import metrics, result
 from tests.rigs.recording_workload import records
 from train.config import Config
 from train.errors import ConfigError
-from train.parallel import wrap
+from train.parallel import METHODS, method_name
+from train.parallel import model as models
+from train.parallel.warm_up import warm_up
 
 # A constant rate, since a cosine over fewer steps would be another curve; a small one, which does not magnify differences
 DIGITS = ("--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr", "0.02",
@@ -239,7 +241,7 @@ class Head(nn.Module):
 def test_warm_up_leaves_no_trace() -> None:
     model = nn.Sequential(Head(), nn.BatchNorm1d(2))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    wrap.warm_up(model, lambda: model(torch.randn(4, 2)).square().sum(), find_unused=False)
+    warm_up(model, lambda: model(torch.randn(4, 2)).square().sum(), unused_allowed=False)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -298,7 +300,9 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, **settings: Any) -> nn.
     """A wrapped model on a machine with so many GPUs, made up here."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     group = types.SimpleNamespace(device=torch.device("cuda", 0), world_size=1, log=types.SimpleNamespace(info=lambda text: None))
-    return wrap.wrap(nn.Linear(2, 2), Config(parallel="dp", **settings), group)  # type: ignore[arg-type]
+    method = METHODS["dp"](Config(parallel="dp", **settings), group)  # type: ignore[arg-type]
+    method.refuse()
+    return method.wrap(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("settings", [{"device_ids": "0,2"}, {"device_ids": "1,1"}, {"output_device": 2}])
@@ -312,7 +316,7 @@ def test_dp_is_for_more_than_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(on_gpus(monkeypatch, 3, device_ids="1"), nn.Linear)
     spread = on_gpus(monkeypatch, 3)
     assert isinstance(spread, nn.DataParallel)
-    assert isinstance(wrap.unwrap(spread), nn.Linear)
+    assert isinstance(spread.module, nn.Linear)
 
 
 @pytest.mark.gpu
@@ -370,32 +374,25 @@ def test_compile_without_a_compiler_is_one_line(forks: Forks, tmp_path: Path) ->
 
 
 def test_compile_without_headers_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(wrap.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(wrap.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(models.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(models.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"compile needs Python's headers \(.*Python\.h\) on this machine"):
-        wrap._check_compiler(torch.device("cpu"))
+        models._check_compiler(torch.device("cpu"))
 
 
-# Wrapping -------------------------------------------------------------------------------------------------------
+# Choosing -------------------------------------------------------------------------------------------------------
 
 
-def test_unwrap_finds_the_module_in_any_order() -> None:
-    plain = nn.Linear(2, 2)
-    compiled = torch.compile(plain)
-    assert wrap.unwrap(plain) is plain
-    assert wrap.unwrap(compiled) is plain  # type: ignore[arg-type]
-
-
-def test_way_is_ddp_for_several_and_none_for_one() -> None:
-    assert [wrap.way(Config(), world_size) for world_size in (1, 2)] == ["none", "ddp"]
-    assert wrap.way(Config(parallel="ddp"), 1) == "ddp"
+def test_method_is_ddp_for_several_and_none_for_one() -> None:
+    assert [method_name(Config(), world_size) for world_size in (1, 2)] == ["none", "ddp"]
+    assert method_name(Config(parallel="ddp"), 1) == "ddp"
 
 
 def test_buffers_of_a_single_process_are_left_alone() -> None:
     class Group:
         world_size = 1
 
-    wrap.share_buffers(nn.BatchNorm1d(2), Group())  # type: ignore[arg-type]  # no broadcast to call
+    models.share_buffers(nn.BatchNorm1d(2), Group())  # type: ignore[arg-type]  # no broadcast to call
 
 
 def test_settings_of_a_run_are_saved_with_it(forks: Forks, tmp_path: Path) -> None:

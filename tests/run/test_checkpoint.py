@@ -618,11 +618,11 @@ def other_weights_on_rank_1() -> None:
 
 
 def other_weights_that_ddp_leaves() -> None:
-    import train.parallel.wrap
+    import train.parallel.ddp
 
     other_weights_on_rank_1()
-    ddp = train.parallel.wrap.DistributedDataParallel
-    train.parallel.wrap.DistributedDataParallel = lambda *given, **more: ddp(*given, **more, init_sync=False)  # type: ignore
+    ddp = train.parallel.ddp.DistributedDataParallel
+    train.parallel.ddp.DistributedDataParallel = lambda *given, **more: ddp(*given, **more, init_sync=False)  # type: ignore
 
 
 def test_all_ranks_take_rank_0s_initial_weights(forks: Forks, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import BertForSequenceClassification, BertTokenizer
 from tests.rigs.tiny_bert import change_json, change_weights, make_bert, sample_texts
 from train.config import Config
 from train.errors import ConfigError, UserError
-from train.parallel.fsdp import _parts
+from train.parallel.fsdp import layers_of
 from train.workloads import load
 from train.workloads.bert import Bert, WordPieces, build_bert
 
@@ -175,7 +175,7 @@ def test_rate_that_a_bert_does_not_bear_is_told(made: Path) -> None:
 
 
 def test_layers_are_split_each_by_itself(made: Path) -> None:
-    parts = _parts(build(made)[1])
+    parts = layers_of(build(made)[1])
     assert [type(part).__name__ for part in parts] == ["BertEmbeddings", "BertLayer", "BertLayer", "BertPooler", "Linear"]
 
 

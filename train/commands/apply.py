@@ -19,7 +19,8 @@ from train.data import Samples
 from train.data.random_numbers import derive_seed, seed_everything
 from train.errors import Stopped, UserError
 from train.group.group import Group, join
-from train.parallel import wrap
+from train.parallel.model import prepare
+from train.parallel.precision import autocast
 from train.process.atomic_file import staged, write_atomically
 from train.process.env import Launch
 from train.process.log import Log
@@ -125,7 +126,7 @@ def _predicted(settings: Config, group: Group, workload: Workload, samples: Samp
     for _, indices, batch in batches_of_rank(settings, group, samples):
         if batch is None:
             raise Stopped(f"{group.stop.signal_name or 'another rank'}: prediction stopped, nothing was written.")
-        with wrap.autocast(settings, group.device):
+        with autocast(settings, group.device):
             labels, probabilities = workload.predict(workload.model, batch)
         for index, label, probability in zip(indices.tolist(), labels.tolist(), probabilities.tolist(), strict=True):
             known = isinstance(label, int) and 0 <= label < len(workload.classes)
@@ -187,6 +188,6 @@ def _opened(
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"{earlier.path} does not fit the model of these settings: {reason}.") from None
-        wrap.prepare(workload.model, settings.model_copy(update={"sync_bn": False}), group.device)
+        prepare(workload.model, settings.model_copy(update={"sync_bn": False}), group.device)
         stop.finish_step_first()
         yield settings, group, workload, earlier

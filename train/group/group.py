@@ -227,9 +227,10 @@ def pick_backend(wanted: str, device: torch.device) -> str:
 @contextlib.contextmanager
 def join(
     config: Config, launch: Launch, *, log: Log, stop: StopRequest, run_dir: Path, attempt: str,
-    reached: Callable[[str, Group], None] = lambda stage, group: None,
+    reached: Callable[[str, Group], None] = lambda stage, group: None, needs_process_group: bool = False,
 ) -> Iterator[Group]:
     """Be one of the group for the length of the block. `reached` hears of each stage as it is passed: members, ways, group.
+    `needs_process_group`: one rank alone gets torch's process group too.
 
     Raises JoinError (170) if it does not come together, PeerLost (171) if it falls apart, and whatever the block raises;
     each is told to the other ranks first.
@@ -245,7 +246,7 @@ def join(
     try:
         if launch.world_size > 1:
             _come_together(config, group, reached)
-        elif config.parallel in ("ddp", "fsdp"):
+        elif needs_process_group:
             dist.init_process_group(pick_backend(config.backend, device), store=HashStore(), rank=0, world_size=1)
         yield group
         _part(group)

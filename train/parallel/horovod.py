@@ -1,7 +1,7 @@
-"""horovod: the gradients are averaged by Horovod; all else (data, evaluation, checkpoints, stopping) goes the usual way.
+"""horovod: Horovod averages the gradients; data, evaluation, checkpoints and stopping are those of every method.
 
-Horovod has a gloo of its own, beside torch's, which carries what keeps the ranks in step. Whoever started the ranks, they have
-met already when Horovod starts: rank 0 serves what its ranks meet by, for as long as that takes. horovodrun brings its own.
+Horovod has a gloo of its own beside torch's, which carries what keeps the ranks in step. The ranks have joined already
+when Horovod starts: rank 0 runs Horovod's rendezvous server while it connects (horovodrun has its own).
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.config import Config
 from train.errors import ConfigError, JoinError
 from train.group.group import BEHIND_OURS_S, Group
 from train.group.network import address_of
+from train.parallel.method import Method
 
-INSTALL = "`make horovod` builds and installs it; ddp, the recommended way, needs nothing."
+INSTALL = "`make horovod` builds and installs it; ddp, which is recommended, needs nothing."
 
 
 def load_horovod() -> Any:
@@ -30,47 +30,89 @@ def load_horovod() -> Any:
         raise ConfigError(f"parallel horovod needs Horovod, which is not installed here. {INSTALL}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of 2023, for the Pythons since
+            warnings.simplefilter("ignore")  # a release of 2023 warns of what Python has removed since
             import horovod.torch as horovod
     except ImportError as error:
         raise ConfigError(f"Horovod is installed, but not for torch {torch.__version__} ({error}). {INSTALL}") from None
     return horovod
 
 
-@contextlib.contextmanager
-def running(config: Config, group: Group) -> Iterator[None]:
-    """Horovod, for the length of the block; nothing with other ways. Raises ConfigError and JoinError.
+class Horovod(Method):
+    """Horovod's DistributedOptimizer over gloo. Each rank holds the whole model and optimizer state."""
 
-    It is ended after success only: a rank that fails leaves at once, as from torch's group.
-    """
-    if config.parallel != "horovod":
+    def refuse(self) -> None:
+        """Horovod that is not installed, or not built for this device."""
+        horovod, device = load_horovod(), self.group.device
+        if device.type != "cpu" and not horovod.cuda_built():
+            raise ConfigError(f"Horovod was built for CPUs here, got device {device}. Set --device cpu, or use ddp.")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Horovod, for the length of the block. Raises JoinError.
+
+        It is shut down after success only: a rank that fails leaves at once, as from torch's group.
+        """
+        config, group = self.config, self.group
+        horovod = load_horovod()
+        group.watch.enter("setup", config.setup_timeout_s)
+        # 0 sends one tensor at a time. By default Horovod puts together what happens to be ready at the moment, which
+        # changes the order of sums of three or more ranks from run to run. A user's own number stays.
+        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+        os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")  # we report a lost peer ourselves, by its name
+        # Behind our own deadlines, which know the phase; torch's group has the same
+        longest_s = max(config.setup_timeout_s, config.step_timeout_s, config.eval_timeout_s, config.save_timeout_s)
+        os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(longest_s + BEHIND_OURS_S))
+        with _rendezvous(group):
+            try:
+                horovod.init()
+            except (RuntimeError, ValueError) as error:
+                raise JoinError(
+                    f"all ranks reached each other, but Horovod could not connect them: {error}"
+                ) from None
+            assert (horovod.rank(), horovod.size()) == (group.rank, group.world_size)
+            group.barrier()
         yield
-        return
-    horovod = load_horovod()
-    if group.device.type != "cpu" and not horovod.cuda_built():
-        raise ConfigError(f"Horovod was built for CPUs here, got device {group.device}. Set --device cpu, or use ddp.")
-    group.watch.enter("setup", config.setup_timeout_s)
-    # One tensor at a time: which ones it puts together depends on the moment, and with it, for three ranks or more, the order
-    # of the sums. A number of your own is kept.
-    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
-    os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")  # that a peer went is said by us, with its name
-    longest_s = max(config.setup_timeout_s, config.step_timeout_s, config.eval_timeout_s, config.save_timeout_s)
-    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(longest_s + BEHIND_OURS_S))  # as torch's group has it
-    with _meeting_place(group):
-        try:
-            horovod.init()
-        except (RuntimeError, ValueError) as error:
-            raise JoinError(f"all ranks reached each other, but Horovod could not connect them: {error}") from None
-        assert (horovod.rank(), horovod.size()) == (group.rank, group.world_size)
         group.barrier()
-    yield
-    group.barrier()
-    horovod.shutdown()
+        horovod.shutdown()
+
+    def after_warm_up(
+        self, plain: nn.Module, optimizer: torch.optim.Optimizer, memory: dict[str, Any]
+    ) -> torch.optim.Optimizer:
+        """Horovod's optimizer around this one, and rank 0's weights and optimizer state on all ranks.
+
+        After the warm-up: from here on every backward pass sends its gradients.
+        """
+        config = self.config
+        horovod = load_horovod()
+        state = optimizer.state_dict()
+        distributed = horovod.DistributedOptimizer(
+            optimizer,
+            named_parameters=[(name, p) for name, p in plain.named_parameters() if p.requires_grad],
+            compression=horovod.Compression.fp16 if config.compress == "fp16" else horovod.Compression.none,
+            # It counts the backward passes itself, so `micro_batch` has nothing to do
+            backward_passes_per_step=config.accumulate,
+        )
+        distributed.load_state_dict(state)  # it begins with an empty one
+        horovod.broadcast_parameters(plain.state_dict(), root_rank=0)
+        if state["state"]:
+            # Skip an empty state: Horovod would create one by a step with gradients of zero, which applies weight decay
+            horovod.broadcast_optimizer_state(distributed, root_rank=0)
+        assert isinstance(distributed, torch.optim.Optimizer)
+        return distributed
+
+    def step(self, plain: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Wait for the averages first: clipping and the loss scaler look at the gradients before `optimizer.step()`
+        would wait for them."""
+        self.group.watch.wait_for_others(True)
+        optimizer.synchronize()  # type: ignore[attr-defined]
+        self.group.watch.wait_for_others(False)
+        with optimizer.skip_synchronize():  # type: ignore[attr-defined]
+            super().step(plain, optimizer, scaler)
 
 
 @contextlib.contextmanager
-def _meeting_place(group: Group) -> Iterator[None]:
-    """Rank 0 serves the store by which Horovod's ranks find each other, at the address where gloo reached it."""
+def _rendezvous(group: Group) -> Iterator[None]:
+    """Rank 0 serves the store through which Horovod's ranks find each other, at the address where gloo reached it."""
     if group.world_size == 1 or group.launch.has_horovod_rendezvous:
         yield
         return
@@ -84,50 +126,14 @@ def _meeting_place(group: Group) -> Iterator[None]:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
     host, port = group.broadcast(server.server_address if server else None)
-    place = {"RENDEZVOUS_ADDR": host, "RENDEZVOUS_PORT": port, "IFACE": interface}
-    os.environ |= {f"HOROVOD_GLOO_{name}": str(value) for name, value in place.items() if value}
-    # Each as on a node of its own: Horovod does nothing else with nodes that this program asks for
-    own = {"HOSTNAME": f"rank-{group.rank}", "RANK": group.rank, "SIZE": group.world_size, "LOCAL_RANK": 0, "LOCAL_SIZE": 1,
-           "CROSS_RANK": group.rank, "CROSS_SIZE": group.world_size, "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"}
-    os.environ |= {f"HOROVOD_{name}": str(value) for name, value in own.items()}
+    # Each rank as on a node of its own: Horovod uses nodes only for operations that are not asked for here
+    own = {
+        "GLOO_RENDEZVOUS_ADDR": host, "GLOO_RENDEZVOUS_PORT": port, "GLOO_IFACE": interface,
+        "HOSTNAME": f"rank-{group.rank}", "RANK": group.rank, "SIZE": group.world_size, "LOCAL_RANK": 0, "LOCAL_SIZE": 1,
+        "CROSS_RANK": group.rank, "CROSS_SIZE": group.world_size, "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo",
+    }
+    os.environ |= {f"HOROVOD_{name}": str(value) for name, value in own.items() if value != ""}
     yield
     if server is not None:
         server.shutdown()
         server.server_close()
-
-
-def distribute(
-    optimizer: torch.optim.Optimizer, model: nn.Module, config: Config, group: Group
-) -> torch.optim.Optimizer:
-    """The optimizer, with gradients that are averaged over the ranks before its step; rank 0's weights and state on all. With
-    other ways it is returned as it is. After the warm-up, whose gradients are nobody's."""
-    if config.parallel != "horovod":
-        return optimizer
-    horovod = load_horovod()
-    state = optimizer.state_dict()
-    distributed = horovod.DistributedOptimizer(
-        optimizer,
-        named_parameters=[(name, p) for name, p in model.named_parameters() if p.requires_grad],
-        compression=horovod.Compression.fp16 if config.compress == "fp16" else horovod.Compression.none,
-        backward_passes_per_step=config.accumulate,
-    )
-    distributed.load_state_dict(state)  # it begins with an empty one
-    horovod.broadcast_parameters(model.state_dict(), root_rank=0)
-    if state["state"]:
-        # Not without any: to have something to send it takes a step with gradients of zero, which decays the weights
-        horovod.broadcast_optimizer_state(distributed, root_rank=0)
-    assert isinstance(distributed, torch.optim.Optimizer)
-    return distributed
-
-
-@contextlib.contextmanager
-def averaged(optimizer: torch.optim.Optimizer, group: Group) -> Iterator[None]:
-    """Around all that uses the gradients of a step: they are whole from here on. Nothing with other ways."""
-    if not hasattr(optimizer, "skip_synchronize"):
-        yield
-        return
-    group.watch.wait_for_others(True)
-    optimizer.synchronize()  # type: ignore[attr-defined]
-    group.watch.wait_for_others(False)
-    with optimizer.skip_synchronize():
-        yield

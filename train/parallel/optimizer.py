@@ -5,6 +5,7 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from train.config import Config
 
@@ -21,10 +22,11 @@ def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> t
     ]
     groups = [group for group in groups if group["params"]]
     fused = device.type in FUSED and all(p.is_floating_point() for p in trained)
+    # torch has no fused SGD for parameters that are split over ranks
+    fused_sgd = fused and not any(isinstance(p, DTensor) for p in trained)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=peak_rate(config), fused=fused)
-    fused = fused and config.parallel != "fsdp"  # torch has no fused SGD for split parameters
-    return torch.optim.SGD(groups, lr=peak_rate(config), momentum=config.momentum, fused=fused)
+    return torch.optim.SGD(groups, lr=peak_rate(config), momentum=config.momentum, fused=fused_sgd)
 
 
 def peak_rate(config: Config) -> float:

@@ -18,7 +18,8 @@ from train.data.loader import open_loader, to_device
 from train.data.order import evaluation_keys, num_batches
 from train.errors import UserError
 from train.group.group import Group
-from train.parallel import wrap
+from train.parallel.model import share_buffers
+from train.parallel.precision import autocast
 from train.workloads import Sums, Workload
 
 PADDING = -2  # the number of a batch that was counted already
@@ -34,20 +35,22 @@ class Result:
 
 
 @torch.no_grad()
-def evaluate(config: Config, group: Group, workload: Workload, model: nn.Module) -> Result | None:
+def evaluate(
+    config: Config, group: Group, workload: Workload, model: nn.Module, *, pad: bool = False
+) -> Result | None:
     """Evaluate the plain module (a DDP wrapper would wait for ranks that have no batch left). All ranks take part and get
     the same result; None if a stop was asked for. Raises UserError where no "count" is among the sums."""
     total = num_batches(len(workload.evaluation), config.eval_batch_size)
-    wrap.share_buffers(model, group)
+    share_buffers(model, group)
     rows: dict[str, torch.Tensor] = {}
     tables: Sums = {}
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        for number, _, batch in batches_of_rank(config, group, workload.evaluation, pad=config.parallel == "fsdp"):
+        for number, _, batch in batches_of_rank(config, group, workload.evaluation, pad=pad):
             if batch is None:
                 return None
-            with wrap.autocast(config, group.device):
+            with autocast(config, group.device):
                 sums = workload.evaluate(model, batch)
             if number == PADDING:
                 continue

@@ -11,7 +11,7 @@ from torch import nn
 from train.config import Config
 from train.errors import disk_error
 from train.group.group import Group
-from train.parallel import wrap
+from train.parallel import method_name
 from train.process.status import write_json
 from train.run import weights
 from train.run.evaluation import Result
@@ -40,7 +40,7 @@ def finish(
         "hosts": sorted(set(group.hosts)),
         "digest": weights.digest(state),
         "data": workload.data_name,
-        "way": wrap.way(config, group.world_size),
+        "parallel": method_name(config, group.world_size),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
     if any(shares):

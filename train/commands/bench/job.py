@@ -12,8 +12,9 @@ from train.data.loader import open_loader
 from train.data.order import Order
 from train.data.random_numbers import derive_seed, seed_everything
 from train.group.group import Group
-from train.parallel import wrap
+from train.parallel.model import prepare
 from train.parallel.optimizer import build_optimizer
+from train.parallel.precision import autocast
 from train.workloads import Workload, load
 
 WARM_STEPS, STEPS = 3, 10  # the first steps allocate memory and choose kernels
@@ -27,7 +28,7 @@ def describe_job(config: Config, group: Group, step_ms: float) -> dict[str, Any]
     """
     seed_everything(derive_seed(config.seed))
     workload = load(config)
-    model = wrap.prepare(workload.model, config, group.device)
+    model = prepare(workload.model, config, group.device)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     microbatch = max(1, config.batch_size // (group.world_size * config.accumulate))
     step_s, source = step_ms / 1000, "given by --step-ms"
@@ -76,7 +77,7 @@ def _measure_step_s(config: Config, group: Group, workload: Workload, model: nn.
         for _ in range(WARM_STEPS + STEPS):
             batch = loader.next()
             began_s = time.perf_counter()
-            with wrap.autocast(config, group.device):
+            with autocast(config, group.device):
                 loss = workload.loss(model, batch)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()

@@ -1,0 +1,44 @@
+"""dp: one process, DataParallel over all GPUs that it sees."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+from train.errors import ConfigError
+from train.parallel.method import Method
+
+
+class DataParallelMethod(Method):
+    """Copies the module to each GPU in every step and gathers the outputs on one: no second process is involved."""
+
+    one_device_per_rank: ClassVar[bool] = False
+
+    def refuse(self) -> None:
+        """Devices that are not there, or named twice."""
+        config, count, ids = self.config, self._num_devices(), self._device_ids()
+        on_gpus = self.group.device.type == "cuda"
+        out_of_range = on_gpus and any(number >= count for number in (*ids, config.output_device or 0))
+        if out_of_range or len(set(ids)) != len(ids):
+            raise ConfigError(
+                f"device_ids and output_device must each name another one of the {count} visible GPUs, got "
+                f"{','.join(map(str, ids))} and {config.output_device}. CUDA_VISIBLE_DEVICES numbers them anew, from 0."
+            )
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model over `device_ids`, in that order, or as it is where there is one device."""
+        config, group, ids = self.config, self.group, self._device_ids()
+        if group.device.type == "cuda" and len(ids) > 1:
+            output = ids[0] if config.output_device is None else config.output_device
+            return DataParallel(model, device_ids=ids, output_device=output)
+        group.log.info(f"dp     one device ({group.device}): trains as one process does without DataParallel")
+        return model
+
+    def _num_devices(self) -> int:
+        return torch.cuda.device_count() if self.group.device.type == "cuda" else 1
+
+    def _device_ids(self) -> list[int]:
+        if self.config.device_ids:
+            return [int(word) for word in self.config.device_ids.split(",")]
+        return list(range(self._num_devices()))

@@ -1,0 +1,14 @@
+"""none: one process trains on one device."""
+
+from torch import nn
+
+from train.parallel.method import Method
+
+
+class OneProcess(Method):
+    """All of it is the default. Several ranks are refused by `train.config.check_world_size`, before torch is imported."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if self.config.compress != "none":  # a run that was scaled down keeps its settings
+            self.group.log.info("compress  one process sends no gradients: nothing to compress")
+        return model
