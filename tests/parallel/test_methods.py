@@ -336,11 +336,11 @@ def say_graphs() -> None:
 
     evaluate = train.run.evaluation.evaluate
 
-    def counted(*values: Any) -> Any:
+    def counted(*values: Any, **named: Any) -> Any:
         from torch._dynamo.utils import counters
 
         print(f"graphs {counters['stats']['unique_graphs']} breaks {len(counters['graph_break'])}", flush=True)
-        return evaluate(*values)
+        return evaluate(*values, **named)
 
     import train.loop
 

@@ -65,7 +65,8 @@ def test_train_evaluates_the_same_on_any_number_of_ranks(forks: Forks, trained: 
     assert {name.removeprefix("eval/"): value for name, value in found[0].items()} == of_command
 
 
-SPY = ("--workload", "tests.rigs.recording_workload:build", "--tensorboard=false", "--batch-size", "12", "--eval-batch-size", "10", "--max-steps", "6")
+SPY = ("--workload", "tests.rigs.recording_workload:build", "--name", "run", "--tensorboard=false", "--batch-size", "12",
+       "--eval-batch-size", "10", "--max-steps", "6")
 
 
 def test_evaluation_by_several_ranks_is_of_one_model(forks: Forks, tmp_path: Path) -> None:
@@ -77,8 +78,8 @@ def test_evaluation_by_several_ranks_is_of_one_model(forks: Forks, tmp_path: Pat
     assert codes == [0] * 3, output
     weights = {entry["weights"] for rank in records(record, "evaluate") for entry in rank}
     assert len(weights) == 1
-    found = {k.removeprefix("eval/"): v for k, v in metrics(tmp_path / "tests.rigs.recording_workload")[-1].items() if k.startswith("eval/")}
-    assert evaluated(forks, tmp_path / "tests.rigs.recording_workload", 1)["metrics"] == found
+    found = {k.removeprefix("eval/"): v for k, v in metrics(tmp_path / "run")[-1].items() if k.startswith("eval/")}
+    assert evaluated(forks, tmp_path / "run", 1)["metrics"] == found
 
 
 def test_evaluation_leaves_frozen_parts_in_eval_mode(forks: Forks, tmp_path: Path) -> None:
