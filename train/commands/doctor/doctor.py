@@ -166,7 +166,7 @@ class _Doctor:
             stages: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
                 ("versions", lambda: group_checks.versions(group)),
                 ("collective", lambda: group_checks.collective(group)),
-                ("links", lambda: group_checks.wire(group, self.facts, lambda: watch.enter("links", self._stage_s))),
+                ("links", lambda: group_checks.links(group, self.facts, lambda: watch.enter("links", self._stage_s))),
                 ("ranks", lambda: group_checks.ranks(group, self.facts)),
                 ("clocks", lambda: group_checks.clocks(group)),
                 ("storage", lambda: group_checks.shared_disk(group, self.run_dir)),

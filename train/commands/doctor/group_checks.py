@@ -1,5 +1,7 @@
-"""What all ranks find out together, once there is a group: the same versions, right sums, how fast the wire is, whose clock is
-wrong. Each function that takes a group is collective: every rank calls it, and most findings are rank 0's."""
+"""What all ranks find out together, once there is a group: versions, right sums, the speed of links and ranks, clocks.
+
+Each function that takes a group is collective: every rank calls it. Most findings are rank 0's.
+"""
 
 import contextlib
 import os
@@ -14,6 +16,8 @@ from typing import Any
 import torch
 
 from train.commands.doctor import link_speed
+from train.commands.doctor.link_speed import LinkSpeed
+from train.commands.machine import cpu_model
 from train.group.group import Group
 from train.group.members import ranges
 from train.process.env import Launch
@@ -21,17 +25,21 @@ from train.process.findings import NOTE, OK, UNFIT, WARNING, Finding
 from train.process.limits import read
 
 SLOWEST_LINK = 12.5e6  # bytes/s: 100 Mbit/s. The gradients of a ResNet-50, 102 MB, take 16 s a step over it
-APART = 5.0  # times slower than the others of its kind
-SLOW_RANK = 3.0
+APART = 5.0  # times slower than the median of its kind
+SLOW_RANK = 3.0  # times the median's time
 LATE_LINK_S = 0.02
-CLOCKS_S = 2.0
-TAKEN = 0.1  # of a GPU's memory, by others
+MAX_CLOCK_SKEW_S = 2.0
+MAX_TAKEN = 0.1  # of a GPU's memory, by other processes
+MAX_NAMED = 4  # links in one report: with one bad switch there would be hundreds
+CLOCK_TRIES = 5
+SAME_TORCH = "Install the same torch on all nodes."
 
 
 def devices(launch: Launch) -> Iterator[Finding]:
-    """This process's own, alone: how many, for how many processes, and who else is on them."""
+    """This process's own devices: how many, for how many processes, and whether others use them. Needs no group."""
     if not torch.cuda.is_available():
-        yield Finding("devices", OK, f"CPU: {os.cpu_count()} of {platform.processor() or platform.machine()}, no CUDA device")
+        cpu = platform.processor() or platform.machine()
+        yield Finding("devices", OK, f"CPU: {os.cpu_count()} of {cpu}, no CUDA device")
         return
     count, local = torch.cuda.device_count(), launch.local_world_size or 1
     yield Finding("devices", OK, f"{count} CUDA devices, {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
@@ -43,141 +51,151 @@ def devices(launch: Launch) -> Iterator[Finding]:
         return
     index = launch.local_rank if count > 1 else 0
     free, total = torch.cuda.mem_get_info(index)
-    if free < (1 - TAKEN) * total:
+    if free < (1 - MAX_TAKEN) * total:
+        taken = f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB"
         yield Finding(
-            "devices", WARNING, f"device {index}: {(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB are taken already",
-            "training may run out of memory, and shares the device.", "nvidia-smi shows by whom.",
+            "devices", WARNING, f"device {index}: {taken} are taken already",
+            "training may run out of memory, and shares the device.", "nvidia-smi shows which process has them.",
         )
 
 
 def versions(group: Group) -> Iterable[Finding]:
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""  # type: ignore[no-untyped-call]
-    own = {"nccl": nccl, "Python": platform.python_version(), "CPU": _cpu_model(), "CUDA": torch.version.cuda or ""}
-    all_ = group.gather(own)
+    """Versions that joining does not compare: of nccl, CUDA and Python, and the kind of CPU."""
+    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]
+    own = {"nccl": ".".join(map(str, nccl)), "Python": platform.python_version(), "CPU": cpu_model(), "CUDA": torch.version.cuda or ""}
+    gathered = group.gather(own)
     levels = {
-        "nccl": (UNFIT, "nccl of two versions fails or hangs when it connects.", "Install the same torch on all nodes."),
-        "CUDA": (UNFIT, "torch built for two versions of CUDA.", "Install the same torch on all nodes."),
+        "nccl": (UNFIT, "nccl of two versions fails or hangs when it connects.", SAME_TORCH),
+        "CUDA": (UNFIT, "torch was built for two versions of CUDA.", SAME_TORCH),
         "Python": (WARNING, "workers and checkpoints may differ in what they can read.", "Install the same Python."),
         "CPU": (NOTE, "", ""),
     }
     for name, (level, why, remedy) in levels.items():
         holders: dict[str, list[int]] = {}
-        for rank, told in enumerate(all_):
-            holders.setdefault(told[name], []).append(rank)
+        for rank, values in enumerate(gathered):
+            holders.setdefault(values[name], []).append(rank)
         if len(holders) > 1 and group.is_rank0:
             seen = ", ".join(f"{value or 'none'} on {ranges(who)}" for value, who in holders.items())
-            weights = "; the same weights to the bit are promised for one kind of CPU" if name == "CPU" else ""
+            weights = "; weights are the same to the bit on one kind of CPU only" if name == "CPU" else ""
             yield Finding("versions", level, f"{name} differs: {seen}{weights}", why, remedy)
 
 
 def collective(group: Group) -> Iterable[Finding]:
+    """Whether each collective that training uses gives the right numbers."""
     wrong = link_speed.check_collectives(group.rank, group.world_size, group.device)
     if wrong:
         yield Finding(
-            "collective", UNFIT, f"wrong result: {', '.join(wrong)}", "gradients would be wrong, without a word.",
-            f"Look for a bad device or cable on {group.log.host}; NCCL_P2P_DISABLE=1 tells whether it is the GPUs' way.",
+            "collective", UNFIT, f"wrong result: {', '.join(wrong)}",
+            "gradients would be wrong, and nothing would say so.",
+            f"Look for a bad device or cable on {group.log.host}. If it is right with NCCL_P2P_DISABLE=1, the "
+            "connection between the GPUs is bad.",
         )
     elif group.is_rank0:
         yield Finding("collective", OK, "all_reduce, broadcast and all_gather give the right numbers")
 
 
-def wire(group: Group, facts: dict[str, Any], again: Callable[[], None]) -> Iterable[Finding]:
-    own = link_speed.measure_links(group.rank, group.hosts, group.device, after_round=again)
+def links(group: Group, facts: dict[str, Any], after_round: Callable[[], None]) -> Iterable[Finding]:
+    """Latency and bandwidth of the links. Writes all of them to `facts` on rank 0."""
+    own = link_speed.measure_links(group.rank, group.hosts, group.device, after_round=after_round)
     gathered = group.gather([asdict(link) for link in own])
-    found = [link_speed.LinkSpeed(**{**told, "ranks": tuple(told["ranks"])}) for part in gathered for told in part]
     if not group.is_rank0:
         return
+    found = [LinkSpeed(**{**link, "ranks": tuple(link["ranks"])}) for part in gathered for link in part]
     facts["links"] = [asdict(link) for link in found]
-    for kind, word in ((True, "between nodes"), (False, "inside a node")):
-        some = [link for link in found if link.between_nodes is kind]
-        if some:
-            slowest, latest = min(some, key=lambda k: k.bandwidth), max(some, key=lambda k: k.latency_s)
-            yield Finding(
-                "links", OK, f"{word}: slowest {_place(slowest, group)} {_rate(slowest.bandwidth)}; latest "
-                f"{_place(latest, group)} {latest.latency_s * 1e6:.0f} us; {len(some)} measured",
-            )
-    for link in link_speed.slow_links(found, least=SLOWEST_LINK, apart=APART)[:4]:
-        others = statistics.median(k.bandwidth for k in found if k.between_nodes is link.between_nodes)
+    medians = {}
+    for between_nodes, words in ((True, "between nodes"), (False, "inside a node")):
+        kind = [link for link in found if link.between_nodes is between_nodes]
+        if not kind:
+            continue
+        medians[between_nodes] = statistics.median(link.bandwidth for link in kind)
+        slowest, latest = min(kind, key=lambda link: link.bandwidth), max(kind, key=lambda link: link.latency_s)
         yield Finding(
-            "links", WARNING, f"{_place(link, group)}: {_rate(link.bandwidth)} (median {_rate(others)})",
-            f"every step waits for it: 100 MB of gradients take {200e6 / link.bandwidth:.1f} s in a ring of two.",
-            "Look at its cable, its port on the switch and its interface (ethtool, ip -s link); or use --compress bf16 and a "
-            "larger --batch-size.",
+            "links", OK, f"{words}: slowest {_place(slowest, group)} {_rate(slowest.bandwidth)}; longest latency "
+            f"{_place(latest, group)} {latest.latency_s * 1e6:.0f} us; {len(kind)} measured",
         )
-    for link in [k for k in found if k.latency_s > LATE_LINK_S][:4]:
+    for link in link_speed.slow_links(found, least=SLOWEST_LINK, apart=APART)[:MAX_NAMED]:
+        median = _rate(medians[link.between_nodes])
+        yield Finding(
+            "links", WARNING, f"{_place(link, group)}: {_rate(link.bandwidth)} (median {median})",
+            f"every step waits for it: 100 MB of gradients take {200e6 / link.bandwidth:.1f} s in a ring of two.",
+            "Look at its cable, its port on the switch and its interface (ethtool, ip -s link); or use --compress bf16 "
+            "and a larger --batch-size.",
+        )
+    for link in [each for each in found if each.latency_s > LATE_LINK_S][:MAX_NAMED]:
         yield Finding(
             "links", WARNING, f"{_place(link, group)}: {link.latency_s * 1e3:.1f} ms one way",
-            "each collective takes it several times.", "Put the nodes closer together, or use a larger --batch-size.",
+            "each collective waits for it several times.",
+            "Put the nodes closer together, or use a larger --batch-size.",
         )
 
 
 def ranks(group: Group, facts: dict[str, Any]) -> Iterable[Finding]:
+    """How long the same piece of work takes on each rank. Writes the seconds to `facts` on rank 0."""
     times = group.gather(link_speed.compute_s(group.device))
     if not group.is_rank0:
         return
-    median = statistics.median(times)
     slowest = max(range(len(times)), key=times.__getitem__)
-    ratio = times[slowest] / median
+    ratio = times[slowest] / statistics.median(times)
     facts["compute_s"] = times
     place = f"rank {slowest} on {group.hosts[slowest]}"
     yield Finding("ranks", OK, f"slowest: {place}, {ratio:.2f} of the median's time for the same work")
     if ratio > SLOW_RANK:
         yield Finding(
             "ranks", WARNING, f"{place} takes {ratio:.1f} times as long as the median for the same work",
-            "all ranks wait for the slowest at every step.", "Look at its clock, its cooling and its kind of CPU (lscpu).",
+            "all ranks wait for the slowest at every step.",
+            "Look at its clock, its cooling and its kind of CPU (lscpu).",
         )
 
 
 def clocks(group: Group) -> Iterable[Finding]:
-    least = [float("inf")] * group.world_size
-    for _ in range(5):
-        group.barrier()  # all leave it at about the same time
-        told = group.gather(time.time())
-        least = [min(old, now - told[0], key=abs) for old, now in zip(least, told, strict=True)]
+    """How far each rank's clock is from rank 0's."""
+    # All leave a barrier at about the same time, so their clocks should agree then. A rank that waits for a CPU leaves
+    # late: the smallest difference of several tries is nearest to the clocks' own.
+    skews = [float("inf")] * group.world_size
+    for _ in range(CLOCK_TRIES):
+        group.barrier()
+        times = group.gather(time.time())
+        skews = [min(skew, now - times[0], key=abs) for skew, now in zip(skews, times, strict=True)]
     if not group.is_rank0:
         return
-    worst = max(range(len(least)), key=lambda r: abs(least[r]))
-    if abs(least[worst]) <= CLOCKS_S:
-        yield Finding("clocks", OK, f"at most {abs(least[worst]):.1f} s apart")
+    worst = max(range(len(skews)), key=lambda rank: abs(skews[rank]))
+    if abs(skews[worst]) <= MAX_CLOCK_SKEW_S:
+        yield Finding("clocks", OK, f"at most {abs(skews[worst]):.1f} s apart")
         return
     yield Finding(
-        "clocks", WARNING, f"rank {worst} on {group.hosts[worst]} is {least[worst]:+.1f} s from rank 0",
+        "clocks", WARNING, f"rank {worst} on {group.hosts[worst]} is {skews[worst]:+.1f} s from rank 0",
         "logs of several nodes can't be read side by side, and certificates and tokens look expired.",
         "Have both machines' clocks set over the network (timedatectl set-ntp true).",
     )
 
 
 def shared_disk(group: Group, run_dir: Path) -> Iterable[Finding]:
+    """Whether all ranks see the run's directory of rank 0."""
     path = run_dir / "doctor" / "seen"
     if group.is_rank0:
-        with contextlib.suppress(OSError):  # the stage of this disk has said so; the others wait below all the same
+        # A disk that can't be written has its own finding already; the others wait below in any case
+        with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(group.attempt)
     group.barrier()
-    blind = [r for r, text in enumerate(group.gather(read(path))) if text != group.attempt]
-    group.barrier()
+    blind = [rank for rank, text in enumerate(group.gather(read(path))) if text != group.attempt]
+    group.barrier()  # all have read it
     if group.is_rank0 and 0 not in blind:
         path.unlink()
         if blind:
             yield Finding(
                 "storage", NOTE, f"{run_dir} of rank 0 is not seen by rank {ranges(blind)}: rank 0 alone reads and "
-                "writes checkpoints, which serves all but sharded ones",
+                "writes checkpoints, which is enough for all but sharded ones",
             )
         else:
             yield Finding("storage", OK, f"all ranks see the same {run_dir}")
 
 
-def _place(link: link_speed.LinkSpeed, group: Group) -> str:
+def _place(link: LinkSpeed, group: Group) -> str:
     low, high = link.ranks
     return f"ranks {low} on {group.hosts[low]} and {high} on {group.hosts[high]}"
 
 
 def _rate(bandwidth: float) -> str:
+    """`bandwidth` in bytes/s."""
     return f"{bandwidth / 1e6:.0f} MB/s" if bandwidth < 1e9 else f"{bandwidth / 1e9:.1f} GB/s"
-
-
-def _cpu_model() -> str:
-    for text in read(Path("/proc/cpuinfo")).splitlines():
-        if text.startswith("model name"):
-            return text.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
