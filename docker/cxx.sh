@@ -1,6 +1,6 @@
 #!/bin/sh
-# The C++ compiler for Horovod's build: its CMake files ask for C++14 and 60 MB of debugging symbols; torch's headers need C++20.
-# Run: nothing, docker/horovod.sh names it in CXX; so not a line of Horovod is patched.
+# The C++ compiler for Horovod's build: Horovod asks for C++14 and 60 MB of debugging symbols, torch's headers for C++20.
+# Run: nothing, docker/horovod.sh passes it as CXX. So the build needs no patch of Horovod.
 # Edit: nothing; RANKUP_CXX names another compiler than g++.
 for word do
   shift

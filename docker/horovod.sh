@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds Horovod for a Python that has torch (CPU, gloo), once, and installs it there: the wheel is kept in a cache.
-# Run: make horovod      (docker/horovod.sh PYTHON: of another environment; 4 to 12 minutes where there is no wheel yet)
-# Edit: VERSION is the last one there is; RANKUP_CACHE names another folder than ~/.cache/rankup.
+# Builds Horovod (CPU, gloo) for a Python that has torch, keeps the wheel in a cache, and installs it.
+# Run: make horovod      (docker/horovod.sh PYTHON for another environment; the first build takes 4 to 12 minutes)
+# Edit: nothing; VERSION is Horovod's last release, RANKUP_CACHE names another folder than ~/.cache/rankup.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VERSION=0.28.1
@@ -12,7 +12,7 @@ cache=${RANKUP_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rankup}
 say() { echo "horovod: $*"; }
 fail() { printf 'horovod: %s\n' "$@" >&2; exit 2; }
 
-# What the wheel depends on: with other inputs another one is built
+# The wheel depends on these: other inputs need another wheel
 inputs=$("$python" -c '
 import importlib.metadata, platform, sys, sysconfig
 print(importlib.metadata.version("torch"), sys.implementation.cache_tag, sysconfig.get_platform(), *platform.libc_ver())
@@ -20,14 +20,15 @@ print(importlib.metadata.version("torch"), sys.implementation.cache_tag, sysconf
 key=$({ echo "$inputs $VERSION"; cat docker/horovod.sh docker/cxx.sh; } | sha256sum | cut -c1-16)
 kept=$cache/horovod-$key
 
-if "$python" -c "import horovod.torch as h, horovod; assert open(horovod.__path__[0] + '/.built').read() == '$key'" 2> /dev/null; then
+if "$python" -c "import horovod.torch, horovod; assert open(horovod.__path__[0] + '/.built').read() == '$key'" \
+  2> /dev/null; then
   say "$VERSION is installed already"
   exit
 fi
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-# An environment to build in, which sees torch and leaves nothing in yours
+# The build has an environment of its own: it sees the user's torch, and leaves nothing in the user's environment
 "$python" -m venv "$work/venv"
 packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 echo "import site; site.addsitedir('$(packages "$python")')" > "$(packages "$work/venv/bin/python")/torch.pth"
@@ -38,26 +39,28 @@ pinned=(--constraint docker/requirements.lock --constraint docker/requirements-h
 build() {
   local missing=() tool
   for tool in g++ cmake make; do command -v "$tool" > /dev/null || missing+=("$tool"); done
-  "$python" -c 'import sysconfig; open(sysconfig.get_path("include") + "/Python.h")' 2> /dev/null || missing+=(python3-dev)
+  "$python" -c 'import sysconfig; open(sysconfig.get_path("include") + "/Python.h")' 2> /dev/null ||
+    missing+=(python3-dev)
   if ((${#missing[@]})); then
     if [[ $(id -u) -ne 0 ]] || ! command -v apt-get > /dev/null; then fail "sudo apt install ${missing[*]}"; fi
     { apt-get -q update && apt-get install -q -y --no-install-recommends "${missing[@]}"; } > /dev/null
   fi
   say "building $VERSION for $inputs, on $(nproc) CPUs"
   "${pip[@]}" install "${pinned[@]}" setuptools wheel "${needs[@]}"
-  # No CUDA toolkit in sight, wherever one lies: torch says it was built without, and CMake looks for none
+  # Hide every CUDA toolkit of this machine: torch says that it was built without CUDA, and CMake does not look for one
   mkdir "$work/hide" "$work/wheel"
   printf 'import torch\ntorch.version.cuda = None\n' > "$work/hide/sitecustomize.py"
   # shellcheck disable=SC2016  # the shell that runs it expands these
-  printf '#!/bin/sh\n[ "$1" = --build ] || set -- "$@" -DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON\nexec cmake "$@"\n' > "$work/cmake"
+  printf '#!/bin/sh\n[ "$1" = --build ] || set -- "$@" -D%s\nexec cmake "$@"\n' \
+    CMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON > "$work/cmake"
   chmod +x "$work/cmake"
-  env PYTHONPATH="$work/hide" CXX="$PWD/docker/cxx.sh" HOROVOD_CMAKE="$work/cmake" CUDACXX=/nowhere MAKEFLAGS="-j$(nproc)" \
-    CMAKE_POLICY_VERSION_MINIMUM=3.5 HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
-    HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 \
+  env PYTHONPATH="$work/hide" CXX="$PWD/docker/cxx.sh" HOROVOD_CMAKE="$work/cmake" CUDACXX=/nowhere \
+    MAKEFLAGS="-j$(nproc)" CMAKE_POLICY_VERSION_MINIMUM=3.5 HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 \
+    HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
     timeout "$BOUND_S" "${pip[@]}" wheel --no-deps --no-build-isolation --no-cache-dir --no-binary horovod \
     --wheel-dir "$work/wheel" "horovod==$VERSION" > "$work/log" 2>&1 ||
     { tail -n 40 "$work/log" >&2; fail "the build failed: see above"; }
-  # The other wheels beside it: from the cache it installs without an index
+  # The wheels that it needs lie beside it: an install from the cache needs no index
   "${pip[@]}" wheel "${pinned[@]}" --wheel-dir "$work/wheel" "${needs[@]}"
   "${pip[@]}" install --no-index --find-links "$work/wheel" "horovod==$VERSION"
   "$work/venv/bin/python" -c '
@@ -65,7 +68,7 @@ import horovod.torch as hvd, torch
 hvd.init()
 assert hvd.gloo_built() and hvd.allreduce(torch.ones(2)).tolist() == [1, 1]'
   rm -rf "$kept.new" "$kept"
-  cp -r "$work/wheel" "$kept.new" && mv "$kept.new" "$kept" # whole or not at all
+  cp -r "$work/wheel" "$kept.new" && mv "$kept.new" "$kept" # one rename: the cache never holds half a wheel
 }
 
 mkdir -p "$cache"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains on simulated nodes with one command, shows their output, and ends with the exit code of what failed first.
-# Run: make up      (NNODES=4 NPROC=2 ARGS="--epochs 5" make up; as root on a bare Debian or Ubuntu it installs the engine)
+# Trains on simulated nodes with one command, shows their output, and ends with the exit code of the cause.
+# Run: make up      (NNODES=4 NPROC=2 ARGS="--epochs 5" make up; on a bare Debian or Ubuntu, root installs the engine)
 # Edit: nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,10 +16,10 @@ if [[ $uid -eq 0 ]]; then uid=1000 gid=1000; fi
 remember RANKUP_UID "$uid"
 remember RANKUP_GID "$gid"
 num_nodes=$(setting NNODES 2)
-[[ $num_nodes =~ ^[2-8]$ ]] || fail "NNODES must be from 2 to 8, got $num_nodes: docker/compose.nodes.yaml has so many services"
+[[ $num_nodes =~ ^[2-8]$ ]] || fail "NNODES must be from 2 to 8, got $num_nodes: there are no more services"
 
-# The compose files: those of COMPOSE_FILE, or the ones that compose reads by itself, and docker/compose.nodes.yaml. Compose
-# reads no compose.override.yaml where COMPOSE_FILE is set, so it is named here
+# The compose files: those in COMPOSE_FILE, or those that compose reads by itself; and docker/compose.nodes.yaml. Compose
+# does not read compose.override.yaml where COMPOSE_FILE is set, so this names it
 nodes_file=docker/compose.nodes.yaml
 default=compose.yaml$([[ ! -f compose.override.yaml ]] || echo :compose.override.yaml)
 files=$(setting COMPOSE_FILE "$default")
@@ -53,10 +53,12 @@ stop() { # REASON: every node saves and ends
 trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$scratch"' EXIT
 trap 'interrupted=yes; stop "stopping, every node saves and ends"' INT TERM
 
-# Each docker command has a session of its own from here on, so Ctrl-C reaches this script alone. An interrupted `up` would
-# leave nodes behind that nobody watches, and an interrupted `logs` would hide the nodes' last lines
-setsid docker compose up -d --no-build "${nodes[@]}" 2> "$scratch/up" || { cat "$scratch/up" >&2; fail "the nodes could not be started"; }
-if [[ -n $stopping ]]; then setsid docker compose stop "${nodes[@]}" 2> /dev/null; fi # Ctrl-C came before there were nodes
+# From here on each docker command has a session of its own, so Ctrl-C reaches this script alone. An interrupted `up`
+# would leave nodes behind that nobody watches, and an interrupted `logs` would hide the nodes' last lines
+setsid docker compose up -d --no-build "${nodes[@]}" 2> "$scratch/up" ||
+  { cat "$scratch/up" >&2; fail "the nodes could not be started"; }
+# Ctrl-C may have come before there were nodes
+if [[ -n $stopping ]]; then setsid docker compose stop "${nodes[@]}" 2> /dev/null; fi
 # Twice, as Ctrl-C may end a command before it has its session
 for node in "${nodes[@]}"; do
   id[$node]=$(setsid docker compose ps -aq "$node") || id[$node]=$(setsid docker compose ps -aq "$node")
@@ -65,16 +67,19 @@ done
 setsid docker compose --ansi never logs -f --no-log-prefix --since "$began" "${nodes[@]}" 2> /dev/null |
   setsid sed -u 's/\x1b\[2K//g' &
 logs=$!
-# `docker compose up` reports 0 although a node failed, and with its options another node's code. The engine's events hold the
-# code of each end
+# `docker compose up` reports 0 although a node failed, and with its options another node's code. The engine's events
+# name the node and the code of each end
 setsid docker events --since "$began" --filter event=die "${id[@]/#/--filter=container=}" \
   --format '{{.ID}} {{.Actor.Attributes.exitCode}}' > "$scratch/events" &
 
 set +e # Ctrl-C may end any command below; the loop goes on until the nodes have ended
 # The code of a node's last end. A code below 128 stays, though: a start after it says less
-code_of() { awk -v id="${id[$1]}" '$1 == id && !(code > 0 && code < 128) {code = $2} END {print code}' "$scratch/events"; }
+code_of() {
+  awk -v id="${id[$1]}" '$1 == id && !(code > 0 && code < 128) {code = $2} END {print code}' "$scratch/events"
+}
+state_of() { docker inspect -f "$2" "${id[$1]}" 2> /dev/null; } # NODE FORMAT
 
-# The engine may fail to answer once, which says nothing of the nodes. It never answers for nodes that were removed
+# The engine may fail to answer once: that says nothing of the nodes. For nodes that were removed it always fails
 alive() {
   local states tries
   for ((tries = 0; tries < 20; tries++)); do
@@ -95,13 +100,14 @@ while alive; do
     if ((code > 0 && code < 128)); then
       stop "$node ended with $code, which no restart mends: ending the others"
     # Compared with the engine's own code: the events may be late, and a later start may have ended well
-    elif ((code > 0)) && [[ $(docker inspect -f '{{.State.Status}} {{.State.ExitCode}}' "${id[$node]}") == "exited $code" ]]; then
+    elif ((code > 0)) && [[ $(state_of "$node" '{{.State.Status}} {{.State.ExitCode}}') == "exited $code" ]]; then
       stop "$node ended with $code and is not started again: ending the others"
     fi
   done
   sleep 0.5
 done
-# The last lines are still on their way. Compose follows for ever where all nodes had ended before it began: 5 s at most
+# The last lines are still on their way. Wait 5 s at most: compose may have begun to follow after all nodes had ended,
+# and then it never ends
 for ((tries = 0; tries < 25; tries++)); do
   kill -0 "$logs" 2> /dev/null || break
   sleep 0.2
@@ -111,14 +117,14 @@ codes=()
 for node in "${nodes[@]}"; do
   code=$(code_of "$node")
   # The last event may still be on its way; the engine knows how the last start ended
-  if last=$(docker inspect -f '{{.State.ExitCode}}' "${id[$node]}" 2> /dev/null) && ! ((code > 0 && code < 128)); then code=$last; fi
+  if last=$(state_of "$node" '{{.State.ExitCode}}') && ! ((code > 0 && code < 128)); then code=$last; fi
   [[ -n $code ]] || gone
-  more=$(docker inspect -f '{{if .State.OOMKilled}}, out of memory{{end}}, {{.RestartCount}} restarts' "${id[$node]}" 2> /dev/null)
+  more=$(state_of "$node" '{{if .State.OOMKilled}}, out of memory{{end}}, {{.RestartCount}} restarts')
   say "$node ended with $code$more"
   codes+=("$code")
 done
 [[ ${codes[*]} =~ [1-9] ]] || exit 0
 # Which code counts is the program's rule, asked inside its image: this machine may have no Python
-image=$(docker inspect -f '{{.Image}}' "${id[node0]}")
+image=$(state_of node0 '{{.Image}}')
 exit "$(setsid docker run --rm --network none --entrypoint python3 "$image" -m train.errors \
   --rest-stopped ${interrupted:+--stopped} "${codes[@]}" || echo 1)"

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# The whole way on a cluster of this machine: kind or minikube, the operator, the image, a job; its logs, its end.
-# Run: k8s/kube.sh kind      (or: minikube, render, logs, delete; OVERLAY=elastic names one, OVERLAY=job takes k8s/job.yaml)
+# All steps on a cluster of this machine: kind or minikube, the operator, the image, a job, its log and its end.
+# Run: make k8s-kind      (or k8s-minikube, -render, -logs, -delete; OVERLAY=elastic; OVERLAY=job takes k8s/job.yaml)
 # Edit: nothing; IMAGE and CLUSTER are set in the environment.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 what=${OVERLAY:-} cluster=${CLUSTER:-rankup}
-# By itself what the manifests name and `make image` builds
+# The default is the image that the manifests name and `make image` builds
 image=${IMAGE:-rankup:$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
-# Recorded and tested: other releases may set other variables
+# This release was recorded and tested; others may set other variables
 operator="github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.3"
-context=() # the user's own, unless this script made the cluster
+context=() # the present one of kubectl, unless this script makes the cluster
 
 say() { echo "kube: $*"; }
 fail() { printf 'kube: %s\n' "$@" >&2; exit 2; }
 k() { kubectl "${context[@]}" "$@"; }
 need() { command -v "$1" > /dev/null || fail "$1 is not installed: $2"; }
 
-# What OVERLAY names: how kubectl is told of it, and the kind of its job
+# OVERLAY names an overlay or a manifest: the words of kubectl for it, and the kind of its job
 if [[ -z $what ]]; then
   source=(-k k8s/base) kind=pytorchjob
 elif [[ -d k8s/overlays/$what ]]; then
@@ -28,7 +28,7 @@ else
 fi
 case $kind in
   job | trainjob) first=batch.kubernetes.io/job-completion-index=0 ;;
-  *) first=training.kubeflow.org/job-role=master ;; # of an elastic job the first Worker
+  *) first=training.kubeflow.org/job-role=master ;; # an elastic job has no Master: this is its first Worker
 esac
 first+=,app.kubernetes.io/instance=rankup
 
@@ -37,7 +37,7 @@ render() {
   if [[ ${source[0]} == -k ]]; then kubectl kustomize "${source[1]}"; else cat "${source[1]}"; fi
 }
 
-load() { # COMMAND...: which brings the image to the cluster's nodes
+load() { # COMMAND...: runs the command that brings the image to the cluster's nodes
   docker image inspect "$image" > /dev/null 2>&1 || fail "there is no image $image: make image builds it"
   say "loading $image into the cluster"
   "$@"
@@ -45,7 +45,8 @@ load() { # COMMAND...: which brings the image to the cluster's nodes
 
 install_operator() {
   if [[ $kind == job ]]; then return; fi
-  [[ $kind == pytorchjob ]] || fail "this script installs the training operator v1, which knows no TrainJob: see k8s/README.md"
+  [[ $kind == pytorchjob ]] ||
+    fail "this script installs the training operator v1, which knows no TrainJob: see k8s/README.md"
   if ! k get crd pytorchjobs.kubeflow.org > /dev/null 2>&1; then
     say "installing the operator"
     # Server-side: the schemas are longer than the annotation that a plain apply keeps
@@ -54,11 +55,11 @@ install_operator() {
   k --namespace kubeflow rollout status deployment/training-operator --timeout 300s
 }
 
-ended() { # prints the conditions of the job that hold
+ended() { # prints the conditions of the job that are true
   k get "$kind" rankup -o 'jsonpath={range .status.conditions[?(@.status=="True")]}{.type} {end}'
 }
 
-follow() { # rank 0's log, of each of its pods once, until the job has ended
+follow() { # prints the log of each pod that is rank 0, until the job has ended
   local seen="" pod uid phase conditions
   while true; do
     conditions=" $(ended) "
@@ -66,7 +67,7 @@ follow() { # rank 0's log, of each of its pods once, until the job has ended
       -o 'jsonpath={range .items[*]}{.metadata.uid} {.metadata.name} {.status.phase}{"\n"}{end}' | tail -1) || true
     if [[ -n ${uid:-} && $uid != "$seen" && $phase != Pending ]]; then
       seen=$uid
-      k logs --follow "$pod" || true # one that is removed meanwhile has a successor
+      k logs --follow "$pod" || true # the pod may be removed meanwhile: then another one follows
     elif [[ $conditions == *" Failed "* ]]; then
       k get pods -l app.kubernetes.io/instance=rankup >&2
       echo "kube: the job failed: the lines above name the rank and the reason" >&2

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# kubectl: there already, from this machine's packages, or from a newer Debian's. No cluster is needed to render and test.
-# Run: k8s/setup.sh      (as root where something has to be installed; .ci/run does)
+# Finds kubectl, or installs it from the packages of this machine or of a newer Debian. Tests need no cluster.
+# Run: k8s/setup.sh      (as root where it has to install; .ci/run does)
 # Edit: nothing.
 set -euo pipefail
-newer_debian=trixie # Debian 12 packages kubectl 1.20, whose kustomize is another; this one needs nothing but libc
+newer_debian=trixie # Debian 12 has kubectl 1.20 with another kustomize; this one needs nothing but libc
 keys=/usr/share/keyrings/debian-archive-keyring.gpg
 bin=${BIN:-/usr/local/bin}
 
@@ -13,20 +13,23 @@ new_enough() { # kubectl: 1.27 or newer
 fail() { printf 'setup: %s\n' "$@" >&2; exit 2; }
 
 if new_enough; then exit 0; fi
-[[ $(id -u) -eq 0 ]] || fail "no kubectl 1.27 or newer here, and only root may install it: https://kubernetes.io/docs/tasks/tools"
+[[ $(id -u) -eq 0 ]] ||
+  fail "no kubectl 1.27 or newer here, and only root may install it: https://kubernetes.io/docs/tasks/tools"
 candidate=$(apt-cache policy kubectl 2> /dev/null | awk '/Candidate:/ && $2 != "(none)" {print $2}')
 if [[ -n $candidate ]] && dpkg --compare-versions "$candidate" ge 1.27; then
   apt-get install -q -y --no-install-recommends kubectl
 elif [[ -f $keys ]]; then
   # shellcheck disable=SC2016  # apt replaces these, not the shell
-  mirror=$(apt-get indextargets --format '$(REPO_URI) $(COMPONENT)' 'Created-By: Packages' | awk '$2 == "main" {print $1; exit}')
+  mirror=$(apt-get indextargets --format '$(REPO_URI) $(COMPONENT)' 'Created-By: Packages' |
+    awk '$2 == "main" {print $1; exit}')
   echo "setup: kubectl of Debian $newer_debian into $bin"
   folder=$(mktemp -d)
   trap 'rm -rf "$folder"' EXIT
   mkdir -p "$folder/lists/partial" "$folder/archives/partial" "$bin"
   echo "deb [signed-by=$keys] $mirror $newer_debian main" > "$folder/sources.list"
-  options=(-q -o "Dir::Etc::sourcelist=$folder/sources.list" -o Dir::Etc::sourceparts=/dev/null -o Dir::Etc::preferencesparts=/dev/null
-    -o "Dir::State::lists=$folder/lists" -o Dir::State::status=/dev/null -o "Dir::Cache=$folder" -o APT::Sandbox::User=root)
+  options=(-q -o "Dir::Etc::sourcelist=$folder/sources.list" -o Dir::Etc::sourceparts=/dev/null
+    -o Dir::Etc::preferencesparts=/dev/null -o "Dir::State::lists=$folder/lists" -o Dir::State::status=/dev/null
+    -o "Dir::Cache=$folder" -o APT::Sandbox::User=root)
   apt-get "${options[@]}" update > /dev/null
   (cd "$folder" && apt-get "${options[@]}" download kubectl > /dev/null)
   dpkg -x "$folder"/kubectl_*.deb "$folder/kubectl"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prints the base image to build on: one that is here, one from a registry, or, where none answers, one made from a mirror.
-# Run: docker/host/base.sh      (what it makes is this machine's own Debian or Ubuntu release, from its own mirror; that takes root)
+# Prints the base image to build on: one that is here, one from a registry, or else one made from this machine's mirror.
+# Run: docker/host/base.sh      (root alone can make one: this machine's own Debian or Ubuntu release)
 # Edit: nothing; BASE_IMAGE in the environment or in .env names another.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -13,13 +13,17 @@ have() { docker image inspect "$1" > /dev/null 2>&1; }
 make_base() { # IMAGE
   local work mirror
   [[ $(id -u) -eq 0 ]] || fail "making a base image takes root: sudo $0"
-  command -v apt-get > /dev/null || fail "only Debian and Ubuntu can be made into a base: set BASE_IMAGE to an image that is here"
+  command -v apt-get > /dev/null ||
+    fail "only Debian and Ubuntu can be made into a base: set BASE_IMAGE to an image that is here"
   work=$(mktemp -d)
-  # shellcheck disable=SC2064  # the folder of now
+  # shellcheck disable=SC2064  # the folder's present name
   trap "rm -rf '$work'" EXIT
-  command -v debootstrap > /dev/null || { apt-get -q update; apt-get install -q -y --no-install-recommends debootstrap; }
+  if ! command -v debootstrap > /dev/null; then
+    apt-get -q update
+    apt-get install -q -y --no-install-recommends debootstrap
+  fi
 
-  # This release's archives as apt knows them, updates and security fixes included, and none of third parties
+  # The archives of this release that apt knows, with updates and security fixes, without those of third parties
   # shellcheck disable=SC2016  # apt replaces these, not the shell
   apt-get indextargets --format 'deb $(REPO_URI) $(CODENAME) $(COMPONENT)' 'Created-By: Packages' |
     awk -v release="$VERSION_CODENAME" '$4 ~ /^(main|universe)$/ && ($3 == release || index($3, release "-") == 1)' |
@@ -28,8 +32,9 @@ make_base() { # IMAGE
   [[ -n $mirror ]] || fail "apt knows no archive of $VERSION_CODENAME"
 
   say "making $1: $PRETTY_NAME from $mirror"
-  debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$VERSION_CODENAME" "$work/root" "$mirror"
-  # What a container never reads, and packages that the Dockerfile adds must not bring back either
+  debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates \
+    "$VERSION_CODENAME" "$work/root" "$mirror"
+  # A container never reads these files, so packages that the Dockerfile adds must not bring them either
   printf 'path-exclude=/usr/share/%s/*\n' doc man info locale i18n > "$work/root/etc/dpkg/dpkg.cfg.d/small"
   rm -rf "$work"/root/usr/share/{doc,man,info,locale,i18n}/*
   cp "$work/sources.list" "$work/root/etc/apt/sources.list"
@@ -63,6 +68,6 @@ elif [[ $base == "$default" ]]; then
 else
   fail "BASE_IMAGE=$base is not here, and no registry gives it"
 fi
-# Where a plain `docker compose build` finds it
+# In .env, where a plain `docker compose build` finds it
 [[ $base == "$default" ]] || remember BASE_IMAGE "$base"
 echo "$base"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes docker/requirements*.lock anew: the newest versions that pyproject.toml allows, torch and torchvision as they are.
+# Writes docker/requirements*.lock anew: the newest versions that pyproject.toml allows, but the present torch.
 # Run: make lock PYTHON=python3.11      (the oldest Python that is supported: what runs there runs on newer ones)
 # Edit: nothing here; to raise torch and torchvision, edit their two lines in docker/requirements.lock first.
 set -euo pipefail

@@ -5,10 +5,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-[[ -n ${REPOSITORY:-} ]] || { echo "push: REPOSITORY must name where to, such as registry.example.org/me/rankup" >&2; exit 2; }
+fail() { echo "push: $*" >&2; exit 2; }
+[[ -n ${REPOSITORY:-} ]] || fail "REPOSITORY must name where to, such as registry.example.org/me/rankup"
 image=$(docker compose config --images | sed -n 1p)
 label() { docker image inspect -f "{{index .Config.Labels \"org.opencontainers.image.$1\"}}" "$image"; }
 version=$(label version)
-[[ $(label revision) != *-dirty ]] || { echo "push: $image was built from files that are not committed" >&2; exit 2; }
+[[ $(label revision) != *-dirty ]] || fail "$image was built from files that are not committed"
 docker tag "$image" "$REPOSITORY:$version"
 docker push "$REPOSITORY:$version"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Sees to a container engine, Compose v2 and buildx: finds them, or installs them from Debian's or Ubuntu's packages.
-# Run: docker/host/setup.sh      (root on Debian or Ubuntu installs; anybody else gets the commands to run, and exit code 2)
+# Finds a container engine, Compose v2 and buildx, or installs them from the packages of Debian or Ubuntu.
+# Run: docker/host/setup.sh      (root on Debian or Ubuntu installs; others get the commands to run, and exit code 2)
 # Edit: nothing.
 set -euo pipefail
 
-# Compose and buildx are plug-ins of the docker command; this folder of theirs belongs to no package.
+# Compose and buildx are plug-ins of the docker command. No package writes to this folder, so no package overwrites them.
 plugins=/usr/local/lib/docker/cli-plugins
-# Debian 12 packages Compose v1 alone. This release's plug-ins need nothing but libc and run there too.
+# Debian 12 has only Compose v1. The plug-ins of this release need nothing but libc, so they run there too.
 newer_debian=trixie
 daemon_log=/var/log/dockerd.log
 
@@ -36,14 +36,15 @@ install_packages() {
   has_buildx || { packaged docker-buildx && wanted+=(docker-buildx); }
   if ((${#wanted[@]})); then
     say "installing ${wanted[*]}"
-    apt-get install -q -y --no-install-recommends "${wanted[@]}" > "$log" 2>&1 || { tail -20 "$log" >&2; fail "apt-get failed"; }
+    apt-get install -q -y --no-install-recommends "${wanted[@]}" > "$log" 2>&1 ||
+      { tail -20 "$log" >&2; fail "apt-get failed"; }
   fi
 }
 
-install_plugins() { # PACKAGE...: from a newer Debian, by the mirror this machine uses, beside its own packages
+install_plugins() { # PACKAGE...: unpacked from a newer Debian, by the mirror of this machine
   local private mirror package line keys=/usr/share/keyrings/debian-archive-keyring.gpg
   private=$(mktemp -d)
-  # "main" of the release itself, not of its updates or security archive
+  # "main" of the release itself: its updates and security archives may be on another mirror
   # shellcheck disable=SC2016  # apt replaces these, not the shell
   line=$(apt-get indextargets --format '$(REPO_URI) $(CODENAME) $(COMPONENT)' 'Created-By: Packages' |
     awk -v codename="$VERSION_CODENAME" '$2 == codename && $3 == "main"' | head -1)
@@ -52,12 +53,14 @@ install_plugins() { # PACKAGE...: from a newer Debian, by the mirror this machin
   say "unpacking $* of Debian $newer_debian into $plugins"
   mkdir -p "$private/lists/partial" "$private/archives/partial"
   echo "deb [signed-by=$keys] $mirror $newer_debian main" > "$private/sources.list"
-  local options=(-o "Dir::Etc::sourcelist=$private/sources.list" -o Dir::Etc::sourceparts=- -o Dir::Etc::preferencesparts=-
-    -o "Dir::State::lists=$private/lists" -o "Dir::Cache=$private" -o APT::Sandbox::User=root)
-  apt-get "${options[@]}" -q update > "$log" 2>&1 || { tail -20 "$log" >&2; fail "the mirror $mirror has no $newer_debian"; }
+  local options=(-o "Dir::Etc::sourcelist=$private/sources.list" -o Dir::Etc::sourceparts=-
+    -o Dir::Etc::preferencesparts=- -o "Dir::State::lists=$private/lists" -o "Dir::Cache=$private" -o APT::Sandbox::User=root)
+  apt-get "${options[@]}" -q update > "$log" 2>&1 ||
+    { tail -20 "$log" >&2; fail "the mirror $mirror has no $newer_debian"; }
   mkdir -p "$plugins"
   for package in "$@"; do
-    (cd "$private" && apt-get "${options[@]}" -q download "$package" >> "$log" 2>&1) || { tail -20 "$log" >&2; fail "no $package"; }
+    (cd "$private" && apt-get "${options[@]}" -q download "$package" >> "$log" 2>&1) ||
+      { tail -20 "$log" >&2; fail "no $package"; }
     dpkg -x "$private/$package"_*.deb "$private/$package"
     install -m 755 "$(find "$private/$package" -path '*cli-plugins/*' -type f)" "$plugins/"
   done
@@ -69,7 +72,7 @@ start_daemon() {
     say "starting the service docker"
     systemctl enable --now docker
   else
-    # The scripts of /etc/init.d raise limits, which a container or a small virtual machine refuses
+    # Not by /etc/init.d: its script raises limits, which a container or a small virtual machine refuses
     say "no service manager runs here: starting dockerd in the background (log: $daemon_log)"
     [[ -s /var/run/docker.pid ]] && ! kill -0 "$(< /var/run/docker.pid)" 2> /dev/null && rm /var/run/docker.pid
     setsid nohup dockerd >> "$daemon_log" 2>&1 < /dev/null &
@@ -82,20 +85,21 @@ start_daemon() {
   fail "the engine did not start within 60 s"
 }
 
-explain() { # what somebody who may not install has to do
+explain() { # prints the commands that a user who may not install has to ask for
   local release=${ID:-} like=${ID_LIKE:-}
   if command -v dockerd > /dev/null && ! engine_answers && has_compose && has_buildx; then
-    fail "the engine is installed and does not answer. Is it running, and may you use it? Run these, then log in again:" \
+    fail "the engine is installed and does not answer. Does it run, and may you use it? Run these, then log in again:" \
       "  sudo systemctl enable --now docker" "  sudo usermod -aG docker $(id -un)"
   elif [[ $release == debian || $release == ubuntu || $like == *debian* ]]; then
     fail "a container engine, Compose v2 and buildx are needed. Run these, then log in again:" \
       "  sudo $0" "  sudo usermod -aG docker $(id -un)"
   fi
-  fail "a container engine, Compose v2 and buildx are needed: install Docker Engine or Docker Desktop for ${PRETTY_NAME:-this system}."
+  fail "a container engine, Compose v2 and buildx are needed:" \
+    "  install Docker Engine or Docker Desktop for ${PRETTY_NAME:-this system}."
 }
 
 if engine_answers && has_compose && has_buildx; then
-  : # nothing to do, whoever runs this
+  : # nothing to do, and any user may come here
 else
   PRETTY_NAME=$(uname -s)
   # shellcheck disable=SC1091

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Fills docker/horovod for the image's target of that name: wheels that make horovod has built here, and the sources.
-# Run: nothing, docker/image.sh does (docker/host/sources.sh offline: the sources too, for a build that reaches no index)
+# Fills docker/horovod for horovod.Dockerfile: with the wheels that make horovod has built here, and with the sources.
+# Run: nothing, docker/image.sh does (`sources.sh offline` fetches the sources, for a build that reaches no index)
 # Edit: nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../horovod"
@@ -12,6 +12,6 @@ if [[ ${1:-} != offline || -s horovod-$version.tar.gz ]]; then exit; fi
 for python in python3 /usr/bin/python3 ../../.venv/bin/python; do
   if "$python" -m pip --version > /dev/null 2>&1; then break; fi
 done
-"$python" -m pip download -qq --constraint ../requirements.lock --constraint ../requirements-horovod.lock --only-binary :all: \
-  --python-version 3.11 setuptools wheel cloudpickle cffi psutil pyyaml packaging
+"$python" -m pip download -qq --constraint ../requirements.lock --constraint ../requirements-horovod.lock \
+  --only-binary :all: --python-version 3.11 setuptools wheel cloudpickle cffi psutil pyyaml packaging
 "$python" -m pip download -qq --no-deps --no-binary horovod "horovod==$version"

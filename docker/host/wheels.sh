@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Fills docker/wheels with what the image installs, through this machine's own pip settings (index, proxy, certificates).
-# Run: make wheels      (about 3 GB; `make up` does it where a build inside a container can't reach the index)
-# Edit: nothing; TORCH_INDEX as for the image.
+# Fills docker/wheels with the packages of the image, by this machine's own pip settings (index, proxy, certificates).
+# Run: make wheels      (about 3 GB; `make up` does it where a build cannot reach the index)
+# Edit: nothing; TORCH_INDEX is the same as for the image.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 . docker/host/settings.sh
@@ -20,8 +20,9 @@ find_pip() {
 
 base=$(docker/host/base.sh)
 index=$(setting TORCH_INDEX)
-# The wheels have to fit the image's Python, whichever this machine has
-version=$(docker run --rm --network none --entrypoint python3 "$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+# The wheels must fit the Python of the image, which may be another than this machine's
+version=$(docker run --rm --network none --entrypoint python3 "$base" \
+  -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 wanted=$(cat docker/requirements.lock docker/requirements-cuda.lock <(echo "$version $index") | sha256sum)
 cd docker/wheels
 if [[ $wanted == "$(cat .wanted 2> /dev/null)" ]]; then
@@ -30,7 +31,9 @@ if [[ $wanted == "$(cat .wanted 2> /dev/null)" ]]; then
 fi
 
 if ! python=$(find_pip); then
-  if [[ $(id -u) -ne 0 ]] || ! command -v apt-get > /dev/null; then fail "pip is needed: sudo apt install python3-pip"; fi
+  if [[ $(id -u) -ne 0 ]] || ! command -v apt-get > /dev/null; then
+    fail "pip is needed: sudo apt install python3-pip"
+  fi
   { apt-get -q update && apt-get install -q -y --no-install-recommends python3-pip; } > /dev/null
   python=/usr/bin/python3
 fi

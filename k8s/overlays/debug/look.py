@@ -1,5 +1,4 @@
-"""What a pod sees: the launcher's variables, whom names lead to, the master's port, devices, memory, where it may write. Ends
-with 0."""
+"""Print what a pod sees: the launcher's variables, names, the master's port, devices, memory, writable folders. Ends with 0."""
 
 import contextlib
 import os
@@ -11,7 +10,7 @@ from pathlib import Path
 
 # Only what launchers set: an environment may hold secrets, and logs are read by many
 OURS = re.compile(r"^(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_|PET_|JOB_COMPLETION_INDEX$|NCCL_|GLOO_|CUDA_VISIBLE)")
-WAIT_S = 180.0  # the Services come up after the pods, and the image after both
+WAIT_S = 180.0  # the Services start after the pods, and a node may have to pull the image
 
 
 def resolve(name: str, *, wait_s: float = WAIT_S) -> str:
@@ -27,8 +26,11 @@ def resolve(name: str, *, wait_s: float = WAIT_S) -> str:
 
 
 def meet(environ: Mapping[str, str], *, wait_s: float = WAIT_S) -> str:
-    """Whether the master's port is reached. Rank 0 answers there, and stays: once it has ended the job has, and Workers whose
-    init container still looks for its name are ended too."""
+    """Whether the master's port is reached, as one line.
+
+    Rank 0 listens there until all others have come: the job ends with it, and would end Workers whose init container
+    still looks for its name.
+    """
     address, port = environ.get("MASTER_ADDR"), int(environ.get("MASTER_PORT", "0"))
     others = int(environ.get("PET_NNODES", "1").split(":")[0]) - 1
     if not address or not port:
