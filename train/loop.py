@@ -18,6 +18,7 @@ from train.data.order import Order
 from train.data.random_numbers import derive_seed, seed_everything
 from train.errors import DataError, Stopped, UserError
 from train.group.group import Group, join
+from train.group.on_rank0 import on_rank0
 from train.parallel import METHODS, Method, method_name, start_method
 from train.parallel.model import check_same_shapes, compile_model, prepare
 from train.parallel.optimizer import build_optimizer, peak_rate, rate_at, set_rate
@@ -31,8 +32,9 @@ from train.run import weights
 from train.run.checkpoint import Checkpoint
 from train.run.evaluation import evaluate
 from train.run.profiler import Profiler
-from train.run.result import finish
-from train.run.run_directory import Progress, Speed, on_rank0, open_run_directory
+from train.run.progress import Progress, Speed
+from train.run.result import write_result
+from train.run.run_directory import open_run_directory
 from train.run.sharded_checkpoint import FOLDER, check_shared, read_shards_into
 from train.run.training_state import TrainingState
 from train.workloads import Workload, load
@@ -202,9 +204,9 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         state = method.full_state_dict(plain)
         if unsharded is not None:
             unsharded.load_state_dict(state)
-        finish(
-            config, group, record, workload, unsharded or plain, state, progress, speed, steps_per_epoch=per_epoch,
-            seconds=seconds, profiler=profiler,
+        write_result(
+            record, workload, unsharded or plain, state, progress, steps_per_epoch=per_epoch,
+            per_s=speed.at(progress.step), seconds=seconds, profiler=profiler,
         )
 
 

@@ -19,6 +19,7 @@ from train.data import Samples
 from train.data.random_numbers import derive_seed, seed_everything
 from train.errors import Stopped, UserError
 from train.group.group import Group, join
+from train.group.on_rank0 import on_rank0
 from train.parallel.model import prepare
 from train.parallel.precision import autocast
 from train.process.atomic_file import staged, write_atomically
@@ -30,7 +31,6 @@ from train.run import weights
 from train.run.checkpoint import Checkpoint, load_checkpoint, load_newest
 from train.run.evaluation import batches_of_rank, evaluate
 from train.run.result import evaluation_table
-from train.run.run_directory import on_rank0
 from train.workloads import Workload, load
 
 PREDICTIONS = "predictions.csv"

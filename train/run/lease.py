@@ -46,13 +46,16 @@ class Lease:
     def __enter__(self) -> "Lease":
         """Raises UserError, naming the owner, where another attempt is alive."""
         locked = self._take_lock()
-        owner = self._owner()
-        if owner is not None and not owner.get("released"):
-            same_kernel = owner.get("kernel") == _kernel()
-            if not (locked and same_kernel) and self._alive(owner):
-                self._drop_lock()
-                raise UserError(self._refusal(owner))
-        self._write()
+        try:
+            owner = self._owner()
+            if owner is not None and not owner.get("released"):
+                same_kernel = owner.get("kernel") == _kernel()
+                if not (locked and same_kernel) and self._alive(owner):
+                    raise UserError(self._refusal(owner))
+            self._write()
+        except BaseException:
+            self._drop_lock()
+            raise
         self._held = True
         threading.Thread(target=self._beat, name="lease", daemon=True).start()
         return self

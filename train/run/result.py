@@ -8,32 +8,39 @@ import psutil
 import torch
 from torch import nn
 
-from train.config import Config
 from train.errors import disk_error
-from train.group.group import Group
 from train.parallel import method_name
 from train.process.status import write_json
 from train.run import weights
 from train.run.evaluation import Result
 from train.run.profiler import Profiler
-from train.run.run_directory import Progress, RunDirectory, Speed, table
+from train.run.progress import Progress
+from train.run.run_directory import RunDirectory
 from train.workloads import Workload
 
 
-def finish(
-    config: Config, group: Group, record: RunDirectory, workload: Workload, model: nn.Module, state: dict[str, torch.Tensor],
-    progress: Progress, speed: Speed, *, steps_per_epoch: int, seconds: float, profiler: Profiler,
-) -> dict[str, Any]:
-    """Write and print the result; rank 0 alone, the others wait at the end of the group. `state`: the plain weights."""
+def write_result(
+    run: RunDirectory, workload: Workload, model: nn.Module, state: dict[str, torch.Tensor], progress: Progress, *,
+    steps_per_epoch: int, per_s: float, seconds: float, profiler: Profiler,
+) -> None:
+    """Write `result.json` and the last pictures, and print the table. All ranks call this, rank 0 writes.
+
+    `state`: on rank 0 the plain weights. `model`: a plain module with these weights, for pictures. `per_s`: samples per
+    second of training alone, `seconds`: of the whole attempt. Raises UserError where the disk is full, and PeerLost
+    where another attempt owns the run by now.
+    """
+    config, group = run.config, run.group
     peaks = group.gather(_peak_memory_mb(group.device))
     shares = group.gather(profiler.shares)
+    if not group.is_rank0:
+        return
     result = {
         "attempt": group.attempt,
-        "run": str(record.directory),
+        "run": str(run.path),
         "step": progress.step,
         "steps_per_epoch": steps_per_epoch,
         "metrics": progress.metrics or {},
-        f"{workload.unit}_per_s": round(speed.at(progress.step), 1),
+        f"{workload.unit}_per_s": round(per_s, 1),
         "seconds": round(seconds, 1),
         "peak_memory_mb": round(max(peaks)),
         "world_size": group.world_size,
@@ -45,22 +52,19 @@ def finish(
     }
     if any(shares):
         result["profile"] = {"steps": [profiler.first, profiler.last], "ranks": shares}
-    if not group.is_rank0:
-        return result
-    assert record.metrics is not None
-    assert record.lease is not None
-    record.lease.check()
-    if workload.pictures is not None and config.tensorboard and record.tables:
+    assert run.metrics is not None
+    assert run.lease is not None
+    run.lease.check()
+    if workload.pictures is not None and config.tensorboard and run.tables:
         model.eval()
-        record.metrics.pictures(progress.step, workload.pictures(model, record.tables, next(model.parameters()).device))
-    record.metrics.hyperparameters(progress.step, config.model_dump(), progress.metrics or {})
-    record.metrics.flush()
+        run.metrics.pictures(progress.step, workload.pictures(model, run.tables, next(model.parameters()).device))
+    run.metrics.hyperparameters(progress.step, config.model_dump(), progress.metrics or {})
+    run.metrics.flush()
     try:
-        write_json(record.directory / "result.json", result)
+        write_json(run.path / "result.json", result)
     except OSError as error:
-        raise disk_error("result.json", record.directory, error) from None
+        raise disk_error("result.json", run.path, error) from None
     group.log.info(_table(result, workload.unit))
-    return result
 
 
 def _peak_memory_mb(device: torch.device) -> float:
@@ -90,10 +94,16 @@ def _table(result: dict[str, Any], unit: str) -> str:
         "weights digest": result["digest"][:16],
         "outputs": f"{result['run']}/ (result.json, checkpoints/, tensorboard/)",
     }
-    return f"finished after {result['step']} steps\n{table(rows)}"
+    return f"finished after {result['step']} steps\n{two_columns(rows)}"
+
+
+def two_columns(rows: dict[str, str]) -> str:
+    """One row a line, the values aligned."""
+    width = max(len(name) for name in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
 
 
 def evaluation_table(result: Result, *, step: int, digest: str) -> str:
     rows = {name.replace("_", " "): f"{value:.4f}" for name, value in sorted(result.metrics.items())}
     rows |= {"samples": str(result.count), "step": str(step), "weights digest": digest[:16]}
-    return table(rows)
+    return two_columns(rows)

@@ -1,4 +1,8 @@
-"""What a run leaves behind: `runs/<name>/` with settings, checkpoints, metrics, pictures and the result. Rank 0 writes."""
+"""What a run leaves behind: `runs/<name>/` with settings, checkpoints, metrics, pictures and the result. Rank 0 writes.
+
+The same command goes on from what it finds there, or refuses: nothing in the directory is overwritten that a user could
+miss, and one live attempt owns it (see `train.run.lease`).
+"""
 
 import contextlib
 import os
@@ -12,51 +16,23 @@ from typing import Any
 import torch
 
 from train.config import Config, changed_settings, to_yaml
-from train.errors import PeerLost, UserError
+from train.errors import UserError
 from train.group.group import Group
+from train.group.on_rank0 import on_rank0
+from train.process.atomic_file import write_atomically
 from train.process.status import job_of, read_json
 from train.run import publish
 from train.run.checkpoint import Checkpoint, list_checkpoints, load_newest
 from train.run.lease import Lease
 from train.run.metrics import Metrics
+from train.run.progress import Progress
 from train.run.sharded_checkpoint import FOLDER, write_shards
 from train.run.training_state import TrainingState
 
 
 @dataclass(slots=True)
-class Progress:
-    """Where a run stands. `evaluated` is the last step whose evaluation is complete, `metrics` its outcome."""
-
-    step: int = 0
-    evaluated: int = 0
-    metrics: dict[str, float] | None = None
-
-
-@dataclass(slots=True)
-class Speed:
-    """Images per second of training alone: set-up, evaluation and saves are left out."""
-
-    batch_size: int
-    first_step: int
-    _trained_s: float = 0.0
-    _began_s: float | None = field(default_factory=time.monotonic)
-
-    def pause(self) -> None:
-        self._trained_s, self._began_s = self._seconds(), None
-
-    def resume(self) -> None:
-        self._began_s = time.monotonic()
-
-    def at(self, step: int) -> float:
-        return (step - self.first_step) * self.batch_size / max(self._seconds(), 1e-9)
-
-    def _seconds(self) -> float:
-        return self._trained_s + (time.monotonic() - self._began_s if self._began_s is not None else 0.0)
-
-
-@dataclass(slots=True)
 class RunDirectory:
-    """The run directory as this attempt found it, and how to add to it."""
+    """The run directory as this attempt found it, and how to add to it. `lease` is rank 0's, None on the others."""
 
     config: Config
     group: Group
@@ -67,25 +43,28 @@ class RunDirectory:
     tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
 
     @property
-    def directory(self) -> Path:
+    def path(self) -> Path:
         return self.group.run_dir
 
     def open_metrics(self, progress: Progress, unit: str) -> Metrics:
-        """Metrics from there on, with the speed in `unit`/s; what a killed attempt wrote past its last checkpoint is taken
-        out. Rank 0 writes, and all raise UserError if it can't."""
+        """Metrics from `progress` on, with the speed in `unit`/s. All ranks call this, rank 0's alone write.
+
+        What a killed attempt wrote past its last checkpoint is cut off: those steps are done again. Raises UserError on
+        all ranks where rank 0 can't write.
+        """
         step, evaluated = progress.step, progress.evaluated
         self.metrics = Metrics(None, step=step, evaluated=evaluated, tensorboard=False, unit=unit)
 
-        def take() -> None:
+        def open_files() -> None:
             self.metrics = Metrics(
-                self.directory, step=step, evaluated=evaluated, tensorboard=self.config.tensorboard, unit=unit
+                self.path, step=step, evaluated=evaluated, tensorboard=self.config.tensorboard, unit=unit
             )
 
-        on_rank0(self.group, take)
+        on_rank0(self.group, open_files)
         return self.metrics
 
     def close(self) -> None:
-        """TensorBoard's writer holds two minutes of values back."""
+        """Close the metrics: TensorBoard's writer holds up to two minutes of values in memory. Raises UserError."""
         if self.metrics is not None:
             self.metrics.close()
 
@@ -106,7 +85,7 @@ class RunDirectory:
 
     @property
     def _checkpoints(self) -> Path:
-        return self.directory / "checkpoints"
+        return self.path / "checkpoints"
 
     def _flush_metrics(self) -> Lease:
         """The metrics of the saved steps must not be lost with this process: a resumed run does not repeat these steps.
@@ -137,95 +116,85 @@ class RunDirectory:
         ))
 
 
-def on_rank0(group: Group, work: Callable[[], Any]) -> Any:
-    """Do `work` on rank 0 and give its result to all. Its error becomes everyone's: nobody is left waiting for rank 0."""
-    outcome: tuple[str, Any] = ("", None)
-    if group.is_rank0:
-        try:
-            outcome = ("", work())
-        except (UserError, PeerLost) as error:
-            outcome = (type(error).__name__, str(error))
-    kind, value = group.broadcast(outcome)
-    if not kind:
-        return value
-    raise (PeerLost if kind == "PeerLost" else UserError)(value, printed_elsewhere=not group.is_rank0)
-
-
 @contextlib.contextmanager
 def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
-    """Take the run directory for this attempt and look what is there: a finished run, a checkpoint, or nothing.
+    """Own the run directory for the length of the block, and find what is there: a finished run, a checkpoint, or nothing.
 
-    Raises UserError on all ranks where another attempt is alive, or a setting that affects the result has changed.
+    All ranks call this. Raises UserError on all of them where another attempt is alive, a setting that affects the
+    result has changed, or the newest checkpoint can't be gone on with.
     """
     lease = Lease(group.run_dir, group.attempt) if group.is_rank0 else None
-    directory = group.run_dir
+    with contextlib.ExitStack() as stack:
 
-    def look() -> tuple[bool, Checkpoint | None]:
-        assert lease is not None
-        lease.__enter__()
-        group.claim_status_file(lease.is_ours)
-        if config.fresh and not _begun_by_this_launch(group, directory):
-            _put_aside(directory, group.log.info)
-        earlier = load_newest(directory / "checkpoints", group.log.warning)
-        if earlier is not None:
-            earlier.state.check_random_scheme(earlier.path)
-            _refuse_changes(config, earlier, directory)
-            earlier = earlier if config.checkpoint_format == "sharded" else earlier.as_plain()
-        done = read_json(directory / "result.json") or {}
-        finished = earlier is not None and done.get("step") == earlier.step and _covers(earlier.state, config)
-        if not finished:
-            (directory / "result.json").unlink(missing_ok=True)
-            (directory / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        else:
-            group.log.info(
-                f"{directory} is finished: {done['step']} steps, {_brief(done.get('metrics', {}))}. "
-                "More --epochs go on from there, --fresh starts anew, another --name leaves it."
-            )
-        return finished, earlier
+        def take() -> tuple[bool, Checkpoint | None]:
+            assert lease is not None
+            try:
+                stack.enter_context(lease)  # here, not around the block: a refusal has to reach all ranks
+                group.claim_status_file(lease.is_ours)
+                return _find_earlier(config, group)
+            except OSError as error:
+                raise UserError(f"run_dir: {group.run_dir} must be writable, got {error.strerror or error}.") from None
 
-    def look_safely() -> tuple[bool, Checkpoint | None]:
+        finished, earlier = on_rank0(group, take)
+        run = RunDirectory(config, group, finished, earlier, lease)
         try:
-            return look()
-        except OSError as error:
-            raise UserError(f"run_dir: {directory} must be writable, got {error.strerror or error}.") from None
-
-    try:
-        finished, earlier = on_rank0(group, look_safely)
-        record = RunDirectory(config, group, finished, earlier, lease)
-        try:
-            yield record
+            yield run
         except BaseException:
-            with contextlib.suppress(UserError):  # the reason for leaving is the other one
-                record.close()
+            with contextlib.suppress(UserError):  # the reason for leaving is the other error
+                run.close()
             raise
-        record.close()
-    finally:
-        if lease is not None:
-            lease.__exit__()
+        run.close()
 
 
-def _covers(state: TrainingState, config: Config) -> bool:
+def _find_earlier(config: Config, group: Group) -> tuple[bool, Checkpoint | None]:
+    """Whether the run is finished already, and the checkpoint that it goes on from. Rank 0 only. Raises UserError."""
+    directory = group.run_dir
+    if config.fresh and not _begun_by_this_launch(group):
+        _put_aside(directory, group.log.info)
+    earlier = load_newest(directory / "checkpoints", group.log.warning)
+    if earlier is not None:
+        earlier.state.check_random_scheme(earlier.path)
+        _refuse_changes(config, earlier, directory)
+        if config.checkpoint_format != "sharded":
+            earlier = earlier.as_plain()
+    result_file = directory / "result.json"
+    result = read_json(result_file) or {}
+    if earlier is not None and result.get("step") == earlier.step and _is_complete(earlier.state, config):
+        metrics = ", ".join(
+            f"{name} {value:.4f}" for name, value in sorted(result["metrics"].items()) if name in ("accuracy", "loss")
+        )
+        group.log.info(
+            f"{directory} is finished: {earlier.step} steps, {metrics}. More --epochs go on from there, --fresh starts "
+            "anew, another --name leaves it."
+        )
+        return True, earlier
+    # A result beside a run that goes on would be read as its end
+    result_file.unlink(missing_ok=True)
+    write_atomically(directory / "config.yaml", to_yaml(config))
+    return False, earlier
+
+
+def _is_complete(state: TrainingState, config: Config) -> bool:
     return state.step >= (config.max_steps or config.epochs * state.steps_per_epoch)
-
-
-def _brief(metrics: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items()) if name in ("accuracy", "loss"))
 
 
 def _refuse_changes(config: Config, earlier: Checkpoint, directory: Path) -> None:
     changes = changed_settings(earlier.state.config, config)
     if changes:
         raise UserError(
-            f"{directory} was begun with other settings: {'; '.join(changes)}. Set them back to go on, or --fresh to start "
-            "anew, or another --name."
+            f"{directory} was begun with other settings: {'; '.join(changes)}. Set them back to go on, or --fresh to "
+            "start anew, or another --name."
         )
 
 
-def _begun_by_this_launch(group: Group, directory: Path) -> bool:
-    """Whether a restart finds what it began afresh itself, and has to go on with. `launch` numbers its attempts, and
-    `start` names one where containers are started again (compose, pods); a first attempt that was killed before
-    it put the earlier run aside has left that run's checkpoints."""
-    newest = list_checkpoints(directory / "checkpoints")[-1:]
+def _begun_by_this_launch(group: Group) -> bool:
+    """Whether this attempt is a restart that finds what its own launch began with --fresh, and has to go on with that.
+
+    That it is a restart does not suffice: a first attempt that was killed before it put the earlier run aside has left
+    the earlier run's checkpoints. `launch` gives all its attempts ids of one job; where containers are started again
+    (compose, pods), `start` names the start of them all.
+    """
+    newest = list_checkpoints(group.run_dir / "checkpoints")[-1:]
     states = [read_json(path / "state.json") or {} for path in newest]
     if start := group.launch.start:
         return any(state.get("start") == start for state in states)
@@ -245,11 +214,3 @@ def _put_aside(directory: Path, say: Callable[[str], None]) -> None:
     for path in there:
         shutil.move(path, moved / path.name)
     say(f"--fresh: the earlier run was moved to {moved}")
-
-
-def table(rows: dict[str, str]) -> str:
-    """Two columns, aligned."""
-    width = max(len(name) for name in rows)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
-
-
