@@ -50,10 +50,11 @@ class JoinError(RuntimeError):
 
     code = JOIN_FAILED
 
-    def __init__(self, text: str, *, printed_elsewhere: bool = False) -> None:
-        """`printed_elsewhere`: another rank prints the same text, this one only writes it to its log."""
+    def __init__(self, text: str, *, printed_elsewhere: bool = False, stage: str = "") -> None:
+        """`printed_elsewhere`: another rank prints the same text, this one only writes it to its log.
+        `stage`: "port" or "store" where it failed at that and not at the other ranks."""
         super().__init__(text)
-        self.printed_elsewhere = printed_elsewhere
+        self.printed_elsewhere, self.stage = printed_elsewhere, stage
 
 
 class PeerLost(RuntimeError):

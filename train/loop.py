@@ -17,7 +17,8 @@ from train.data.loader import BatchLoader, free_shared_memory, num_bytes, open_l
 from train.data.order import Order
 from train.data.random_numbers import derive_seed, seed_everything
 from train.errors import DataError, Stopped, UserError
-from train.group.group import Group, join
+from train.group.group import Group
+from train.group.join import join
 from train.group.on_rank0 import on_rank0
 from train.parallel import METHODS, Method, method_name, start_method
 from train.parallel.model import check_same_shapes, compile_model, prepare
@@ -27,6 +28,7 @@ from train.parallel.warm_up import warm_up
 from train.process import advice, machine_checks
 from train.process.env import Launch
 from train.process.log import Log
+from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
 from train.run import weights
 from train.run.checkpoint import Checkpoint
@@ -40,7 +42,7 @@ from train.run.training_state import TrainingState
 from train.workloads import Workload, load
 
 
-def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: StopRequest, attempt: str) -> None:
+def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: StopRequest) -> None:
     """Train to the end, or to where a stop was asked for.
 
     Raises UserError (code 2), Stopped (143), JoinError (170), PeerLost (171); see `train.errors`.
@@ -56,7 +58,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
     needs_group = METHODS[method_name(config, launch.world_size)].needs_process_group
     with (
         join(
-            config, launch, log=log, stop=stop, run_dir=run_dir, attempt=attempt, needs_process_group=needs_group
+            config, launch, log=log, stop=stop, status=StatusFile(run_dir, launch), needs_process_group=needs_group
         ) as group,
         start_method(config, group) as method,
         open_run_directory(config, group) as record,

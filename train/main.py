@@ -79,7 +79,7 @@ def _environment(parsed: Parsed) -> Mapping[str, str]:
 
 
 def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: StopRequest) -> int:
-    stop.say = log.info
+    stop.print_through(log)
     # torch says in 20 lines of C++ frames that a connection ended; we say whose, in one
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if launch.parent_pid:
@@ -119,7 +119,7 @@ def _run(parsed: Parsed, config: Config, launch: env.Launch, log: Log, stop: Sto
     if parsed.command == "train":
         from train.loop import train
 
-        train(config, launch, run_dir=run_dir, log=log, stop=stop, attempt=launch.attempt)
+        train(config, launch, run_dir=run_dir, log=log, stop=stop)
         return FINISHED
     if parsed.command == "bench":
         from train.commands.bench.bench import BenchOptions, bench

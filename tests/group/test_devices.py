@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from train.errors import LaunchError
-from train.group.group import pick_backend, pick_device
+from train.group.device import pick_backend, pick_device
 
 Machine = Callable[[str, int], None]
 

@@ -203,7 +203,7 @@ def no_window() -> None:
     class Told(stop.StopRequest):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
-            if name == "_asked_at_s" and value:
+            if name == "_requested_at_s" and value:
                 Path(os.environ["TOLD"], f"read-{os.environ['RANK']}").touch()
 
     stop.REPEAT_WINDOW_S, main.StopRequest = 0.0, Told

@@ -18,14 +18,15 @@ from train.config.yaml12 import read_yaml
 from train.data import Samples
 from train.data.random_numbers import derive_seed, seed_everything
 from train.errors import Stopped, UserError
-from train.group.group import Group, join
+from train.group.group import Group
+from train.group.join import join
 from train.group.on_rank0 import on_rank0
 from train.parallel.model import prepare
 from train.parallel.precision import autocast
 from train.process.atomic_file import staged, write_atomically
 from train.process.env import Launch
 from train.process.log import Log
-from train.process.status import new_attempt
+from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
 from train.run import weights
 from train.run.checkpoint import Checkpoint, load_checkpoint, load_newest
@@ -156,8 +157,8 @@ def _opened(
 ) -> Iterator[tuple[Config, Group, Workload, Checkpoint]]:
     """The group, and the workload with the checkpoint's weights, built with the settings that it was trained with."""
     # Evaluating must not touch the status of the run that it looks at
-    with join(config, launch, log=log, stop=stop, run_dir=run_dir / "evaluations", attempt=new_attempt()) as group:
-        group.claim_status_file(lambda: True)  # nothing there is anybody else's
+    status = StatusFile(run_dir / "evaluations", launch, shared=False)
+    with join(config, launch, log=log, stop=stop, status=status) as group:
         group.watch.enter("evaluation", config.eval_timeout_s)
 
         def find() -> Checkpoint:

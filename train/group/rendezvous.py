@@ -286,7 +286,8 @@ class _Join:
         names = "MASTER_ADDR and MASTER_PORT have to name the machine and port of rank 0 on all ranks."
         return JoinError(
             f"rank {self.launch.rank} of {self.launch.world_size} on {self.log.host} could not join within "
-            f"{self.timeout_s:g} s: {problem}. {'All ranks have to name the same file.' if self.launch.file else names}"
+            f"{self.timeout_s:g} s: {problem}. {'All ranks have to name the same file.' if self.launch.file else names}",
+            stage="store" if "does not answer as a rendezvous store" in problem else "",
         )
 
     def _pause(self) -> None:

@@ -35,7 +35,8 @@ def port_in_use(port: int, host: str) -> JoinError:
     holder = port_holder(port)
     return JoinError(
         f"MASTER_PORT={port} is in use on {host}{f' by {holder}' if holder else ''}: another job, one that has not ended, or "
-        "a second process with RANK=0. End it, or set another MASTER_PORT on all ranks."
+        "a second process with RANK=0. End it, or set another MASTER_PORT on all ranks.",
+        stage="port",
     )
 
 

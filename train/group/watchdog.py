@@ -1,21 +1,23 @@
 """Deadlines and signs of life: a hang always turns into an exit that names the suspect.
 
-Two threads beside the loop: one beats through the store, so that others can tell who is alive and where it stands;
-one looks at the clock and touches nothing that could block it. A process that is stopped (SIGSTOP, a frozen node)
-does neither: the others find it.
+Two threads run beside the loop. One sends a beat through the store, so that the others can tell which rank is alive and where
+it stands. The other looks at the clock, and uses nothing that could block it. A process that is stopped (SIGSTOP, a frozen
+node) does neither: the other ranks find it.
 """
 
 import faulthandler
+import functools
 import json
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
-# torch exports these under a condition that mypy does not follow
+# torch exports it under a condition that mypy does not follow
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from train.errors import JOIN_FAILED, PEER_LOST, PeerLost
+from train.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
+from train.group import keys
+from train.group.ends import EndReporter
 from train.group.failure_detector import (
     BEAT_S,
     LOOK_S,
@@ -31,48 +33,53 @@ from train.process import health
 from train.process.exit import clear_hard_deadline, leave, set_hard_deadline, within
 from train.process.log import Log
 from train.process.status import UNDECIDED, End, tell_torchrun
+from train.process.stop import FAREWELL_S, StopRequest
 
 TICK_S = 0.2
-# How long the loop may take to notice by itself that a peer failed: collectives on a GPU don't.
+# How long the loop may take to notice by itself that a peer failed. A collective of NCCL does not notice at all.
 UNNOTICED_S = 10.0
-# Inside a collective nothing else can come: its other side may be a third rank that has not noticed either, and in the join
-# gloo's passive side, which waits to be called, never does.
+# A blocked collective cannot notice the failure itself, so wait only briefly: its other side may be a third rank that has
+# not noticed either, and while the group forms, gloo's passive side just waits to be called.
 UNNOTICED_WAITING_S = 1.0
-# How long a last word may take: its store may be the very thing that hangs, or be held by the thread that does.
+# How long a last word may take: the store may be the very thing that hangs, or be in use by the thread that hangs.
 LAST_WORD_S = 5.0
-# How long a rank that failed may take to find the cause, to tell it and to leave.
+# How long a rank that failed may take to find the cause, to report it and to leave.
 LEAVING_S = 30.0
-# The last resort, by the kernel: for a hang that holds the interpreter lock, so that no thread of ours runs.
+# How long after a deadline the kernel ends the process: for a hang that holds the interpreter's lock, so that no thread of
+# ours runs. Long, because the thread that ends it properly may need most of LOOK_S + LAST_WORD_S on a busy machine.
 LOCKED_GRACE_S = 60.0
+# A phase that is entered anew at every step would set the kernel's timer thousands of times a second.
 REARM_S = 5.0
 
 
 class Watchdog:
-    """The phase this rank is in, its deadline, and what the other ranks last said."""
+    """The phase this rank is in, its deadline, and what the other ranks last reported."""
 
-    def __init__(self, log: Log, *, rank: int, world_size: int) -> None:
-        self.log, self.rank, self.world_size = log, rank, world_size
-        self.hosts: list[str] = [log.host] * world_size
+    def __init__(self, ends: EndReporter, stop: StopRequest, *, log: Log) -> None:
+        """Starts the clock; from now on a stop request that cannot wait for the loop is carried out here."""
+        self.ends, self.stop, self.log = ends, stop, log
+        self.rank, self.world_size = ends.rank, ends.world_size
+        self.hosts: list[str] = [log.host] * self.world_size
         self.host_of_store = "rank 0"
         self.store: Store | None = None
-        self.phase, self.step = "start", 0
-        self.before_exit: Callable[[int, str, int | None], None] = lambda code, why, suspect: None
+        self.phase = "start"
         self._entered_s = time.monotonic()
         self._timeout_s = 0.0
         self._ended = threading.Event()
-        self._told: list[Suspect] = []
+        self._reported: list[Suspect] = []
         self._quiet = threading.Event()
         self._beats: threading.Thread | None = None
         self._waiting = False  # inside a collective: the others are to blame, not this rank
-        self._leaving: int | None = None  # with this code
+        self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
         self._leave_lock = threading.Lock()
+        stop.guarded = True
         threading.Thread(target=self._watch_clock, name="deadlines", daemon=True).start()
-        health.report(rank, self.state, self._ended)
+        health.report(self.rank, self.state, self._ended)
 
     def state(self) -> dict[str, Any]:
         """Where this rank stands, and since when."""
         return {
-            "phase": self.phase, "step": self.step, "waiting": self._waiting, "entered_s": self._entered_s,
+            "phase": self.phase, "step": self.ends.step, "waiting": self._waiting, "entered_s": self._entered_s,
             "timeout_s": self._timeout_s,
         }
 
@@ -80,18 +87,18 @@ class Watchdog:
         """Begin a phase, with a deadline `timeout_s` seconds from now. Entering it anew moves the deadline."""
         if phase != self.phase:
             set_hard_deadline(timeout_s + LOCKED_GRACE_S)
-        self._entered_s = time.monotonic()  # first: the clock's thread must never see a shorter time with the old beginning
+        self._entered_s = time.monotonic()  # first: the clock must never see the new, shorter time with the old beginning
         self.phase, self._timeout_s = phase, timeout_s
         self._waiting = False
         if step is not None:
-            self.step = step
+            self.ends.step = step
 
     def wait_for_others(self, waiting: bool) -> None:
         """Say that this rank is about to wait in a collective, or has left it."""
         self._waiting = waiting
 
     def connect(self, store: Store, hosts: list[str], *, agent_store: bool) -> None:
-        """Begin to beat. `store` must be a connection of its own."""
+        """Begin to beat. `store` must be a connection of its own: a collective's set-up blocks the one it uses."""
         self.store, self.hosts = store, hosts
         self.host_of_store = "the launcher's agent on node 0" if agent_store else f"rank 0 on {hosts[0]}"
         self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
@@ -104,13 +111,14 @@ class Watchdog:
             self._beats.join(BEAT_S)
 
     def exit_within(self, code: int) -> None:
-        """This rank is about to end with `code`: see to it that it does, however long its teardown would take."""
+        """This rank is about to end with `code`: end it after LEAVING_S at the latest, however long its teardown takes."""
         self._leaving = code
         self.enter("leaving", LEAVING_S)
 
     def end(self) -> None:
         """No more deadlines and beats."""
         self._quiet.set()
+        self.stop.guarded = False
         self._ended.set()
         clear_hard_deadline()
 
@@ -122,23 +130,25 @@ class Watchdog:
         while not self._quiet.wait(BEAT_S):
             count += 1
             try:
-                state = {"n": count, "phase": self.phase, "step": self.step, "waiting": self._waiting}
-                self.store.set(f"beat/{self.rank}", json.dumps(state))
-                failed = self.store.check(["failed"])
+                state = {"n": count, "phase": self.phase, "step": self.ends.step, "waiting": self._waiting}
+                self.store.set(keys.beat(self.rank), json.dumps(state))
+                failed = self.store.check([keys.FAILED])
                 if failed:
-                    # Kept: rank 0's store goes with it, before a collective breaks here
+                    # Kept, because rank 0 may take the store with it before a collective breaks here
                     ends = ends_of(self.store, self.world_size, myself=self.rank)
-                    self._told = failed_first(ends) or reported_by_peers(ends) or self._told
+                    self._reported = failed_first(ends) or reported_by_peers(ends) or self._reported
             except RuntimeError:
                 failed = True  # the store's process is gone
             failed_since_s = (failed_since_s or time.monotonic()) if failed else 0.0
             patience_s = UNNOTICED_WAITING_S if self._waiting or self.phase == "join" else UNNOTICED_S
             if failed and time.monotonic() - failed_since_s > patience_s and not self._quiet.is_set():
-                self._leave(f"lost a peer at step {self.step}")
+                self._leave(f"lost a peer at step {self.ends.step}")
 
     def _watch_clock(self) -> None:
         armed_s = 0.0
         while not self._ended.wait(TICK_S):
+            if why := self.stop.leave_now:
+                leave(STOPPED, functools.partial(self.ends.report_stop, why), timeout_s=FAREWELL_S)
             now_s = time.monotonic()
             if self._timeout_s <= 0:
                 continue
@@ -148,7 +158,7 @@ class Watchdog:
             if now_s - self._entered_s > self._timeout_s and not self._ended.is_set():
                 if self._leaving is not None:
                     leave(self._leaving)
-                self._leave(f"{self.phase} (step {self.step}) took longer than {self._timeout_s:g} s", overdue=True)
+                self._leave(f"{self.phase} (step {self.ends.step}) took longer than {self._timeout_s:g} s", overdue=True)
 
     def _leave(self, what: str, *, overdue: bool = False) -> None:
         """Dump the stacks, name the suspect, tell the others, and end this process at once."""
@@ -164,34 +174,36 @@ class Watchdog:
             why = what if self.world_size == 1 else f"{what}: {describe(suspects, self.hosts)}"
             self.log.warning(f"{why}. The stacks of all threads are in logs/rank-{self.rank}.log (exit code {code})")
 
-            def last_word() -> None:
+            def last_word() -> int:
                 tell_torchrun(TimeoutError(why) if suspect in (None, self.rank) else PeerLost(why))
-                self.before_exit(code, why, suspect)
+                return self.ends.report_overdue(code, why, suspect)
 
             leave(code, last_word, timeout_s=LAST_WORD_S)
 
     def suspects(self, *, overdue: bool = False) -> list[Suspect]:
-        """Tell the others that this rank is a victim, and find out whose. In a thread of its own: a store whose process is
-        stopped would hold us for ever. `overdue`: this rank's own deadline has passed.
+        """Report that this rank is a victim, and find out whose; the most likely suspect first.
 
-        Over the connection there is: it breaks with the process that hosts the store, where a new one would be tried again
-        and again, or meet a successor.
+        `overdue`: this rank's own deadline has passed. Takes LOOK_S at most, since a store whose process is stopped would
+        hold us without end. Over the connection of the beats: it breaks with the process that holds the store, where a
+        new one would be tried again and again, or meet the store of the next attempt.
         """
         if self.store is None:
             return []
-        store, found = self.store, list[list[Suspect]]()
-        victim = End(self.rank, self.log.host, UNDECIDED, PEER_LOST, "a peer was lost", self.step)
+        found = within(LOOK_S, lambda: self._look_for_suspects(overdue))
+        return found if found is not None else [Suspect(0, f"the store of {self.host_of_store} does not answer")]
 
-        def look() -> None:
-            try:
-                # That leaves the culprit as the only one that told nothing, and wakes those that have not noticed
-                store.set(f"end/{self.rank}", victim.to_json())
-                store.set("failed", str(self.rank))
-                found.append(find_suspects(store, self.world_size, myself=self.rank, waiting=self._waiting))
-            except RuntimeError:
-                # Where this rank is the one that takes too long, those that waited for it have left, and the store with them
-                own = [Suspect(self.rank, "the others have left")] if overdue and not self._waiting else []
-                found.append(self._told or own or [Suspect(0, f"the store of {self.host_of_store} is gone")])
-
-        within(LOOK_S, look)
-        return found[0] if found else [Suspect(0, f"the store of {self.host_of_store} does not answer")]
+    def _look_for_suspects(self, overdue: bool) -> list[Suspect]:
+        assert self.store is not None
+        victim = End(self.rank, self.log.host, UNDECIDED, PEER_LOST, "a peer was lost", self.ends.step)
+        try:
+            # With that the culprit is the only one that reported nothing, and who has not noticed yet wakes up
+            self.store.set(keys.end(self.rank), victim.to_json())
+            self.store.set(keys.FAILED, str(self.rank))
+            return find_suspects(self.store, self.world_size, myself=self.rank, waiting=self._waiting)
+        except RuntimeError:
+            if self._reported:
+                return self._reported
+            if overdue and not self._waiting:
+                # This rank is the one that takes too long: those that waited for it have left, and the store with them
+                return [Suspect(self.rank, "the others have left")]
+            return [Suspect(0, f"the store of {self.host_of_store} is gone")]

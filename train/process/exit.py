@@ -39,21 +39,25 @@ def finish(code: int) -> NoReturn:
     os._exit(code)
 
 
-def leave(code: int, last_word: Callable[[], object] = lambda: None, *, timeout_s: float = 0.0) -> NoReturn:
-    """End this process with `code` after `last_word`, which gets `timeout_s` seconds at most.
+def leave(code: int, last_word: Callable[[], int | None] = lambda: None, *, timeout_s: float = 0.0) -> NoReturn:
+    """End this process with `code` after `last_word`, which gets `timeout_s` seconds at most; callable from any thread.
 
-    Callable from any thread. What is printed is flushed within that time too: a full pipe, a stuck disk or a store that
-    does not answer must not keep a process that has to go.
+    `last_word` may return another code to end with. What is printed is flushed within that time too: a full pipe, a stuck
+    disk or a store that does not answer must not keep a process that has to go.
     """
 
-    def speak() -> None:
-        last_word()
+    def speak() -> int:
+        changed = last_word()
         sys.stdout.flush()
         sys.stderr.flush()
+        return code if changed is None else changed
 
-    if timeout_s > 0:
-        within(timeout_s, speak)
-    os._exit(code)
+    try:
+        if timeout_s > 0:
+            said = within(timeout_s, speak)
+            code = code if said is None else said
+    finally:
+        os._exit(code)  # even where no thread can be started any more
 
 
 def within(timeout_s: float, work: Callable[[], T]) -> T | None:

@@ -130,7 +130,7 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
             assert lease is not None
             try:
                 stack.enter_context(lease)  # here, not around the block: a refusal has to reach all ranks
-                group.claim_status_file(lease.is_ours)
+                group.status.claim(lease)
                 return _find_earlier(config, group)
             except OSError as error:
                 raise UserError(f"run_dir: {group.run_dir} must be writable, got {error.strerror or error}.") from None

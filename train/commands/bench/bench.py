@@ -16,9 +16,11 @@ from train.commands.bench.job import describe_job
 from train.commands.bench.report import write_report
 from train.config import Config
 from train.errors import ConfigError, UserError
-from train.group.group import join, pick_backend
+from train.group.device import pick_backend
+from train.group.join import join
 from train.process.env import Launch
 from train.process.log import Log
+from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
 
 FORECAST_RANKS = (2, 8, 64, 512)
@@ -54,10 +56,9 @@ def bench(
     Raises UserError for a model that can't be built, and JoinError and PeerLost as training does.
     """
     torch.set_num_threads(config.num_threads)
-    attempt = launch.attempt
-    with join(config, launch, log=log, stop=stop, run_dir=run_dir, attempt=attempt) as group:
-        if group.is_rank0:
-            group.claim_status_file(lambda: True)  # the file of an earlier bench that was killed says "running" still
+    # Not shared: an earlier bench that was killed has left a status that says "running"
+    status = StatusFile(run_dir, launch, shared=False)
+    with join(config, launch, log=log, stop=stop, status=status) as group:
         group.watch.enter("setup", config.setup_timeout_s)
         job, mistake = {}, ""
         if group.is_rank0:

@@ -20,12 +20,14 @@ from train.commands.doctor import group_checks
 from train.config import Config
 from train.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, reason
 from train.group.connectivity import HINT
-from train.group.group import Group, join
+from train.group.ends import EndReporter
+from train.group.group import Group
+from train.group.join import check_devices, form, meet, starting, try_routes
 from train.group.members import ranges
 from train.group.network import explain_connection, interface_of, is_own_address, try_connect
 from train.process import env, machine_checks
 from train.process.env import Launch
-from train.process.exit import finish, within
+from train.process.exit import within
 from train.process.findings import (
     CODES,
     INCOMPLETE,
@@ -41,6 +43,7 @@ from train.process.findings import (
     merge,
 )
 from train.process.log import Log
+from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
 
 NAME_S, DISK_S = 10.0, 30.0  # a resolver and a network disk may never answer
@@ -79,11 +82,11 @@ class _Doctor:
         self._own()
         try:
             self._approach()
+            status = StatusFile(self.run_dir / "doctor", self.launch)
+            ends = _Ends(status, self.log, self)
             self.stage = "joined"
-            with join(
-                self.config, self.launch, log=self.log, stop=self.stop, run_dir=self.run_dir / "doctor",
-                attempt=self.launch.attempt, reached=self._reached,
-            ) as group:
+            with starting(self.config, self.launch, stop=self.stop, ends=ends, log=self.log) as group:
+                self._join(group)
                 self._together(group)
         except Stopped:
             raise
@@ -139,26 +142,28 @@ class _Doctor:
 
     # All together ----------------------------------------------------------------------------------------------
 
-    def _reached(self, stage: str, group: Group) -> None:
-        group.watch.before_exit = lambda code, why, suspect: self._overdue(why)
-        if stage == "members":
-            assert group.meeting is not None
+    def _join(self, group: Group) -> None:
+        """The steps of joining, each followed by what it has shown."""
+        if group.world_size > 1:
+            meet(self.config, group)
             by_host: dict[str, list[int]] = {}
-            for member in group.meeting.members:
-                by_host.setdefault(member.host, []).append(member.rank)
+            for rank, host in enumerate(group.hosts):
+                by_host.setdefault(host, []).append(rank)
             self.facts["hosts"] = group.hosts
             self._add(Finding("store", OK, "the rendezvous answers as ours"))
             places = "; ".join(f"{ranges(found)} on {host}" for host, found in by_host.items())
             self._add(Finding("joined", OK, f"all {group.world_size} ranks: {places}"))
             self._add(Finding("versions", OK, f"torch {torch.__version__}, program and settings are the same on all"))
             self.stage = "ways"
-        elif stage == "ways":
+            try_routes(group)
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-            self._add(Finding("ways", OK, f"each rank reaches the next over high ports ({interface or 'by host name'})"))
+            route = f"each rank reaches the next over high ports ({interface or 'by host name'})"
+            self._add(Finding("ways", OK, route))
             self.stage = "group"
-        else:
+            form(self.config, group)
             self._add(Finding("group", OK, f"the process group is formed ({torch.distributed.get_backend()})"))
             self.stage = "devices"
+            check_devices(group)
 
     def _together(self, group: Group) -> None:
         if group.world_size > 1:
@@ -203,7 +208,7 @@ class _Doctor:
 
     def _failure(self, error: Exception) -> Finding:
         """What an end of the joining means."""
-        text, stage = str(error), self.stage
+        text, stage = str(error), getattr(error, "stage", "") or self.stage
         start = env.how_to_start(self.launch)
         if isinstance(error, PeerLost) and error.nobody_died:  # another rank's time was over before this one's
             return _hang(stage, text)
@@ -212,13 +217,9 @@ class _Doctor:
         if not isinstance(error, UserError | JoinError):
             seen = f"{reason(error)}"
             return Finding(stage, INCOMPLETE, seen, "the check itself failed.", "Run `train` to see the error where it happens.")
-        if stage == "joined":
-            if isinstance(error, LaunchError) or text.startswith("MASTER_PORT="):
-                stage = "port"
-            elif isinstance(error, UserError):
-                stage = "versions"
-            elif "does not answer as a rendezvous store" in text:
-                stage = "store"
+        if stage == "joined" and isinstance(error, UserError):
+            # Of meeting the others, only what rank 0 found to differ is a user's mistake that is not this rank's own launch
+            stage = "port" if isinstance(error, LaunchError) else "versions"
         remedies = {"joined": start, "names": start, "port": start, "store": start, "ways": HINT, "versions": ""}
         why = {
             "versions": "different code or settings give wrong numbers, not errors.",
@@ -226,10 +227,10 @@ class _Doctor:
         }.get(stage, "without it the ranks wait for each other until their time to join is over.")
         return Finding(stage, UNFIT, text, why, remedies.get(stage, ""))
 
-    def _overdue(self, why: str) -> None:
-        """A stage's time is over: the last word of this rank, in the place of the watch's own end."""
+    def overdue(self, why: str) -> int:
+        """A stage took longer than its deadline: print what was found, and return the doctor's own exit code."""
         self._add(_hang(self.stage, why))
-        finish(self._end_alone(silent=False))
+        return self._end_alone(silent=False)
 
     def _end_alone(self, *, silent: bool) -> int:
         """The ranks did not come together, or fell apart: each says its own, rank 0 the whole table."""
@@ -258,6 +259,18 @@ class _Doctor:
 
     def _print_verdict(self, findings: list[Finding]) -> None:
         self.log.info(_verdict(findings, time.monotonic() - self.began_s))
+
+
+class _Ends(EndReporter):
+    """Ends the doctor with its report, where a training would report a lost peer."""
+
+    def __init__(self, status: StatusFile, log: Log, doctor: _Doctor) -> None:
+        super().__init__(status, log)
+        self._doctor = doctor
+
+    def report_overdue(self, code: int, why: str, suspect: int | None) -> int:
+        del code, suspect
+        return self._doctor.overdue(why)
 
 
 def _hang(stage: str, why: str) -> Finding:

@@ -1,0 +1,230 @@
+"""Joining the group in three steps, being one of it for the length of a block, and leaving it.
+
+The group is always left in an orderly way: a rank that fails reports it to the others and exits at once (torch's own teardown
+may wait for the dead); after success rank 0, whose process holds the store, leaves last.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# torch exports it under a condition that mypy does not follow
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from train.config import Config
+from train.errors import FINISHED, PEER_LOST, JoinError, LaunchError, PeerLost, Stopped, exit_code, reason
+from train.group import rendezvous
+from train.group.connectivity import HINT, check_connectivity
+from train.group.device import pick_backend, pick_device
+from train.group.ends import EndReporter
+from train.group.failure_detector import describe, root_exit_code
+from train.group.group import BEHIND_OURS_S, Group
+from train.group.watchdog import Watchdog
+from train.process.env import Launch
+from train.process.log import Log
+from train.process.status import tell_torchrun
+from train.process.status_file import StatusFile
+from train.process.stop import StopRequest
+
+# Each step of joining has its own deadline, whose message says more; the watchdog's comes this much later.
+WATCHDOG_LATER_S = 10.0
+# How long ranks that reach each other may take to connect; more where there are many.
+FORM_S = 20.0
+# After success the others need no more than their teardown until they report their end.
+FINISH_LINGER_S = 10.0
+# What a collective says when the other side is gone. torch raises these as plain RuntimeError, without a class.
+LOST = re.compile(
+    r"gloo/transport/|closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|"
+    r"recvValue|sendBytes|Connection was likely closed|NCCL (error|communicator)|Application timeout|"
+    r"Horovod has been shut down",
+    re.IGNORECASE,
+)
+
+
+@contextlib.contextmanager
+def join(
+    config: Config, launch: Launch, *, log: Log, stop: StopRequest, status: StatusFile, needs_process_group: bool = False
+) -> Iterator[Group]:
+    """Be one of the group for the length of the block. `needs_process_group`: a rank alone gets torch's process group too.
+
+    Raises JoinError (170) if it does not come together, PeerLost (171) if it falls apart, UserError (2) where ranks differ,
+    and whatever the block raises; each is reported to the other ranks first.
+    """
+    with starting(config, launch, stop=stop, ends=EndReporter(status, log), log=log) as group:
+        if launch.world_size > 1:
+            meet(config, group)
+            try_routes(group)
+            form(config, group)
+            check_devices(group)
+        elif needs_process_group:
+            form_alone(config, group)
+        yield group
+
+
+@contextlib.contextmanager
+def starting(
+    config: Config, launch: Launch, *, stop: StopRequest, ends: EndReporter, log: Log
+) -> Iterator[Group]:
+    """A group of which only this rank is known yet; the block takes the steps `meet`, `try_routes` and `form` itself.
+
+    However the block ends, that end is explained, reported to the ranks that have been met by then, and bounded.
+    """
+    watch = Watchdog(ends, stop, log=log)
+    # DataParallel wants the module on the first of its devices
+    wanted = f"cuda:{config.device_ids.split(',')[0]}" if config.device_ids else config.device
+    device = pick_device(wanted, launch.local_rank, distributed=launch.world_size > 1)
+    group = Group(launch, device, watch=watch, stop=stop, ends=ends, log=log)
+    ends.status.write_summary("running", [])
+    try:
+        yield group
+        _part(group)
+    except BaseException as error:
+        watch.exit_within(PEER_LOST)  # the phase that failed is over, its deadline must not cut this short
+        failure = _explain(group, error)
+        watch.exit_within(exit_code(failure))
+        tell_torchrun(failure)
+        # Report before leaving: the others look here for the cause when their collectives break
+        ends.report(exit_code(failure), reason(failure), getattr(failure, "suspect", None))
+        watch.end()
+        if failure is error:
+            raise
+        raise failure from error
+
+
+# Three steps ------------------------------------------------------------------------------------------------------------
+
+
+def meet(config: Config, group: Group) -> None:
+    """First step: find the others in a store, by name, and begin to watch each other.
+
+    Raises JoinError naming who is missing or what is in the way, UserError where ranks differ in code or settings, and
+    LaunchError where the port cannot be used.
+    """
+    launch = group.launch
+    group.watch.enter("join", config.join_timeout_s + WATCHDOG_LATER_S)
+    meeting = rendezvous.meet(
+        launch, fingerprint=fingerprint(config, pick_backend(config.backend, group.device)), attempt=group.attempt,
+        timeout_s=config.join_timeout_s, log=group.log,
+    )
+    group.meeting, group.status.attempt = meeting, meeting.attempt
+    group.hosts = [member.host for member in meeting.members]
+    group.restarted = any(member.restarts for member in meeting.members)
+    group.ends.connect(meeting.store, hosts_store=meeting.hosts_store)
+    group.watch.connect(meeting.beat_store, group.hosts, agent_store=launch.agent_store)
+
+
+def try_routes(group: Group) -> None:
+    """Second step: see that the ranks reach each other's ports. Raises JoinError naming who could not reach whom."""
+    assert group.meeting is not None, "the ranks have to meet first"
+    check_connectivity(group.meeting, group.rank, log=group.log)
+
+
+def form(config: Config, group: Group) -> None:
+    """Third step: torch's process group, with gloo for host memory always. Raises JoinError."""
+    backend = pick_backend(config.backend, group.device)
+    assert group.meeting is not None, "the ranks have to meet first"
+    # All reached each other a moment ago: what is left takes seconds, unless a rank has just died, which gloo waits for
+    form_s = min(config.join_timeout_s, FORM_S + group.world_size / 10)
+    group.watch.enter("join", form_s + WATCHDOG_LATER_S)
+    longest_s = max(config.setup_timeout_s, config.step_timeout_s, config.eval_timeout_s, config.save_timeout_s)
+    timeout = timedelta(seconds=longest_s + BEHIND_OURS_S)
+    # So far it was what was left of the time to join; nccl waits with it for the id that it exchanges at the first step
+    group.meeting.store.set_timeout(timeout)
+    try:
+        dist.init_process_group(
+            backend, store=group.meeting.store, rank=group.rank, world_size=group.world_size, timeout=timeout
+        )
+        dist.barrier() if backend == "gloo" else group.barrier()
+    except (RuntimeError, ValueError) as error:
+        group.log.debug(f"{type(error).__name__}: {error}")
+        suspects = group.watch.suspects()
+        raise JoinError(
+            f"all ranks reached each other, but could not form a group: {str(error).splitlines()[0][:300]}; "
+            f"{describe(suspects, group.hosts)}. {HINT}"
+        ) from None
+
+
+def form_alone(config: Config, group: Group) -> None:
+    """torch's process group of one rank, which reaches nobody and needs no port."""
+    backend = pick_backend(config.backend, group.device)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def check_devices(group: Group) -> None:
+    """Raises LaunchError where two ranks use one GPU: nccl would report "Duplicate GPU detected" much later, and gloo
+    would just be slow."""
+    if group.device.type != "cuda":
+        return
+    uuid = str(torch.cuda.get_device_properties(group.device).uuid)
+    owners: dict[str, int] = {}
+    for rank, other in enumerate(group.gather(uuid)):
+        if other in owners:
+            raise LaunchError(
+                f"ranks {owners[other]} and {rank} must each have a device of their own, got the same GPU on "
+                f"{group.hosts[rank]}. Start as many processes as there are GPUs, or set LOCAL_RANK."
+            )
+        owners[other] = rank
+
+
+def fingerprint(config: Config, backend: str) -> dict[str, str]:
+    """What has to be the same on all ranks, by name. Paths may differ from node to node, and so may what is shown."""
+    own = {
+        "data_dir", "labels_file", "run_dir", "tensorboard", "progress", "report_every_s", "num_workers",
+        "prefetch_factor",
+    }
+    settings = {f"setting {k}": json.dumps(v) for k, v in config.model_dump().items() if k not in own}
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):  # all rooms of train/
+        digest.update(path.read_bytes())
+    if ":" in config.workload:
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(config.workload.partition(":")[0])
+            if spec and spec.origin:
+                digest.update(Path(spec.origin).read_bytes())
+    code = digest.hexdigest()[:12]
+    return {"torch version": torch.__version__, "program code": code, "backend": backend, **settings}
+
+
+# The end ----------------------------------------------------------------------------------------------------------------
+
+
+def _part(group: Group) -> None:
+    """Leave after success: all ranks arrive here, destroy their process group, and rank 0, with the store, goes last.
+
+    torch reports a connection that ends before its user as an error, in many lines, on a run that went well.
+    """
+    group.barrier()
+    group.watch.end_beats()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    group.ends.report(FINISHED, "finished", linger_s=FINISH_LINGER_S)
+    group.watch.end()
+
+
+def _explain(group: Group, error: BaseException) -> BaseException:
+    """The failure behind an error: what a collective raises when a peer is gone does not say which, nor why."""
+    # A failed check inside gloo (of sizes that differ, say) is a fault, although it carries the path of the connection
+    lost = isinstance(error, RuntimeError) and LOST.search(str(error)) and "enforce fail" not in str(error)
+    known = isinstance(error, JoinError | PeerLost) or group.meeting is None
+    if known or not (lost or isinstance(error, dist.DistError)):
+        return error
+    suspects = group.watch.suspects()
+    group.log.debug(f"{type(error).__name__}: {error}")
+    end = suspects[0].end if suspects else None
+    if end is not None and end.code == Stopped.code:
+        # It did not wait to save; somebody asked it to stop, which is no reason to start again
+        return Stopped(f"rank {end.rank} on {end.host} left: {end.why}")
+    return PeerLost(
+        f"lost a peer at step {group.step}: {describe(suspects, group.hosts)}",
+        code=root_exit_code(suspects, PEER_LOST) if suspects else PEER_LOST,
+        suspect=suspects[0].rank if suspects else None,
+        nobody_died=all(suspect.alive for suspect in suspects),
+    )

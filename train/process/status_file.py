@@ -1,0 +1,49 @@
+"""What one attempt may write of its end into a run directory that other attempts may use too."""
+
+import contextlib
+from pathlib import Path
+from typing import Protocol
+
+from train.process.env import Launch
+from train.process.status import End, new_attempt, read_json, write_end, write_summary
+
+
+class Owner(Protocol):
+    """What says whether the run directory still belongs to this attempt: the lease of `train.run.lease`."""
+
+    def is_ours(self) -> bool: ...
+
+
+class StatusFile:
+    """`status/<attempt>/rank-N.json` of this rank, and on rank 0 `status.json` over all ranks."""
+
+    def __init__(self, run_dir: Path, launch: Launch, *, shared: bool = True) -> None:
+        """`shared`: another attempt may be at work in `run_dir`, so that `status.json` may be that one's."""
+        self.run_dir, self.shared = run_dir, shared
+        self.attempt = launch.attempt or new_attempt()  # the ranks take over rank 0's when they meet
+        self.rank, self.world_size = launch.rank, launch.world_size
+        self._owner: Owner | None = None
+
+    def claim(self, owner: Owner) -> None:
+        """The run directory is ours as long as `owner` says so. Rank 0 only."""
+        self._owner = owner
+        self.write_summary("running", [])
+
+    def write_end(self, end: End) -> None:
+        """How this rank ended."""
+        with contextlib.suppress(OSError):  # a full disk must not hide the reason that is being reported
+            write_end(self.run_dir, self.attempt, end)
+
+    def write_summary(self, state: str, ends: list[End]) -> None:
+        """Write `status.json`, on rank 0 and where that is allowed."""
+        if self.rank == 0 and self._may_write():
+            with contextlib.suppress(OSError):
+                write_summary(self.run_dir, self.attempt, state=state, world_size=self.world_size, ends=ends)
+
+    def _may_write(self) -> bool:
+        """Only the owner writes. Before ownership is settled, overwrite only what a finished attempt left: a second attempt
+        that is refused must leave no trace in the status of the one that is alive."""
+        if self._owner is not None:
+            return self._owner.is_ours()
+        earlier = read_json(self.run_dir / "status.json") or {}
+        return not self.shared or earlier.get("state") != "running" or earlier.get("attempt") == self.attempt
