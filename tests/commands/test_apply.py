@@ -211,7 +211,7 @@ def slow_prediction() -> None:
     """In the process of a rank: take a while for each batch."""
     import time
 
-    from train.workloads.images import Classification
+    from train.workloads.classification import Classification
 
     predict = Classification.predict
 

@@ -1,4 +1,4 @@
-"""Loaders: the same batches in the same order; workers ignore signals, die with their parent, and their death is explained."""
+"""Loaders: the same batches in order; workers ignore signals, die with their parent, and their death is explained."""
 
 import json
 import multiprocessing
@@ -139,8 +139,8 @@ def test_bytes_of_a_batch_are_those_of_its_tensors() -> None:
 # Jobs ---------------------------------------------------------------------------------------------------------
 
 SETTINGS = (
-    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4", "--tensorboard=false", "--num-workers", "2",
-    "--join-timeout-s", "30", "--eval-batch-size", "4",
+    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4", "--tensorboard=false",
+    "--num-workers", "2", "--join-timeout-s", "30", "--eval-batch-size", "4",
 )
 
 
@@ -164,8 +164,8 @@ def workers_of(job: Job) -> list[psutil.Process]:
 
 
 def ignores_all_three(worker: psutil.Process) -> bool:
-    ignored = next(line for line in Path(f"/proc/{worker.pid}/status").read_text().splitlines() if line.startswith("SigIgn"))
-    mask = int(ignored.split()[1], 16)
+    lines = Path(f"/proc/{worker.pid}/status").read_text().splitlines()
+    mask = int(next(line for line in lines if line.startswith("SigIgn")).split()[1], 16)
     return all(mask >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
 
 
@@ -250,9 +250,13 @@ def kill_a_worker_in_the_second_save() -> None:
 
 # 12 KiB an image
 IMAGES = (
-    "train", "--dataset", "fake", "--fake-samples", "256", "--image-size", "64", "--model", "mlp", "--in-memory", "never",
-    "--num-workers", "2", "--batch-size", "64", "--max-steps", "4", "--tensorboard=false", "--name", "run",
+    "train", "--dataset", "fake", "--fake-samples", "256", "--image-size", "64", "--model", "mlp",
+    "--in-memory", "never", "--num-workers", "2", "--batch-size", "64", "--max-steps", "4",
+    "--tensorboard=false", "--name", "run",
 )
+
+
+LITTLE = "tests.data.test_loader:little_shared_memory"
 
 
 def little_shared_memory() -> None:
@@ -260,7 +264,7 @@ def little_shared_memory() -> None:
 
 
 def test_small_dev_shm_is_said_at_the_start_and_ends_with_2(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*IMAGES, "--run-dir", str(tmp_path), preload="tests.data.test_loader:little_shared_memory")
+    codes, output = forks.run(*IMAGES, "--run-dir", str(tmp_path), preload=LITTLE)
     assert codes == [2], output
     assert "/dev/shm has 1.0 MiB free, but 1 process x 2 workers x 2 batches may need " in output
     assert "error: /dev/shm must hold the batches of all DataLoader workers" in output
@@ -272,7 +276,7 @@ def test_large_dev_shm_and_no_workers_are_not_mentioned(forks: Forks, tmp_path: 
     assert codes == [0], output
     assert "/dev/shm" not in output
     codes, output = forks.run(
-        *IMAGES, "--run-dir", str(tmp_path), "--fresh", "--num-workers", "0", preload="tests.data.test_loader:little_shared_memory"
+        *IMAGES, "--run-dir", str(tmp_path), "--fresh", "--num-workers", "0", preload=LITTLE
     )
     assert codes == [0], output
     assert "/dev/shm" not in output
@@ -309,7 +313,9 @@ def test_threads_beyond_the_cpus_are_said_by_a_job(forks: Forks, tmp_path: Path)
     assert output.count(f"x {many} threads on this node, but only ") == 1
 
 
-@pytest.mark.parametrize(("ranks", "devices", "said"), [(1, 0, 0), (1, 1, 0), (1, 8, 1), (8, 8, 0), (None, 8, 0), (2, 4, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "devices", "said"), [(1, 0, 0), (1, 1, 0), (1, 8, 1), (8, 8, 0), (None, 8, 0), (2, 4, 1)]
+)
 def test_idle_devices_are_said(ranks: int | None, devices: int, said: int) -> None:
     lines = advice.on_devices(node(ranks), devices)
     assert len(lines) == said

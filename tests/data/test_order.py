@@ -95,7 +95,8 @@ def test_evaluation_takes_each_sample_once_in_the_same_batches(num_samples: int,
             assert number not in batches_of_rank
             batches_of_rank[number] = indices.tolist()
     assert sorted(batches_of_rank) == list(range(num_batches(num_samples, 10)))
-    assert [sample for number in sorted(batches_of_rank) for sample in batches_of_rank[number]] == list(range(num_samples))
+    in_order = [sample for number in sorted(batches_of_rank) for sample in batches_of_rank[number]]
+    assert in_order == list(range(num_samples))
     assert all(len(batch) == 10 for number, batch in batches_of_rank.items() if number < len(batches_of_rank) - 1)
 
 

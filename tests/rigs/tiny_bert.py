@@ -23,7 +23,7 @@ def sample_texts(part: str = "train") -> list[str]:
 def vocabulary() -> list[str]:
     """Special tokens, the sample's characters, those that go on in a word, and its most frequent words."""
     texts = [text.lower() for text in sample_texts()]
-    words = Counter(word for text in texts for word in text.split() if word.isascii() and word.isalpha() and len(word) > 1)
+    words = Counter(word for text in texts for word in text.split() if word.isascii() and word.isalpha() and word[1:])
     characters = sorted({character for text in texts for character in text if not character.isspace()})
     inside = [f"##{character}" for character in characters if character.isascii() and character.isalnum()]
     return ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters, *inside, *sorted(words)[:100]]

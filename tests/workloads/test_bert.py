@@ -18,7 +18,7 @@ from train.config import Config
 from train.errors import ConfigError, UserError
 from train.parallel.fsdp import layers_of
 from train.workloads import load
-from train.workloads.bert import Bert, WordPieces, build_bert
+from train.workloads.bert import Bert, WordPieceTokenizer, build_bert
 
 Weights = dict[str, torch.Tensor]
 
@@ -38,7 +38,9 @@ def config_of(folder: Path | str, **settings: Any) -> Config:
     return Config(workload="text", bert_dir=str(folder), **{"max_seq_len": 48, "lr": 1e-4, **settings})
 
 
-def build(folder: Path | str, *, seed: int = 0, pretrained: bool = True, **settings: Any) -> tuple[WordPieces, Bert, list[str]]:
+def build(
+    folder: Path | str, *, seed: int = 0, pretrained: bool = True, **settings: Any
+) -> tuple[WordPieceTokenizer, Bert, list[str]]:
     torch.manual_seed(seed)
     words, model, notes, _ = build_bert(config_of(folder, **settings), num_classes=5, pretrained=pretrained)
     return words, model.eval(), notes
@@ -47,31 +49,33 @@ def build(folder: Path | str, *, seed: int = 0, pretrained: bool = True, **setti
 # Words ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"do_lower_case": False}, {"tokenize_chinese_chars": False, "strip_accents": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"do_lower_case": False}, {"tokenize_chinese_chars": False, "strip_accents": False}]
+)
 def test_words_are_those_of_transformers(folder: Path, options: dict[str, bool]) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(options))
     texts = [*sample_texts(), "Ünïcode Café", "  \t ", "汤soup汤", "\u3000全角ＡＢ"]
     tokens = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
     theirs = BertTokenizer(vocab={token: number for number, token in enumerate(tokens)}, **options)
     expected = theirs(texts, split_special_tokens=True).input_ids
-    words = WordPieces(folder, max_seq_len=1000)
+    words = WordPieceTokenizer(folder, max_seq_len=1000)
     assert words(texts) == (expected, 0)
     assert sum(token == 1 for row in expected[:900] for token in row) < 0.2 * sum(map(len, expected[:900]))
     theirs.save_pretrained(folder)
     (folder / "vocab.txt").unlink()  # what transformers 5 saves has tokenizer.json alone
-    assert WordPieces(folder, max_seq_len=1000)(texts) == (expected, 0)
+    assert WordPieceTokenizer(folder, max_seq_len=1000)(texts) == (expected, 0)
 
 
 def test_words_that_look_like_padding_are_none(made: Path) -> None:
-    ((row,), _) = WordPieces(made, max_seq_len=20)(["a [PAD] [SEP] b"])
+    ((row,), _) = WordPieceTokenizer(made, max_seq_len=20)(["a [PAD] [SEP] b"])
     assert row.count(0) == 0
     assert row.count(3) == 1
 
 
 def test_words_beyond_the_length_are_cut_and_end_as_all_do(made: Path) -> None:
     long, short = "a soup " * 30, "soup"
-    rows, num_cut = WordPieces(made, max_seq_len=10)([long, short])
-    whole, _ = WordPieces(made, max_seq_len=1000)([long, short])
+    rows, num_cut = WordPieceTokenizer(made, max_seq_len=10)([long, short])
+    whole, _ = WordPieceTokenizer(made, max_seq_len=1000)([long, short])
     assert rows == [[*whole[0][:9], 3], whole[1]]
     assert num_cut == 1
 
@@ -176,7 +180,8 @@ def test_rate_that_a_bert_does_not_bear_is_told(made: Path) -> None:
 
 def test_layers_are_split_each_by_itself(made: Path) -> None:
     parts = layers_of(build(made)[1])
-    assert [type(part).__name__ for part in parts] == ["BertEmbeddings", "BertLayer", "BertLayer", "BertPooler", "Linear"]
+    names = [type(part).__name__ for part in parts]
+    assert names == ["BertEmbeddings", "BertLayer", "BertLayer", "BertPooler", "Linear"]
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------
@@ -191,12 +196,16 @@ def add_token(folder: Path) -> None:
         file.write("extra\n")
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
 MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (lambda f: (f / "config.json").unlink(), r"config.json: is missing. A BERT's folder holds config.json, vocab"),
+    "no config": (lambda f: (f / "config.json").unlink(),
+                  r"config.json: is missing. A BERT's folder holds config.json, vocab"),
     "damaged config": (lambda f: (f / "config.json").write_text("{"), r"config.json: must be JSON, got: "),
     "list as config": (lambda f: (f / "config.json").write_text("[]"), r"config.json: must be a JSON object, got list"),
-    "other model": (lambda f: change_json(f / "config.json", model_type="roberta"), r'model_type must be bert, got "roberta"'),
-    "odd heads": (lambda f: change_json(f / "config.json", num_attention_heads=3), r"config.json: must be a BERT's, got: "),
+    "other model": (lambda f: change_json(f / "config.json", model_type="roberta"),
+                    r'model_type must be bert, got "roberta"'),
+    "odd heads": (lambda f: change_json(f / "config.json", num_attention_heads=3),
+                  r"config.json: must be a BERT's, got: "),
     "no vocabulary": (lambda f: (f / "vocab.txt").unlink(), r"tokenizer.json: is missing. A BERT's folder holds"),
     "vocabulary of nothing": (lambda f: (f / "vocab.txt").write_text("a\nb\n"),
                               r"vocab.txt: must hold the tokens \[PAD\], .*no \[PAD"),
@@ -204,20 +213,24 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
                                      r"vocab.txt: must be UTF-8"),
     "damaged tokenizer": (lambda f: ((f / "vocab.txt").unlink(), (f / "tokenizer.json").write_text("{}")),
                           r"tokenizer.json: must be a vocabulary of word pieces, got: "),
-    "larger vocabulary": (add_token, r"vocab.txt: must have at most the \d+ tokens that config.json says \(vocab_size\), "
-                                     r"got \d+. They are of two models"),
-    "embeddings of another size": (lambda f: change_json(f / "config.json", vocab_size=900),
-                                   r"embeddings.word_embeddings.weight must have shape \(900, 64\) by config.json, got \("),
+    "larger vocabulary": (
+        add_token,
+        r"vocab.txt: must have at most the \d+ tokens that config.json says \(vocab_size\), got \d+. They are of two"),
+    "embeddings of another size": (
+        lambda f: change_json(f / "config.json", vocab_size=900),
+        r"embeddings.word_embeddings.weight must have shape \(900, 64\) by config.json, got \("),
     "fewer layers in config": (lambda f: change_json(f / "config.json", num_hidden_layers=1),
                                r"got also encoder.layer.1.* and 12 more"),
-    "lost layer": (drop("layer.1.output.dense.weight"), r"got no encoder.layer.1.output.dense.weight. It is of another model"),
-    "weights of another library": (lambda f: change_weights(f, lambda w: {"x": torch.ones(2)}), r"got no .* and \d+ more"),
+    "lost layer": (drop("layer.1.output.dense.weight"),
+                   r"got no encoder.layer.1.output.dense.weight. It is of another model"),
+    "weights of another library": (lambda f: change_weights(f, lambda w: {"x": torch.ones(2)}),
+                                   r"got no .* and \d+ more"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"bert: must hold weights, got none. A BERT's folder"),
     "damaged weights": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 100),
                         r"must be weights that load without running"),
     "damaged bin": (lambda f: ((f / "model.safetensors").unlink(), (f / "pytorch_model.bin").write_bytes(b"x" * 100)),
                     r"pytorch_model.bin: must be weights that load without running"),
-    "pointer": (lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+    "pointer": (lambda f: (f / "model.safetensors").write_text(POINTER),
                 r"is Git LFS's pointer to the weights, not the weights"),
 }
 
@@ -235,20 +248,23 @@ def test_folder_that_is_no_bert_is_one_line(folder: Path, mistake: str) -> None:
 def test_smaller_vocabulary_is_told(folder: Path) -> None:
     tokens = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
     (folder / "vocab.txt").write_text("\n".join(tokens[:-3]) + "\n", encoding="utf-8")
-    assert any(f"{len(tokens) - 3} tokens for {len(tokens)} embeddings, the rest is never used" in n for n in build(folder)[2])
+    note = f"{len(tokens) - 3} tokens for {len(tokens)} embeddings, the rest is never used"
+    assert any(note in given for given in build(folder)[2])
 
 
 def test_length_beyond_the_positions_is_refused(made: Path) -> None:
     build(made, max_seq_len=64)
-    with pytest.raises(ConfigError, match=r"max_seq_len must be <= 64, the positions that .*config.json has .*, got 65"):
+    too_long = r"max_seq_len must be <= 64, the positions that .*config.json has .*, got 65"
+    with pytest.raises(ConfigError, match=too_long):
         build(made, max_seq_len=65)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [("hfl/chinese-bert-wwm-ext",
-      "got hfl/chinese-bert-wwm-ext, which is none here. Nothing is downloaded unasked.*--bert-download"),
-     ("/no/such/folder/at/all", "must be a folder, got /no/such/folder/at/all, which is not there. A BERT's folder holds"),
+      "got hfl/chinese-bert-wwm-ext, which is not one here. Nothing is downloaded unasked.*--bert-download"),
+     ("/no/such/folder/at/all",
+      "must be a folder, got /no/such/folder/at/all, which is not there. A BERT's folder holds"),
      (__file__, "must be a folder, got .*test_bert.py, a file")],
 )
 def test_folder_that_is_not_there_is_named(name: str, message: str) -> None:
@@ -267,7 +283,9 @@ def test_folder_is_read_without_the_network(made: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("package", ["transformers", "tokenizers", "safetensors"])
-def test_missing_package_is_one_line_with_the_way_out(made: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+def test_missing_package_is_one_line_with_the_command_that_installs_it(
+    made: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"null without the package {package}, .*pip install -e '.\[text\]'"):
         build(made)

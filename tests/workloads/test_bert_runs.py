@@ -1,4 +1,4 @@
-"""A BERT from training to prediction, on any number of processes, in every way that it can be trained."""
+"""A BERT from training to prediction, on any number of processes, by every method that can train it."""
 
 import csv
 import json
@@ -17,8 +17,8 @@ from tests.rigs.tiny_bert import SLOW, change_json, make_bert, sample_texts
 from train.workloads.text import TextSamples
 
 # As in test_parallel.py: a constant, small rate, and no dropout, which each rank draws for itself
-LINE = ("--workload", "text", "--tensorboard=false", "--batch-size", "60", "--max-seq-len", "40", "--optimizer", "adamw",
-        "--lr", "0.002", "--schedule", "constant", "--log-every-steps", "1")
+LINE = ("--workload", "text", "--tensorboard=false", "--batch-size", "60", "--max-seq-len", "40",
+        "--optimizer", "adamw", "--lr", "0.002", "--schedule", "constant", "--log-every-steps", "1")
 STEPS = 36
 
 
@@ -36,8 +36,8 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(jobs: Forks, bert: Path, run: Path, world_size: int, *more: str) -> str:
     codes, output = jobs.run(
-        "train", *LINE, "--bert-dir", bert, "--max-steps", str(STEPS), *more, "--name", run.name, "--run-dir", run.parent,
-        world_size=world_size,
+        "train", *LINE, "--bert-dir", bert, "--max-steps", str(STEPS), *more, "--name", run.name,
+        "--run-dir", run.parent, world_size=world_size,
     )
     assert codes == [0] * world_size, output
     return output
@@ -63,8 +63,8 @@ def alone(jobs: Forks, bert: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return run
 
 
-# How far the loss may be from that of one process in fp32, as test_parallel.py has it
-WAYS: dict[str, tuple[tuple[str, ...], float]] = {
+# How far the loss may be from that of one process in fp32, as in tests/parallel/test_methods.py.
+SETUPS: dict[str, tuple[tuple[str, ...], float]] = {
     "ddp": ((), 1e-3),
     "fsdp": (("--parallel", "fsdp"), 1e-3),
     "sent as bf16": (("--compress", "bf16"), 1e-2),
@@ -72,18 +72,19 @@ WAYS: dict[str, tuple[tuple[str, ...], float]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("setup", SETUPS)
 def test_bert_follows_one_process_and_its_weights_fit_everywhere(
-    jobs: Forks, bert: Path, alone: Path, tmp_path: Path, way: str
+    jobs: Forks, bert: Path, alone: Path, tmp_path: Path, setup: str
 ) -> None:
-    arguments, tolerance = WAYS[way]
+    arguments, tolerance = SETUPS[setup]
     run = tmp_path / "run"
     train(jobs, bert, run, 2, *arguments)
     assert losses(run) == pytest.approx(losses(alone), rel=tolerance)
     model = BertForSequenceClassification.from_pretrained(bert, num_labels=5, local_files_only=True)
     model.load_state_dict(weights_of(run))  # strict
-    # Into each other way: from one process's to this, and back
-    output = train(jobs, bert, tmp_path / "from", 2, *arguments, "--init-from", str(checkpoint_of(alone)), "--max-steps", "1")
+    # The weights of one process fit this setup, and back.
+    of_alone = ("--init-from", str(checkpoint_of(alone)), "--max-steps", "1")
+    output = train(jobs, bert, tmp_path / "from", 2, *arguments, *of_alone)
     assert f"{len(weights_of(run))} of {len(weights_of(run))} tensors" in output
     codes, output = jobs.run("evaluate", "--name", "run", "--run-dir", alone.parent, "--checkpoint", checkpoint_of(run))
     assert codes == [0], output
@@ -95,11 +96,14 @@ def checkpoint_of(run: Path) -> Path:
     return found
 
 
-def test_bert_killed_and_run_again_without_the_folders_weights_has_the_same(jobs: Forks, bert: Path, tmp_path: Path) -> None:
+def test_bert_killed_and_run_again_without_the_folders_weights_has_the_same(
+    jobs: Forks, bert: Path, tmp_path: Path
+) -> None:
     own = Path(shutil.copytree(bert, tmp_path / "bert"))
     more = ("--dropout", "0.1", "--save-every-steps", "4")
     train(jobs, own, tmp_path / "whole", 2, *more)
-    line = ("train", *LINE, "--bert-dir", own, "--max-steps", str(STEPS), *more, "--name", "killed", "--run-dir", tmp_path)
+    where = ("--name", "killed", "--run-dir", tmp_path)
+    line = ("train", *LINE, "--bert-dir", own, "--max-steps", str(STEPS), *more, *where)
     codes, output = jobs.run(*line, world_size=2, preload="tests.rigs.injected_faults:dies_in_step_8")
     assert codes == [171, -9], output
     (own / "model.safetensors").unlink()
@@ -121,7 +125,8 @@ def test_bert_evaluates_exactly_and_predicts_with_words_and_config_alone(
     outcomes = []
     for world_size in (1, 3):
         codes, output = jobs.run(
-            "evaluate", *where, "--eval-split", "test", "--eval-batch-size", "16", "--limit-eval", "101", world_size=world_size
+            "evaluate", *where, "--eval-split", "test", "--eval-batch-size", "16", "--limit-eval", "101",
+            world_size=world_size,
         )
         assert codes == [0] * world_size, output
         outcome = json.loads((alone / "evaluation.json").read_text())
@@ -146,11 +151,11 @@ def test_bert_evaluates_exactly_and_predicts_with_words_and_config_alone(
 
 def expected_labels(bert: Path, run: Path, texts: list[str]) -> list[str]:
     """By transformers itself, one text after the other, without padding."""
-    from train.workloads.bert import WordPieces
+    from train.workloads.bert import WordPieceTokenizer
 
     model = BertForSequenceClassification.from_pretrained(bert, num_labels=5, local_files_only=True).eval()
     model.load_state_dict(weights_of(run))
-    samples = TextSamples(texts, [0] * len(texts), WordPieces(bert, max_seq_len=40))
+    samples = TextSamples(texts, [0] * len(texts), WordPieceTokenizer(bert, max_seq_len=40))
     with torch.no_grad():
         numbers = [int(model(samples.batch(torch.tensor([i]), None)[0]).logits.argmax()) for i in range(len(texts))]
     return [("food", "sports", "technology", "travel", "weather")[number] for number in numbers]
@@ -162,13 +167,16 @@ SPOILT: dict[str, tuple[Any, str]] = {
         lambda own: (own / "vocab.txt").write_text(
             (own / "vocab.txt").read_text(encoding="utf-8").replace("##a\n", "##A\n"), encoding="utf-8"),
         "Set --data-dir or --bert-dir."),
-    "heads are others": (lambda own: change_json(own / "config.json", num_attention_heads=4), "Set --data-dir or --bert-dir."),
+    "heads are others": (
+        lambda own: change_json(own / "config.json", num_attention_heads=4), "Set --data-dir or --bert-dir."),
 }
 
 
 @pytest.mark.parametrize("spoilt", SPOILT)
-def test_checkpoint_with_another_folder_is_refused(jobs: Forks, bert: Path, alone: Path, tmp_path: Path, spoilt: str) -> None:
-    """As many heads or tokens as you like have the same shapes: the checkpoint would load, and mean something else."""
+def test_checkpoint_with_another_folder_is_refused(
+    jobs: Forks, bert: Path, alone: Path, tmp_path: Path, spoilt: str
+) -> None:
+    """Other heads or tokens may have the same shapes: the checkpoint would load, and mean something else."""
     own = Path(shutil.copytree(bert, tmp_path / "bert"))
     spoil, message = SPOILT[spoilt]
     spoil(own)

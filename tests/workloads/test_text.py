@@ -1,4 +1,4 @@
-"""Texts: files and their mistakes, batches of like length, and a run from training to prediction."""
+"""Texts: files and their mistakes, batches of similar length, and a run from training to prediction."""
 
 import csv
 import json
@@ -20,7 +20,7 @@ from train.errors import DataError
 from train.samples.make_texts import main as make_texts
 from train.workloads.class_scores import class_scores, macro_f1
 from train.workloads.text import TextSamples, build
-from train.workloads.text_encoder import Characters, Encoder
+from train.workloads.text_encoder import CharacterTokenizer, TextEncoder
 
 GOOD = "food\ta warm soup\nsports\ta late goal\nfood\t热汤\n"
 
@@ -64,7 +64,8 @@ def test_texts_in_windows_files_are_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ['text,label\na warm soup,food\n"a late\ngoal, at last",sports\n', 'food,a warm soup\r\nsports,"a late\ngoal, at last"\r\n'],
+    ['text,label\na warm soup,food\n"a late\ngoal, at last",sports\n',
+     'food,a warm soup\r\nsports,"a late\ngoal, at last"\r\n'],
 )
 def test_texts_come_from_csv_with_or_without_a_header(tmp_path: Path, content: str) -> None:
     found = load_texts(texts_in(tmp_path, train_csv=content, test_csv=content))
@@ -104,14 +105,16 @@ def test_bad_lines_are_left_out_counted_and_named(tmp_path: Path) -> None:
 def test_bad_lines_above_the_bound_are_refused(tmp_path: Path) -> None:
     config = texts_in(tmp_path, train=BAD, dev=GOOD)
     load_texts(config.model_copy(update={"max_bad_lines": 3 / 33}))
-    with pytest.raises(DataError, match=r"train.txt: 3 of 33 lines are bad \(line 31: no tab; .*max_bad_lines=0.09 allows"):
+    too_many = r"train.txt: 3 of 33 lines are bad \(line 31: no tab; .*max_bad_lines=0.09 allows"
+    with pytest.raises(DataError, match=too_many):
         load_texts(config.model_copy(update={"max_bad_lines": 0.09}))
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [({"dev": GOOD}, "got no file train.txt"), ({"train": GOOD}, "got no dev or test beside train.txt"),
-     ({"train": "", "dev": GOOD}, "train.txt: holds no lines"), ({"train": "food\ta\n", "dev": GOOD}, "at least two labels"),
+     ({"train": "", "dev": GOOD}, "train.txt: holds no lines"),
+     ({"train": "food\ta\n", "dev": GOOD}, "at least two labels"),
      ({"train": GOOD, "train_csv": GOOD, "dev": GOOD}, "must hold one file train, got train.csv and train.txt"),
      ({"train_csv": b'food,"open\n', "dev": GOOD}, "two labels"),
      ({"train_csv": b"food,soup\nfood,\xff\n", "dev": GOOD}, "1 of 2 lines are bad .line 2: not UTF-8")],
@@ -143,7 +146,8 @@ def test_order_by_length_takes_each_sample_once(pool: int) -> None:
         assert sorted(order.epoch(epoch).tolist()) == list(range(1003))
     assert not torch.equal(order.epoch(0), order.epoch(1))
     plain = Order(1003, 24, 5)
-    assert set(order.epoch(3)[-19:].tolist()) == set(plain.epoch(3)[-19:].tolist())  # who is left out is up to chance alone
+    # Which samples are left out does not depend on their lengths.
+    assert set(order.epoch(3)[-19:].tolist()) == set(plain.epoch(3)[-19:].tolist())
 
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (4, 3), (8, 1)])
@@ -170,7 +174,7 @@ def test_order_by_length_saves_padding_and_keeps_chance() -> None:
 
 
 def test_batch_is_as_long_as_its_longest_text() -> None:
-    samples = TextSamples(["abc", "", "ab" * 50], [0, 1, 2], Characters("ab", max_seq_len=11))
+    samples = TextSamples(["abc", "", "ab" * 50], [0, 1, 2], CharacterTokenizer("ab", max_seq_len=11))
     tokens, labels = samples.batch(torch.tensor([1, 0]), None)
     assert tokens.tolist() == [[2, 0, 0, 0], [2, 3, 4, 1]]
     assert labels.tolist() == [1, 0]
@@ -179,7 +183,7 @@ def test_batch_is_as_long_as_its_longest_text() -> None:
 
 def test_encoder_does_not_see_the_padding() -> None:
     torch.manual_seed(0)
-    model = Encoder(vocabulary=9, num_classes=3, dropout=0.0)
+    model = TextEncoder(vocabulary=9, num_classes=3, dropout=0.0)
     tokens = torch.randint(1, 9, (4, 6))
     wider = torch.nn.functional.pad(tokens, (0, 5))
     torch.testing.assert_close(model(wider), model(tokens), rtol=1e-5, atol=1e-6)

@@ -12,17 +12,20 @@ from train.errors import ConfigError
 from train.workloads import vision_models
 from train.workloads.vision_models import build_model
 
-# One of each family of torchvision, with the smallest round size that it takes. All 80 classifiers were built and run once
-# by hand, 1 channel, 10 classes; the others differ from these in depth and width.
+# One of each family of torchvision, with the smallest round size that it takes. All 80 classifiers were built and run
+# once by hand, 1 channel, 10 classes; the others differ from these in depth and width.
 FAMILIES = {
-    "alexnet": 64, "convnext_tiny": 32, "densenet121": 32, "efficientnet_b0": 28, "efficientnet_v2_s": 28, "googlenet": 28,
-    "inception_v3": 96, "mnasnet0_5": 28, "mobilenet_v2": 28, "mobilenet_v3_small": 28, "regnet_x_400mf": 28,
+    "alexnet": 64, "convnext_tiny": 32, "densenet121": 32, "efficientnet_b0": 28, "efficientnet_v2_s": 28,
+    "googlenet": 28, "inception_v3": 96, "mnasnet0_5": 28, "mobilenet_v2": 28, "mobilenet_v3_small": 28,
+    "regnet_x_400mf": 28,
     "regnet_y_400mf": 28, "resnet18": 28, "resnext50_32x4d": 28, "shufflenet_v2_x0_5": 28, "squeezenet1_0": 28,
     "squeezenet1_1": 28, "swin_t": 28, "swin_v2_t": 28, "vgg11": 32, "vit_b_16": 32,
 }
 
 
-def build(name: str, *, channels: int = 1, size: int = 28, num_classes: int = 10, dropout: float = 0.0) -> torch.nn.Module:
+def build(
+    name: str, *, channels: int = 1, size: int = 28, num_classes: int = 10, dropout: float = 0.0
+) -> torch.nn.Module:
     return build_model(name, channels=channels, size=size, num_classes=num_classes, dropout=dropout)
 
 
@@ -112,16 +115,20 @@ def test_tiny_images_are_refused_by_the_cnn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("resnet19", "resnet18"), ("resnet-18", "resnet18"), ("cnnn", "cnn"), ("mobilenet_v3", "mobilenet_v")]
+    ("name", "near"),
+    [("resnet19", "resnet18"), ("resnet-18", "resnet18"), ("cnnn", "cnn"), ("mobilenet_v3", "mobilenet_v")],
 )
 def test_unknown_model_names_the_nearest(name: str, near: str) -> None:
     with pytest.raises(ConfigError, match=f'got "{name}". Did you mean "{near}'):
         build(name)
 
 
-@pytest.mark.parametrize("name", ["fcn_resnet50", "fasterrcnn_resnet50_fpn", "r3d_18", "raft_small", "quantized_resnet18"])
+@pytest.mark.parametrize(
+    "name", ["fcn_resnet50", "fasterrcnn_resnet50_fpn", "r3d_18", "raft_small", "quantized_resnet18"]
+)
 def test_models_for_another_purpose_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f'or a torchvision classifier, got "{name}", torchvision\'s for another purpose'):
+    got = f'or a torchvision classifier, got "{name}", torchvision\'s for another purpose'
+    with pytest.raises(ConfigError, match=got):
         build(name)
 
 

@@ -1,4 +1,4 @@
-"""A user's own workload: the listing of train/README.md runs, stops, resumes, is evaluated and predicts, from any directory."""
+"""A user's own workload: the listing of train/README.md trains, resumes, evaluates and predicts from any directory."""
 
 import csv
 import json
@@ -37,15 +37,16 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_listing_of_the_readme_is_the_example() -> None:
-    listings = re.findall(r"^```python\n(.*?)^```", (ROOT / "train" / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    page = (ROOT / "train" / "README.md").read_text()
+    listings = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert [listing for listing in listings if "def build(" in listing] == [EXAMPLE.read_text()]
 
 
 def test_example_learns_alone_and_in_two_alike(forks: Forks, project: Path) -> None:
     for world_size in (1, 2):
         codes, output = forks.run(
-            "train", *LINE, "--epochs", "5", "--name", str(world_size), "--run-dir", project / "runs", world_size=world_size,
-            cwds=[project] * world_size,
+            "train", *LINE, "--epochs", "5", "--name", str(world_size), "--run-dir", project / "runs",
+            world_size=world_size, cwds=[project] * world_size,
         )
         assert codes == [0] * world_size, output
     results = [result(project / "runs" / name) for name in "12"]
@@ -84,7 +85,8 @@ def test_example_killed_and_run_again_has_the_same_weights(forks: Forks, project
 
 def test_example_is_evaluated_and_predicts(forks: Forks, project: Path) -> None:
     more: dict[str, Any] = {"world_size": 2, "cwds": [project] * 2}
-    for words in (("train", "--epochs", "3", "--options.width", "16"), ("evaluate",), ("predict", "--output", "throws.csv")):
+    trains, predicts = ("train", "--epochs", "3", "--options.width", "16"), ("predict", "--output", "throws.csv")
+    for words in (trains, ("evaluate",), predicts):
         codes, output = forks.run(*words, *LINE, **more)
         assert codes == [0, 0], output
     run_dir = project / "runs" / "throws"  # named after the module
@@ -114,9 +116,9 @@ def by_launch(project: Path) -> Job:
     return start(sys.executable, MAIN, "launch", "--nproc", "2", *ONE_STEP[1:], cwd=project, env={"PYTHONPATH": ""})
 
 
-@pytest.mark.parametrize("way", [by_module, by_launch], ids=lambda f: f.__name__)
-def test_own_module_is_found_beside_an_own_train_py(project: Path, way: Any) -> None:
-    job: Job = way(project)
+@pytest.mark.parametrize("started", [by_module, by_launch], ids=lambda f: f.__name__)
+def test_own_module_is_found_beside_an_own_train_py(project: Path, started: Any) -> None:
+    job: Job = started(project)
     job.wait()
     assert job.codes == [0], job.output
     assert result(project / "runs" / "throws")["step"] == 1
@@ -157,12 +159,12 @@ def test_ranks_compare_the_code_of_an_own_workload(forks: Forks, project: Path, 
 
 MODULES = {
     "fine": "from tests.rigs.recording_workload import build\n",
-    "broken": "import tests.rigs.recording_workload as spy\n\n\ndef build(config):\n    return undefined_name\n",
+    "broken": "def build(config):\n    return undefined_name\n",
     "syntax": "def build(config)\n",
     "lacks": "import a_package_that_is_not_there\n",
     "returns": "def build(config):\n    return 3\n",
-    "empty": "from dataclasses import replace\nimport tests.rigs.recording_workload as spy\n\n\ndef build(config):\n    found = spy.build(config)\n"
-             "    return replace(found, evaluation=spy.samples(0, 1))\n",
+    "empty": "from dataclasses import replace\nimport tests.rigs.recording_workload as recording\n\n\n"
+             "def build(config):\n    return replace(recording.build(config), evaluation=recording.samples(0, 1))\n",
 }
 
 
@@ -196,7 +198,9 @@ def test_own_workload_that_is_not_there_is_one_line(modules: Path, workload: str
      ("syntax", "SyntaxError: expected ':'", "own_syntax.py"),
      ("lacks", "ModuleNotFoundError: No module named 'a_package_that_is_not_there'", "own_lacks.py")],
 )
-def test_fault_in_an_own_workload_keeps_its_traceback(forks: Forks, modules: Path, module: str, error: str, where: str) -> None:
+def test_fault_in_an_own_workload_keeps_its_traceback(
+    forks: Forks, modules: Path, module: str, error: str, where: str
+) -> None:
     codes, output = forks.run("train", "--workload", f"own_{module}:build", cwds=[modules])
     assert codes == [1]
     assert error in output

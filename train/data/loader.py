@@ -1,6 +1,6 @@
 """Batches on their way to the device: made by the training process itself, or ahead of it by worker processes.
 
-Workers live and die with their parent alone. The signals that a job gets are for the training loop: workers ignore them.
+Workers live and die with their parent alone. They ignore the signals that a job gets: these are for the training loop.
 """
 
 import contextlib
@@ -199,7 +199,7 @@ def _shared(batch: Any) -> Any:
 
 
 class _WorkerStart:
-    """Runs first in each worker: it ignores the signals that are meant for the loop, and dies with the loop's process."""
+    """Runs first in each worker: it ignores the signals that are meant for the loop, and dies with the loop."""
 
     def __init__(self, parent: int) -> None:
         self.parent = parent
@@ -223,8 +223,8 @@ def _stop_signals() -> list[signal.Signals]:
 def _signals_held() -> Iterator[None]:
     """Block the stop signals while workers start: until its first line has run, a worker would die of one.
 
-    This also takes back the SIGCHLD handler that torch installs. It raises the death of a worker wherever the loop is at
-    that moment, in a save too; the thread that waits for the workers notices it within five seconds anyway.
+    This also removes the SIGCHLD handler that torch installs. It raises the death of a worker wherever the loop is at
+    that moment, even in a save; the thread that waits for the workers notices the death within five seconds anyway.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -239,7 +239,10 @@ def _signals_held() -> Iterator[None]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move all tensors of a batch (a tensor, or a tuple, list or dict of batches); raises a DataError that a worker sent."""
+    """Move all tensors of a batch (a tensor, or a tuple, list or dict of batches).
+
+    Raises the DataError that a worker sent in place of a batch.
+    """
     if isinstance(batch, DataError):
         raise batch
     if isinstance(batch, torch.Tensor):

@@ -7,7 +7,8 @@ import torch
 
 from train.data.random_numbers import derive_seed
 
-BatchIndex = tuple[int | None, torch.Tensor]  # the epoch (None: evaluation, no augmentation) and sample numbers, int64 [B]
+# The epoch (None: evaluation, no augmentation) and the sample numbers of a batch, int64 [B].
+BatchIndex = tuple[int | None, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-# The constants of splitmix64 as signed 64-bit integers: torch has no uint64 arithmetic, and int64 wraps in the same way.
+# The constants of splitmix64 as signed 64-bit integers: torch cannot multiply uint64, and int64 wraps in the same way.
 GOLDEN_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
 MIX = ((30, -4658895280553007687), (27, -7723592293110705685))  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 

@@ -22,7 +22,7 @@ class Samples(Protocol):
 
 
 class TensorSamples:
-    """Images held in memory and batched by index: measured 75 times faster than a torchvision data set sample by sample.
+    """Images held in memory and batched by index: 75 times faster, as measured, than torchvision's sample by sample.
 
     images: uint8 [N, C, H, W]; labels: int64 [N]. A batch is (uint8 [B, C, H, W], int64 [B]); it is normalised on the
     device, so that a quarter of the bytes are copied there. `augment` shifts the images of a training batch, and
@@ -75,7 +75,7 @@ class MapSamples:
         return len(self.dataset)  # type: ignore[arg-type]  # Dataset declares no length, map-style ones have it
 
     def batch(self, indices: torch.Tensor, epoch: int | None) -> Any:
-        """The samples `indices` (int64 [B]), put together by torch's default_collate; raises what the Dataset raises."""
+        """The samples `indices` (int64 [B]) in torch's default_collate. Raises what the Dataset raises."""
         samples = []
         for index in indices.tolist():
             seed_host(derive_seed(self.seed, -1 if epoch is None else epoch, index))

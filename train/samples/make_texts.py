@@ -1,8 +1,8 @@
-"""Make texts/*.txt: short English and Chinese texts about five things, put together from patterns and words written here.
+"""Make texts/*.txt: short English and Chinese texts about five topics, made of the patterns and words below.
 
     python -m train.samples.make_texts [folder]      (default: texts/ beside this file)
 
-The same lines come out each time, none of them twice. Nothing was copied: patterns and words were made up for this project.
+The same lines come out each time, none of them twice. Nothing was copied: the patterns and words were invented here.
 """
 
 import random
@@ -15,15 +15,21 @@ SEED = 20261121
 # label -> (pattern, words for its slots): {a}, {b} and {c} take one word each
 PATTERNS: dict[str, list[tuple[str, dict[str, str]]]] = {
     "sports": [
-        ("{a} won the {b} by {c}", {"a": "The home team|Our club|The young goalkeeper|Last year's champion|The visitors",
+        ("{a} won the {b} by {c}", {
+         "a": "The home team|Our club|The young goalkeeper|Last year's champion|The visitors",
          "b": "match|final|relay race|derby|cup tie",
          "c": "two goals|a single point|ten seconds|three sets|penalties"}),
-        ("The coach says that {a} will {b} before the {c}", {"a": "the striker|both runners|the whole squad|her best swimmer",
+        ("The coach says that {a} will {b} before the {c}", {
+         "a": "the striker|both runners|the whole squad|her best swimmer",
          "b": "train twice a day|rest|be fit again|change the tactics",
          "c": "semi-final|marathon|away game|Olympics"}),
-        ("{a}在{b}中{c}", {"a": "主队|年轻的门将|去年的冠军|我们的女排|这位前锋", "b": "决赛|昨晚的比赛|接力赛|客场比赛|预选赛",
+        ("{a}在{b}中{c}", {
+         "a": "主队|年轻的门将|去年的冠军|我们的女排|这位前锋",
+         "b": "决赛|昨晚的比赛|接力赛|客场比赛|预选赛",
          "c": "打进两球|以一分险胜|刷新了纪录|因伤退场|逆转取胜"}),
-        ("教练表示，{a}将{b}，备战{c}", {"a": "全队|两名主力|新来的中锋|游泳队", "b": "加强训练|休息三天|调整战术|提前集合",
+        ("教练表示，{a}将{b}，备战{c}", {
+         "a": "全队|两名主力|新来的中锋|游泳队",
+         "b": "加强训练|休息三天|调整战术|提前集合",
          "c": "马拉松|下一轮联赛|奥运会|半决赛"}),
     ],
     "weather": [

@@ -1,4 +1,4 @@
-"""The files of a BERT's folder: where it is, what it must hold, and reading it with errors that name the file."""
+"""The files of a BERT's folder: where it is, what it must hold, and reading them with errors that name the file."""
 
 import importlib.util
 import json
@@ -12,11 +12,12 @@ from train.errors import ConfigError, DataError
 
 LAYOUT = "A BERT's folder holds config.json, vocab.txt (or tokenizer.json) and model.safetensors or pytorch_model.bin."
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # each also in parts, listed in NAME.index.json
-WORDS = ("config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+VOCABULARY = ("config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # organisation/model, or the first models' single word
 
 
 def need_transformers() -> None:
+    """Raises ConfigError, with the command that installs it, if one of the extra's packages is not installed."""
     missing = [name for name in ("transformers", "tokenizers", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -26,6 +27,10 @@ def need_transformers() -> None:
 
 
 def find_folder(name: str, *, download: bool, pretrained: bool) -> Path:
+    """The folder `name`; with `download`, also that of a model of this name at the Hugging Face hub.
+
+    A download leaves out the weights unless `pretrained`. Raises DataError if there is no such folder or model.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -35,26 +40,29 @@ def find_folder(name: str, *, download: bool, pretrained: bool) -> Path:
         raise DataError(f"bert_dir must be a folder, got {folder}, which is not there. {LAYOUT}")
     if not download:
         raise DataError(
-            f"bert_dir must be a folder, got {name}, which is none here. Nothing is downloaded unasked: if this is a name at the "
-            "Hugging Face hub, set --bert-download, or fetch it yourself and name its folder."
+            f"bert_dir must be a folder, got {name}, which is not one here. Nothing is downloaded unasked: if this is "
+            "a name at the Hugging Face hub, set --bert-download, or fetch it yourself and name its folder."
         )
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=list(WORDS)))
+        folder = Path(snapshot_download(name, allow_patterns=list(VOCABULARY)))
         if pretrained:
-            for weights in WEIGHTS:  # not both: they hold the same
+            for weights in WEIGHTS:  # the first of the two that is there: both hold the same
                 if weight_files(folder, weights):
                     break
                 stem, ending = weights.split(".")
                 snapshot_download(name, allow_patterns=[weights, f"{weights}.index.json", f"{stem}-*-of-*.{ending}"])
-    except Exception as error:  # of many kinds: no network, no such name, no access
+    except Exception as error:  # many types: no network, no such name, no access
         raise DataError(f"bert_dir: {name} can't be downloaded from the Hugging Face hub: {one_line(error)}.") from None
     return folder
 
 
 def weight_files(folder: Path, name: str) -> list[Path]:
-    """The files that hold these weights: one, or those that an index lists; none where neither is there."""
+    """The files that hold the weights `name`: one, or the parts that an index lists; [] if neither is there.
+
+    Raises DataError if the index is no JSON object.
+    """
     if (folder / name).exists():
         return [folder / name]
     index = folder / f"{name}.index.json"
@@ -65,12 +73,18 @@ def weight_files(folder: Path, name: str) -> list[Path]:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of one file by name, on the CPU; floats as float32, because some are published in half precision.
+
+    No code in the file is run. Raises DataError, naming the file, if it is missing or damaged.
+    """
     from safetensors.torch import load_file
 
     try:
         with path.open("rb") as file:
             if file.read(24).startswith(b"version https://git-lfs"):
-                raise DataError(f"{path}: is Git LFS's pointer to the weights, not the weights. git lfs pull, in that folder.")
+                raise DataError(
+                    f"{path}: is Git LFS's pointer to the weights, not the weights. Run git lfs pull in that folder."
+                )
         safe = path.suffix == ".safetensors"
         found = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
         return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
@@ -78,11 +92,12 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         raise
     except FileNotFoundError:
         raise DataError(f"{path}: is missing, though the index beside it lists it.") from None
-    except Exception as error:  # half a dozen unrelated types for a damaged file
+    except Exception as error:  # a damaged file raises one of half a dozen unrelated types
         raise DataError(f"{path}: must be weights that load without running code, got: {one_line(error)}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object. Raises DataError, naming the file, if it does not."""
     try:
         found = json.loads(read_text(path))
     except ValueError as error:
@@ -93,6 +108,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
+    """A UTF-8 file, its lines ended by \\n. Raises DataError, naming the file, if it cannot be read."""
     try:
         return path.read_bytes().decode("utf-8").replace("\r\n", "\n")
     except FileNotFoundError:
@@ -104,4 +120,5 @@ def read_text(path: Path) -> str:
 
 
 def one_line(error: BaseException) -> str:
+    """What an exception says, on one line of at most 200 characters."""
     return (" ".join(str(error).split()) or type(error).__name__)[:200].rstrip(".")

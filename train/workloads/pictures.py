@@ -1,19 +1,23 @@
-"""Pictures for TensorBoard, drawn with Pillow (torchvision brings it along): uint8 [3, H, W]."""
+"""Pictures for TensorBoard, drawn with Pillow, which torchvision needs anyway: uint8 [3, H, W]."""
 
 import torch
 from PIL import Image, ImageDraw
 
-CELL = 44
+CELL = 44  # pixels
 NAMED = 20  # with more classes than this, names and counts would be too small to read
+SIDE = 900  # pixels of the whole matrix then
 LINE = "#dddddd"
-HEAD = 18
+HEAD = 18  # pixels for the line of explanation at the top
 
 
 def confusion_picture(matrix: torch.Tensor, classes: tuple[str, ...]) -> torch.Tensor:
-    """A confusion matrix, int64 [C, C] (true class down, predicted class across), each row shaded by its share."""
+    """A confusion matrix, int64 [C, C] (true class down, predicted class across): uint8 [3, H, W].
+
+    A cell is shaded by its share of the row's samples, from white to dark blue.
+    """
     count = len(classes)
     named = count <= NAMED
-    cell = CELL if named else max(1, 900 // count)
+    cell = CELL if named else max(1, SIDE // count)
     labels = [_label(name, limit=16) for name in classes] if named else []
     upright = any(label.width > cell - 4 for label in labels)
     left = max([8, *(label.width + 14 for label in labels)])
@@ -39,7 +43,7 @@ def confusion_picture(matrix: torch.Tensor, classes: tuple[str, ...]) -> torch.T
 
 
 def _label(text: str, *, limit: int) -> Image.Image:
-    """A text cut to `limit` letters, as small a picture as it fits in."""
+    """A text of at most `limit` characters, in the smallest picture that it fits into."""
     short = text if len(text) <= limit else text[: limit - 1] + "…"
     left, top, right, bottom = ImageDraw.Draw(Image.new("RGB", (1, 1))).textbbox((0, 0), short)
     picture = Image.new("RGB", (int(right - left) + 1, int(bottom - top) + 2), "white")
@@ -48,7 +52,7 @@ def _label(text: str, *, limit: int) -> Image.Image:
 
 
 def grid_picture(images: torch.Tensor, captions: list[str], *, columns: int = 5) -> torch.Tensor:
-    """Images, uint8 [N, C, H, W], in a grid, each with its caption below."""
+    """Images, uint8 [N, C, H, W] with C = 1 or 3, in a grid, each with its caption below: uint8 [3, H', W']."""
     side, text = 112, 14
     rows = -(-len(captions) // columns)
     sheet = Image.new("RGB", (columns * (side + 8), HEAD + rows * (side + text + 8)), "white")
@@ -64,5 +68,6 @@ def grid_picture(images: torch.Tensor, captions: list[str], *, columns: int = 5)
 
 
 def to_tensor(image: Image.Image) -> torch.Tensor:
+    """An RGB picture as uint8 [3, H, W]."""
     data = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return data.view(image.height, image.width, 3).permute(2, 0, 1).contiguous()

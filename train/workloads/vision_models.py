@@ -9,7 +9,11 @@ from train.errors import ConfigError
 
 
 def build_model(name: str, *, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
-    """A classifier of float [B, channels, size, size] into [B, num_classes]. Raises ConfigError for an unknown name."""
+    """A classifier: float [B, channels, size, size] -> logits [B, num_classes], with random weights.
+
+    `name`: cnn, mlp, or one of torchvision's classifiers. Raises ConfigError for an unknown name, for images of a size
+    that the model cannot take, and for dropout where it has none.
+    """
     if name == "cnn":
         return cnn(channels=channels, size=size, num_classes=num_classes, dropout=dropout)
     if name == "mlp":
@@ -24,8 +28,11 @@ def build_model(name: str, *, channels: int, size: int, num_classes: int, dropou
 
 
 def cnn(*, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
-    """Two convolutions and two linear layers, after LeNet-5 (LeCun et al. 1998) with today's parts; 0.41 M parameters
-    for 28 x 28. No batch norm: N ranks would differ from one."""
+    """Two convolutions and two linear layers, after LeNet-5 (LeCun et al. 1998) with today's parts.
+
+    0.41 million parameters for 28 x 28 pixels. It has no batch norm, whose statistics are those of one rank's samples:
+    N ranks would not train like one. Raises ConfigError for images smaller than 4 x 4.
+    """
     side = size // 4
     if side == 0:
         raise ConfigError(f"model cnn needs images of at least 4 x 4, got {size} x {size}. Set --image-size.")
@@ -57,6 +64,7 @@ def _torchvision(name: str, *, channels: int, size: int, num_classes: int, dropo
         )
     options: dict[str, object] = {"num_classes": num_classes}
     if name in ("googlenet", "inception_v3"):
+        # No second output, which our loss does not take, and not the slow initialisation that torchvision warns about.
         options |= {"aux_logits": False, "init_weights": False}
     if name.startswith("vit_"):
         options["image_size"] = size
@@ -83,8 +91,10 @@ def _torchvision(name: str, *, channels: int, size: int, num_classes: int, dropo
 
 
 def _dry_run(model: nn.Module, *, channels: int, size: int) -> None:
-    """Pass shapes through the model, without data or arithmetic: too small an image would fail many minutes later, in a
-    pool deep inside."""
+    """Pass shapes through the model, without data or arithmetic. Raises what the model raises.
+
+    An image that is too small would otherwise fail in the first step, after the data were loaded.
+    """
     shapes = {name: tensor.to("meta") for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     model.eval()
     with torch.no_grad():
@@ -93,15 +103,18 @@ def _dry_run(model: nn.Module, *, channels: int, size: int) -> None:
 
 
 def _first_convolution_for(model: nn.Module, channels: int) -> None:
-    """Replace the first convolution by one for `channels` input channels, initialised as torch does."""
+    """Replace the first convolution by one for `channels` input channels, with torch's own initial weights.
+
+    Raises ConfigError if there is none.
+    """
     for path, module in model.named_modules():
         if isinstance(module, nn.Conv2d):
             parent_path, _, name = path.rpartition(".")
             replacement = nn.Conv2d(
-                channels, module.out_channels, module.kernel_size, module.stride, module.padding,  # type: ignore[arg-type]
-                module.dilation, 1, module.bias is not None, module.padding_mode,  # type: ignore[arg-type]
+                channels, module.out_channels, module.kernel_size,  # type: ignore[arg-type]
+                module.stride, module.padding, module.dilation, 1,  # type: ignore[arg-type]
+                module.bias is not None, module.padding_mode,
             )
             setattr(model.get_submodule(parent_path) if parent_path else model, name, replacement)
             return
     raise ConfigError(f"the model must begin with a convolution to take {channels} channels. Use RGB images.")
-

@@ -1,4 +1,4 @@
-"""What the loop needs to know of whatever is trained."""
+"""What the loop needs to know about whatever is trained."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,14 +9,17 @@ from torch import nn
 
 from train.data import Samples
 
-# Sums over the samples of a batch, by name; "count" is their number. Scalars are divided by the count in the end, so
-# that "accuracy" is the number of right answers here; tensors, such as a confusion matrix, are only added up.
+# Sums over the samples of a batch, by name; "count" is the number of samples. Scalars are divided by the count in the
+# end, so "accuracy" is the number of right answers here. Tensors, such as a confusion matrix, are only added up.
 Sums = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything the loop needs to know. `loss` and `evaluate` get a batch as `Samples.batch` made it, on the device."""
+    """A model, its samples, and what a batch means. The functions get what `Samples.batch` returned, on the device.
+
+    Only the first five are needed. The others add to its output and to what `evaluate` and `predict` write.
+    """
 
     model: nn.Module
     train: Samples
@@ -24,16 +27,18 @@ class Workload:
     loss: Callable[[nn.Module, Any], torch.Tensor]  # the mean over the batch, a scalar
     evaluate: Callable[[nn.Module, Any], Sums]
     predict: Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]] | None = None  # labels, probabilities: [B]
-    data_name: str = "own"
-    data_origin: str = ""
+    data_name: str = "own"  # compared between ranks, and with the checkpoint that is resumed or evaluated
+    data_origin: str = ""  # one line for the log
     classes: tuple[str, ...] = ()
     unit: str = "samples"  # what the speed counts: samples/s
-    # Names of the samples to predict (files), and samples for a path that `predict --input` gives.
+    # Sample number -> its name in predictions, such as a file's.
     input_name: Callable[[int], str] = lambda index: str(index)
+    # The path of `predict --input` -> samples, and their names by number.
     open_input: Callable[[str], tuple[Samples, Callable[[int], str]]] | None = None
-    # What follows from the evaluated sums that are no means: more metrics, and a table with the same for programs.
+    # Evaluated sums -> more metrics, those that are no means.
     derived: Callable[[Sums], dict[str, float]] | None = None
+    # Evaluated sums -> a table to print, and the same as values for evaluation.json.
     report: Callable[[Sums], tuple[str, dict[str, Any]]] | None = None
+    # Model, evaluated sums, device -> pictures for TensorBoard by name, each uint8 [3, H, W].
     pictures: Callable[[nn.Module, Sums, torch.device], dict[str, torch.Tensor]] | None = None
-    # ^ for TensorBoard, from the evaluated sums and the model: name -> uint8 [3, H, W]
     notes: list[str] = field(default_factory=list)  # one line each, printed by rank 0

@@ -11,9 +11,9 @@ from train.process.env import cache_folder
 
 
 def visible(root: Path) -> list[str]:
-    """The names in a folder, sorted, without hidden ones (locks and unfinished downloads are hidden); [] if none.
+    """The names in a folder, sorted, without hidden ones (locks and unfinished downloads are hidden).
 
-    Raises DataError if it is no folder or cannot be listed.
+    [] if there is no such folder. Raises DataError if it is not a folder or cannot be listed.
     """
     try:
         return sorted(name for name in os.listdir(root) if not name.startswith("."))
@@ -32,23 +32,23 @@ def cache_roots() -> list[Path]:
         roots.append(Path(os.environ["XDG_CACHE_HOME"]) / "rankup")
     else:
         home = Path(os.path.expanduser("~"))
-        # ~ stays as it is for a user without a home
+        # For a user without a home directory ~ stays as it is.
         if home.is_absolute():
             roots.append(home / ".cache" / "rankup")
     return [*roots, Path(tempfile.gettempdir()) / f"rankup-{os.geteuid()}"]
 
 
 def cached(name: str) -> Path | None:
-    """The first cache folder that has an entry of this name: it need not be writable."""
+    """The first cache folder that holds a folder of this name, or None. It need not be writable."""
     return next((root for root in cache_roots() if _ours(root) and (root / name).is_dir()), None)
 
 
 def writable_cache() -> Path:
-    """The first cache folder that can be written, made if need be. Raises DataError if there is none."""
+    """The first cache folder that can be written, created if it is missing. Raises DataError if there is none."""
     roots = cache_roots()
     for root in roots:
         try:
-            # In a shared temporary folder nobody else should write into ours
+            # 0o700: in a shared temporary folder nobody else should write into ours.
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError:
             continue
@@ -61,7 +61,7 @@ def writable_cache() -> Path:
 
 
 def _ours(root: Path) -> bool:
-    # /tmp is open to all: a folder of our name there, made by another user, is not trusted
+    # Everybody can write to /tmp: a folder of our name there that another user made is not trusted.
     if root.parent != Path(tempfile.gettempdir()):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Fashion-MNIST: 70,000 pictures of clothes (Xiao et al. 2017). The default, so it has a substitute without a network."""
+"""Fashion-MNIST: 70,000 pictures of clothes (Xiao et al. 2017), the default. It has a substitute without a network."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Fetch a data set once per node: one process downloads to a temporary name, checks and renames; the others wait.
 
-Ranks that download at the same time can corrupt the data: one reads what another has half written. Electing local rank 0
-is not enough, because other jobs on the node may want the same data. So a lock on a file decides.
+Ranks that download at the same time can corrupt the data: one reads what another has half written. To let local rank 0
+do it is not enough, because other jobs on the node may want the same data. So a lock on a file decides.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def _turn(path: Path, title: str, *, timeout_s: float, say: Say) -> Iterator[boo
     """Wait for the lock on `path`. Yields True while it is held; False on a file system without locks (go on: renaming
     keeps that safe); None if another process has just finished (look again).
 
-    Its owner writes who it is into the file, on failure why, and removes the file. Processes that waited still have the
-    file open: they read the reason and raise it too, instead of trying the same in vain one after the other. That is why
-    this is no `filelock`: its files are truncated or removed at moments that differ between its versions.
+    Its owner writes who it is into the file, on failure why, and removes the file. Processes that waited still have it
+    open: they read the reason and raise it too, instead of trying the same in vain one after the other. The package
+    filelock cannot do that: when it truncates or removes its file differs from version to version.
     """
     with path.open("a+b", buffering=0) as file:
         locked = _wait_for_lock(file, path, title, timeout_s=timeout_s, say=say)

@@ -1,4 +1,4 @@
-"""IDX files, the format of MNIST and its relatives: read, checked, written; plain or gzip, told by content.
+"""IDX files, the format of MNIST and its relatives: read, checked, written; plain or gzip, recognised by content.
 
 An IDX file is a big-endian header (two zero bytes, a type byte, the number of dimensions, one 32-bit size per
 dimension) followed by the values. http://yann.lecun.com/exdb/mnist describes it; only unsigned bytes are read here.
@@ -22,7 +22,7 @@ Kind = Literal["images", "labels"]
 
 MAGIC: dict[Kind, int] = {"images": 0x00000803, "labels": 0x00000801}
 GZIP_MAGIC = b"\x1f\x8b"
-# deflate cannot shrink by more than this, so a gzip file of n bytes never holds more than 1032 n
+# deflate compresses at most by this factor, so a gzip file of n bytes never holds more than 1032 n.
 DEFLATE_RATIO = 1032
 CHUNK = 1 << 20
 DAMAGED = "The file is damaged: remove it and run again, or put a good copy in its place."
@@ -31,7 +31,7 @@ DAMAGED = "The file is damaged: remove it and run again, or put a good copy in i
 def read_idx(path: str | os.PathLike[str], expect: Kind) -> torch.Tensor:
     """Read one IDX file: uint8 [N, H, W] for images, uint8 [N] for labels.
 
-    Memory is only ever taken for bytes that the file really holds, whatever its header claims.
+    Memory is taken only for bytes that the file really holds, whatever its header claims.
     Raises DataError, naming the file, if it cannot be read, is not of that kind, is empty, truncated or too long.
     """
     path = Path(path)
@@ -77,7 +77,7 @@ def _read(file: BinaryIO, path: Path, expect: Kind, *, most: int) -> torch.Tenso
             f"{path}: truncated, its header claims {written} values and the file cannot hold more than "
             f"{max(0, most - header)}. {DAMAGED}"
         )
-    # In chunks: read(n) of one piece takes n bytes before the first is there
+    # In chunks: read(n) takes memory for n bytes before the first one has arrived.
     values = bytearray()
     while len(values) <= claimed:
         chunk = file.read(min(CHUNK, claimed + 1 - len(values)))

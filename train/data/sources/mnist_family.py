@@ -41,13 +41,14 @@ def locate(family: Family, *, data_dir: str | None, timeout_s: float, say: Say) 
 
     In data_dir if it is given: found there, or downloaded to it if it is empty or not there yet. Otherwise in
     Debian's place, then in the cache, then downloaded to the cache.
-    Raises NotFetched if the set can be had from nowhere, DataError for a folder that holds something else or half.
+    Raises NotFetched if no source gives the set, DataError for a folder that holds something else, or half of it.
     """
     remote = _remote(family)
     if data_dir is not None:
         root = Path(data_dir).expanduser()
         others = visible(root)
-        # Listed before: a set that is renamed into place in between is then found, not taken for a stranger
+        # Listed before the search: a set that another process renames into place in between is then found. In the
+        # other order its folder would be taken for something else.
         folder = find_files(root, family)
         if folder is None and others:
             names = ", ".join(name for pair in FILES.values() for name in pair)
@@ -139,7 +140,7 @@ def read_half(folder: Path, family: Family, *, train: bool) -> ImageSet:
 
 
 def _file(folder: Path, name: str) -> Path | None:
-    # The plain file first: where both lie side by side it needs no unpacking
+    # The plain file first: where both are there, it needs no unpacking.
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path

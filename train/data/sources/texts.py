@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 SAMPLE = Path(__file__).parents[2] / "samples" / "texts"
 ENDINGS = (".txt", ".tsv", ".csv")
 LAYOUT = (
-    "A folder holds train.txt and dev.txt or test.txt, one label<TAB>text a line, or the same as .csv; cnews.train.txt "
-    "will do."
+    "A folder holds train.txt and dev.txt or test.txt, one label<TAB>text a line, or the same as .csv; names such as "
+    "cnews.train.txt are found too."
 )
 NAMES = {"train": ("train",), "dev": ("dev", "val", "valid"), "test": ("test",)}
-NAMED = 5  # bad lines that a message names; the others are counted
-csv.field_size_limit(2**31 - 1)  # its own limit, 128 KB, is shorter than many an article
+NAMED = 5  # bad lines that a message names; the others are only counted
+csv.field_size_limit(2**31 - 1)  # the default, 128 KB, is less than a long article
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,11 @@ class Texts:
 
 
 def load_texts(config: Config) -> Texts:
-    """Both parts that `data_dir` (default: the sample that ships) and `eval_split` name, cut to limit_train and limit_eval.
+    """The training part in `data_dir` (default: the sample that ships) and the part that `eval_split` names.
 
-    The classes are those of `labels_file`, one a line, else those of the training part, sorted. Raises DataError, naming file
-    and lines, for missing or empty files and for more bad lines than `max_bad_lines` allows.
+    Both are cut, to limit_train and limit_eval. If there is no such part to evaluate on, the other of dev and test is
+    taken. The classes are those of `labels_file`, one a line, else those of the training part, sorted. Raises
+    DataError, naming file and lines, for missing or empty files and for more bad lines than `max_bad_lines` allows.
     """
     folder = SAMPLE if config.data_dir is None else Path(config.data_dir).expanduser()
     train_path = _file(folder, "train")
@@ -65,7 +66,9 @@ def load_texts(config: Config) -> Texts:
     other = "test" if config.eval_split == "dev" else "dev"
     evaluation_path = _file(folder, config.eval_split) or _file(folder, other)
     if evaluation_path is None:
-        raise DataError(f"{folder}: must hold texts to evaluate on, got no dev or test beside {train_path.name}. {LAYOUT}")
+        raise DataError(
+            f"{folder}: must hold texts to evaluate on, got no dev or test beside {train_path.name}. {LAYOUT}"
+        )
     classes = _classes(Path(config.labels_file)) if config.labels_file else ()
     train, found = _read(train_path, classes, config.max_bad_lines)
     classes = classes or tuple(sorted(set(found)))
@@ -85,11 +88,16 @@ def load_texts(config: Config) -> Texts:
 
 
 def read_lines(path: str) -> tuple[str, ...]:
-    """The texts of a file without labels, one a line, to be predicted; empty lines are passed over. Raises DataError."""
+    """The texts of a file without labels, one a line, to be predicted; empty lines are skipped.
+
+    Raises DataError if the file cannot be read or has no text.
+    """
     text = _bytes(Path(path)).decode("utf-8-sig", errors="replace")
     lines = tuple(line.strip() for line in text.split("\n"))
     if not any(lines):
-        raise DataError(f"--input must be a file with one text a line, or - for standard input, got {path}, which is empty.")
+        raise DataError(
+            f"--input must be a file with one text a line, or - for standard input, got {path}, which is empty."
+        )
     return tuple(line for line in lines if line)
 
 
@@ -100,7 +108,10 @@ def _labelled(found: TextSet, labels: list[str], classes: tuple[str, ...], limit
 
 
 def _file(folder: Path, part: str) -> Path | None:
-    """The file of a part: train.txt, or with a word in front as in cnews.train.txt. Raises DataError for two."""
+    """The file of a part: train.txt, or with a word in front as in cnews.train.txt; None if there is none.
+
+    Raises DataError for two, and for a folder that cannot be listed.
+    """
     try:
         files = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in ENDINGS and path.name[0] != "."]
     except OSError as error:
@@ -108,7 +119,8 @@ def _file(folder: Path, part: str) -> Path | None:
     for name in NAMES[part]:
         found = [path for path in files if path.stem.lower().split(".")[-1] == name]
         if len(found) > 1:
-            raise DataError(f"{folder}: must hold one file {name}, got {found[0].name} and {found[1].name}. Remove one.")
+            two = f"{found[0].name} and {found[1].name}"
+            raise DataError(f"{folder}: must hold one file {name}, got {two}. Remove one.")
         if found:
             return found[0]
     return None
@@ -122,7 +134,8 @@ def _bytes(path: Path) -> bytes:
 
 
 def _classes(path: Path) -> tuple[str, ...]:
-    names = [line.strip() for line in _bytes(path).decode("utf-8-sig", errors="replace").splitlines() if line.strip()]
+    lines = _bytes(path).decode("utf-8-sig", errors="replace").splitlines()
+    names = [line.strip() for line in lines if line.strip()]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice or len(names) < 2:
         problem = f"{twice[0]} twice" if twice else f"{len(names)}"
@@ -131,7 +144,7 @@ def _classes(path: Path) -> tuple[str, ...]:
 
 
 def _read(path: Path, classes: tuple[str, ...], max_bad: float) -> tuple[TextSet, list[str]]:
-    """The good lines of a file. Raises DataError where the share of bad ones is above `max_bad`."""
+    """The good lines of a file, and their labels. Raises DataError where the share of bad lines is above `max_bad`."""
     texts: list[str] = []
     labels: list[str] = []
     bad: list[str] = []
@@ -151,8 +164,8 @@ def _read(path: Path, classes: tuple[str, ...], max_bad: float) -> tuple[TextSet
         raise DataError(f"{path}: holds no lines. {LAYOUT}")
     if len(bad) > max_bad * total:
         raise DataError(
-            f"{path}: {len(bad)} of {total} lines are bad ({listed}), more than max_bad_lines={max_bad:g} allows. Mend them, or "
-            "set --max-bad-lines."
+            f"{path}: {len(bad)} of {total} lines are bad ({listed}), more than max_bad_lines={max_bad:g} allows. "
+            "Correct them, or set --max-bad-lines."
         )
     notes = (f"{path}: left out {len(bad)} bad of {total} lines ({listed})",) if bad else ()
     return TextSet(tuple(texts), (), path, notes), labels
@@ -162,7 +175,7 @@ Row = tuple[int, str, str, str]  # number of the line, label, text, what is wron
 
 
 def _tab_rows(path: Path) -> Iterator[Row]:
-    # Split at newlines alone: an article may hold the other characters that splitlines() takes for an end
+    # Split at newlines alone: an article may hold the other characters at which splitlines() splits.
     for number, raw in enumerate(_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not raw.strip():
             continue
@@ -171,11 +184,15 @@ def _tab_rows(path: Path) -> Iterator[Row]:
         except UnicodeDecodeError:
             yield number, "", "", "not UTF-8"
             continue
-        yield number, label.strip(), text.strip(), "" if tab and label.strip() and text.strip() else _problem(tab, label)
+        label, text = label.strip(), text.strip()
+        yield number, label, text, _missing(label, text) if tab else "no tab"
 
 
-def _problem(tab: str, label: str) -> str:
-    return "no tab" if not tab else "no text" if label.strip() else "no label"
+def _missing(label: str, text: str) -> str:
+    """What a line lacks, or ""."""
+    if not label:
+        return "no label"
+    return "" if text else "no text"
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
@@ -192,15 +209,14 @@ def _csv_rows(path: Path) -> Iterator[Row]:
             if not any(cell.strip() for cell in row):
                 continue
             cells = [row[column].strip() if column < len(row) else "" for column in columns]
-            problem = "" if _encodes("".join(cells)) else "not UTF-8"
-            if not problem and not all(cells):
-                problem = "no label" if not cells[0] else "no text"
+            problem = _missing(*cells) if _encodes("".join(cells)) else "not UTF-8"
             yield reader.line_num, cells[0], cells[1], problem
     except csv.Error as error:
         raise DataError(f"{path}: line {reader.line_num} is no CSV ({error}).") from error
 
 
 def _encodes(text: str) -> bool:
+    # surrogateescape, above, stands for bytes that are no UTF-8, which cannot be encoded again.
     try:
         text.encode()
     except UnicodeEncodeError:
