@@ -1,10 +1,12 @@
-"""How joining grows with the number of ranks: light ranks on this machine, threads of a few processes, each with its own
-connection to one store, through the program's own `meet` and `open_ways`.
+"""How the time to join grows with the number of ranks.
+
+Starts light ranks on this machine: threads of a few processes, each with its own connection to one store. They join
+through the program's own functions.
 
     python tests/bench/joining.py 2 64 256 1024
 
-Prints, for each size, the seconds until the last rank has met the others, until the last one has tried its way to the next,
-and how many threads did it. Bounded: 300 s for each size. Everything stays on loopback.
+Prints, for each size, the seconds until the last rank has met the others, and until the last one has tried its route to
+the next. Each size may take 300 s at most. Everything stays on loopback.
 """
 
 import multiprocessing
@@ -16,7 +18,7 @@ import time
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # before torch: a thousand lines on names that addresses do not have
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # before torch: it prints a thousand lines about addresses without names
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from train.group.connectivity import check_connectivity
@@ -41,20 +43,23 @@ class Quiet(Log):
         del text
 
 
-def be_ranks(ranks: range, world_size: int, port: int, told: "SimpleQueue[tuple[int, float, float, str]]") -> None:
-    """Join as each of `ranks`, and tell the times on the clock that all processes share. The process with rank 0 stays until
-    the others have ended, since it holds the store."""
+def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[int, float, float, str]]") -> None:
+    """Join as each of `ranks`, and put (rank, met at, tried at, error) in the queue. All processes share the clock.
+
+    The process with rank 0 stays until the others have ended, since it holds the store.
+    """
 
     def one(rank: int) -> None:
         met_s = 0.0
         try:
             log = Quiet(rank=rank, world_size=world_size)
-            meeting = meet(launch_of(rank, world_size, port), fingerprint={"torch": "x"}, attempt="a", timeout_s=TIMEOUT_S, log=log)
+            launch = launch_of(rank, world_size, port)
+            meeting = meet(launch, fingerprint={"torch": "x"}, attempt="a", timeout_s=TIMEOUT_S, log=log)
             met_s = time.monotonic()
             check_connectivity(meeting, rank, log=log)
-            told.put((rank, met_s, time.monotonic(), ""))
+            ends.put((rank, met_s, time.monotonic(), ""))
         except Exception as error:
-            told.put((rank, met_s, time.monotonic(), f"{type(error).__name__}: {error}"[:300]))
+            ends.put((rank, met_s, time.monotonic(), f"{type(error).__name__}: {error}"[:300]))
         if rank == 0:
             time.sleep(TIMEOUT_S)
 
@@ -66,27 +71,29 @@ def be_ranks(ranks: range, world_size: int, port: int, told: "SimpleQueue[tuple[
 
 
 def measure(world_size: int) -> tuple[float, float, list[str]]:
-    """Seconds to the last rank's meeting and to the last way, and what failed."""
+    """Seconds until the last rank has met the others and until it has tried its route, and what failed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    told: SimpleQueue[tuple[int, float, float, str]] = context.SimpleQueue()
+    ends: SimpleQueue[tuple[int, float, float, str]] = context.SimpleQueue()
     groups = [range(1), *(range(first, min(world_size, first + THREADS)) for first in range(1, world_size, THREADS))]
     began_s = time.monotonic()
-    processes = [context.Process(target=be_ranks, args=(ranks, world_size, port, told), daemon=True) for ranks in groups]
+    common = (world_size, port, ends)
+    processes = [context.Process(target=be_ranks, args=(ranks, *common), daemon=True) for ranks in groups]
     for process in processes:
         process.start()
-    ends = [told.get() for _ in range(world_size)]
+    reported = [ends.get() for _ in range(world_size)]
     for process in processes:
         process.kill()
         process.join()
-    return max(end[1] for end in ends) - began_s, max(end[2] for end in ends) - began_s, [end[3] for end in ends if end[3]]
+    met_s, tried_s = (max(end[place] for end in reported) - began_s for place in (1, 2))
+    return met_s, tried_s, [end[3] for end in reported if end[3]]
 
 
 def main() -> int:
     sizes = [int(word) for word in sys.argv[1:]] or [2, 16, 64, 256, 1024]
-    print("| ranks | all have met | every way tried |\n|---|---|---|")
+    print("| ranks | all have met | every route tried |\n|---|---|---|")
     for size in sizes:
         met_s, tried_s, wrong = measure(size)
         if wrong:

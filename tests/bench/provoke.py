@@ -1,4 +1,4 @@
-"""Records the logs in tests/data/logs: what torch says when a job fails in each of these ways. CPU, gloo, one machine.
+"""Records the logs in tests/commands/logs: what torch says when a job fails. CPU, gloo, one machine.
 
     python tests/bench/provoke.py [CASE...]     # each takes seconds; by default all
 
@@ -47,8 +47,9 @@ def record(case: str) -> None:
     port = 20000 + os.getpid() % 4000 + list(CASES).index(case)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "job.py").write_text(Path(__file__).read_text())
-        clean = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LD_LIBRARY_PATH")} | {"OMP_NUM_THREADS": "1"}
-        if case == "healthy":  # with all that a job may say that goes well
+        clean = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LD_LIBRARY_PATH")}
+        clean["OMP_NUM_THREADS"] = "1"
+        if case == "healthy":  # with everything that a successful job may print
             clean = {k: v for k, v in clean.items() if k != "OMP_NUM_THREADS"} | {"TORCH_CPP_LOG_LEVEL": "INFO"}
         clean |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         line = ["--local-rank=0"] if what == "flag" else ["--do", what]
@@ -61,7 +62,8 @@ def record(case: str) -> None:
                 listener = subprocess.Popen([sys.executable, "-m", "http.server", str(port)], stdout=subprocess.DEVNULL,
                                             stderr=subprocess.DEVNULL, cwd=folder)
                 time.sleep(2)
-            commands = [([sys.executable, "job.py", *line], clean | {k: str(v) for k, v in rank.items()}) for rank in ranks]
+            command = [sys.executable, "job.py", *line]
+            commands = [(command, clean | {k: str(v) for k, v in rank.items()}) for rank in ranks]
         started = [
             subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             for command, env in commands

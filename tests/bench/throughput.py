@@ -29,9 +29,10 @@ def train(world_size: int, run_dir: Path, *flags: str) -> tuple[float, dict[str,
     """One training: when it was started (time.time), its result, its metrics."""
     name = f"world-{world_size}"
     command = ["train"] if world_size == 1 else ["launch", "--nproc", str(world_size), "--max-restarts", "0"]
+    own = ["--run-dir", str(run_dir), "--name", name, "--fresh"]
     started_s = time.time()
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "train/main.py"), *command, "--run-dir", str(run_dir), "--name", name, "--fresh", *flags],
+        [sys.executable, str(ROOT / "train/main.py"), *command, *own, *flags],
         cwd=run_dir, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )
     if ran.returncode != 0:
@@ -60,7 +61,7 @@ def measure_training(repeats: int, steps: int, batch_size: int, run_dir: Path) -
 
 
 def measure_checkpoint(model_name: str, repeats: int, directory: Path) -> dict[str, float]:
-    """Size, and the medians of saving (written, synced, read back, renamed) and loading (verified) with SGD's momentum."""
+    """Size, and the medians of saving (write, sync, read back, rename) and loading (verify), with SGD's momentum."""
     import torch
 
     from tests.rigs.training_states import training_state
@@ -131,7 +132,8 @@ def table(report: dict[str, Any]) -> str:
     ]
     for size, row in report["training"].items():
         (slow, fast), (early, late) = row["images_per_s"], row["first_step_s"]
-        lines.append(f"| images/s, {row['data']}, global batch {size} | {slow:,.0f} | {fast:,.0f} | {fast / slow:.2f} |")
+        what = f"images/s, {row['data']}, global batch {size}"
+        lines.append(f"| {what} | {slow:,.0f} | {fast:,.0f} | {fast / slow:.2f} |")
         lines.append(f"| from the command to the end of the first step, s | {early:.1f} | {late:.1f} | |")
     lines += ["", "| checkpoint, with SGD's momentum | size, MB | save, s | load, s |", "|---|---|---|---|"]
     for model, row in report["checkpoint"].items():

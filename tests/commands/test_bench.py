@@ -28,10 +28,11 @@ from train.errors import ConfigError
 from train.process.limits import memory_left
 
 JOB = ["--dataset", "digits", "--model", "mlp", "--batch-size", "16"]
-QUICK = ["--sizes", "1K,64K,256K", "--iterations", "3", "--seconds", "600"]  # of which it needs one, if nobody is in its way
+# It needs one second; the rest is for a machine that is busy with other tests
+QUICK = ["--sizes", "1K,64K,256K", "--iterations", "3", "--seconds", "600"]
 
 
-def left(folder: Path) -> dict[str, Any]:
+def outcome_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "bench" / "bench.json").read_text())  # type: ignore[no-any-return]
 
 
@@ -42,7 +43,7 @@ def two(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[st
     line = ["bench", *JOB, *QUICK, "--json", "--compress", "bf16", "--run-dir", str(folder), "--name", "run"]
     job = forks.start(*line, world_size=2)
     assert job.wait() == [0, 0], job.output
-    return left(folder / "run"), job.processes[0].output, folder / "run"
+    return outcome_of(folder / "run"), job.processes[0].output, folder / "run"
 
 
 def test_bench_measures_each_operation_and_size(two: tuple[dict[str, Any], str, Path]) -> None:
@@ -90,8 +91,8 @@ def test_bench_alone_says_what_it_can_not_measure(forks: Forks, tmp_path: Path) 
     codes, output = forks.run("bench", *JOB, "--run-dir", str(tmp_path), "--name", "run")
     assert codes == [0], output
     assert "no expectation: one process alone has no link to measure: start several" in output
-    assert left(tmp_path / "run")["collectives"] == []
-    assert left(tmp_path / "run")["job"]["step_s"] > 0
+    assert outcome_of(tmp_path / "run")["collectives"] == []
+    assert outcome_of(tmp_path / "run")["job"]["step_s"] > 0
 
 
 def test_bench_under_launch_gets_its_options(forks: Forks, tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_bench_under_launch_gets_its_options(forks: Forks, tmp_path: Path) -> No
     line = ["launch", "--nproc", "2", "--command", "bench", *JOB, *sizes, "--run-dir", str(tmp_path), "--name", "run"]
     codes, output = forks.run(*line)
     assert codes == [0], output
-    outcome = left(tmp_path / "run")
+    outcome = outcome_of(tmp_path / "run")
     assert {row["size"] for row in outcome["collectives"]} == {1024}
     assert outcome["job"]["step_s"] == 0.0075
     assert outcome["link"] is None  # one size makes no line
@@ -136,7 +137,7 @@ def corrupt() -> None:
 
 
 def deaf() -> None:
-    """A rank 0 that no plain connection reaches."""
+    """A rank 0 that can not listen for a plain connection."""
     from train.commands.bench import tcp_pair
 
     tcp_pair.address_of = lambda interface: "203.0.113.1"
@@ -148,7 +149,7 @@ def test_bench_without_a_plain_connection_measures_the_rest(forks: Forks, tmp_pa
     codes, output = forks.run(*line, world_size=2, preload="tests.commands.test_bench:deaf")
     assert codes == [0, 0], output
     assert "no plain connection to compare with: rank 0 can't listen: " in output
-    outcome = left(tmp_path / "run")
+    outcome = outcome_of(tmp_path / "run")
     assert (outcome["plain"], {row["backend"] for row in outcome["collectives"]}) == (None, {"gloo"})
 
 
@@ -198,7 +199,7 @@ def test_bench_finds_a_wrong_result_and_names_the_rank(forks: Forks, tmp_path: P
 
 # Against plain sockets ----------------------------------------------------------------------------------------
 
-LIMIT = 20e6 / 8  # bytes/s; so slow that a process which has to wait for a CPU is hardly seen beside it
+LIMIT = 20e6 / 8  # bytes/s; so slow that a process which waits for a CPU hardly changes the result
 TOLERANCE = 0.25  # of point to point; measured: within 2 %, on a busy machine too
 
 
@@ -213,7 +214,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 
 def test_bench_agrees_with_plain_sockets_under_one_limit(pair: Pair, tmp_path: Path) -> None:
-    """Both are limited by 20 Mbit/s: their ratio does not depend on the machine."""
+    """The limit is 20 Mbit/s for both: their ratio does not depend on the machine."""
     for node in pair.nodes:
         node.run("tc qdisc add dev eth0 root tbf rate 20mbit burst 32kb latency 4s")
     share = ["--sizes", "256K,1M", "--iterations", "3", "--seconds", "600"]
@@ -224,7 +225,7 @@ def test_bench_agrees_with_plain_sockets_under_one_limit(pair: Pair, tmp_path: P
             env = rank_env(number, 2, 29400, MASTER_ADDR=pair.nodes[0].ip, LOCAL_RANK="0")
             jobs.start(*node.prefix, sys.executable, MAIN, *line, env=env, job=ranks)
         assert ranks.wait(280) == [0, 0], ranks.output
-    outcome = left(tmp_path / "run")
+    outcome = outcome_of(tmp_path / "run")
     rows = [row for row in outcome["collectives"] if row["size"] == 2**20]
     bus = {row["operation"]: row["bus"] for row in rows if row["backend"] == "gloo"}
     plain = next(row["bus"] for row in rows if row["backend"] == "sockets")
@@ -286,18 +287,22 @@ def test_bus_factor_is_that_of_nccl_tests(operation: str, ranks: int, factor: fl
     assert cost_model.bus_factor(operation, ranks) == factor
 
 
-@pytest.mark.parametrize(("compress", "size"), [("none", 4 * 5050), ("fp16", 2 * 5050), ("powersgd", 4 * (2 * 150 + 50))])
+@pytest.mark.parametrize(
+    ("compress", "size"), [("none", 4 * 5050), ("fp16", 2 * 5050), ("powersgd", 4 * (2 * 150 + 50))]
+)
 def test_gradient_bytes_follow_compress(compress: str, size: int) -> None:
     assert gradient_bytes(list(nn.Linear(100, 50).parameters()), compress, 2) == size
 
 
-@pytest.mark.parametrize(("word", "size"), [("1K", 1024), ("64kib", 65536), ("2M", 2**21), ("512", 512), ("1GB", 2**30)])
+@pytest.mark.parametrize(
+    ("word", "size"), [("1K", 1024), ("64kib", 65536), ("2M", 2**21), ("512", 512), ("1GB", 2**30)]
+)
 def test_sizes_are_read(word: str, size: int) -> None:
     assert parse_size(word) == size
 
 
 @pytest.mark.parametrize("word", ["x", "-1K", "3", "1.5M", "K", "2000G"])
-def test_sizes_that_are_none_are_refused(word: str) -> None:
+def test_sizes_that_are_no_sizes_are_refused(word: str) -> None:
     with pytest.raises(ConfigError, match="--sizes must be"):
         parse_size(word)
 
@@ -305,7 +310,8 @@ def test_sizes_that_are_none_are_refused(word: str) -> None:
 @pytest.mark.parametrize(
     ("contents", "expected"),
     [
-        ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.max": "1000\n", "sys/fs/cgroup/job/memory.current": "300\n",
+        ({"proc/self/cgroup": "0::/job\n",
+          "sys/fs/cgroup/job/memory.max": "1000\n", "sys/fs/cgroup/job/memory.current": "300\n",
           "sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "9\n"}, 700),
         ({"proc/self/cgroup": "1:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
           "sys/fs/cgroup/memory/memory.usage_in_bytes": "5\n"}, None),

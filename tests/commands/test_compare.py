@@ -62,7 +62,9 @@ def without_gpus() -> None:
 
 
 @pytest.mark.parametrize("signal", ["SIGTERM", "SIGKILL"])
-def test_comparison_runs_what_it_can_and_goes_on_where_it_was_cut_off(forks: Forks, tmp_path: Path, signal: str) -> None:
+def test_comparison_runs_what_it_can_and_goes_on_where_it_was_cut_off(
+    forks: Forks, tmp_path: Path, signal: str
+) -> None:
     line = (*LINE, "--only", "none,ddp,dp", "--repeats", "1", "--run-dir", tmp_path)
     folder = tmp_path / "compare"
     with forks.running(*line, preload=WITHOUT_GPUS) as job:
@@ -105,7 +107,9 @@ def test_variant_that_others_start_is_compared_over_texts(forks: Forks, tmp_path
 
 
 @pytest.mark.parametrize("variant", ["ddp-torchrun", "ddp-mpirun"])
-def test_variant_that_others_start_ends_with_a_comparison_that_is_killed(forks: Forks, tmp_path: Path, variant: str) -> None:
+def test_variant_that_others_start_ends_with_a_comparison_that_is_killed(
+    forks: Forks, tmp_path: Path, variant: str
+) -> None:
     if variant == "ddp-mpirun" and shutil.which("mpirun") is None:
         pytest.skip("no mpirun here: apt install openmpi-bin")
     line = (*LINE[:-1], "100000", "--only", variant, "--repeats", "1", "--run-dir", tmp_path)
@@ -140,7 +144,8 @@ def test_variant_that_fails_is_listed_with_its_reason(forks: Forks, tmp_path: Pa
      (("--repeats", "0"), "--repeats must be >= 1"), (("--processes", "1"), "--processes >= 2")],
 )
 def test_comparison_of_nothing_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...],
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["compare", *words]) == 2

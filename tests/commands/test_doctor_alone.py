@@ -22,7 +22,7 @@ ALONE = read_env({})
 def run(*words: str | Path, shell: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "train.main", *map(str, words)]
     line = ["bash", "-c", f'{shell}; exec "$@"', "-", *command] if shell else command
-    return subprocess.run(line, env=environment(env), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(line, env=environment(env), cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def test_doctor_alone_looks_at_the_machine_and_says_what_it_did_not_look_at(forks: Forks, tmp_path: Path) -> None:
@@ -53,7 +53,8 @@ def test_doctor_by_launch_gives_the_verdict_of_all_ranks(tmp_path: Path) -> None
     ("env", "what"),
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "but MASTER_ADDR MASTER_PORT are not set"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK must be 0..1 with WORLD_SIZE=2, got 2."),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+         "RANK must be 0..1 with WORLD_SIZE=2, got 2."),
     ],
 )
 def test_doctor_judges_an_environment_that_describes_no_launch(forks: Forks, env: dict[str, str], what: str) -> None:
@@ -97,8 +98,10 @@ GROUPS = {"proc__self__cgroup": "0::/\n3:memory:/\n"}
 V2, V1 = "sys__fs__cgroup__memory_DOT_max", "sys__fs__cgroup__memory__memory_DOT_limit_in_bytes"
 
 
-@pytest.mark.parametrize(("name", "text", "limit"), [(V2, "max\n", None), (V2, "536870912\n", 2**29), (V1, "1048576\n", 2**20),
-                                                     (V1, f"{2**63 - 4096}\n", None)])
+@pytest.mark.parametrize(
+    ("name", "text", "limit"),
+    [(V2, "max\n", None), (V2, "536870912\n", 2**29), (V1, "1048576\n", 2**20), (V1, f"{2**63 - 4096}\n", None)],
+)
 def test_doctor_reads_the_memory_limit_of_both_kinds_of_control_groups(
     tmp_path: Path, name: str, text: str, limit: int | None
 ) -> None:
@@ -107,8 +110,10 @@ def test_doctor_reads_the_memory_limit_of_both_kinds_of_control_groups(
 
 def test_doctor_warns_of_little_memory_and_of_earlier_kills(tmp_path: Path) -> None:
     """What exit code 137 without a traceback comes from."""
-    root = files(tmp_path, **GROUPS, **{V2: "314572800\n", "sys__fs__cgroup__memory_DOT_events": "low 0\noom 3\noom_kill 2\n"})
-    told = [finding.seen for finding in machine_checks.limits(load_config({}), ALONE, root=root) if finding.level == WARNING]
+    events = {"sys__fs__cgroup__memory_DOT_events": "low 0\noom 3\noom_kill 2\n"}
+    root = files(tmp_path, **GROUPS, **{V2: "314572800\n"}, **events)
+    found = machine_checks.limits(load_config({}), ALONE, root=root)
+    told = [finding.seen for finding in found if finding.level == WARNING]
     assert told[0] == "300 MiB of memory for 1 ranks"
     assert told[1:] == ["2 processes of this container or job were killed because the memory was not enough"]
 

@@ -1,4 +1,4 @@
-"""The doctor and bench where there are GPUs: written where there was none, and never run so far."""
+"""The doctor and bench on GPUs. Written on a machine without one, and never run so far."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,8 @@ def test_doctor_alone_lists_the_gpus(forks: Forks, tmp_path: Path) -> None:
 
 
 def test_doctor_refuses_two_ranks_on_one_gpu(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run("doctor", *JOB, "--run-dir", str(tmp_path), world_size=2, env={"CUDA_VISIBLE_DEVICES": "0"})
+    one = {"CUDA_VISIBLE_DEVICES": "0"}
+    codes, output = forks.run("doctor", *JOB, "--run-dir", str(tmp_path), world_size=2, env=one)
     assert codes == [20, 20], output
     assert "2 processes on this node, but 1 CUDA devices are visible" in " ".join(output.split())
 

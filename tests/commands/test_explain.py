@@ -1,5 +1,8 @@
-"""Logs of failed jobs and what is said of them. The texts are real: recorded by tests/bench/provoke.py, printed by our own
-program here, or quoted from reports beside each entry of known_faults.toml."""
+"""Logs of failed jobs, and what explain says about them.
+
+The texts are real: tests/bench/provoke.py recorded them, our own program prints them here, or known_faults.toml quotes
+them from reports.
+"""
 
 import json
 import os
@@ -89,7 +92,7 @@ def test_recorded_log_has_its_root_first(case: str) -> None:
     assert (first.name, first.rank) == RECORDED[case]
 
 
-def test_recorded_logs_are_all_told() -> None:
+def test_recorded_logs_all_have_an_expected_root() -> None:
     assert {path.stem for path in LOGS.glob("*.log")} == {*RECORDED, "healthy"}
 
 
@@ -132,8 +135,8 @@ def test_order_has_memory_before_a_killed_rank() -> None:
 def test_doubtful_sign_alone_is_harmless_and_beside_a_failure_is_not() -> None:
     warning = "[W1121 10:02:33 socket.cpp:764] [c10d] The IPv6 network addresses of (node0, 29400) cannot be retrieved"
     assert [diagnosis.harmless for diagnosis in diagnose([warning])] == [True]
-    both = diagnose([warning, "torch.distributed.DistNetworkError: The client socket has timed out after 4000ms while trying "
-                    "to connect to (node0, 29400)."])
+    failure = "torch.distributed.DistNetworkError: The client socket has timed out after 4000ms while trying to "
+    both = diagnose([warning, f"{failure}connect to (node0, 29400)."])
     assert [diagnosis.harmless for diagnosis in both] == [False, False]
 
 
@@ -143,8 +146,9 @@ def test_source_code_in_a_traceback_is_not_what_happened() -> None:
 
 
 def test_chained_exception_counts_once() -> None:
-    text = "Traceback (most recent call last):\nKeyError: 'a'\n\nDuring handling of the above exception, another exception "
-    text += 'occurred:\n\nTraceback (most recent call last):\n  File "x.py", line 1, in <module>\nValueError: b\n'
+    text = "Traceback (most recent call last):\nKeyError: 'a'\n\nDuring handling of the above exception, "
+    text += 'another exception occurred:\n\nTraceback (most recent call last):\n'
+    text += '  File "x.py", line 1, in <module>\nValueError: b\n'
     assert [diagnosis.seen for diagnosis in diagnose(text.splitlines())] == ["ValueError: b"]
 
 
@@ -241,8 +245,8 @@ def test_healthy_run_has_nothing_wrong(forks: Forks, tmp_path: Path) -> None:
     assert diagnose(read_log(tmp_path / "run")) == []
 
 
-def test_run_that_never_came_together_names_the_missing_rank(forks: Forks, tmp_path: Path) -> None:
-    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(jobs.free_port())}
+def test_run_that_never_joined_names_the_missing_rank(forks: Forks, tmp_path: Path) -> None:
+    env = jobs.rank_env(0, 2, jobs.free_port())
     line = [*TINY, "--join-timeout-s", "1", "--run-dir", str(tmp_path), "--name", "run"]
     codes, output = forks.run(*line, env=env)
     assert codes == [170], output
@@ -252,7 +256,8 @@ def test_run_that_never_came_together_names_the_missing_rank(forks: Forks, tmp_p
 
 
 def test_mistake_is_the_line_itself(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*TINY, "--run-dir", str(tmp_path), "--data-dir", str(tmp_path), "--dataset", "imagefolder")
+    data = ["--data-dir", str(tmp_path), "--dataset", "imagefolder"]
+    codes, output = forks.run(*TINY, "--run-dir", str(tmp_path), *data)
     assert codes == [2], output
     first = diagnose(output.splitlines())[0]
     assert first.name == "mistake"
@@ -264,7 +269,8 @@ def known_fault() -> None:
     from train import loop
 
     def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_11_8_0>: No space left on device (28)")
+        name = "</torch_11_8_0>"
+        raise RuntimeError(f"unable to allocate shared memory(shm) for file {name}: No space left on device (28)")
 
     loop.load = fail  # type: ignore[assignment]
 
@@ -319,7 +325,9 @@ def test_explain_reads_a_file_and_standard_input(tmp_path: Path) -> None:
     def explain(*words: str, stdin: Path | None = None) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "train.main", "explain", *words]
         with open(stdin or os.devnull) as file:
-            return subprocess.run(command, env=environment(), cwd=ROOT, stdin=file, capture_output=True, text=True, timeout=300)
+            return subprocess.run(
+                command, env=environment(), cwd=ROOT, stdin=file, capture_output=True, text=True, timeout=300
+            )
 
     log, fine = tmp_path / "log", tmp_path / "fine"
     log.write_text(f"[node0 r0/2] step 5\n[rank1]: torch.OutOfMemoryError: {OUCH}. Tried to allocate 2.00 GiB.\n")
@@ -340,13 +348,15 @@ def test_explain_reads_a_file_and_standard_input(tmp_path: Path) -> None:
 
 
 def test_advice_is_one_line_and_only_on_what_is_known() -> None:
-    assert advice("Traceback (most recent call last):\nRuntimeError: CUDA error: invalid device ordinal").count("\n") == 0
-    assert advice("Traceback (most recent call last):\nRuntimeError: CUDA error: invalid device ordinal")
+    known = advice("Traceback (most recent call last):\nRuntimeError: CUDA error: invalid device ordinal")
+    assert known.startswith("this is: ")
+    assert "\n" not in known
     assert advice("Traceback (most recent call last):\nKeyError: 'x'") == ""
 
 
 def test_explain_needs_no_torch() -> None:
-    code = "import sys; from train.commands.explain.explain import diagnose; diagnose(['x']); print('torch' in sys.modules)"
+    code = "import sys; from train.commands.explain.explain import diagnose; diagnose(['x']); "
+    code += "print('torch' in sys.modules)"
     ran = jobs.start(sys.executable, "-c", code, cwd=ROOT)
     assert ran.wait(60) == [0]
     assert ran.output.strip() == "False"

@@ -1,5 +1,7 @@
-"""What tests, most of them of the doctor, do to one rank before its program begins. Those for the doctor end in the node that
-the environment names, if it names one."""
+"""What tests, mostly those of the doctor, change in one rank before its program begins.
+
+The functions for the doctor also move the process into the network namespace that the environment names, if any.
+"""
 
 import math
 import os
@@ -12,7 +14,8 @@ import torch
 
 from tests.rigs import namespaces
 
-LOOK = "TEST_DOCTOR_LOOKS_AT"  # links or ranks: how fast they are, which on a machine with other work is anybody's guess
+# links or ranks: whose speed the test judges. Elsewhere it is not judged: on a busy machine it may be anything
+LOOK = "TEST_DOCTOR_LOOKS_AT"
 
 
 def healthy() -> None:
@@ -57,7 +60,7 @@ def hangs_in_the_collective() -> None:
 
 
 def hangs_and_gives_up_first() -> None:
-    """Its own time for that is over before that of the ranks that wait for it."""
+    """Its own deadline comes before that of the ranks that wait for it."""
     from train.commands.doctor import link_speed
     from train.group.watchdog import Watchdog
 
@@ -75,7 +78,7 @@ def dies_in_the_collective() -> None:
     from train.commands.doctor import link_speed
 
     _enter()
-    link_speed.check_collectives = lambda *a: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
+    link_speed.check_collectives = lambda *a: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
 
 
 def adds_wrongly() -> None:
@@ -94,7 +97,7 @@ def adds_wrongly() -> None:
 
 
 def computes_slowly() -> None:
-    """As a CPU does that needs 27 times as long: it has so much more to do."""
+    """As on a CPU that needs 27 times as long: here it has that much more to do."""
     from train.commands.doctor import link_speed
 
     _enter()
