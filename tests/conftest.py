@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if FOREIGN.match(name) and name not in ("RANKUP_RUNS", "RANKUP_SEED")]:
         del os.environ[name]
     os.environ |= {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1", SESSION: secrets.token_hex(8)}
-    # What a shell starts in the background ignores Ctrl-C, its children with it, and a shell among them can't even trap it
+    # A shell starts its background jobs with Ctrl-C ignored. Their children inherit that, and a shell can't undo it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -91,7 +91,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 @pytest.fixture(scope="session")
 def image() -> str:
-    """The container image of this checkout's files, built where it is not: its name. Skips where nobody asked for it."""
+    """The name of the container image of this checkout's files, built if need be. Skips where nobody asked for it."""
     if not ENGINE_WANTED:
         pytest.skip("containers take a quarter of an hour and root: make engine runs these tests")
     if reason := why_not():
@@ -100,7 +100,11 @@ def image() -> str:
     if not IN_CI and not docker("images", "-q", name).strip():
         pytest.skip(f"no image {name} here: make image builds it, a quarter of an hour and 12 GB the first time")
     done = subprocess.run(
-        [ROOT / "docker" / "image.sh"], env=clean_environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [ROOT / "docker" / "image.sh"],
+        env=clean_environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     assert done.returncode == 0, done.stdout
     return name

@@ -107,7 +107,9 @@ def program_lines(document: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("document", documents())
-def test_docs_name_commands_and_settings_that_the_program_understands(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docs_name_commands_and_settings_that_the_program_understands(
+    document: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     for words in program_lines(document):
         parsed = parse_args(words, extra=EXTRA, commands=tuple(COMMANDS))
@@ -129,7 +131,9 @@ def test_docs_name_torchrun_options_that_exist(document: str) -> None:
 
 @pytest.mark.parametrize("document", documents())
 def test_docs_name_make_targets_that_exist(document: str) -> None:
-    targets = {name for line in re.findall(r"^([a-z0-9 -]+):.*## ", read("Makefile"), re.MULTILINE) for name in line.split()}
+    targets = {
+        name for line in re.findall(r"^([a-z0-9 -]+):.*## ", read("Makefile"), re.MULTILINE) for name in line.split()
+    }
     assert len(targets) >= 8
     for span in code(read(document)):
         for target in re.findall(r"(?:^|[;&|] *)make ([a-z][a-z0-9-]*)", span):
@@ -137,7 +141,9 @@ def test_docs_name_make_targets_that_exist(document: str) -> None:
 
 
 # Where launchers are explained, most flags and words with an underscore are theirs
-@pytest.mark.parametrize("document", [name for name in documents() if not name.startswith(("docker/", "slurm/", "k8s/"))])
+@pytest.mark.parametrize(
+    "document", [name for name in documents() if not name.startswith(("docker/", "slurm/", "k8s/"))]
+)
 def test_docs_name_flags_and_settings_that_exist(document: str) -> None:
     for span in code(read(document)):
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
@@ -177,7 +183,9 @@ def test_docs_quote_messages_that_the_program_prints() -> None:
         # Values, and words that depend on them, stand elsewhere in the program
         words = max(re.split(r"[\w.]*\d[\w:]*|\.\.\.|\(.*?\)|\"|: |, ", message), key=len).split()
         starts = [" ".join(words[:count]) for count in range(len(words), 0, -1)]
-        assert any(start in text for start in starts if len(start) > 10 for text in texts), f"{message} (searched: {words})"
+        assert any(start in text for start in starts if len(start) > 10 for text in texts), (
+            f"{message} (searched: {words})"
+        )
 
 
 def test_docs_messages_name_flags_and_files_that_exist() -> None:
@@ -216,7 +224,11 @@ def launch_files() -> list[str]:
     pattern = re.compile(
         r"^(Makefile|\.ci/run|compose[\w.]*\.yaml|docker/([\w.]*Dockerfile|(host/)?[\w.]+\.(sh|yaml))|slurm/[\w.]+|k8s/.*\.yaml|train/[\w.]+\.sh)$"
     )
-    return [name for name in tracked() if pattern.match(name) and not (ROOT / name).is_symlink() and not name.endswith(".md")]
+    return [
+        name
+        for name in tracked()
+        if pattern.match(name) and not (ROOT / name).is_symlink() and not name.endswith(".md")
+    ]
 
 
 def test_docs_launch_files_open_with_what_how_and_which_lines() -> None:

@@ -40,7 +40,9 @@ def imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
                     inner = f"{of}.{alias.name}".removeprefix(".")
                     yield inner if inner in modules else of
         elif isinstance(node, ast.Import):
-            yield from (a.name.removeprefix("train").removeprefix(".") for a in node.names if a.name.split(".")[0] == "train")
+            yield from (
+                a.name.removeprefix("train").removeprefix(".") for a in node.names if a.name.split(".")[0] == "train"
+            )
 
 
 def room(module: str) -> str:
@@ -65,7 +67,9 @@ def test_imports_run_one_way_between_rooms() -> None:
 
 
 def test_imports_run_one_way_inside_each_room() -> None:
-    inside = {module: {name for name in names if room(name) == room(module)} for module, names in graph().items() if module}
+    inside = {
+        module: {name for name in names if room(name) == room(module)} for module, names in graph().items() if module
+    }
     assert sum(map(len, inside.values())) > 30
     TopologicalSorter(inside).prepare()  # raises CycleError, which names the circle
 

@@ -32,7 +32,11 @@ def clone(tmp_path: Path) -> Path:
 def demo(clone: Path) -> Iterator[Job]:
     """The demo, started to run for ever, with step 1 behind it."""
     # torchrun itself may warn
-    env = {"PYTHONPATH": str(clone), "PYTHONWARNINGS": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env = {
+        "PYTHONPATH": str(clone),
+        "PYTHONWARNINGS": "",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     with ended(start("bash", clone / "train/demo.sh", *ENDLESS, env=env, cwd=clone)) as job:
         wait_for(lambda: "ready after" in log_of(clone), job)
         yield job
@@ -69,7 +73,9 @@ def run_with_torchrun(clone: Path, script: str) -> "subprocess.CompletedProcess[
     fake.chmod(0o755)
     env = environment({"PYTHONPATH": str(clone), "PYTHONWARNINGS": ""})
     env["PATH"] = f"{fake.parent}:{Path(sys.executable).parent}:{env['PATH']}"
-    return subprocess.run(["bash", "train/demo.sh", *TINY], cwd=clone, env=env, timeout=240, capture_output=True, text=True)
+    return subprocess.run(
+        ["bash", "train/demo.sh", *TINY], cwd=clone, env=env, timeout=240, capture_output=True, text=True
+    )
 
 
 def tree_of(job: Job) -> list[psutil.Process]:
@@ -91,7 +97,14 @@ def test_demo_ends_with_the_table_and_the_weights_of_two_ranks_by_hand(clone: Pa
     job = make_demo(clone, TINY)
     assert job.codes == [0], job.output
     shown = result(clone / "runs/demo")
-    for row in ("accuracy", "images/s", "seconds", "world size      2", "outputs         runs/demo/", shown["digest"][:16]):
+    for row in (
+        "accuracy",
+        "images/s",
+        "seconds",
+        "world size      2",
+        "outputs         runs/demo/",
+        shown["digest"][:16],
+    ):
         assert row in job.output
     hand = start_ranks(2, ["train", "--config", str(ROOT / "train/configs/fashion.yaml"), "--name", "hand", "--run-dir",
                            str(clone), "--simulated-nodes", *TINY])

@@ -1,8 +1,8 @@
 """Ranks that do as they are told, in milliseconds: what `launch` starts in the place of train/main.py.
 
-FAKE_RANKS is JSON: for each incarnation (the last one counts for later ones too) a word for each rank, such as "exit 171",
-"signal SIGKILL", "finish" (with a status.json), "save" (waits for SIGTERM, then exit 143, or "save 171"), "stubborn" (ignores
-SIGTERM), "stop". FAKE_FOLDER gets one file for each start, with what the rank was given.
+FAKE_RANKS is JSON: for each incarnation (the last one counts for later ones too) a word for each rank, such as "exit
+171", "signal SIGKILL", "finish" (with a status.json), "save" (waits for SIGTERM, then exit 143, or "save 171"),
+"stubborn" (ignores SIGTERM), "stop". FAKE_FOLDER gets one file for each start, with what the rank was given.
 """
 
 import json
@@ -35,7 +35,11 @@ def use_under_nohup() -> None:
 
 
 def be() -> None:
-    given = {name: value for name, value in os.environ.items() if name.startswith(("RANK", "LOCAL_", "WORLD", "MASTER", "GROUP"))}
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("RANK", "LOCAL_", "WORLD", "MASTER", "GROUP"))
+    }
     rank, restart = int(given["LOCAL_RANK"]), int(given["RANKUP_RESTART"])
     folder = Path(os.environ["FAKE_FOLDER"])
     aside = folder / f"aside-{restart}-{rank}.json"  # whoever reads, and whoever is killed here, leaves no half of it

@@ -1,7 +1,7 @@
 """Jobs whose processes are forked from one that has imported torch already: 0.3 s instead of 4 to the first step.
 
-Each is a process of its own all the same, with its own signals, session, environment and end; only the start differs. Tests
-of the start itself use `jobs.start`.
+Each is a process of its own all the same, with its own signals, session, environment and end; only the start differs.
+Tests of the start itself use `jobs.start`.
 """
 
 import contextlib
@@ -109,7 +109,11 @@ class Forks:
         self._listener.start()
 
     def start(
-        self, *arguments: str | Path, world_size: int = 1, env: Mapping[str, str] | None = None, cwds: Sequence[Path] = (),
+        self,
+        *arguments: str | Path,
+        world_size: int = 1,
+        env: Mapping[str, str] | None = None,
+        cwds: Sequence[Path] = (),
         preload: str = "",
     ) -> Job:
         """`rankup ARGUMENTS` in each of `world_size` processes. `preload`: module:function called first, in each."""
@@ -121,7 +125,9 @@ class Forks:
             processes.append(self._fork([str(word) for word in arguments], given, cwd, preload))
         return Job(processes)
 
-    def run(self, *arguments: str | Path, world_size: int = 1, timeout_s: float = 240, **more: Any) -> tuple[list[int], str]:
+    def run(
+        self, *arguments: str | Path, world_size: int = 1, timeout_s: float = 240, **more: Any
+    ) -> tuple[list[int], str]:
         """To its end: the exit codes, and all output."""
         job = self.start(*arguments, world_size=world_size, **more)
         return job.wait(timeout_s), job.output

@@ -87,7 +87,9 @@ class Job:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def start(*command: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None, job: Job | None = None) -> Job:
+def start(
+    *command: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None, job: Job | None = None
+) -> Job:
     """Start one process in a session of its own, output and errors together."""
     job = job or Job()
     job.processes.append(
@@ -143,8 +145,8 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def environ_of(pid: int) -> dict[str, str]:
-    """The environment that a process was started with, {} for one that is gone. psutil leaves the file open when a process
-    ends while it is read, which warns, much later, in somebody else's test."""
+    """The environment that a process was started with, {} for one that is gone. psutil leaves the file open when a
+    process ends while it is read, which warns, much later, in somebody else's test."""
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
     except OSError:
