@@ -36,7 +36,7 @@ def kills_s(nodes: Project, kind: str, node: str, count: int) -> list[float]:
     """From SIGKILL to the first step after it, `count` times."""
     took_s = []
     for _ in range(count):
-        # Longer than 10 s at work, as a real job would be: the engine waits longer and longer for those that fail at once
+        # More than 10 s of work, as in a real job: for one that fails earlier the engine waits longer and longer
         time.sleep(11)
         metrics = (nodes.runs / "endless" / "metrics.jsonl").stat().st_ino
         moment_s = time.time()

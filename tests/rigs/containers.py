@@ -1,4 +1,4 @@
-"""Real containers for tests: a compose project of a test's own, killed from outside as a crash would, and removed after it."""
+"""Real containers for tests: a compose project for each test, killed from outside as by a crash, then removed."""
 
 import json
 import os
@@ -18,18 +18,20 @@ from tests.rigs.jobs import FOREIGN, MAIN, ROOT, ended, result, start
 
 IN_CI = os.environ.get("CI") == "true"
 # What a user's shell or .env may set for compose.yaml
-SETTINGS = ("ARGS", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "MEMORY", "RESTARTS", "COMPOSE_PROFILES", "COMPOSE_FILE")
+SETTINGS = (
+    "ARGS", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "MEMORY", "RESTARTS", "COMPOSE_PROFILES", "COMPOSE_FILE"
+)
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if not FOREIGN.match(k) and k not in SETTINGS}
-    # The tests' own strictness is for Python programs that they start themselves
+    # The tests' strictness about warnings is for Python programs that they start themselves
     clean.pop("PYTHONWARNINGS", None)
     return clean | {"DOCKER_CLI_HINTS": "false"} | dict(extra or {})
 
 
 def docker(*words: str | Path, check: bool = True, timeout_s: float = 400, **env: str) -> str:
-    """`docker WORDS`, and what it printed, errors included; one that fails fails the test unless `check` is False."""
+    """The output of `docker WORDS`, errors included. If it fails, the test fails, unless `check` is False."""
     done = subprocess.run(
         ["docker", *map(str, words)], env=clean_environment(env), cwd=ROOT, text=True, timeout=timeout_s,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
@@ -39,19 +41,16 @@ def docker(*words: str | Path, check: bool = True, timeout_s: float = 400, **env
 
 
 def why_not() -> str:
-    """Why container tests can't run here, and the command that mends it; "" where they can."""
-    probe = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False) if _has_docker() else None
-    if probe is None or probe.returncode != 0:
+    """Why container tests can't run here, and what helps; "" where they can."""
+    has_docker = any((Path(folder) / "docker").exists() for folder in os.environ["PATH"].split(":"))
+    compose = ["docker", "compose", "version"]
+    if not has_docker or subprocess.run(compose, capture_output=True, check=False).returncode != 0:
         return "no container engine with Compose v2 here: docker/host/setup.sh installs one"
     if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode != 0:
         return "the container engine does not answer: docker/host/setup.sh starts it or says why"
     if os.geteuid() != 0:
         return "killing a container's processes from outside takes root: run the tests with sudo"
     return ""
-
-
-def _has_docker() -> bool:
-    return any((Path(folder) / "docker").exists() for folder in os.environ["PATH"].split(":"))
 
 
 def wait_for(what: str, condition: Callable[[], Any], *, timeout_s: float = 300, log: Callable[[], str] = str) -> Any:
@@ -130,15 +129,15 @@ class Project:
         return found
 
     def kill_rank(self, node: str, *, step: int = 0) -> None:
-        """SIGKILL for one process that trains, at this step of the run "job": its container ends of it by itself. Who it is has
-        been found out before: asking the engine may take longer than the rest of the run."""
+        """SIGKILL for one process that trains, at this step of the run "job": its container ends by itself then. The
+        process is looked up before that step: the engine's answer may take longer than the rest of the run."""
         rank = wait_for(f"a rank in {node}", lambda: self.ranks(node), log=self.logs)[0]
         self.wait_for_step("job", step)
         rank.send_signal(signal.SIGKILL)
 
     def kill_container(self, node: str, *, step: int = 0) -> None:
-        """SIGKILL for the first process, from outside: the kernel ends all others, and the engine finds it dead. Its own
-        `docker kill` would count as a wish, and nothing would be started again."""
+        """SIGKILL for the first process, from outside: the kernel ends all others, and the engine finds it dead. After
+        a `docker kill` the engine would restart nothing, as after a user's request."""
         pid = wait_for(f"{node} running", lambda: self.state(node)["Pid"], log=self.logs)
         self.wait_for_step("job", step)
         os.kill(pid, signal.SIGKILL)
@@ -157,8 +156,8 @@ class Project:
         wait_for(f"step {step} of {run}", lambda: self.step(run) >= step, timeout_s=timeout_s, log=self.logs)
 
     def first_step_after(self, run: str, moment_s: float, old: int) -> float:
-        """Wait until the run has resumed (its metrics are another file than `old`, an inode) and taken a step. The seconds
-        from `moment_s`, a time.time(), to what the metrics say of that step."""
+        """Wait until the run has resumed and taken a step; the seconds from `moment_s`, a time.time(), to that step.
+        `old`: the inode of the metrics before, since a resumed run writes another file."""
         path = self.runs / run / "metrics.jsonl"
 
         def times() -> list[float]:
@@ -180,15 +179,16 @@ class Project:
 def digest_by_torchrun(folder: Path, job: str, *, nproc: int = 2) -> str:
     """The digest that processes of this machine come to, started by torchrun; the run in `job` is named "job"."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    # torchrun itself warns, of other things in each version
-    with ended(start(*torchrun, MAIN, "train", *job.split(), "--run-dir", folder, env={"PYTHONWARNINGS": "default"})) as run:
+    words = [MAIN, "train", *job.split(), "--run-dir", folder]
+    # Each version of torchrun gives warnings of its own
+    with ended(start(*torchrun, *words, env={"PYTHONWARNINGS": "default"})) as run:
         assert run.wait(600) == [0], run.output
     digest: str = result(folder / "job")["digest"]
     return digest
 
 
 def warned(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a doctor's report calls not well, but for speeds: those of disk and links are the machine's, and what else it does."""
+    """The warnings of a doctor's report, but not those on speeds of disk and links: these vary with the load."""
     bad = [found for found in report["findings"] if found["level"] not in ("ok", "note")]
     assert report["exit_code"] == (10 if bad else 0), report
     return [found for found in bad if found["stage"] != "links" and " writes " not in found["seen"]]
@@ -196,7 +196,7 @@ def warned(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 @contextmanager
 def project(folder: Path, **env: str) -> Iterator[Project]:
-    """Whatever happens, no container, network or volume of it is left."""
+    """A project that leaves no container, network or volume behind, whatever happens."""
     made = Project(folder, **env)
     try:
         yield made

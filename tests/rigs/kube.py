@@ -71,7 +71,8 @@ def _object(required: list[str] | None = None, **properties: Any) -> Object:
 
 def _replica(**count: Any) -> Object:
     restart = {"enum": ["Always", "OnFailure", "Never", "ExitCode"]}
-    return _object(["replicas", "template"], replicas={**INTEGER, **count}, restartPolicy=restart, template={"type": "object"})
+    fields = {"replicas": {**INTEGER, **count}, "restartPolicy": restart, "template": {"type": "object"}}
+    return _object(["replicas", "template"], **fields)
 
 
 # As far as our manifests go, with what the admission webhook refuses
@@ -83,8 +84,8 @@ PYTORCHJOB = _object(
         rdzvConf={"type": "array", "items": _object(["key", "value"], key=STRING, value=STRING)},
     ),
     runPolicy=_object(
-        cleanPodPolicy={"enum": ["All", "Running", "None"]}, ttlSecondsAfterFinished=INTEGER, activeDeadlineSeconds=INTEGER,
-        backoffLimit=INTEGER, suspend={"type": "boolean"},
+        cleanPodPolicy={"enum": ["All", "Running", "None"]}, ttlSecondsAfterFinished=INTEGER,
+        activeDeadlineSeconds=INTEGER, backoffLimit=INTEGER, suspend={"type": "boolean"},
         schedulingPolicy=_object(queue={"type": "string"}, minAvailable=INTEGER),
     ),
     pytorchReplicaSpecs=_object(Master=_replica(minimum=1, maximum=1), Worker=_replica(minimum=1)),
@@ -99,7 +100,9 @@ TRAININGRUNTIME = _object(
     mlPolicy=_object(["torch"], numNodes=INTEGER, torch={"type": "object"}),
     template=_object(["spec"], spec=_object(
         ["replicatedJobs"], network={"type": "object"}, failurePolicy={"type": "object"},
-        replicatedJobs={"type": "array", "items": _object(["name", "template"], name=NAME, template={"type": "object"})},
+        replicatedJobs={
+            "type": "array", "items": _object(["name", "template"], name=NAME, template={"type": "object"}),
+        },
     )),
 )
 OURS = {"PyTorchJob": PYTORCHJOB, "TrainJob": TRAINJOB, "TrainingRuntime": TRAININGRUNTIME}

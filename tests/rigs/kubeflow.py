@@ -159,7 +159,7 @@ def environment(pod: Object) -> dict[str, str]:
 
 
 def command_line(pod: Object) -> list[str]:
-    """Command and arguments of a pod's only container, with $(NAME) replaced as the kubelet does: an unknown name stays."""
+    """Command and arguments of a pod's only container. $(NAME) is replaced as by the kubelet: an unknown name stays."""
     (container,) = pod["spec"]["containers"]
     values = environment(pod)
     return [re.sub(r"\$\((\w+)\)", lambda name: values.get(name[1], name[0]), word)
@@ -170,8 +170,11 @@ OWNERS = ("PyTorchJob", "Job", "TrainingRuntime")  # their rules decide what fol
 
 
 def verdict(owner: Object, code: int, *, disrupted: bool = False) -> str:
-    """What follows when a pod ends with `code`. done: nothing; fails: the job fails; new: another pod; counted: another pod,
-    or its container again, at most backoffLimit times. `disrupted`: by preemption, eviction or a drain."""
+    """What follows when a pod ends with `code`.
+
+    done: nothing; fails: the job fails; new: another pod; counted: another pod, or its container again, at most
+    backoffLimit times. `disrupted`: by preemption, eviction or a drain.
+    """
     if owner["kind"] == "PyTorchJob":
         (policy,) = {each["restartPolicy"] for each in owner["spec"]["pytorchReplicaSpecs"].values()}
         if code == 0:

@@ -1,4 +1,4 @@
-"""What a linter and an admission controller refuse: the Pod Security profile restricted, and mistakes that schemas let pass."""
+"""What a linter and an admission controller refuse: the profile "restricted", and mistakes that schemas let pass."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 
 
 def unrestricted(pod: Object) -> list[str]:
-    """What the profile restricted refuses in a pod, and what we ask besides."""
+    """What the Pod Security profile "restricted" refuses in a pod, and a read-only root, which we ask for besides."""
     spec = pod["spec"]
     found = [field for field in ("hostNetwork", "hostPID", "hostIPC") if spec.get(field)]
     user = spec.get("securityContext", {})
@@ -38,8 +38,8 @@ def unrestricted(pod: Object) -> list[str]:
 
 
 def mistakes(documents: list[Object]) -> list[str]:
-    """What would go wrong, or unnoticed, with these objects together: what kube-linter and checkov look for, as far as it
-    does not depend on a cluster's own customs."""
+    """What would go wrong with these objects together: what kube-linter and checkov look for, except for rules that
+    depend on a cluster."""
     pods = pods_of(documents)
     found = []
     for document in documents:

@@ -1,4 +1,4 @@
-"""The pods of a manifest as real containers: their commands, environment, user, read-only root, limits, volumes and names."""
+"""The pods of a manifest as real containers: command, environment, user, read-only root, limits, volumes and names."""
 
 import json
 import os
@@ -24,8 +24,11 @@ def _size(quantity: str) -> str:
 
 
 class Cluster:
-    """The pods of one manifest on a network of their own. Each claim is a folder, an emptyDir is a tmpfs, a ConfigMap a read-only
-    folder of its files. What the kubelet does by itself the engine does; what an operator decides is the test's."""
+    """The pods of one manifest on a network of their own.
+
+    A claim is a folder, an emptyDir a tmpfs, a ConfigMap a read-only folder of its files. The engine stands for the
+    kubelet, and the test does what an operator decides.
+    """
 
     def __init__(self, folder: Path, what: str, settings: Sequence[str]) -> None:
         self.name = f"rankup-k8s-{secrets.token_hex(4)}"
@@ -132,10 +135,10 @@ class Cluster:
         return sorted(path.name for path in (self.runs / "job" / "checkpoints").glob("step-*"))
 
     def hit(self, index: int, number: int, *, ranks: int = 2) -> None:
-        """A signal for a pod's first process, from outside, as soon as so many ranks train together and have a checkpoint. The
-        engine's own kill would count as a wish, and come later."""
-        together = f"r0/{ranks}] ready"
-        wait_for(f"{together}, and a checkpoint", lambda: together in self.log(0) and self.saved(), timeout_s=300, log=self.logs)
+        """A signal for a pod's first process, from outside, as soon as so many ranks train together and have a
+        checkpoint. After a `docker kill` the engine would restart nothing, as after a user's request."""
+        ready = f"r0/{ranks}] ready"
+        wait_for(f"{ready}, a checkpoint", lambda: ready in self.log(0) and self.saved(), timeout_s=300, log=self.logs)
         pid = self.state(index)["Pid"]
         assert pid, self.logs()
         os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""Print what a pod sees: the launcher's variables, names, the master's port, devices, memory, writable folders. Ends with 0."""
+"""Print what a pod sees: the launcher's variables, names, the master's port, devices, memory, folders. End with 0."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""On which of two rings does a point lie? A workload of your own that reads a table: --workload my_job:build --data-dir /data"""
+"""On which of two rings does a point lie? Your own workload reads a table: --workload my_job:build --data-dir /data"""
 
 import csv
 from pathlib import Path

@@ -28,8 +28,9 @@ def narrow(made: Project, node: str) -> None:
     limit = ["root", "tbf", "rate", "25mbit", "burst", "32kb", "latency", "400ms"]
     inside = ["nsenter", "--target", str(pid), "--net"]
     subprocess.run([*inside, "tc", "qdisc", "add", "dev", "eth0", *limit], check=True)
-    link = subprocess.run([*inside, "ip", "-o", "link", "show", "dev", "eth0"], check=True, capture_output=True, text=True)
-    peer = int(link.stdout.partition("eth0@if")[2].partition(":")[0])  # 7: eth0@if8: <...
+    show = [*inside, "ip", "-o", "link", "show", "dev", "eth0"]
+    link = subprocess.run(show, check=True, capture_output=True, text=True).stdout
+    peer = int(link.partition("eth0@if")[2].partition(":")[0])  # 7: eth0@if8: <...
     links = subprocess.run(["ip", "-o", "link"], check=True, capture_output=True, text=True).stdout
     (own,) = [line.split()[1].partition("@")[0] for line in links.splitlines() if line.startswith(f"{peer}: ")]
     subprocess.run(["tc", "qdisc", "add", "dev", own, *limit], check=True)

@@ -31,12 +31,16 @@ def test_compose_doctor_finds_two_containers_fit(tmp_path: Path) -> None:
     ("limits", "warnings"),
     [
         ("mem_limit: 700m, memswap_limit: 700m, shm_size: 16mb",
-         ["limits rank 1 on doctor1: 700 MiB of memory for 1 ranks", "memory rank 1 on doctor1: /dev/shm: 16 of 16 MiB free"]),
-        ("cpus: 0.3", ["limits rank 1 on doctor1: 1 process of 1 thread, but only 0.3 CPUs to use (the container's limit)"]),
+         ["limits rank 1 on doctor1: 700 MiB of memory for 1 ranks",
+          "memory rank 1 on doctor1: /dev/shm: 16 of 16 MiB free"]),
+        ("cpus: 0.3",
+         ["limits rank 1 on doctor1: 1 process of 1 thread, but only 0.3 CPUs to use (the container's limit)"]),
     ],
     ids=["memory", "CPUs"],
 )
-def test_compose_doctor_names_the_container_that_has_too_little(limits: str, warnings: list[str], tmp_path: Path) -> None:
+def test_compose_doctor_names_the_container_that_has_too_little(
+    limits: str, warnings: list[str], tmp_path: Path
+) -> None:
     with project(tmp_path, ARGS="--name job") as made:
         made.add("compose.doctor.yaml")
         made.override(f"services: {{doctor1: {{{limits}}}}}")

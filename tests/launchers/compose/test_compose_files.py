@@ -1,4 +1,4 @@
-"""Container files as text: linted, and nothing in them that has bitten others. No engine is needed for most of it."""
+"""Container files as text: linters find nothing, and they have none of the known traps. Most tests need no engine."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_compose_accepts_the_files(more: list[str]) -> None:
     services = config(*more)["services"]
     nodes = [name for name in services if name.startswith("node")]
     assert sorted(nodes) == [f"node{n}" for n in range(8 if "compose.nodes.yaml" in more else 2)]
-    assert [services[f"node{n}"]["environment"]["RANK"] for n in range(len(nodes))] == [str(n) for n in range(len(nodes))]
+    assert all(services[name]["environment"]["RANK"] == name.removeprefix("node") for name in nodes)
     assert all(services[name]["hostname"] == name for name in nodes)
 
 
@@ -102,7 +102,8 @@ def test_the_profile_of_a_number_starts_as_many_nodes(number: int) -> None:
 
 @engine
 def test_settings_reach_the_nodes() -> None:
-    node = config("compose.nodes.yaml", NNODES="4", NPROC="2", ARGS="--epochs 5 --model resnet18 --name 'a b'")["services"]["node3"]
+    settings = {"NNODES": "4", "NPROC": "2", "ARGS": "--epochs 5 --model resnet18 --name 'a b'"}
+    node = config("compose.nodes.yaml", **settings)["services"]["node3"]
     assert node["environment"]["WORLD_SIZE"] == "4"
     assert node["environment"]["NPROC"] == "2"
     assert node["command"] == ["train", "--epochs", "5", "--model", "resnet18", "--name", "a b"]
@@ -113,8 +114,8 @@ def test_settings_reach_the_nodes() -> None:
 def test_a_node_runs_the_command_that_it_is_given(tmp_path: Path, nproc: str, start: str) -> None:
     (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "python").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NPROC": nproc, "WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node0",
-           "MASTER_PORT": "29400"}
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NPROC": nproc, "WORLD_SIZE": "2", "RANK": "1",
+           "MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
     command = ["sh", ROOT / "docker" / "node.sh", "bench", "--sizes", "1K"]
     said = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert said.startswith(f"-m train.main {start}")
@@ -158,8 +159,8 @@ def test_setup_tells_somebody_who_may_not_install_what_to_run() -> None:
         for name in ("bash", "id", "uname"):
             (Path(folder) / name).symlink_to(str(shutil.which(name)))
         done = subprocess.run(
-            [*who, f"{folder}/bash", "-s"], input=(DOCKER / "host" / "setup.sh").read_text(), env={"PATH": folder}, text=True,
-            capture_output=True, check=False,
+            [*who, f"{folder}/bash", "-s"], input=(DOCKER / "host" / "setup.sh").read_text(), env={"PATH": folder},
+            text=True, capture_output=True, check=False,
         )
     assert done.returncode == 2, done.stderr
     assert "Compose v2 and buildx are needed" in done.stderr
@@ -170,3 +171,37 @@ def test_setup_finds_what_is_there_and_changes_nothing() -> None:
     done = subprocess.run([DOCKER / "host" / "setup.sh"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"setup: engine \S+, Compose \S+, buildx \S+\n", done.stdout)
+
+
+# A Python whose venv has a pip that installs nothing: `freeze` prints the packages of the extras that were asked for
+STAND_IN = """#!/bin/bash
+mkdir -p "$3/bin"
+cat > "$3/bin/pip" << 'END'
+#!/bin/bash
+state=${0%/bin/pip}/state
+if [[ $1 == install ]]; then echo "$*" | grep -o '\\[.*\\]' >> "$state"; grep -q '^torch==1.2' "${@: -1}"; exit; fi
+printf '%s==1\\n' absl-py nvidia-cublas tensorboard triton
+for extra in $(tr -d '[]' < "$state" 2> /dev/null); do echo "only-for-$extra==2"; done
+echo torch==1.2
+END
+chmod +x "$3/bin/pip"
+"""
+
+
+def test_lock_lists_every_package_once_and_keeps_comments_and_options(tmp_path: Path) -> None:
+    (tmp_path / "docker" / "host").mkdir(parents=True)
+    shutil.copy(DOCKER / "host" / "lock.sh", tmp_path / "docker" / "host")
+    for name in ("requirements", *(f"requirements-{part}" for part in ("cuda", "test", "text", "horovod"))):
+        (tmp_path / "docker" / f"{name}.lock").write_text(f"# {name}\n--option\ngone==1\ntorch==1.2\n")
+    (tmp_path / "python").write_text(STAND_IN)
+    (tmp_path / "python").chmod(0o755)
+    done = subprocess.run(
+        [tmp_path / "docker" / "host" / "lock.sh", tmp_path / "python"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.name: path.read_text() for path in (tmp_path / "docker").glob("*.lock")} == {
+        "requirements.lock": "# requirements\n--option\nabsl-py==1\ntensorboard==1\ntorch==1.2\n",
+        "requirements-cuda.lock": "# requirements-cuda\n--option\nnvidia-cublas==1\ntriton==1\n",
+        **{f"requirements-{extra}.lock": f"# requirements-{extra}\n--option\nonly-for-{extra}==2\n"
+           for extra in ("test", "text", "horovod")},
+    }

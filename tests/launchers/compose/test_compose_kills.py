@@ -1,4 +1,4 @@
-"""Containers killed, stopped and cut off for real: all join anew and come to the weights of the run that was left alone."""
+"""Containers that are killed, stopped and cut off: all join anew, and the weights are those of an undisturbed run."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def nodes(tmp_path: Path) -> Iterator[Project]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest of the same job that nobody touched."""
+    """The digest of the same job without any kill."""
     return digest_by_torchrun(tmp_path_factory.mktemp("undisturbed"), JOB)
 
 
@@ -52,7 +52,8 @@ def test_a_killed_rank_or_container_comes_back_and_changes_nothing(
     assert nodes.codes() == [0, 0], nodes.logs()
     assert nodes.result("job")["digest"] == undisturbed
     said = nodes.logs()
-    assert said.count("resumed from step-") >= len(kills) - 1, said  # the first kill may come before the first checkpoint
+    # The first kill may come before the first checkpoint
+    assert said.count("resumed from step-") >= len(kills) - 1, said
     assert min(nodes.inspect(node)["RestartCount"] for node in ("node0", "node1")) >= 4, said
 
 
@@ -91,14 +92,16 @@ def test_stop_leaves_a_checkpoint_and_up_goes_on_to_the_same_weights(nodes: Proj
     assert nodes.result("job")["digest"] == undisturbed
 
 
-def test_a_node_cut_off_the_network_is_named_and_the_job_goes_on_once_it_is_back(nodes: Project, undisturbed: str) -> None:
-    # Their time to join stays longer than their start may take: otherwise two that start again and again may never meet
+def test_a_node_cut_off_the_network_is_named_and_the_job_goes_on_once_it_is_back(
+    nodes: Project, undisturbed: str
+) -> None:
+    # The time to join stays longer than a start may take: otherwise two nodes that keep restarting may never meet
     nodes.up(ARGS=JOB.replace("--step-timeout-s 60", "--step-timeout-s 10"))
     nodes.wait_for_step("job", 200)
     network, container = f"{nodes.name}_default", f"{nodes.name}-node1-1"
     docker("network", "disconnect", network, container)
     wait_for("node1 named", lambda: "rank 1 on node1" in nodes.compose("logs", "node0"), log=nodes.logs)
-    # The other side is left alone with its search for node0, and ends of that by its deadline
+    # node1 looks for node0 in vain, and ends by its own deadline
     wait_for("node1's own end", lambda: "rank 0 on node0" in nodes.compose("logs", "node1"), log=nodes.logs)
     docker("network", "connect", "--alias", "node1", network, container)
     assert nodes.codes() == [0, 0], nodes.logs()

@@ -1,5 +1,7 @@
-"""What can go wrong around containers: a node that is missing, wrong addresses, too little memory or disk. Each has its own
-message and exit code, and costs no checkpoint."""
+"""Faults around containers: a missing node, wrong addresses, too little memory or disk.
+
+Each has its own message and exit code, and costs no checkpoint.
+"""
 
 import ipaddress
 import json
@@ -53,7 +55,7 @@ def test_a_closed_port_is_said_also_when_node0_has_gone_and_its_name_with_it(nod
 
 
 def _with_wrong(nodes: Project, variable: str, value: str) -> str:
-    """What both nodes say when node1 is told this."""
+    """The log of both nodes when this variable of node1 has this value."""
     nodes.override(f'services: {{node1: {{environment: {{{variable}: "{value}"}}}}}}')
     nodes.up()
     assert nodes.codes() == [170, 170], nodes.logs()
@@ -85,8 +87,8 @@ def test_a_container_out_of_memory_costs_no_checkpoint(nodes: Project) -> None:
     digest = nodes.result("job")["digest"]
 
     nodes.up(ARGS=f"{JOB} --max-steps 60", MEMORY="64m")
-    assert nodes.codes() == [137, 137], nodes.logs()  # SIGKILL, which here nobody but the kernel sends
-    # The engine hears of memory and of the end on two ways, and forgets the first where it comes second
+    assert nodes.codes() == [137, 137], nodes.logs()  # SIGKILL, and only the kernel sends it here
+    # Two events tell the engine of the memory and of the end. It forgets the former where it comes second
     assert any(nodes.state(node)["OOMKilled"] for node in ("node0", "node1"))
     assert nodes.result("job")["digest"] == digest
 

@@ -30,7 +30,9 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if program is None:
         pytest.skip("needs Debian's docker-registry")
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen([program, "serve", folder / "config.yml"], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [program, "serve", folder / "config.yml"], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+        )
     try:
         wait_for("the registry", lambda: _answers(place), log=(folder / "log").read_text)
         yield place
@@ -47,7 +49,7 @@ def _answers(place: str) -> bool:
 
 @pytest.fixture
 def images() -> Iterator[list[str]]:
-    """What is to be removed afterwards."""
+    """Names of images: a test adds its own, and they are removed after it."""
     made: list[str] = []
     yield made
     for name in made:
@@ -80,7 +82,9 @@ def fetch(registry: str, what: str) -> bytes:
     return body
 
 
-def test_push_leaves_the_image_in_the_registry_under_its_version(registry: str, images: list[str], tmp_path: Path) -> None:
+def test_push_leaves_the_image_in_the_registry_under_its_version(
+    registry: str, images: list[str], tmp_path: Path
+) -> None:
     image = build(tmp_path, images, "abc123")
     pushed = f"{registry}/me/rankup:9.8.7"
     images.append(pushed)

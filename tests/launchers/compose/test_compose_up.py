@@ -1,4 +1,4 @@
-"""`make up`: what it makes of the nodes' ends, tried with nodes that only sleep and exit, and from fresh clones."""
+"""`make up`: its exit code and its messages, with nodes that only sleep and exit, and in fresh clones."""
 
 import os
 import secrets
@@ -17,7 +17,7 @@ from tests.rigs.jobs import ROOT
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(900)]
 
-# "1:5:171,0": node 1 works 5 s and ends with 171, the next time with 0. Where it stands is in runs/, as with real jobs.
+# "1:5:171,0": node 1 works for 5 s and ends with 171, and the next time with 0. It counts its starts in runs/.
 NODE = """#!/bin/sh
 for spec in "$@"; do [ "${spec%%:*}" = "$RANK" ] && own=${spec#*:}; done
 times=$(cat "runs/$RANK" 2> /dev/null || echo 0)
@@ -33,7 +33,7 @@ exit "$1"
 
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory, image: str) -> Iterator[str]:
-    """An image whose nodes do what ARGS tells them."""
+    """An image whose nodes sleep and exit as ARGS says."""
     context = tmp_path_factory.mktemp("stub")
     (context / "node.sh").write_text(NODE)
     shutil.copy(ROOT / "docker" / "prepare.sh", context)
@@ -175,7 +175,7 @@ def test_up_whose_nodes_are_removed_under_it_is_no_success(clone: Clone) -> None
 
 
 def docker_that(folder: Path, does_first: str) -> str:
-    """A PATH with a docker that does something else before it is docker."""
+    """A PATH with a command docker that first runs this shell code, and then the real docker."""
     (folder / "bin").mkdir()
     stand_in = folder / "bin" / "docker"
     stand_in.write_text(f'#!/bin/sh\n{does_first}\nexec {shutil.which("docker")} "$@"\n')

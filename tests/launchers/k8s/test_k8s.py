@@ -1,4 +1,4 @@
-"""The pods of k8s/ as real containers: they find each other by name, train to torchrun's digest, and say what they see."""
+"""The pods of k8s/ as real containers: they find each other by name and train to torchrun's digest."""
 
 import json
 import re
@@ -112,5 +112,5 @@ def test_k8s_fsdp_pods_train_to_the_digest_of_torchrun(pods: Pods, tmp_path: Pat
     cluster = pods("overlays/fsdp", SHORT)
     cluster.start()
     assert cluster.codes() == [0, 0], cluster.logs()
-    digest = digest_by_torchrun(tmp_path / "torchrun", " ".join([*SHORT, "--parallel", "fsdp", "--checkpoint-format", "sharded"]))
-    assert cluster.read("result.json")["digest"] == digest
+    job = [*SHORT, "--parallel", "fsdp", "--checkpoint-format", "sharded"]
+    assert cluster.read("result.json")["digest"] == digest_by_torchrun(tmp_path / "torchrun", " ".join(job))

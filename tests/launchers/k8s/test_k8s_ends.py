@@ -1,5 +1,7 @@
-"""Pods of k8s/ as real containers, killed, stopped and lost. What becomes of a pod that has ended is read from its manifest, by
-the rules that k8s/README.md states."""
+"""Pods of k8s/ as real containers that are killed, stopped and lost.
+
+Whether another pod follows one that has ended is read from its manifest, by the rules in k8s/README.md.
+"""
 
 import signal
 from collections.abc import Callable
@@ -18,7 +20,7 @@ Object = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Object:
-    """The result of the run that nothing happened to, by torchrun."""
+    """The result of an undisturbed run, by torchrun."""
     folder = tmp_path_factory.mktemp("torchrun")
     digest_by_torchrun(folder, " ".join(LONG))
     return result(folder / "job")
@@ -55,7 +57,9 @@ def test_k8s_pod_that_is_stopped_saves_is_no_success_and_the_next_ones_resume_to
     assert cluster.read("result.json")["digest"] == undisturbed["digest"]
 
 
-def test_k8s_elastic_worker_that_is_killed_comes_back_and_the_digest_is_the_same(pods: Pods, undisturbed: Object) -> None:
+def test_k8s_elastic_worker_that_is_killed_comes_back_and_the_digest_is_the_same(
+    pods: Pods, undisturbed: Object
+) -> None:
     cluster = pods("overlays/elastic", LONG)
     cluster.start(0, 1)  # as after: kubectl scale pytorchjob rankup --replicas 2
     cluster.hit(1, signal.SIGKILL)
@@ -66,7 +70,9 @@ def test_k8s_elastic_worker_that_is_killed_comes_back_and_the_digest_is_the_same
     assert (found["world_size"], found["digest"]) == (2, undisturbed["digest"])
 
 
-def test_k8s_elastic_workers_wait_for_worker_0_and_go_on_without_one_that_is_drained(pods: Pods, undisturbed: Object) -> None:
+def test_k8s_elastic_workers_wait_for_worker_0_and_go_on_without_one_that_is_drained(
+    pods: Pods, undisturbed: Object
+) -> None:
     cluster = pods("overlays/elastic", LONG)
     cluster.start(1, 2)
     said = "waiting for the name rankup-worker-0"

@@ -1,4 +1,4 @@
-"""k8s/kube.sh does what it says in the order it says it, with stand-ins for the tools that make and drive a cluster."""
+"""k8s/kube.sh runs the right commands in the right order: kind, minikube, docker and kubectl are stand-ins."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import yaml
 from tests.rigs.jobs import ROOT
 from tests.rigs.kube import EVERY, IMAGE, rendered
 
-# Each prints its line to $CALLS. kubectl tells the states in $STATES one after the other, the last one for ever.
+# Each appends its command to $CALLS. kubectl prints the states in $STATES in turn, and then repeats the last one.
 TOOL = '#!/bin/bash\necho "$(basename "$0") $*" >> "$CALLS"\n'
 KIND = 'if [[ $* == "get clusters" ]]; then cat "$CLUSTERS"; fi\n'
 MINIKUBE = 'if [[ $* == *status ]]; then grep -qx "$2" "$CLUSTERS"; fi\n'
@@ -52,8 +52,8 @@ class Tools:
         path = f"{self.folder}:{os.environ['PATH']}"
         clean = {k: v for k, v in os.environ.items() if k not in ("OVERLAY", "CLUSTER", "IMAGE")}
         return subprocess.run(
-            [ROOT / "k8s" / "kube.sh", *words], env={**clean, **self.env, "PATH": path, **env}, capture_output=True, text=True,
-            timeout=240, check=False,
+            [ROOT / "k8s" / "kube.sh", *words], env={**clean, **self.env, "PATH": path, **env}, capture_output=True,
+            text=True, timeout=240, check=False,
         )
 
     def calls(self) -> list[str]:
@@ -115,7 +115,8 @@ def test_kube_says_that_a_job_failed(tools: Tools) -> None:
 def test_kube_follows_the_next_pod_after_a_lost_one(tools: Tools) -> None:
     tools.states(
         "Running|u1 rankup-master-0 Running", "Restarting|u1 rankup-master-0 Failed", "Restarting|",
-        "Restarting|u2 rankup-master-0 Pending", "Running|u2 rankup-master-0 Running", "Succeeded|u2 rankup-master-0 Succeeded",
+        "Restarting|u2 rankup-master-0 Pending", "Running|u2 rankup-master-0 Running",
+        "Succeeded|u2 rankup-master-0 Succeeded",
     )
     done = tools.run("logs")
     assert done.returncode == 0, done.stderr
@@ -143,8 +144,9 @@ def test_kube_delete_leaves_the_volume(tools: Tools) -> None:
     assert tools.run("delete").returncode == 0
     (call,) = tools.calls()
     assert "delete pytorchjob/rankup networkpolicy/rankup" in call
-    maps = {f"configmap/{each['metadata']['name']}" for what in EVERY for each in rendered(what) if each["kind"] == "ConfigMap"}
-    assert maps <= set(call.split())
+    maps = [each["metadata"]["name"] for what in EVERY for each in rendered(what) if each["kind"] == "ConfigMap"]
+    assert maps
+    assert {f"configmap/{name}" for name in maps} <= set(call.split())
     assert "persistentvolumeclaim" not in call
     assert "pvc" not in call
 

@@ -44,9 +44,10 @@ def test_k8s_pods_run_what_the_program_understands(what: str, monkeypatch: pytes
             continue
         assert start == ["python", "-m", "train.main"]
         if parsed.command == "launch":  # told as the pod is: otherwise it would be refused
-            assert not read_env(outside_pod(values, num_nodes=parsed.extra["nnodes"], nproc=parsed.extra["nproc"])).distributed
-            assert (parsed.extra["nnodes"], parsed.extra["node_rank"]) == (len(pods), rank)
-            check_world_size(config, parsed.extra["nproc"] * len(pods))
+            num_nodes, nproc = parsed.extra["nnodes"], parsed.extra["nproc"]
+            assert not read_env(outside_pod(values, num_nodes=num_nodes, nproc=nproc)).distributed
+            assert (num_nodes, parsed.extra["node_rank"]) == (len(pods), rank)
+            check_world_size(config, nproc * len(pods))
         else:
             launch = read_env(values)
             command = {"overlays/doctor": "doctor", "overlays/bench": "bench"}.get(what, "train")

@@ -11,7 +11,8 @@ from tests.rigs.kubeflow import command_line, environment, operator_pods, pods_o
 
 Object = dict[str, Any]
 RECORDING = FACTS / "operator-pods-v1.9.3.json"
-RECORDED = {case["job"]["metadata"]["name"]: case for case in json.loads(RECORDING.read_text())} if RECORDING.exists() else {}
+CASES = json.loads(RECORDING.read_text()) if RECORDING.exists() else []
+RECORDED = {case["job"]["metadata"]["name"]: case for case in CASES}
 
 
 def as_recorded(pod: Object) -> Object:

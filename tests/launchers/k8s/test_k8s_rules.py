@@ -1,4 +1,4 @@
-"""k8s/: what the end of a pod comes to, by each manifest's own rules: the table of exit codes in k8s/README.md."""
+"""k8s/: what follows the end of a pod, by each manifest's own rules, is what the table in k8s/README.md says."""
 
 import re
 
@@ -10,7 +10,9 @@ from train import errors
 
 OURS = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
 KILLED = 137
-COLUMNS = {"PyTorchJob": "pytorchjob.yaml", "Job": "job.yaml", "TrainJob": "trainjob.yaml", "elastic": "overlays/elastic"}
+COLUMNS = {
+    "PyTorchJob": "pytorchjob.yaml", "Job": "job.yaml", "TrainJob": "trainjob.yaml", "elastic": "overlays/elastic"
+}
 WORDS = {"done": "done", "fails": "the job fails", "new": "new pod, not counted", "counted": "new pod, counted"}
 
 
@@ -63,7 +65,7 @@ def test_k8s_every_pytorchjob_but_the_elastic_one_decides_as_the_base() -> None:
 def test_k8s_job_ends_at_once_for_what_trying_again_cannot_help(what: str) -> None:
     job = one(what, "Job")["spec"] if what == "job.yaml" else \
         one(what, "TrainingRuntime")["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
-    codes = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int) and 0 < value < 128}
+    codes = {code for code in OURS if 0 < code < 128}
     first, second, third = job["podFailurePolicy"]["rules"]
     (container,) = job["template"]["spec"]["containers"]
     assert first == {

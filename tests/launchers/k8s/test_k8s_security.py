@@ -22,7 +22,8 @@ def test_k8s_pods_are_restricted(what: str) -> None:
     assert pods
     for pod in pods:
         # The operator's own container, without a security context: k8s/README.md says what namespaces then need
-        pod["spec"]["initContainers"] = [each for each in pod["spec"].get("initContainers", []) if each["name"] != "init-pytorch"]
+        ours = [each for each in pod["spec"].get("initContainers", []) if each["name"] != "init-pytorch"]
+        pod["spec"]["initContainers"] = ours
         assert unrestricted(pod) == []
 
 
@@ -97,7 +98,8 @@ def test_k8s_mistakes_that_schemas_let_pass_are_found(mutate: Callable[[Any], No
     [
         (change(1, "spec", "type", value="LoadBalancer"), "reached from outside"),
         (change(1, "spec", "selector", value={"app": "other"}), "selects none of the pods"),
-        (lambda objects: objects[0]["spec"]["template"]["spec"]["containers"][0].pop("readinessProbe"), "no readinessProbe"),
+        (lambda objects: objects[0]["spec"]["template"]["spec"]["containers"][0].pop("readinessProbe"),
+         "no readinessProbe"),
     ],
 )
 def test_k8s_mistakes_in_the_board_are_found(mutate: Callable[[Any], None], said: str) -> None:
@@ -120,7 +122,8 @@ def test_k8s_own_image_is_built_on_that_of_this_version() -> None:
 @pytest.mark.parametrize("what", TRAINING)
 def test_k8s_shared_memory_is_memory_with_a_limit(what: str) -> None:
     for pod in pods_of(rendered(what)):
-        (name,) = [each["name"] for each in pod["spec"]["containers"][0]["volumeMounts"] if each["mountPath"] == "/dev/shm"]
+        mounts = pod["spec"]["containers"][0]["volumeMounts"]
+        (name,) = [each["name"] for each in mounts if each["mountPath"] == "/dev/shm"]
         (volume,) = [each["emptyDir"] for each in pod["spec"]["volumes"] if each["name"] == name]
         assert volume["medium"] == "Memory"
         assert volume["sizeLimit"]
@@ -129,7 +132,8 @@ def test_k8s_shared_memory_is_memory_with_a_limit(what: str) -> None:
 def test_k8s_operators_own_container_is_restricted_with_our_template() -> None:
     """As the operator fills it in: a Go template whose names are these three."""
     template = (K8S / "operator" / "initContainer.yaml").read_text()
-    for name, value in {"InitContainerImage": "busybox:1.37", "MaxTries": "100", "MasterAddr": "rankup-master-0"}.items():
+    values = {"InitContainerImage": "busybox:1.37", "MaxTries": "100", "MasterAddr": "rankup-master-0"}
+    for name, value in values.items():
         assert f"{{{{.{name}}}}}" in template
         template = template.replace(f"{{{{.{name}}}}}", value)
     assert "{{" not in template
@@ -143,13 +147,15 @@ def test_k8s_operators_own_container_is_restricted_with_our_template() -> None:
 
 
 def test_k8s_operators_deployment_gets_our_template(tmp_path: Path) -> None:
-    container = {"name": "training-operator", "image": "operator:1", "volumeMounts": [{"name": "cert", "mountPath": "/cert"}]}
-    pod = {"metadata": {"labels": {"a": "b"}}, "spec": {"containers": [container], "volumes": [{"name": "cert", "emptyDir": {}}]}}
+    mount = {"name": "cert", "mountPath": "/cert"}
+    container = {"name": "training-operator", "image": "operator:1", "volumeMounts": [mount]}
+    volumes = [{"name": "cert", "emptyDir": {}}]
+    pod = {"metadata": {"labels": {"a": "b"}}, "spec": {"containers": [container], "volumes": volumes}}
     before = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "training-operator"},
               "spec": {"selector": {"matchLabels": {"a": "b"}}, "template": pod}}
     (tmp_path / "before.json").write_text(json.dumps(before))
-    words = ("patch", "--local", "-f", str(tmp_path / "before.json"), "--patch-file", "k8s/operator/patch.yaml", "-o", "json")
-    after = json.loads(kubectl(*words))
+    words = ("patch", "--local", "-f", str(tmp_path / "before.json"), "--patch-file", "k8s/operator/patch.yaml")
+    after = json.loads(kubectl(*words, "-o", "json"))
     assert problems(after) == []
     spec = after["spec"]["template"]["spec"]
     mounts = {each["name"]: each["mountPath"] for each in spec["containers"][0]["volumeMounts"]}
