@@ -1,7 +1,9 @@
-# Where a run stands, for ddp.sbatch: its directory, the step of its newest checkpoint, and what its last attempt ended with.
-# Run: slurm/task.sh progress --epochs 5      (with the words that `train` got)
-# Edit: nothing.
-"""Prints one line: DIRECTORY STEP CODE. The code is 0 where no rank of RANKUP_ATTEMPT wrote down that it failed."""
+"""Prints where a run stands, for supervise.py: DIRECTORY STEP CODE.
+
+STEP is that of the newest checkpoint. CODE is 0 where no rank of RANKUP_ATTEMPT wrote down that it failed.
+Run: slurm/task.sh progress --epochs 5      (with the words that `train` got)
+Edit: nothing.
+"""
 
 import os
 import re
@@ -20,11 +22,13 @@ from train.process.status import read_json
 
 def main(arguments: list[str]) -> None:
     parsed = parse_args(["train", *arguments], extra=EXTRA, commands=("train",))
+    launch = read_env(os.environ)
     config = load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
-    run_dir = run_directory(config, read_env(os.environ))
+    run_dir = run_directory(config, launch)
     found = [re.fullmatch(r"step-(\d+)", path.name) for path in (run_dir / "checkpoints").glob("step-*")]
     step = max((int(match[1]) for match in found if match), default=0)
-    ends = [read_json(path) or {} for path in (run_dir / "status" / os.environ.get("RANKUP_ATTEMPT", "-")).glob("*.json")]
+    ends = [read_json(path) or {} for path in (run_dir / "status" / (launch.attempt or "-")).glob("*.json")]
+    # torchrun stops the other ranks when one has failed
     print(run_dir, step, root_cause([end["code"] for end in ends if end.get("code")], rest_stopped=True))
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One task of a Slurm step: SLURM_* become RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and the training starts.
-# Run: srun slurm/task.sh train --epochs 5      (slurm/ddp.sbatch does, with MASTER_ADDR and MASTER_PORT set)
-# Edit: nothing; what is to be edited stands in ddp.sbatch.
+# One task of a Slurm step: SLURM_* become RANK, LOCAL_RANK and WORLD_SIZE, and the training starts.
+# Run: srun slurm/task.sh train --epochs 5      (slurm/ddp.sbatch does; with MASTER_ADDR and MASTER_PORT set)
+# Edit: nothing; the lines to edit are in ddp.sbatch.
 RANKUP=${RANKUP:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
 if [[ -z ${PYTHON:-} ]]; then
   PYTHON=python3
@@ -16,28 +16,26 @@ if [[ ${IMAGE:-} == *.sif ]]; then
 fi
 python() { "${in_image[@]}" "$PYTHON" "$@"; }
 
-command=$1
-shift
-# Set by a container's hook for the node, or left over: the ranks here are Slurm's
+# A container's hook for the node may have set them, or an earlier launcher: the ranks here are Slurm's
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE
-if [[ $command == progress ]]; then
-  python "$RANKUP/slurm/progress.py" "$@"
+if [[ $1 == progress ]]; then
+  python "$RANKUP/slurm/progress.py" "${@:2}"
   exit
 fi
-trap : TERM USR1 INT # Slurm signals every process of a step: the ranks heed it, and this shell waits for them
-export RANKUP_PARENT=$$
-if [[ ${WAY:-tasks} == torchrun ]]; then
+trap : TERM USR1 INT # Slurm signals every process of a step: the ranks act on it, and this shell waits for them
+if [[ ${LAUNCHER:-tasks} == torchrun ]]; then
   unset RANKUP_PARENT # the ranks' parent is torchrun
-  # torchrun would die of USR1 and leave its ranks behind; it kills them 30 s after a signal, which is short for a save
+  # torchrun would die of USR1 and leave its ranks behind, and kill them 30 s after a signal, too early for a save
   python -m torch.distributed.run --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$NPROC" \
-    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --rdzv-id "${RANKUP_ATTEMPT:-$SLURM_JOB_ID}" --max-restarts 0 \
-    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 110 "$RANKUP/train/main.py" "$command" "$@"
+    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --rdzv-id "${RANKUP_ATTEMPT:-$SLURM_JOB_ID}" \
+    --max-restarts 0 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 110 \
+    "$RANKUP/train/main.py" "$@"
 else
-  export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
-  python "$RANKUP/train/main.py" "$command" "$@"
+  export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS RANKUP_PARENT=$$
+  python "$RANKUP/train/main.py" "$@"
 fi
 code=$?
-# srun returns the highest code of all tasks, and knows nothing of which came first: a rank that ended by a mistake or a fault
-# (below 100) must not hide behind those that it took along
+# srun returns the highest code of all tasks. Lifted, the code of a mistake or a fault is not hidden by the codes of the
+# ranks that lost this one. supervise.py takes the 200 off again
 if [[ -n ${RANKUP_ATTEMPT:-} ]] && ((code > 0 && code < 56)); then code=$((200 + code)); fi
 exit "$code"

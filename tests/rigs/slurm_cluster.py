@@ -21,15 +21,16 @@ from tests.rigs.containers import clean_environment, wait_for
 from tests.rigs.jobs import ROOT, environ_of
 
 LOCAL, DDP = ROOT / "slurm" / "local.sh", ROOT / "slurm" / "ddp.sbatch"
+SIMPLE = ROOT / "slurm" / "simple.sbatch"
 OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
-MEND = "apt-get install -y --no-install-recommends slurm-wlm munge iproute2 util-linux"
+INSTALL = "apt-get install -y --no-install-recommends slurm-wlm munge iproute2 util-linux"
 
 
 def why_not() -> str:
-    """Why there can be no Slurm here, and the command that mends it; "" where there can."""
+    """Why there can be no Slurm here and the command that changes it, or an empty string."""
     tools = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setsid")
     if lacking := [tool for tool in tools if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]:
-        return f"no {', '.join(lacking)} here: {MEND}"
+        return f"no {', '.join(lacking)} here: {INSTALL}"
     if os.geteuid() != 0:
         return "Slurm's daemons and namespaces take root: sudo make unit ARGS='-k slurm'"
     tried = subprocess.run(
@@ -39,9 +40,9 @@ def why_not() -> str:
 
 
 class Cluster:
-    """Two nodes, of names and addresses that no other Slurm of this machine has.
+    """Two nodes, with names and addresses that no other Slurm of this machine has.
 
-    They take the first number that no other tests hold now. What tests that were killed left under it, `up` removes.
+    They take the first number that no other tests hold now. `up` removes what killed tests left under that number.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class Cluster:
         self.numbers = itertools.count()
 
     def run(self, *words: str | Path, check: bool = True, cwd: Path = ROOT, **env: str) -> str:
-        """A command with this Slurm, and all it printed. Output goes through a file: daemons would keep a pipe open."""
+        """Run a command with this Slurm, and return all it printed. Through a file: daemons would keep a pipe open."""
         output = self.folder.with_name(f"{self.folder.name}-{next(self.numbers)}.txt")
         with output.open("wb") as file:
             done = subprocess.run(
@@ -81,7 +82,7 @@ class Cluster:
         self.run(LOCAL, *words)
 
     def close(self) -> None:
-        """Remove it, and let go of its number."""
+        """Remove this Slurm, and release its number."""
         with self.lock:
             self.local("down")
 
@@ -91,11 +92,11 @@ class Cluster:
         return SlurmJob(self, self.run(*words, cwd=folder, **env).strip(), folder)
 
     def processes(self) -> list[psutil.Process]:
-        """All that jobs run on any node: what has a job's id in its environment, batch shells included."""
+        """All processes of jobs on any node, supervisors included: those with a job's id in their environment."""
         found = []
         for process in psutil.process_iter():
-            told = environ_of(process.pid)
-            if "SLURM_JOB_ID" in told and told.get("SLURM_CONF") == self.env["SLURM_CONF"]:
+            environment = environ_of(process.pid)
+            if "SLURM_JOB_ID" in environment and environment.get("SLURM_CONF") == self.env["SLURM_CONF"]:
                 found.append(process)
         return found
 
@@ -120,15 +121,16 @@ class SlurmJob:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def show(self) -> dict[str, str]:
-        """What scontrol says of it."""
+        """What scontrol shows of the job."""
         text = self.cluster.run("scontrol", "show", "job", self.number)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
     def log(self) -> str:
-        return f"{self.cluster.report()}{self.cluster.run('scontrol', 'show', 'job', self.number, check=False)}\n{self.output}"
+        shown = self.cluster.run("scontrol", "show", "job", self.number, check=False)
+        return f"{self.cluster.report()}{shown}\n{self.output}"
 
     def wait(self, *, timeout_s: float = 600) -> str:
-        """Wait until it is over for good; its state. A requeued job need not wait for its time."""
+        """Wait until the job is over for good, and return its state. A requeued job does not sit out Slurm's pause."""
 
         def over() -> str:
             state = self.show()["JobState"]
@@ -140,7 +142,7 @@ class SlurmJob:
         return state
 
     def go_on(self) -> None:
-        """After a requeue: wait until it runs again."""
+        """After a requeue: wait until the job runs again."""
 
         def running() -> bool:
             self.start_now()
@@ -149,8 +151,11 @@ class SlurmJob:
         wait_for("the next start", running, log=self.log)
 
     def start_now(self) -> None:
-        """Not before the last start is gone from every node, as Slurm's own pause would have it: its clock counts whole seconds,
-        and a start in the second of the requeue finds its credential revoked, or gets no step on a node that came back."""
+        """End Slurm's pause after a requeue, once the last start is gone from every node.
+
+        Slurm's clock counts whole seconds: a start in the second of the requeue finds its credential revoked, or gets no
+        step on a node that came back.
+        """
         requeued = time.mktime(time.strptime(self.show()["SubmitTime"], "%Y-%m-%dT%H:%M:%S"))
         if time.time() - requeued > 4 and not self.cluster.processes() and not self.daemons():
             self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False)
@@ -171,22 +176,22 @@ class SlurmJob:
     # Its ranks and its run -----------------------------------------------------------------------------------------
 
     def ranks(self, node: str = "") -> list[psutil.Process]:
-        """The processes that train, on one node or on all; by rank."""
+        """The processes that train, on one node or on all, in the order of their ranks."""
         found = []
         for process in self.cluster.processes():
-            told = environ_of(process.pid)
-            if told.get("SLURM_JOB_ID") == self.number and "RANK" in told and node in told.get("SLURMD_NODENAME", ""):
+            environment = environ_of(process.pid)
+            if environment.get("SLURM_JOB_ID") == self.number and "RANK" in environment and node in environment.get("SLURMD_NODENAME", ""):
                 with contextlib.suppress(psutil.Error):  # it ends just now
                     line = " ".join(process.cmdline())
                     if "main.py train" in line and "torch.distributed.run" not in line and "python" in process.name():
-                        found.append((int(told["RANK"]), process))
+                        found.append((int(environment["RANK"]), process))
         return [process for _, process in sorted(found, key=lambda pair: pair[0])]
 
     def kill_rank(self, node: str) -> None:
         wait_for(f"a rank on {node}", lambda: self.ranks(node), log=self.log)[0].send_signal(signal.SIGKILL)
 
     def step(self, run: str = "job") -> int:
-        """The last step that the metrics of its run show."""
+        """The last step in the metrics of the run."""
         try:
             lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
             return max((json.loads(line)["step"] for line in lines[-3:]), default=0)
@@ -200,7 +205,7 @@ class SlurmJob:
             over = self.show()["JobState"] in OVER
             return "reached" if self.step(run) >= step else "over" if over else ""
 
-        # Each look may find a line half written, so that none is taken twice
+        # A look may find a line half written; the next finds it whole
         assert wait_for(f"step {step}", seen, timeout_s=600, log=self.log) == "reached", self.log()
 
     def wait_for_text(self, text: str, count: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""sbatch slurm/ddp.sbatch on a real Slurm of two nodes: the same weights as torchrun, whatever happens to it on the way."""
+"""sbatch slurm/ddp.sbatch and simple.sbatch on a real Slurm of two nodes: the same weights as torchrun on the host."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.containers import digest_by_torchrun
-from tests.rigs.slurm_cluster import Cluster
+from tests.rigs.slurm_cluster import SIMPLE, Cluster
 
 pytestmark = pytest.mark.timeout(1200)
 JOB = "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 60 --name job"
@@ -28,15 +28,43 @@ def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("per_node", [1, 2])
-@pytest.mark.parametrize("way", ["tasks", "torchrun"])
+@pytest.mark.parametrize("launcher", ["tasks", "torchrun"])
 def test_slurm_trains_on_two_nodes_to_the_weights_of_torchrun_on_the_host(
-    way: str, per_node: int, cluster: Cluster, digests: dict[int, str], tmp_path: Path,
+    launcher: str, per_node: int, cluster: Cluster, digests: dict[int, str], tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    job = cluster.submit(tmp_path, RUN, f"--ntasks-per-node={per_node}", WAY=way)
+    job = cluster.submit(tmp_path, RUN, f"--ntasks-per-node={per_node}", LAUNCHER=launcher)
     assert job.wait() == "COMPLETED", job.log()
     result = job.result()
-    record_property(f"{way}, 2 nodes x {per_node}", f"{result['digest']}, torchrun on the host {digests[2 * per_node]}")
-    assert result["digest"] == digests[2 * per_node]
+    on_host = digests[2 * per_node]
+    record_property(f"{launcher}, 2 nodes x {per_node}", f"{result['digest']}, torchrun on the host {on_host}")
+    assert result["digest"] == on_host
     assert result["world_size"] == 2 * per_node
     assert "on node0, node1" in job.output
+
+
+# For who does not submit from the checkout
+ON_PATH = {"PYTHONPATH": str(SIMPLE.parents[1])}
+
+
+def test_slurm_simple_file_trains_to_the_weights_of_torchrun_on_the_host(
+    cluster: Cluster, digests: dict[int, str], tmp_path: Path
+) -> None:
+    job = cluster.submit(tmp_path, RUN, file=SIMPLE, **ON_PATH)
+    assert job.wait() == "COMPLETED", job.log()
+    assert (job.result()["digest"], job.result()["world_size"]) == (digests[2], 2)
+    assert "MASTER_ADDR derived from SLURM_STEP_NODELIST, MASTER_PORT derived from SLURM_JOB_ID" in job.output
+
+
+def test_slurm_simple_file_saves_when_it_is_stopped_and_goes_on_by_its_name(cluster: Cluster, tmp_path: Path) -> None:
+    endless = RUN.replace("--max-steps 60", "--max-steps 1000000 --log-every-steps 5")
+    job = cluster.submit(tmp_path, endless, file=SIMPLE, **ON_PATH)
+    job.wait_for_step(50)
+    job.cancel("--signal=TERM")  # as --signal=TERM@120 does
+    assert job.wait() == "FAILED", job.log()
+    assert job.code() == 143
+    assert "saved at step" in job.output
+    again = cluster.submit(tmp_path, endless, file=SIMPLE, **ON_PATH)
+    again.wait_for_text("resumed from step-")
+    again.cancel()
+    assert again.wait() == "CANCELLED"

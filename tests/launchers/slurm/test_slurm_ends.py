@@ -32,23 +32,26 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return digest_by_torchrun(tmp_path_factory.mktemp("undisturbed"), f"{JOB} --name job")
 
 
-def finished(job: SlurmJob, undisturbed: str, *, restarts: int, mended_says: str = "runs a step within") -> None:
+def finished(job: SlurmJob, undisturbed: str, *, restarts: int, more_says: str = "runs a step within") -> None:
     assert job.wait() == "COMPLETED", job.log()
     assert job.result()["digest"] == undisturbed
-    # A node that has just come back may give no step at first, which the batch file mends by one more
-    mended = job.output.count(mended_says)
-    assert int(job.show()["Restarts"]) == restarts + mended, job.log()
+    # A node that has just come back may run no step at first: the supervisor requeues once more
+    more = job.output.count(more_says)
+    assert int(job.show()["Restarts"]) == restarts + more, job.log()
     assert "resumed from step-" in job.output
 
 
 @pytest.mark.parametrize(
-    ("way", "signalled"),
-    [("tasks", "--batch --signal=USR1"), ("torchrun", "--batch --signal=USR1"), ("tasks", "--signal=TERM"), ("tasks", "requeue")],
+    ("launcher", "signalled"),
+    [
+        ("tasks", "--batch --signal=USR1"), ("torchrun", "--batch --signal=USR1"), ("tasks", "--signal=TERM"),
+        ("tasks", "requeue"),
+    ],
 )
 def test_slurm_job_that_is_told_to_stop_saves_and_goes_on_after_a_requeue(
-    way: str, signalled: str, cluster: Cluster, undisturbed: str, tmp_path: Path
+    launcher: str, signalled: str, cluster: Cluster, undisturbed: str, tmp_path: Path
 ) -> None:
-    job = cluster.submit(tmp_path, RUN, WAY=way)
+    job = cluster.submit(tmp_path, RUN, LAUNCHER=launcher)
     job.wait_for_step(100)
     if signalled == "requeue":
         cluster.run("scontrol", "requeue", job.number)
@@ -63,7 +66,7 @@ def test_slurm_job_that_is_told_to_stop_saves_and_goes_on_after_a_requeue(
 def test_slurm_time_that_runs_out_requeues_and_scancel_ends_for_good(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit(tmp_path, ENDLESS, "--time=30", "--signal=B:USR1@45")
     job.wait_for_step(50)
-    # From now on a minute or two, however long the start took: Slurm looks every half minute, so that it signals 45 to 75 s
+    # From now on a minute or two, however long the start took. Slurm looks every half minute, so it signals 45 to 75 s
     # before the end, and there is something to save
     hours, minutes, _ = job.show()["RunTime"].split(":")
     cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={int(hours) * 60 + int(minutes) + 2}")
@@ -90,20 +93,23 @@ def test_slurm_job_that_may_not_be_requeued_says_how_to_go_on(cluster: Cluster, 
     assert "sbatch the same with --name job goes on" in job.output
 
 
-@pytest.mark.parametrize(("way", "node"), [("tasks", "node0"), ("torchrun", "node1")])
+@pytest.mark.parametrize(("launcher", "node"), [("tasks", "node0"), ("torchrun", "node1")])
 def test_slurm_rank_that_is_killed_starts_again_inside_the_allocation(
-    way: str, node: str, cluster: Cluster, undisturbed: str, tmp_path: Path, record_property: Callable[[str, object], None]
+    launcher: str, node: str, cluster: Cluster, undisturbed: str, tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    job = cluster.submit(tmp_path, RUN, WAY=way)
+    job = cluster.submit(tmp_path, RUN, LAUNCHER=launcher)
     job.wait_for_step(100)
     began_s = time.monotonic()
     job.kill_rank(node)
     job.wait_for_text("resumed from step-")
-    record_property(f"{way}: rank of {node} killed, resumed after", f"{time.monotonic() - began_s:.1f} s")
+    record_property(f"{launcher}: rank of {node} killed, resumed after", f"{time.monotonic() - began_s:.1f} s")
     finished(job, undisturbed, restarts=0)
 
 
-def test_slurm_job_whose_ranks_keep_dying_is_requeued_and_fails_without_a_new_step(cluster: Cluster, tmp_path: Path) -> None:
+def test_slurm_job_whose_ranks_keep_dying_is_requeued_and_fails_without_a_new_step(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     never = ENDLESS.replace("steps 40", "steps 1000000").replace("epochs 50", "epochs 100000")
     job = cluster.submit(tmp_path, f"{never} --epochs 100000", MAX_RESTARTS="1")
     never_saves = job.folder / "runs" / "job" / "checkpoints"
@@ -126,9 +132,9 @@ def test_slurm_node_that_dies_has_its_job_requeued(cluster: Cluster, undisturbed
     cluster.local("kill", "node1")
     wait_for("the requeue", lambda: job.show()["JobState"] == "PENDING", log=job.log)
     cluster.local("start", "node1")
-    # What Slurm could not tell the dead node it tells the new one a minute later: then the ranks of the next start are stopped,
-    # and the batch file requeues the job once more
-    finished(job, undisturbed, restarts=1, mended_says="slurm: requeued")
+    # Slurm tells the new node a minute later what it could not tell the dead one: then the ranks of the next start are
+    # stopped, and the supervisor requeues the job once more
+    finished(job, undisturbed, restarts=1, more_says="slurm: requeued")
 
 
 def test_slurm_daemon_of_a_node_that_dies_alone_lets_nobody_train_twice(cluster: Cluster, tmp_path: Path) -> None:
@@ -146,7 +152,7 @@ def test_slurm_daemon_of_a_node_that_dies_alone_lets_nobody_train_twice(cluster:
         assert rank.is_running()
         before = job.step()
         wait_for("more steps of the first", lambda: job.step() > before, log=job.log)
-        # Nor does its batch shell requeue what is no longer its job
+        # Nor does its supervisor requeue what is no longer its job
         rank.send_signal(signal.SIGKILL)
         wait_for("the end of the first", lambda: not cluster.processes(), log=lambda: str(cluster.processes()))
         assert job.show()["JobState"] == "FAILED"

@@ -1,0 +1,308 @@
+"""slurm/supervise.py without a Slurm: what it does with each end of a step, each signal, and each answer of Slurm."""
+
+import ast
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.jobs import ROOT
+
+SUPERVISE = ROOT / "slurm" / "supervise.py"
+# Writes down each call, and answers as the files in $STUB say. A training ends with the next line of `codes`
+SRUN = r"""#!/bin/bash
+echo "$RANKUP_ATTEMPT $MASTER_PORT $LAUNCHER $*" >> "$STUB/steps"
+case "$*" in
+  *"task.sh progress"*) cat "$STUB/progress" ;;
+  *"task.sh "*)
+    code=$(sed -n "$(grep -c 'task.sh [tdb]' "$STUB/steps")p" "$STUB/codes")
+    if [[ $code == waits ]]; then
+      trap 'echo USR1 >> "$STUB/signals"; exit 143' USR1
+      touch "$STUB/waiting"
+      for ((tries = 0; tries < 2400; tries++)); do sleep 0.1; done
+    fi
+    exit "$code" ;;
+  *"for path;"*) [[ ! -e $STUB/probe ]] || . "$STUB/probe" ;;
+  *"cp -r"*) exit "$(cat "$STUB/copy")" ;;
+esac
+"""
+SCONTROL = r"""#!/bin/bash
+echo "$*" >> "$STUB/control"
+case "$*" in
+  "show hostnames"*) printf 'big7\nbig9\n' ;;
+  "show job"*) echo "JobId=7 $(cat "$STUB/state") Command=x" | tr ' ' '\n' ;;
+  requeue*) exit "$(cat "$STUB/requeue")" ;;
+esac
+"""
+SETTINGS = {
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "big[7,9]", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "16",
+    "PYTHON": "", "IMAGE": "", "LAUNCHER": "tasks", "COMMAND": "train", "DOCTOR": "", "DATA": "", "MAX_RESTARTS": "3",
+    "MAX_REQUEUES": "100", "FIRST_STEP_S": "60",
+}
+
+
+class Supervised:
+    """supervise.py in a folder of its own, with stubs of srun and scontrol on its PATH."""
+
+    def __init__(self, folder: Path, codes: str, **env: str) -> None:
+        self.folder = folder
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        defaults = {
+            "codes": "\n".join(codes.split()), "progress": "runs/job 40 0", "copy": "0", "requeue": "0",
+            "state": "Restarts=0 JobState=RUNNING",
+        }
+        for name, text in defaults.items():
+            if not (folder / name).exists():
+                (folder / name).write_text(f"{text}\n")
+        self.env = {**SETTINGS, "PATH": f"{folder}:{os.environ['PATH']}", "STUB": str(folder), **env}
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        # Isolated, and without the packages of the environment: a node's Python has none
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", SUPERVISE, *words], env=self.env, cwd=self.folder, stderr=subprocess.PIPE, text=True
+        )
+
+    def run(self, *words: str) -> tuple[int, str]:
+        """Its exit code, and what it said."""
+        process = self.start(*words)
+        said = process.communicate(timeout=240)[1]
+        return process.returncode, said
+
+    def lines(self, name: str) -> list[str]:
+        path = self.folder / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    def trained(self) -> list[str]:
+        """The steps that trained: attempt, port, launcher, and srun's words."""
+        return [line for line in self.lines("steps") if "task.sh train" in line]
+
+    def requeued(self) -> list[str]:
+        return [line for line in self.lines("control") if line.startswith("requeue")]
+
+
+@pytest.mark.parametrize(
+    ("codes", "end", "steps", "requeues"),
+    [
+        ("0", 0, 1, 0),
+        ("171 0", 0, 2, 0),
+        ("137 171 0", 0, 3, 0),
+        ("171 171 170 137", 137, 4, 1),  # the restarts are used up
+        ("202", 2, 1, 0),  # task.sh lifts a mistake above the codes of those that lost this rank
+        ("171 201", 1, 2, 0),
+        ("143", 143, 1, 1),  # the ranks were stopped without us: to go on later is what a requeue does
+    ],
+)
+def test_slurm_step_is_started_again_where_that_may_help(
+    codes: str, end: int, steps: int, requeues: int, tmp_path: Path
+) -> None:
+    job = Supervised(tmp_path, codes)
+    code, said = job.run("--lr", "1")
+    assert (code, len(job.trained()), len(job.requeued())) == (end, steps, requeues), said
+    attempts = [line.split()[0] for line in job.trained()]
+    assert attempts == [f"slurm-7-{n}" for n in range(steps)]
+    assert len({line.split()[1] for line in job.trained()}) == steps, "each attempt has a port of its own"
+    assert all(line.endswith("task.sh train --lr 1") for line in job.trained())
+    if end == 2:
+        assert "attempt 0 ended with 2 at step 40" in said
+
+
+def test_slurm_start_after_a_requeue_counts_attempts_on(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("Restarts=2 JobState=RUNNING\n")
+    job = Supervised(tmp_path, "171 0", SLURM_RESTART_COUNT="2", MAX_RESTARTS="1")
+    assert job.run()[0] == 0
+    assert [line.split()[0] for line in job.trained()] == ["slurm-7-4", "slurm-7-5"]
+
+
+@pytest.mark.parametrize(
+    ("written", "end", "steps"), [("171", 171, 2), ("2", 2, 1), ("0", 1, 1)], ids=["lost", "mistake", "nothing"]
+)
+def test_slurm_codes_that_torchrun_hides_are_those_that_ranks_wrote_down(
+    written: str, end: int, steps: int, tmp_path: Path
+) -> None:
+    (tmp_path / "progress").write_text(f"a container says hello\nruns/my job 40 {written}\n")
+    job = Supervised(tmp_path, "201 201", LAUNCHER="torchrun", MAX_RESTARTS="1")
+    code, said = job.run()
+    assert (code, len(job.trained())) == (end, steps), said
+    assert "--ntasks=2 --ntasks-per-node=1" in job.trained()[0]
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    until_s = time.monotonic() + 240
+    while not path.exists():
+        assert time.monotonic() < until_s
+        assert process.poll() is None
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("number", "requeues"), [(signal.SIGUSR1, 1), (signal.SIGUSR2, 1), (signal.SIGTERM, 0)], ids=lambda value: str(value)
+)
+def test_slurm_signal_reaches_the_ranks_and_only_a_warning_requeues(number: int, requeues: int, tmp_path: Path) -> None:
+    """TERM comes from scancel, a time limit or a requeue: Slurm itself decides what follows."""
+    job = Supervised(tmp_path, "waits")
+    process = job.start()
+    wait_for(tmp_path / "waiting", process)
+    process.send_signal(number)
+    said = process.communicate(timeout=240)[1]
+    assert (process.returncode, job.lines("signals"), len(job.requeued())) == (143, ["USR1"], requeues), said
+    assert len(job.trained()) == 1
+    assert ("requeued at step 40; start 1 is over" in said) == bool(requeues)
+
+
+@pytest.mark.parametrize(("number", "requeues"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0)])
+def test_slurm_signal_before_the_ranks_start_keeps_them_from_it(number: int, requeues: int, tmp_path: Path) -> None:
+    (tmp_path / "probe").write_text('touch "$STUB/probing"; until [[ -e $STUB/go ]]; do sleep 0.02; done\n')
+    job = Supervised(tmp_path, "0")
+    process = job.start()
+    wait_for(tmp_path / "probing", process)
+    process.send_signal(number)
+    (tmp_path / "go").touch()
+    said = process.communicate(timeout=240)[1]
+    assert (process.returncode, job.trained(), len(job.requeued())) == (143, [], requeues), said
+
+
+@pytest.mark.parametrize(("before", "requeues"), [("40", 0), ("20", 1)])
+def test_slurm_job_that_fails_again_at_the_same_step_is_not_requeued(before: str, requeues: int, tmp_path: Path) -> None:
+    mark = tmp_path / "runs" / "job" / ".slurm-failed"
+    mark.parent.mkdir(parents=True)
+    mark.write_text(f"{before}\n")
+    job = Supervised(tmp_path, "171", MAX_RESTARTS="0")
+    code, said = job.run()
+    assert (code, len(job.requeued())) == (171, requeues)
+    assert ("failed again without a new checkpoint since step 40: not requeued" in said) == (not requeues)
+    assert mark.read_text() == "40\n"
+
+
+def test_slurm_job_is_not_requeued_more_often_than_it_may(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("Restarts=2 JobState=RUNNING\n")
+    job = Supervised(tmp_path, "143", MAX_REQUEUES="2", SLURM_RESTART_COUNT="2")
+    code, said = job.run()
+    assert (code, job.requeued()) == (143, [])
+    assert "not requeued: MAX_REQUEUES=2" in said
+
+
+def test_slurm_job_that_may_not_be_requeued_names_the_run_to_go_on_with(tmp_path: Path) -> None:
+    (tmp_path / "requeue").write_text("1\n")
+    code, said = Supervised(tmp_path, "143").run()
+    assert code == 143
+    assert "could not be requeued: sbatch the same with --name job goes on" in said
+
+
+@pytest.mark.parametrize(
+    "state", ["Restarts=1 JobState=RUNNING", "Restarts=0 JobState=PENDING", "Restarts=0 JobState=FAILED"]
+)
+def test_slurm_supervisor_whose_job_is_no_longer_its_own_ends_and_requeues_nothing(state: str, tmp_path: Path) -> None:
+    """As on a node that Slurm took for lost: the job has begun anew elsewhere, or is over."""
+    (tmp_path / "state").write_text(f"{state}\n")
+    job = Supervised(tmp_path, "137 137")
+    code, said = job.run()
+    assert (code, job.requeued(), len(job.trained())) == (2, [], 1)
+    assert "this process ends" in said
+
+
+def test_slurm_array_requeues_its_own_task_alone(tmp_path: Path) -> None:
+    job = Supervised(tmp_path, "143", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
+    assert job.run("--lr", "1")[0] == 143
+    assert job.requeued() == ["requeue 7_3"]
+    assert job.trained()[0].endswith("train --seed 3 --lr 1")
+
+
+# Before the training -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("probe", ["sleep 60", "exit 1"])
+def test_slurm_job_whose_nodes_give_no_step_is_requeued(probe: str, tmp_path: Path) -> None:
+    (tmp_path / "probe").write_text(f"{probe}\n")
+    job = Supervised(tmp_path, "0", FIRST_STEP_S="1")
+    code, said = job.run()
+    assert (code, job.requeued(), job.trained()) == (143, ["requeue 7"], [])
+    assert "not every node of big[7,9] runs a step within 1 s" in said
+    assert not list(tmp_path.glob(".slurm-*"))
+
+
+def test_slurm_nodes_without_the_shared_disk_are_named(tmp_path: Path) -> None:
+    (tmp_path / "probe").write_text("printf 'big7\\nbig9\\n'\n")
+    code, said = Supervised(tmp_path, "0").run()
+    assert code == 2
+    assert f"{tmp_path} or {ROOT} is not there on big7 big9: put the checkout and runs/ on a disk" in said
+    assert not list(tmp_path.glob(".slurm-*"))
+
+
+@pytest.mark.parametrize(
+    ("codes", "end", "trainings"), [("0 0", 0, 1), ("10 0", 0, 1), ("220", 20, 0), ("30", 30, 0)]
+)
+def test_slurm_doctor_decides_whether_the_job_trains(codes: str, end: int, trainings: int, tmp_path: Path) -> None:
+    job = Supervised(tmp_path, codes, DOCTOR="1")
+    code, said = job.run()
+    assert (code, len(job.trained()), job.requeued()) == (end, trainings, []), said
+    assert ("the doctor says no, exit code" in said) == bool(end)
+    doctor = next(line for line in job.lines("steps") if "task.sh doctor" in line)
+    assert doctor.split()[1] not in [line.split()[1] for line in job.trained()], "a port of its own"
+
+
+def test_slurm_bench_runs_once_and_nothing_is_trained(tmp_path: Path) -> None:
+    job = Supervised(tmp_path, "171", COMMAND="bench", LAUNCHER="torchrun")
+    assert job.run()[0] == 171
+    assert job.trained() == []
+    assert sum("tasks" in line and "task.sh bench" in line for line in job.lines("steps")) == 1
+
+
+@pytest.mark.parametrize(("copied", "end"), [("0", 143), ("1", 2)])
+def test_slurm_data_are_on_each_node_until_the_end(copied: str, end: int, tmp_path: Path) -> None:
+    (tmp_path / "copy").write_text(copied)
+    job = Supervised(tmp_path, "143", DATA="/shared/photos")
+    code, said = job.run("--lr", "1")
+    assert code == end
+    steps = [re.sub(r"^.*--wait=60 ", "", line) for line in job.lines("steps")]
+    assert "cp -r --no-target-directory /shared/photos /tmp/rankup-7" in steps
+    assert steps[-1] == "rm -rf /tmp/rankup-7"
+    if end == 2:
+        assert "DATA=/shared/photos can't be copied to /tmp/rankup-7 of every node" in said
+        assert job.trained() == []
+    else:
+        assert job.trained()[0].endswith("train --lr 1 --data-dir /tmp/rankup-7")
+        assert job.requeued() == ["requeue 7"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("COMMAND", "explain", "COMMAND must be train, bench or doctor, got explain"),
+        ("LAUNCHER", "mpirun", "LAUNCHER must be tasks or torchrun, got mpirun"),
+        ("MAX_RESTARTS", "-1", "MAX_RESTARTS must be a whole number, got '-1'"),
+    ],
+)
+def test_slurm_setting_that_can_not_be_is_refused(name: str, value: str, says: str, tmp_path: Path) -> None:
+    code, said = Supervised(tmp_path, "0", **{name: value}).run()
+    assert (code, said) == (2, f"slurm: {says}\n")
+
+
+def test_slurm_ports_differ_between_jobs_and_attempts(tmp_path: Path) -> None:
+    ports = set()
+    for job_id in (7, 8, 1007):
+        folder = tmp_path / str(job_id)
+        folder.mkdir()
+        job = Supervised(folder, "171 171 171 0", SLURM_JOB_ID=str(job_id))
+        assert job.run()[0] == 0
+        ports |= {int(line.split()[1]) for line in job.trained()}
+    assert len(ports) == 12
+    assert all(1024 < port < 32768 and port not in (27017, 29400, 29500) for port in ports)
+
+
+def test_slurm_supervisor_is_python_3_8() -> None:
+    """A cluster's nodes have an older Python than the container or the environment."""
+    files = [SUPERVISE, ROOT / "train" / "errors.py", ROOT / "train" / "process" / "addresses.py"]
+    for path in files:
+        tree = ast.parse(path.read_text(), feature_version=(3, 8))
+        imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert "__future__" in imported, f"{path}: int | None is evaluated otherwise"
+        known = {*sys.stdlib_module_names, "train"}
+        assert {str(name).split(".")[0] for name in imported} <= known, path
+        assert {name for name in imported if str(name).startswith("train")} <= {"train.errors", "train.process.addresses"}
