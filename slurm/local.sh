@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A real Slurm of two nodes on this one machine, to try the job files on: own host names, own addresses, own processes.
-# Run: make slurm-local      (root, on Debian or Ubuntu; it says how to go on; make slurm-local-down removes it)
+# A real Slurm of two nodes on this machine, to try the job files: each has its own host name, address and processes.
+# Run: make slurm-local      (root, on Debian or Ubuntu; it prints what to do next; make slurm-local-down removes it)
 # Edit: NODES, CPUS, NET and PORT, here or in the environment.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 NODES=${NODES:-2}
 CPUS=${CPUS:-4}            # of each node, as Slurm counts them; they share this machine's
 NET=${NET:-192.168.78}     # the nodes are .10, .11, ...
-DIR=${RANKUP_SLURM_DIR:-/var/lib/rankup-slurm} # everything lies here: the configuration, the state, the logs
+DIR=${RANKUP_SLURM_DIR:-/var/lib/rankup-slurm} # everything is here: the configuration, the state, the logs
 CONF=$DIR/slurm.conf
 SWITCH=${SWITCH:-rankup-slurm} # the name of the nodes' network
 PORT=${PORT:-16817}        # of slurmctld, and the next of slurmd; Slurm's own is 6817, which a real one may have
@@ -17,15 +17,16 @@ say() { echo "slurm-local: $*"; }
 
 packages() {
   local missing=()
-  command -v slurmctld > /dev/null && command -v slurmd > /dev/null && command -v sbatch > /dev/null || missing+=(slurm-wlm)
+  command -v slurmctld > /dev/null && command -v slurmd > /dev/null && command -v sbatch > /dev/null \
+    || missing+=(slurm-wlm)
   command -v munged > /dev/null || missing+=(munge)
   command -v ip > /dev/null || missing+=(iproute2)
   command -v unshare > /dev/null || missing+=(util-linux)
   ((${#missing[@]})) || return 0
-  command -v apt-get > /dev/null || fail "${missing[*]} is missing, and this is neither Debian nor Ubuntu: install it by hand"
+  command -v apt-get > /dev/null || fail "no ${missing[*]}, and this is neither Debian nor Ubuntu: install it by hand"
   say "installing ${missing[*]}"
   apt-get update -q > /dev/null
-  # Debian starts nothing of it: there is no configuration in /etc/slurm
+  # Debian starts no daemon of them: there is no configuration in /etc/slurm
   DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${missing[@]}" > "$DIR/apt.log" 2>&1 \
     || { tail -5 "$DIR/apt.log" >&2; fail "apt-get could not install ${missing[*]}"; }
 }
@@ -48,7 +49,7 @@ SlurmctldPort=$PORT
 SlurmdPort=$((PORT + 1))
 SlurmUser=root
 AuthType=auth/munge
-# A requeued job waits until its old credential is void: 120 s elsewhere
+# A requeued job waits until its old credential has expired: 120 s by default
 AuthInfo=socket=$DIR/munge/socket,cred_expire=15
 StateSaveLocation=$DIR/state
 SlurmdSpoolDir=$DIR/spool/%n
@@ -63,7 +64,7 @@ MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=20
 SlurmctldTimeout=30
-# 10 s each elsewhere: here the nodes share one machine with all that they run
+# 10 s each by default: here the nodes share one machine with all that they run
 MessageTimeout=30
 BatchStartTimeout=60
 KillWait=30
@@ -71,7 +72,7 @@ MinJobAge=3600
 JobRequeue=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-# As many CPUs as are said here, and not as there are
+# As many CPUs as are given here, not as the machine has
 SlurmdParameters=config_overrides
 JobCompType=jobcomp/filetxt
 JobCompLoc=$DIR/log/jobcomp.log
@@ -82,7 +83,7 @@ END
   echo "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES:4" >> "$CONF"
 }
 
-network() { # a switch in a namespace of its own: there no firewall of this machine stands between the nodes
+network() { # a switch in its own namespace, where no firewall of this machine stands between the nodes
   no_network # a machine that went down in the middle leaves the name behind
   ip netns add "$SWITCH"
   ip -n "$SWITCH" link add switch type bridge
@@ -93,7 +94,7 @@ network() { # a switch in a namespace of its own: there no firewall of this mach
   ip link set "$SWITCH" up
 }
 
-node_up() { # NODE: a machine of namespaces, whose first process does nothing but live and collect the dead
+node_up() { # NODE: a machine of namespaces; its first process only lives and collects processes that ended
   local node=$1 number=${1#node} init
   # shellcheck disable=SC2016  # expanded in the node
   setsid unshare --net --uts --mount --pid --fork --kill-child --mount-proc bash -c '
@@ -104,7 +105,7 @@ node_up() { # NODE: a machine of namespaces, whose first process does nothing bu
   until init=$(pgrep -P "$(cat "$DIR/$node.unshare")"); do sleep 0.05; done
   echo "$init" > "$DIR/$node.pid1"
   until [[ $(nsenter -t "$init" -u hostname) == "$node" ]]; do sleep 0.05; done # the last that it sets
-  # A node that lost its power may not have let go of its cable yet
+  # A node that lost its power may still hold its cable
   ip -n "$SWITCH" link del "$node" 2> /dev/null || true
   ip link add name eth0 netns "$init" type veth peer name "$node" netns "$SWITCH"
   ip -n "$SWITCH" link set "$node" master switch up
@@ -127,7 +128,8 @@ up() {
   packages
   [[ ! -e $CONF ]] || down
   ! ip -n "$SWITCH" link show node0 > /dev/null 2>&1 \
-    || fail "a Slurm named $SWITCH runs already: choose another SWITCH, NET and PORT, or end it (RANKUP_SLURM_DIR=... slurm/local.sh down)"
+    || fail "a Slurm named $SWITCH runs already: choose another SWITCH, NET and PORT, or end it \
+(RANKUP_SLURM_DIR=... slurm/local.sh down)"
   mkdir -p "$DIR"
   configure
   munged --socket="$DIR/munge/socket" --key-file="$DIR/munge/key" --pid-file="$DIR/munge/pid" \
@@ -144,7 +146,7 @@ up() {
   say "$NODES nodes are up. Go on with: export SLURM_CONF=$CONF; sbatch slurm/ddp.sbatch --dataset digits"
 }
 
-kill_pid() { # FILE NAME: SIGKILL for the process whose id stands there, unless the id is another program's by now
+kill_pid() { # FILE NAME: SIGKILL for the process whose id is in the file, unless that id is another program's by now
   local pid
   pid=$(cat "$1" 2> /dev/null) || return 0
   rm -f "$1"
@@ -167,7 +169,7 @@ down() {
   kill_pid "$DIR/slurmctld.pid" slurmctld
   kill_pid "$DIR/munge/pid" munged
   no_network
-  [[ ! -e $CONF ]] || rm -rf "$DIR" # and no folder that somebody named by mistake
+  [[ ! -e $CONF ]] || rm -rf "$DIR" # not a folder that somebody named by mistake
 }
 
 case ${1:-up} in

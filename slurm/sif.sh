@@ -9,7 +9,8 @@ SIF=${SIF:-rankup.sif}
 fail() { printf 'sif: %s\n' "$@" >&2; exit 2; }
 
 for tool in docker apptainer; do
-  command -v "$tool" > /dev/null || fail "$tool is not here: run make sif on a machine that has docker and apptainer, and copy $SIF"
+  command -v "$tool" > /dev/null \
+    || fail "$tool is not here: run make sif on a machine that has docker and apptainer, and copy $SIF"
 done
 docker image inspect "$IMAGE" > /dev/null 2>&1 || fail "no image $IMAGE here: make image builds it"
 archive=$(mktemp --suffix .tar)

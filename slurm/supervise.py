@@ -1,4 +1,4 @@
-"""Supervises a training as a Slurm job: checks the nodes, starts lost ranks again, requeues the job, ends with its code.
+"""Supervises a training as a Slurm job: checks its nodes, restarts lost ranks, requeues it, ends with its exit code.
 
 Run: sbatch slurm/ddp.sbatch      (its last line starts this file, on the job's first node)
 Edit: nothing; the settings are environment variables, which ddp.sbatch sets.

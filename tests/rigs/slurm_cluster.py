@@ -95,8 +95,8 @@ class Cluster:
         """All processes of jobs on any node, supervisors included: those with a job's id in their environment."""
         found = []
         for process in psutil.process_iter():
-            environment = environ_of(process.pid)
-            if "SLURM_JOB_ID" in environment and environment.get("SLURM_CONF") == self.env["SLURM_CONF"]:
+            env = environ_of(process.pid)
+            if "SLURM_JOB_ID" in env and env.get("SLURM_CONF") == self.env["SLURM_CONF"]:
                 found.append(process)
         return found
 
@@ -153,8 +153,8 @@ class SlurmJob:
     def start_now(self) -> None:
         """End Slurm's pause after a requeue, once the last start is gone from every node.
 
-        Slurm's clock counts whole seconds: a start in the second of the requeue finds its credential revoked, or gets no
-        step on a node that came back.
+        Slurm's clock counts whole seconds: a start in the second of the requeue finds its credential revoked, or gets
+        no step on a node that came back.
         """
         requeued = time.mktime(time.strptime(self.show()["SubmitTime"], "%Y-%m-%dT%H:%M:%S"))
         if time.time() - requeued > 4 and not self.cluster.processes() and not self.daemons():
@@ -179,12 +179,13 @@ class SlurmJob:
         """The processes that train, on one node or on all, in the order of their ranks."""
         found = []
         for process in self.cluster.processes():
-            environment = environ_of(process.pid)
-            if environment.get("SLURM_JOB_ID") == self.number and "RANK" in environment and node in environment.get("SLURMD_NODENAME", ""):
+            env = environ_of(process.pid)
+            here = node in env.get("SLURMD_NODENAME", "")
+            if env.get("SLURM_JOB_ID") == self.number and "RANK" in env and here:
                 with contextlib.suppress(psutil.Error):  # it ends just now
                     line = " ".join(process.cmdline())
                     if "main.py train" in line and "torch.distributed.run" not in line and "python" in process.name():
-                        found.append((int(environment["RANK"]), process))
+                        found.append((int(env["RANK"]), process))
         return [process for _, process in sorted(found, key=lambda pair: pair[0])]
 
     def kill_rank(self, node: str) -> None:

@@ -1,4 +1,4 @@
-"""Slurm jobs signalled, requeued, killed and cut off for real: all go on to the weights of the run that was left alone."""
+"""Slurm jobs signalled, requeued, killed and cut off for real: all reach the weights of a run that was left alone."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""The files for Slurm without a Slurm: lines that sbatch reads, and the command lines that they come to, by stubs on PATH."""
+"""The files for Slurm without a Slurm: the lines that sbatch reads, and the command lines that follow from them."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def render(folder: Path, script: Path, *words: str, **env: str) -> list[list[str
     stub(folder, "scontrol", SCONTROL)
     clean = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "record"), "DDP": str(DDP)}
     done = subprocess.run(
-        ["bash", script, *words], env={**clean, **env}, cwd=folder, capture_output=True, text=True, timeout=240, check=False
+        ["bash", script, *words], env={**clean, **env}, cwd=folder, capture_output=True, text=True, timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return recorded(folder)
@@ -128,7 +128,9 @@ def test_slurm_pyxis_gets_image_and_mounts_from_srun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gpus", [True, False])
 def test_slurm_apptainer_runs_the_program_in_each_task(gpus: bool, tmp_path: Path) -> None:
-    task = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "MASTER_ADDR": "big7", "MASTER_PORT": "17007"}
+    task = {
+        "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "MASTER_ADDR": "big7", "MASTER_PORT": "17007",
+    }
     more = {"SLURM_GPUS_ON_NODE": "4"} if gpus else {}
     (call,) = render(tmp_path, TASK, "train", "--epochs", "2", **task, **more, IMAGE="rankup.sif", PYTHON="")
     assert call == [
@@ -142,10 +144,11 @@ def test_slurm_task_hands_slurms_numbers_on(launcher: str, tmp_path: Path) -> No
     """In place of those that a container's hook or an earlier launcher left."""
     stub(tmp_path, "python", '#!/bin/bash\nenv > "$ENV"\n' + RECORD.split("\n", 1)[1])
     task = {
-        "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_NNODES": "4", "SLURM_NODEID": "2", "NPROC": "2",
-        "MASTER_ADDR": "big7", "MASTER_PORT": "17007", "RANK": "0", "WORLD_SIZE": "99", "ENV": str(tmp_path / "env"),
+        "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_NNODES": "4", "SLURM_NODEID": "2",
+        "NPROC": "2", "MASTER_ADDR": "big7", "MASTER_PORT": "17007", "RANK": "0", "WORLD_SIZE": "99",
+        "ENV": str(tmp_path / "env"), "PYTHON": str(tmp_path / "python"), "LAUNCHER": launcher, "SLURM_JOB_ID": "7",
     }
-    (call,) = render(tmp_path, TASK, "train", **task, PYTHON=str(tmp_path / "python"), LAUNCHER=launcher, SLURM_JOB_ID="7")
+    (call,) = render(tmp_path, TASK, "train", **task)
     told = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
     if launcher == "tasks":
         assert (told["RANK"], told["LOCAL_RANK"], told["WORLD_SIZE"]) == ("5", "1", "8")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.rigs.containers import digest_by_torchrun
-from tests.rigs.slurm_cluster import LOCAL, Cluster
+from tests.rigs.slurm_cluster import DDP, LOCAL, Cluster
 
 pytestmark = pytest.mark.timeout(1200)
 JOB = "--dataset digits --model mlp --max-steps 60"
@@ -40,7 +40,7 @@ def test_slurm_array_trains_a_seed_in_each_task_side_by_side(cluster: Cluster, t
 
 def test_slurm_names_a_partition_and_a_node_that_do_not_exist(cluster: Cluster, tmp_path: Path) -> None:
     for option, message in (("--partition=gpus", "invalid partition"), ("--nodelist=node7", "Invalid node name")):
-        said = cluster.run("sbatch", option, Path(__file__).parents[3] / "slurm" / "ddp.sbatch", check=False, cwd=tmp_path)
+        said = cluster.run("sbatch", option, DDP, check=False, cwd=tmp_path)
         assert message.lower() in said.lower()
 
 
@@ -76,9 +76,11 @@ def test_slurm_runs_a_workload_of_ones_own_with_data_on_each_nodes_disk(cluster:
     assert not Path(config["data_dir"]).exists()
 
 
-@pytest.mark.parametrize("left", [("slurm.conf", "slurmctld.pid", "node0.pid1", "node1.unshare"), ()], ids=["files", "name"])
+@pytest.mark.parametrize(
+    "left", [("slurm.conf", "slurmctld.pid", "node0.pid1", "node1.unshare"), ()], ids=["files", "name"]
+)
 def test_slurm_comes_up_over_what_a_machine_that_went_down_left(left: tuple[str, ...], cluster: Cluster) -> None:
-    """Its files name processes that are others' by now, and the network's name is taken by nothing."""
+    """Its files name processes that are others' by now, and a file has the name of the network, which is gone."""
     del cluster  # there is a Slurm, and it holds a number
     another = Cluster()
     innocent = subprocess.Popen(["sleep", "600"])

@@ -66,7 +66,8 @@ class Supervised:
     def start(self, *words: str) -> subprocess.Popen[str]:
         # Isolated, and without the packages of the environment: a node's Python has none
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", SUPERVISE, *words], env=self.env, cwd=self.folder, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-I", "-S", SUPERVISE, *words], env=self.env, cwd=self.folder, stderr=subprocess.PIPE,
+            text=True,
         )
 
     def run(self, *words: str) -> tuple[int, str]:
@@ -142,7 +143,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "requeues"), [(signal.SIGUSR1, 1), (signal.SIGUSR2, 1), (signal.SIGTERM, 0)], ids=lambda value: str(value)
+    ("number", "requeues"), [(signal.SIGUSR1, 1), (signal.SIGUSR2, 1), (signal.SIGTERM, 0)], ids=str
 )
 def test_slurm_signal_reaches_the_ranks_and_only_a_warning_requeues(number: int, requeues: int, tmp_path: Path) -> None:
     """TERM comes from scancel, a time limit or a requeue: Slurm itself decides what follows."""
@@ -169,7 +170,9 @@ def test_slurm_signal_before_the_ranks_start_keeps_them_from_it(number: int, req
 
 
 @pytest.mark.parametrize(("before", "requeues"), [("40", 0), ("20", 1)])
-def test_slurm_job_that_fails_again_at_the_same_step_is_not_requeued(before: str, requeues: int, tmp_path: Path) -> None:
+def test_slurm_job_that_fails_again_at_the_same_step_is_not_requeued(
+    before: str, requeues: int, tmp_path: Path
+) -> None:
     mark = tmp_path / "runs" / "job" / ".slurm-failed"
     mark.parent.mkdir(parents=True)
     mark.write_text(f"{before}\n")
@@ -305,4 +308,5 @@ def test_slurm_supervisor_is_python_3_8() -> None:
         assert "__future__" in imported, f"{path}: int | None is evaluated otherwise"
         known = {*sys.stdlib_module_names, "train"}
         assert {str(name).split(".")[0] for name in imported} <= known, path
-        assert {name for name in imported if str(name).startswith("train")} <= {"train.errors", "train.process.addresses"}
+        ours = {name for name in imported if str(name).startswith("train")}
+        assert ours <= {"train.errors", "train.process.addresses"}, path
