@@ -1,9 +1,7 @@
-"""Prints where a run stands, for supervise.py: DIRECTORY STEP CODE.
-
-STEP is that of the newest checkpoint. CODE is 0 where no rank of RANKUP_ATTEMPT wrote down that it failed.
-Run: slurm/task.sh progress --epochs 5      (with the words that `train` got)
-Edit: nothing.
-"""
+# Prints where a run stands, for supervise.py: its directory, its newest checkpoint's step, and how its ranks ended.
+# Run: slurm/task.sh progress --epochs 5      (with the words that `train` got)
+# Edit: nothing.
+"""Prints one line: DIRECTORY STEP CODE. The code is 0 where no rank of RANKUP_ATTEMPT wrote down that it failed."""
 
 import os
 import re

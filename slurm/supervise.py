@@ -1,10 +1,9 @@
-"""Supervises a training as a Slurm job: checks its nodes, restarts lost ranks, requeues it, ends with its exit code.
+# Supervises a training as a Slurm job: checks its nodes, restarts lost ranks, requeues it, ends with its exit code.
+# Run: sbatch slurm/ddp.sbatch      (its last line starts this file, on the job's first node)
+# Edit: nothing; the settings are environment variables, which ddp.sbatch sets.
+"""The supervisor runs outside any container, in the Python that the node has, 3.8 or newer.
 
-Run: sbatch slurm/ddp.sbatch      (its last line starts this file, on the job's first node)
-Edit: nothing; the settings are environment variables, which ddp.sbatch sets.
-
-Outside any container and in the Python that the node has, 3.8 or newer: only the standard library and two files of
-train/ that need nothing else.
+It imports only the standard library and two files of train/ that need nothing else.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def root_cause(codes: Sequence[int], *, stopped: bool = False, rest_stopped: boo
             return code
     if stopped and failed:
         return STOPPED
-    # These explain nothing but themselves, so any other code (137, 139, ...) is the cause. A rank that was stopped alone
-    # did not wait for the others, which then lost it or could not join.
+    # These explain little, so any other code (137, 139, ...) is the cause. A rank that was stopped alone did not wait
+    # for the others, which then lost it or could not join.
     weak = [PEER_LOST, JOIN_FAILED, STOPPED]
     if rest_stopped:
         weak = [STOPPED, PEER_LOST, JOIN_FAILED]
@@ -134,14 +134,15 @@ def disk_error(what: str, directory: Path, error: OSError) -> UserError:
     else:
         problem = f"can't be written ({error.strerror})"
     return UserError(
-        f"{what}: {directory} {problem}. The checkpoints there are untouched; mend it and run the same command again."
+        f"{what}: {directory} {problem}. The checkpoints there are untouched: make room or let it be written, and run the "
+        "same command again."
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the root cause of the codes on the command line."""
-    parser = argparse.ArgumentParser(prog="python -m train.errors", description="Print which of several exit codes is the cause.")
-    parser.add_argument("codes", nargs="*", type=int, metavar="CODE", help="in the order of the ends, where it is known")
+    """Print which of several exit codes is the cause."""
+    parser = argparse.ArgumentParser(prog="python -m train.errors", description=main.__doc__)
+    parser.add_argument("codes", nargs="*", type=int, metavar="CODE", help="in the order of the ends, if known")
     parser.add_argument("--stopped", action="store_true", help="somebody asked the job to stop")
     parser.add_argument("--rest-stopped", action="store_true", help="the others were stopped because one had failed")
     asked = parser.parse_args(arguments)

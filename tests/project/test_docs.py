@@ -68,7 +68,8 @@ def known_flags() -> set[str]:
     ours = {"--config", "--help", *(f"--{name.replace('_', '-')}" for name in [*Config.model_fields, *EXTRA])}
     switches = {f"--no-{name.replace('_', '-')}" for name in Config.model_fields}
     torchruns = {option for action in get_args_parser()._actions for option in action.option_strings}
-    return ours | switches | torchruns | FOREIGN_FLAGS
+    of_errors = {"--stopped", "--rest-stopped"}  # python -m train.errors, for shell files
+    return ours | switches | torchruns | of_errors | FOREIGN_FLAGS
 
 
 @pytest.mark.parametrize("document", documents())
