@@ -1,7 +1,7 @@
 """A rank that is killed at any moment costs time and nothing else: the job ends with the weights it would have had.
 
-With dropout, augmentation and DataLoader workers; at two and at four ranks, since only three or more show that DDP sums in
-another order after a restart.
+With dropout, augmentation and DataLoader workers, all of which draw random numbers. At two and at four ranks: a sum of
+two numbers is the same in either order, so two ranks would not show that DDP sums in another order after a restart.
 """
 
 import os
@@ -19,7 +19,7 @@ from tests.rigs.jobs import ended, free_port, metrics, rank_env, result
 from train.process.status import attempt_of, new_attempt
 
 RUNS = int(os.environ.get("RANKUP_RUNS", "20"))
-# Another one each time only where many runs are asked for: what CI refuses can be looked at again
+# CI always draws the same kills, so that a failure can be repeated; with RANKUP_RUNS set, each run draws others
 SEED = int(os.environ.get("RANKUP_SEED", random.SystemRandom().randrange(10**6) if "RANKUP_RUNS" in os.environ else 1))
 KILLS_PER_JOB = 6
 # Eight steps an epoch
@@ -104,7 +104,8 @@ def test_launch_restarts_ranks_killed_at_random_and_ends_with_the_same_weights(
 
 
 def test_fresh_that_was_killed_before_it_began_is_still_fresh_after_the_restart(forks: Forks, tmp_path: Path) -> None:
-    """The first attempt of a launch may be killed before it puts the earlier run aside; a later one goes on with its own."""
+    """The first attempt of a launch may be killed before it puts the earlier run aside. Only attempts after the one
+    that did must not put it aside again."""
     line = ("train", f"--run-dir={tmp_path}", *SETTINGS, "--max-steps=6", "--fresh")
 
     def attempt(job: str, restart: int) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, verified, never the last good one lost; weights of others; disks that fill."""
+"""Checkpoints appear whole or not at all and are verified; the last good one is never lost. Full disks, init_from."""
 
 import errno
 import json
@@ -242,28 +242,28 @@ def test_kill_between_the_renames_leaves_the_replaced_one(
 # A process that dies, a disk that fills -----------------------------------------------------------------------
 
 
-def save_for_ever(directory: Path, told: int) -> None:
-    """Each step twice, as after a stop in evaluation; what is saved for certain is told through the pipe."""
+def save_until_killed(directory: Path, pipe: int) -> None:
+    """Save each step twice, as after a stop in evaluation, and write each step that is surely saved to the pipe."""
     found = load_newest(directory, lambda text: os._exit(3))
     step = found.step if found is not None else 0
     while True:
         step += 1
         for _ in range(2):
             save(directory, step, keep=1)
-            os.write(told, f"{step}\n".encode())
+            os.write(pipe, f"{step}\n".encode())
 
 
 def kill_savers(directory: Path, runs: int) -> None:
-    """Kill a saving process `runs` times at random points; after each the last step that it told must be there."""
+    """Kill a saving process `runs` times at random points; after each the last step that it reported must be there."""
     draw = random.Random()
     last = 0
     for number in range(runs):
-        told, writer = os.pipe()
+        reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
-            save_for_ever(directory, writer)
+            save_until_killed(directory, writer)
         os.close(writer)
-        with os.fdopen(told) as lines:
+        with os.fdopen(reader) as lines:
             began_s = time.monotonic()
             if number % 5:  # else before the first one
                 last = int(lines.readline())
@@ -279,7 +279,7 @@ def kill_savers(directory: Path, runs: int) -> None:
 
 
 def test_kill_at_any_point_of_a_save_leaves_the_last_good_one(tmp_path: Path) -> None:
-    code = f"import sys; from pathlib import Path; from tests.run.test_checkpoint import *; kill_savers(Path(sys.argv[1]), {RUNS})"
+    code = f"from tests.run.test_checkpoint import *; kill_savers(Path(sys.argv[1]), {RUNS})"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -336,8 +336,8 @@ def test_take_over_by_another_attempt_publishes_nothing(tmp_path: Path) -> None:
 
 # 8 steps an epoch, 32 in all; checkpoints of 3 to 4 KiB, or with --options.width 20000 of 2 x 1 MiB
 SETTINGS = (
-    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4", "--schedule", "constant", "--log-every-steps", "1",
-    "--tensorboard=false", "--join-timeout-s", "30",
+    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4", "--schedule", "constant",
+    "--log-every-steps", "1", "--tensorboard=false", "--join-timeout-s", "30",
 )
 
 
@@ -399,7 +399,8 @@ def test_disk_that_fills_between_two_saves_is_one_line(forks: Forks, tmp_path: P
         far = (*arguments, "--save-every-steps", "100000", "--evaluate-every-epochs", "60")
         codes, output = forks.run(*arguments, "--max-steps", "8")
         assert codes == [0], output
-        codes, output = forks.run(*far, preload="tests.run.test_checkpoint:fill_at_step_10", env={"DISK": str(disk.path)})
+        filling = "tests.run.test_checkpoint:fill_at_step_10"
+        codes, output = forks.run(*far, preload=filling, env={"DISK": str(disk.path)})
         assert codes == [2], output
         assert f"error: metrics: {run} has no space left, 0 MiB free" in output
         assert "Traceback" not in output
@@ -521,13 +522,15 @@ def test_weights_load_whatever_wrapped_the_model(tmp_path: Path, prefix: str, en
 
 
 def test_names_inside_are_not_taken_for_prefixes() -> None:
-    state = {"submodule.weight": torch.ones(1), "a.module.b._orig_mod.weight": torch.ones(1), "module_x.w": torch.ones(1)}
+    names = ("submodule.weight", "a.module.b._orig_mod.weight", "module_x.w")
+    state = {name: torch.ones(1) for name in names}
     assert list(weights.without_prefixes(state)) == ["submodule.weight", "a.b.weight", "module_x.w"]
 
 
 def test_tensors_of_other_shapes_keep_their_value_and_are_listed(tmp_path: Path) -> None:
     given = plain_model().state_dict()
-    torch.save({**given, "2.weight": torch.ones(9, 4), "2.bias": torch.ones(9), "head": torch.ones(1)}, tmp_path / "w.pt")
+    others = {"2.weight": torch.ones(9, 4), "2.bias": torch.ones(9), "head": torch.ones(1)}
+    torch.save({**given, **others}, tmp_path / "w.pt")
     own, said = started_from(tmp_path / "w.pt")
     torch.manual_seed(2)
     fresh = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).state_dict()
@@ -622,7 +625,9 @@ def other_weights_that_ddp_leaves() -> None:
 
     other_weights_on_rank_1()
     ddp = train.parallel.ddp.DistributedDataParallel
-    train.parallel.ddp.DistributedDataParallel = lambda *given, **more: ddp(*given, **more, init_sync=False)  # type: ignore
+    train.parallel.ddp.DistributedDataParallel = (  # type: ignore
+        lambda *given, **more: ddp(*given, **more, init_sync=False)
+    )
 
 
 def test_all_ranks_take_rank_0s_initial_weights(forks: Forks, tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ def no_locks() -> None:
     fcntl.lockf = lockf  # type: ignore[assignment]
 
 
-def start_owner(folder: Path, locks: str = "with locks", *, patience_s: float = 0.5, number: int = 1) -> subprocess.Popen[str]:
+def start_owner(
+    folder: Path, locks: str = "with locks", *, patience_s: float = 0.5, number: int = 1
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", OWNER, str(folder), locks, str(patience_s), str(number)],
         env=environment({"PYTHONPATH": str(ROOT)}), text=True,
@@ -103,7 +105,8 @@ def test_live_owner_is_named(tmp_path: Path) -> None:
     with owner(tmp_path) as process:
         with pytest.raises(UserError) as caught, Lease(tmp_path, "second"):
             pass
-        assert f"is owned by a live attempt, attempt-1 on {train.run.lease.host_name()} (pid {process.pid})" in str(caught.value)
+        named = f"attempt-1 on {train.run.lease.host_name()} (pid {process.pid})"
+        assert f"is owned by a live attempt, {named}" in str(caught.value)
         assert "another --name" in str(caught.value)
         time.sleep(0.3)
         assert held(tmp_path)["attempt"] == "attempt-1", "a refused attempt changed the lease"
@@ -200,7 +203,7 @@ def test_owner_on_another_machine_lives_by_its_beats(
         no_locks()
     # The first goes on beating in a thread of its own, on its own machine
     here = threading.main_thread()
-    monkeypatch.setattr(train.run.lease, "_kernel", lambda: f"{'this' if threading.current_thread() is here else 'another'} boot")
+    monkeypatch.setattr(train.run.lease, "_kernel", lambda: "this" if threading.current_thread() is here else "another")
     # A second lock of one process is always free, as one on another machine would be
     second = Lease(tmp_path, "second", life_s=FOR_EVER_S if beats else 0.3)
     if beats:
@@ -243,8 +246,8 @@ def test_workers_forked_by_the_owner_do_not_keep_its_lock(tmp_path: Path) -> Non
 # Jobs ---------------------------------------------------------------------------------------------------------
 
 SETTINGS = (
-    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--log-every-steps", "1", "--tensorboard=false",
-    "--join-timeout-s", "30", "--eval-batch-size", "4",
+    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--log-every-steps", "1",
+    "--tensorboard=false", "--join-timeout-s", "30", "--eval-batch-size", "4",
 )
 
 
@@ -284,7 +287,8 @@ def test_second_attempt_is_refused_on_all_ranks_and_leaves_the_first_alone(
         first.wait_for("epoch 1:")
         before = (run / "status.json").read_text()
         assert json.loads(before)["state"] == "running"
-        codes, output = forks.run(*train_arguments(run), world_size=world_size, preload="tests.run.test_lease:short_waits")
+        impatient = "tests.run.test_lease:short_waits"
+        codes, output = forks.run(*train_arguments(run), world_size=world_size, preload=impatient)
         assert codes == [2] * world_size, output
         lease = held(run)
         assert f"is owned by a live attempt, {lease['attempt']} on {lease['host']} (pid {lease['pid']})" in output

@@ -14,13 +14,14 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from tests.rigs.fork_server import Forks
 from train.errors import UserError
-from train.run.metrics import Metrics, keep_until
+from train.run.metrics import Metrics, cut_after
 from train.workloads.pictures import confusion_picture, grid_picture
 
 DIGITS = ("train", "--dataset", "digits", "--model", "mlp", "--epochs", "2", "--log-every-steps", "10")
 # 8 steps an epoch, 32 in all
 MADE_UP = (
-    "train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4", "--log-every-steps", "1",
+    "train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4",
+    "--log-every-steps", "1",
     "--eval-batch-size", "4", "--join-timeout-s", "30",
 )
 SCALARS = {"train/loss", "train/lr", "train/images_per_s", "eval/loss", "eval/accuracy", "eval/accuracy_top5"}
@@ -100,7 +101,8 @@ def test_hyperparameters_are_shown_with_the_final_metrics(digits: Path) -> None:
     assert start.hparams["augment"].bool_value is False
     content = events(digits).summary_metadata["_hparams_/experiment"].plugin_data.content
     experiment = plugin_data_pb2.HParamsPluginData.FromString(content).experiment
-    assert {info.name.tag for info in experiment.metric_infos} == {"final/accuracy", "final/accuracy_top5", "final/loss"}
+    tags = {info.name.tag for info in experiment.metric_infos}
+    assert tags == {"final/accuracy", "final/accuracy_top5", "final/loss"}
     assert scalars(digits)["final/accuracy"].keys() == {44}
 
 
@@ -163,11 +165,11 @@ def test_lines_past_the_checkpoint_and_half_ones_are_cut(tmp_path: Path) -> None
     path = tmp_path / "metrics.jsonl"
     whole = [{"step": step, "train/loss": 1.0} for step in (1, 2, 3)] + [{"step": 2, "eval/loss": 2.0}]
     path.write_bytes("".join(json.dumps(line) + "\n" for line in whole).encode() + b'[1]\n\xff\n{"step": 1, "tra')
-    keep_until(path, 2, 2)
+    cut_after(path, 2, 2)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [whole[0], whole[1], whole[3]]
-    keep_until(path, 2, 0)
+    cut_after(path, 2, 0)
     assert [json.loads(line) for line in path.read_text().splitlines()] == whole[:2]
-    keep_until(tmp_path / "missing.jsonl", 2, 2)
+    cut_after(tmp_path / "missing.jsonl", 2, 2)
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 

@@ -18,8 +18,8 @@ from train.process.status import End, read_json, write_json, write_summary
 
 # 8 steps an epoch; with a constant rate a longer run begins as a shorter one does
 SETTINGS = (
-    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--schedule", "constant", "--log-every-steps", "1",
-    "--eval-batch-size", "4", "--tensorboard=false", "--join-timeout-s", "30",
+    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--schedule", "constant",
+    "--log-every-steps", "1", "--eval-batch-size", "4", "--tensorboard=false", "--join-timeout-s", "30",
 )
 
 
@@ -145,7 +145,8 @@ def other_data() -> None:
 def test_checkpoint_of_another_model_is_refused_in_one_line(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "1")
-    codes, output = forks.run(*train(run, "--epochs", "2"), world_size=2, preload="tests.run.test_run_directory:other_model")
+    preload = "tests.run.test_run_directory:other_model"
+    codes, output = forks.run(*train(run, "--epochs", "2"), world_size=2, preload=preload)
     assert codes == [2, 2], output
     assert "does not fit this model: " in output
     assert "Traceback" not in output
@@ -183,7 +184,8 @@ def test_kill_before_the_run_directory_is_taken_hides_yesterdays_success(forks: 
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "1")
     order = {"RANKUP_ATTEMPT": "todays"}
-    codes, output = forks.run(*train(run, "--epochs", "2"), env=order, preload="tests.run.test_run_directory:die_at_the_lease")
+    preload = "tests.run.test_run_directory:die_at_the_lease"
+    codes, output = forks.run(*train(run, "--epochs", "2"), env=order, preload=preload)
     assert codes == [-9], output
     assert (status(run)["state"], status(run)["attempt"]) == ("running", "todays")
 
@@ -231,7 +233,9 @@ def fail_on_rank_1() -> None:
 
 def test_status_code_and_reason_are_those_of_the_cause(tmp_path: Path) -> None:
     ends = [
-        End(0, "a", "failed", 171, "lost a peer", 3), End(1, "b", "failed", 2, "a mistake", 3), End(2, "c", "stopped", 143, "", 3)
+        End(0, "a", "failed", 171, "lost a peer", 3),
+        End(1, "b", "failed", 2, "a mistake", 3),
+        End(2, "c", "stopped", 143, "", 3),
     ]
     write_summary(tmp_path, "attempt", state="failed", world_size=3, ends=ends)
     assert (status(tmp_path)["code"], status(tmp_path)["why"]) == (2, "a mistake")
@@ -289,7 +293,9 @@ def test_log_on_a_full_disk_still_speaks(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr() == ("a line\n", "an error\n")
 
 
-@pytest.mark.parametrize("where", ["run", "run/logs", "run/checkpoints", "run/status", "run/metrics.jsonl", "run/.lock"])
+@pytest.mark.parametrize(
+    "where", ["run", "run/logs", "run/checkpoints", "run/status", "run/metrics.jsonl", "run/.lock"]
+)
 def test_file_or_folder_in_the_way_is_one_line(forks: Forks, tmp_path: Path, where: str) -> None:
     run = tmp_path / "run"
     path = tmp_path / where

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: each rank writes its part, whole or not at all; they go on, and load, wherever plain ones do."""
+"""Sharded checkpoints: each rank writes its part, whole or not at all; they resume and load wherever plain ones do."""
 
 import json
 import os
@@ -21,8 +21,11 @@ from train.run import publish, sharded_checkpoint, weights
 from train.run.checkpoint import find_problem, list_checkpoints, load_checkpoint, load_newest
 
 # 8 steps an epoch
-LINE = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--max-steps", "12", "--save-every-steps", "3", "--schedule",
-        "constant", "--log-every-steps", "1", "--tensorboard=false", "--progress=none", "--name", "run")
+LINE = (
+    "train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--max-steps", "12",
+    "--save-every-steps", "3", "--schedule", "constant", "--log-every-steps", "1", "--tensorboard=false",
+    "--progress=none", "--name", "run",
+)
 FSDP = ("--parallel", "fsdp")
 SHARDED = (*FSDP, "--checkpoint-format", "sharded")
 
@@ -81,7 +84,9 @@ def test_format_changes_no_bit(forks: Forks, trained: Path, tmp_path: Path) -> N
 # Going on -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [(), ("--optimizer", "adamw", "--lr", "0.01", "--precision", "bf16")], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "more", [(), ("--optimizer", "adamw", "--lr", "0.01", "--precision", "bf16")], ids=["sgd", "adamw"]
+)
 def test_run_goes_on_to_the_same_bits_after_kills(forks: Forks, tmp_path: Path, more: tuple[str, ...]) -> None:
     train(forks, tmp_path / "whole", 2, *SHARDED, *more)
     for rank, step in ((1, 8), (0, 4)):
@@ -166,7 +171,7 @@ def test_export_is_one_plain_file(forks: Forks, trained: Path, tmp_path: Path, n
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (("--checkpoint", "/nowhere"), "checkpoint: /nowhere must be a whole checkpoint, got a damaged one: manifest.json is"),
+        (("--checkpoint", "/nowhere"), "/nowhere must be a whole checkpoint, got a damaged one: manifest.json is"),
         (("--run-dir", "/nowhere"), "checkpoints must hold one, got none. Train first, or name one."),
         (("--output", "/dev/null/w.pt"), "--output must be a file that can be written, got /dev/null/w.pt: "),
     ],
@@ -206,7 +211,7 @@ def flip(path: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "shard flipped": (lambda p: flip(p / "shards/__1_0.distcp"), "shards/__1_0.distcp does not match its digest"),
-    "shard truncated": (lambda p: os.truncate(p / "shards/__0_0.distcp", 9), "shards/__0_0.distcp has 9 bytes instead of "),
+    "shard truncated": (lambda p: os.truncate(p / "shards/__0_0.distcp", 9), "shards/__0_0.distcp has 9 bytes instead"),
     "shard removed": (lambda p: (p / "shards/__1_0.distcp").unlink(), "__1_0.distcp is missing"),
     "metadata flipped": (lambda p: flip(p / "shards/.metadata"), "shards/.metadata does not match its digest"),
     "manifest removed": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
@@ -264,7 +269,8 @@ def die_in_save() -> None:
 def test_kill_in_a_save_leaves_the_one_before(forks: Forks, trained: Path, tmp_path: Path, where: str) -> None:
     more = (*SHARDED, "--optimizer", "adamw", "--lr", "0.01")
     line = (*LINE, *more, "--run-dir", tmp_path)
-    codes, output = forks.run(*line, world_size=2, env={"DIE": where}, preload="tests.run.test_sharded_checkpoint:die_in_save")
+    preload = "tests.run.test_sharded_checkpoint:die_in_save"
+    codes, output = forks.run(*line, world_size=2, env={"DIE": where}, preload=preload)
     assert sorted(codes) == [-9, 171], output
     assert [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")] == ["step-00000003"]
     assert find_problem(newest(tmp_path)) == ""
@@ -284,7 +290,8 @@ def test_full_disk_is_one_line_and_room_lets_it_go_on(forks: Forks, tmp_path: Pa
         assert codes == [2, 2], output
         assert "Traceback" not in output
         assert output.count("has no space left") == 1, output
-        assert [path.name for path in list_checkpoints(disk.path / "run/checkpoints")] == ["step-00000003", "step-00000006"]
+        names = [path.name for path in list_checkpoints(disk.path / "run/checkpoints")]
+        assert names == ["step-00000003", "step-00000006"]
         assert not list((disk.path / "run/checkpoints").glob(".*"))
         disk.resize("50m")
         assert "resumed from step-00000006" in train(forks, disk.path, 2, *wide)

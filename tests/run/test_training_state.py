@@ -1,4 +1,4 @@
-"""The typed state of a checkpoint: it comes back as it was, and what this program can't go on from is refused by name."""
+"""The typed state of a checkpoint comes back as it was, and what this program can't go on from is refused by name."""
 
 import json
 import shutil
@@ -23,7 +23,8 @@ SETTINGS = (
 
 
 def save(directory: Path, step: int, **fields: Any) -> Path:
-    return save_checkpoint(directory, training_state(step, **fields), {"weight": torch.full((3,), float(step))}, keep=99)
+    model = {"weight": torch.full((3,), float(step))}
+    return save_checkpoint(directory, training_state(step, **fields), model, keep=99)
 
 
 def rewrite(path: Path, **changes: Any) -> None:
@@ -106,7 +107,8 @@ def test_copy_under_a_higher_steps_name_is_passed_over_and_said(tmp_path: Path) 
     assert found is not None
     assert found.step == 20
     assert said == [
-        "checkpoint step-00000030 was passed over: its name says step 30, its manifest says step 10, its state says step 10"
+        "checkpoint step-00000030 was passed over: "
+        "its name says step 30, its manifest says step 10, its state says step 10"
     ]
 
 

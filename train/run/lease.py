@@ -1,8 +1,13 @@
-"""One live attempt owns a run directory: a lock where the file system has them, and signs of life for where it lies.
+"""One live attempt owns a run directory: by a lock where the file system has locks, else by a heartbeat.
 
-A lock of the kernel is exact and instant on one machine, its containers included, and on NFS with a lock service. The
-heartbeat is for the rest: an owner on another machine counts as dead only after it was silent for LIFE_S, measured by
-our own clock (those of two machines differ). An owner that was merely frozen finds out before it publishes anything.
+A lock of the kernel is exact and instant on one machine, its containers included, and on NFS with a lock service. An
+NFS mounted with `nolock` grants every machine the same lock, other file systems have no locks at all. There the
+heartbeat decides: an owner on another machine counts as dead only after LIFE_S of silence, measured by our own clock,
+because the clocks of two machines differ. An owner that was only frozen, and taken for dead, asks the lease before it
+publishes anything.
+
+fcntl.lockf and not the package filelock, which locks by flock: children inherit that, so that a DataLoader worker would
+keep the lock of its killed parent, and where the file system has no locks filelock falls back to one of its own.
 """
 
 import contextlib
@@ -19,36 +24,42 @@ from train.process.log import host_name
 from train.process.status import read_json, write_json
 
 BEAT_S = 2.0
-LIFE_S = 10.0
-# A killed attempt's last processes may still be going, and its lock with them.
-LOCK_PATIENCE_S = 4.0
+LIFE_S = 10.0  # several beats: a network file system may show another machine's writes seconds later
+LOCK_PATIENCE_S = 4.0  # a killed attempt's rank 0 may take this long to end, and holds its lock until then
 
 
 def _kernel() -> str:
-    """Tells two machines apart, and not two containers of one: they share the locks of the kernel."""
+    """The same for two containers of one machine, which share the kernel's locks, and different for two machines."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return host_name()
 
 
 class Lease:
-    """Ownership of `run_dir` for the length of a `with` block. Rank 0 only."""
+    """Ownership of `run_dir` for the length of a `with` block. Rank 0 only.
+
+    `attempt`: the id that others see as the owner's. `life_s`: how long an owner without a lock may be silent.
+    """
 
     def __init__(self, run_dir: Path, attempt: str, *, life_s: float = LIFE_S, beat_s: float = BEAT_S) -> None:
         self.run_dir, self.attempt, self.life_s, self.beat_s = run_dir, attempt, life_s, beat_s
         self.path = run_dir / "lease.json"
-        self.token = secrets.token_hex(8)
+        self.token = secrets.token_hex(8)  # attempt ids may be given by a launcher, and then given twice
         self._lock: IO[str] | None = None
         self._released = threading.Event()
-        self._writing = threading.Lock()
+        self._writing = threading.Lock()  # no beat may be written over the release
         self._held = False
 
     def __enter__(self) -> "Lease":
-        """Raises UserError, naming the owner, where another attempt is alive."""
+        """Take the run directory over from an owner that is gone.
+
+        Raises UserError, naming the owner, where another attempt is alive, and OSError where nothing can be written.
+        """
         locked = self._take_lock()
         try:
             owner = self._owner()
             if owner is not None and not owner.get("released"):
+                # The kernel has freed the lock of its own dead process; about another machine's it may know nothing
                 same_kernel = owner.get("kernel") == _kernel()
                 if not (locked and same_kernel) and self._alive(owner):
                     raise UserError(self._refusal(owner))
@@ -68,22 +79,22 @@ class Lease:
         self._drop_lock()
 
     def check(self) -> None:
-        """Raises PeerLost where another attempt took the run over: this one was frozen for longer than its life."""
+        """Raises PeerLost where another attempt took the run over: this one was frozen for longer than `life_s`."""
         if not self.is_ours():
             raise PeerLost(f"another attempt owns {self.run_dir} by now ({_who(self._owner() or {})})")
 
     def is_ours(self) -> bool:
-        """Whether no other attempt has taken the run directory over: that would have written its name here."""
+        """Whether no other attempt has taken the run directory over: it would have written its token here."""
         owner = self._owner()
         return owner is None or owner.get("token") == self.token
 
     def _owner(self) -> dict[str, Any] | None:
-        """Who wrote the lease last, or None where nothing can be read."""
+        """The content of the lease as it was written last, or None where nothing can be read."""
         owner = read_json(self.path)
         return owner if isinstance(owner, dict) else None
 
     def _take_lock(self) -> bool:
-        """True if the kernel's lock is ours, False where the file system has none. Raises UserError if it is another's."""
+        """True if the kernel's lock is ours, False where there are no locks. Raises UserError if another has it."""
         try:
             import fcntl
         except ImportError:  # Windows
@@ -108,11 +119,11 @@ class Lease:
             self._lock = None
 
     def _alive(self, owner: dict[str, Any]) -> bool:
-        """Whether the owner beats within its life, watched from here."""
+        """Watch for up to `life_s` whether the owner writes a new beat."""
         until_s = time.monotonic() + self.life_s
         while time.monotonic() < until_s:
             now = self._owner() or {}
-            if now.get("released"):
+            if now.get("released"):  # it ends normally at this moment
                 return False
             if now.get("beat") != owner.get("beat") or now.get("token") != owner.get("token"):
                 return True
@@ -138,7 +149,8 @@ class Lease:
         beat = 0
         while not self._released.wait(self.beat_s):
             beat += 1
-            with contextlib.suppress(OSError), self._writing:  # a full disk is the save's to report
+            # A full disk: the next save reports it, and may find room again
+            with contextlib.suppress(OSError), self._writing:
                 if self._released.is_set() or not self.is_ours():
                     return
                 self._write(beat)

@@ -1,4 +1,4 @@
-"""Numbers of a run: `metrics.jsonl` for programs, TensorBoard for people. One writer a run, on rank 0."""
+"""The numbers of a run: `metrics.jsonl` for programs, TensorBoard for people. Rank 0 alone writes them."""
 
 import json
 import math
@@ -18,6 +18,7 @@ from train.process.atomic_file import write_atomically
 class Metrics:
     """Appends to `directory/metrics.jsonl` and `directory/tensorboard/`; without a directory it only remembers.
 
+    `step`, `evaluated`: where the run goes on, see `cut_after`. `unit`: what a sample is called, in the plural.
     Every method raises UserError where the disk is full.
     """
 
@@ -32,16 +33,17 @@ class Metrics:
             return
         with self._disk():
             path = directory / "metrics.jsonl"
-            keep_until(path, step, evaluated)
-            self._file = path.open("a", buffering=1, encoding="utf-8")
+            cut_after(path, step, evaluated)
+            self._file = path.open("a", buffering=1, encoding="utf-8")  # a line is in the file as soon as it is written
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # half a second: only where it is used
 
-                threading.excepthook = _leave_to_the_caller
-                # What a killed attempt showed past its checkpoint is purged
+                threading.excepthook = _ignore_os_errors
+                # TensorBoard hides what a killed attempt wrote from this step on: those steps are done again
                 self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else None)
 
     def training(self, step: int, loss: float, rate: float, per_s: float) -> None:
+        """`loss`: the mean over the global batch of this step, `rate`: the learning rate, `per_s`: samples per second."""
         self.last |= {"loss": loss, "per_s": per_s, "rate": rate}
         self._write(step, {"train/loss": loss, "train/lr": rate, f"train/{self.unit}_per_s": per_s})
 
@@ -49,6 +51,7 @@ class Metrics:
         self._write(step, {f"eval/{name}": value for name, value in metrics.items()})
 
     def pictures(self, step: int, pictures: dict[str, torch.Tensor]) -> None:
+        """Images of [channels, height, width] for TensorBoard, floats from 0 to 1 or uint8."""
         with self._disk():
             for name, picture in pictures.items():
                 if self._writer is not None:
@@ -63,20 +66,20 @@ class Metrics:
         plain = {k: v if isinstance(v, bool | int | float | str) else json.dumps(v) for k, v in settings.items()}
         finals = {f"final/{name}": value for name, value in metrics.items()}
         with self._disk():
-            # Not `add_hparams`: it opens a second file, whose points have no step and stay for ever
+            # Not `add_hparams`: it opens a second file, whose points have no step, and which no resumed run purges
             for summary in hparams(plain, finals):  # type: ignore[no-untyped-call]
                 self._writer.file_writer.add_summary(summary, step)
             for name, value in finals.items():
                 self._writer.add_scalar(name, value, step)
 
     def line(self, step: int, total_steps: int) -> str:
-        """Where the run stands, for the terminal."""
+        """Where the run stands, as one line for the terminal."""
         if "loss" not in self.last:
             return f"step {step}/{total_steps}"
         return f"step {step}/{total_steps}  loss {self.last['loss']:.4f}  {self.last['per_s']:,.0f} {self.unit}/s"
 
     def flush(self) -> None:
-        """Have all that was written so far survive this process. `metrics.jsonl` does line by line."""
+        """Make TensorBoard's values survive a kill of this process; the lines of `metrics.jsonl` do already."""
         with self._disk():
             if self._writer is not None:
                 self._writer.flush()
@@ -91,7 +94,7 @@ class Metrics:
     def _write(self, step: int, values: dict[str, float]) -> None:
         with self._disk():
             if self._file is not None:
-                # JSON has no NaN: a reader of the file would stop at it
+                # JSON has no NaN: strict readers would refuse the file
                 safe = {name: value if math.isfinite(value) else None for name, value in values.items()}
                 self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **safe}) + "\n")
             if self._writer is not None:
@@ -107,15 +110,18 @@ class Metrics:
             raise disk_error("metrics", self.directory, error) from None
 
 
-def _leave_to_the_caller(failure: threading.ExceptHookArgs) -> None:
-    """TensorBoard's writer thread would print the traceback of a full disk; its error comes back at the next write."""
+def _ignore_os_errors(failure: threading.ExceptHookArgs) -> None:
+    """For TensorBoard's writer thread, which would print a traceback of a full disk: the next write raises it again."""
     if not isinstance(failure.exc_value, OSError):
         threading.__excepthook__(failure)
 
 
-def keep_until(path: Path, step: int, evaluated: int) -> None:
-    """Cut from a metrics file what a checkpoint of `step`, with the evaluation of step `evaluated`, does not know of, and
-    a last line that a kill left half written."""
+def cut_after(path: Path, step: int, evaluated: int) -> None:
+    """Remove the lines of training after `step` and of evaluation after step `evaluated`, and any half-written line.
+
+    A killed attempt wrote them past its last checkpoint. The resumed run does these steps again: without the cut, each
+    would be there twice. Raises OSError.
+    """
     if not path.exists():
         return
     kept = []

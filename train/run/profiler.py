@@ -1,4 +1,4 @@
-"""`--profile 10:20`: a trace of these steps by torch.profiler, one file a rank, and which share of their time went where."""
+"""`--profile 10:20`: a trace of these steps by torch.profiler, one file for each rank, and where their time went."""
 
 import json
 import os
@@ -14,13 +14,13 @@ from train.group.group import Group
 from train.process.atomic_file import staged
 
 FOLDER = "profile"
-# As gloo, nccl and torch's own layer above them name what they do
+# How gloo, nccl and torch's own layer above them name their events
 COMMUNICATION = ("gloo:", "nccl:", "ncclDev", "ncclKernel", "c10d::")
 Spans = list[tuple[float, float]]
 
 
 class Profiler:
-    """Traces the steps that the settings name; without any it does nothing."""
+    """Traces the steps that `--profile` names; without that setting it does nothing. `shares`: see `shares_of`."""
 
     def __init__(self, config: Config, group: Group, *, step: int, total_steps: int) -> None:
         """`step`: where the run begins or goes on. Raises ConfigError for steps that the run does not have."""
@@ -38,9 +38,9 @@ class Profiler:
             self.first = step
 
     def at(self, step: int) -> None:
-        """Before each step, with the number of those that are done, and after the last one."""
+        """Call this before each step, and after the last one. `step`: how many steps are done."""
         if step == self.first < self.last:
-            # Else it says on stderr that there is no GPU
+            # Without it kineto, the tracer below torch.profiler, writes to stderr that there is no GPU
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.group.device.type == "cuda" else [])]
             self._running = profile(activities=activities, acc_events=True)
@@ -50,19 +50,19 @@ class Profiler:
             self.end()
 
     def end(self) -> None:
-        """Write what was traced so far, and count. Raises UserError where the disk is full or not writable."""
+        """Write what was traced so far, and compute `shares`. Raises UserError where the disk is full or read-only."""
         if self._running is None:
             return
         running, self._running = self._running, None
         self._synchronize()
         running.stop()
         folder = self.group.run_dir / FOLDER
-        path = folder / f"rank-{self.group.rank}.pt.trace.json"  # the ending that TensorBoard looks for
+        path = folder / f"rank-{self.group.rank}.pt.trace.json"  # the ending that TensorBoard's plugin looks for
         try:
             with staged(path) as staging:
                 running.export_chrome_trace(str(staging))
                 self.shares = shares_of(json.loads(staging.read_bytes())["traceEvents"])
-        except (OSError, ValueError) as error:  # a trace that was cut off
+        except (OSError, ValueError) as error:  # kineto reports no full disk: the JSON just ends early
             failure = error if isinstance(error, OSError) else OSError(0, "it was cut off: no space left?")
             raise disk_error("profile", folder, failure) from None
         self.group.log.info(f"profile  steps {self.first} to {self.last}: {folder}/")
@@ -78,8 +78,11 @@ def span_of(text: str) -> tuple[int, int]:
 
 
 def shares_of(events: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Of the time in steps: `data`, waiting for the batch; `communication`, in which nothing was computed meanwhile; `compute`,
-    the rest; and `overlapped`, what of the communication was hidden behind computing, which is part of `compute`."""
+    """Shares, from 0 to 1, of the time that the steps in a trace took. `events`: its "traceEvents", times in us.
+
+    `data`: waiting for the batch. `communication`: while nothing was computed. `compute`: the rest. These three add up
+    to 1. `overlapped`: communication that was hidden behind computing, and is part of `compute`.
+    """
     steps: Spans = []
     data: Spans = []
     talk: Spans = []
@@ -98,7 +101,7 @@ def shares_of(events: Iterable[dict[str, Any]]) -> dict[str, float]:
             kernels.append(span)
         elif name.startswith("aten::"):
             work.append(span)
-    busy = kernels or work  # where there is a GPU, the host only tells it what to do
+    busy = kernels or work  # where there is a GPU, the host only launches kernels
     total = _length(steps, within=steps)
     waiting = _length(data + kernels, within=steps) - _length(kernels, within=steps)
     exposed = _length(talk + busy + data, within=steps) - _length(busy + data, within=steps)
@@ -108,7 +111,7 @@ def shares_of(events: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 
 def _length(spans: Spans, *, within: Spans) -> float:
-    """How long at least one of `spans` lasts, inside of `within`, whose spans don't overlap."""
+    """How long at least one of `spans` lasts inside of `within`. The spans of `within` must not overlap."""
     total = 0.0
     ordered, limits = sorted(spans), sorted(within)
     end, number = float("-inf"), 0

@@ -88,7 +88,7 @@ def publish(
 
 
 def _write_durably(path: Path, data: bytes) -> None:
-    """Write, sync and read back. A disk that gives back other bytes must be noticed while the state is still in memory."""
+    """Write, sync and read back: a disk that gives back other bytes has to be noticed while the state is in memory."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

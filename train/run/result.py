@@ -68,7 +68,7 @@ def write_result(
 
 
 def _peak_memory_mb(device: torch.device) -> float:
-    """The most that this process ever held: of the accelerator's memory where there is one, else of the machine's."""
+    """The most memory, in MB, that this process ever held: of the GPU where it has one, else of the machine."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     try:

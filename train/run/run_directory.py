@@ -118,7 +118,7 @@ class RunDirectory:
 
 @contextlib.contextmanager
 def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
-    """Own the run directory for the length of the block, and find what is there: a finished run, a checkpoint, or nothing.
+    """Own the run directory for the length of the block, and find what is there: a finished run, a checkpoint, nothing.
 
     All ranks call this. Raises UserError on all of them where another attempt is alive, a setting that affects the
     result has changed, or the newest checkpoint can't be gone on with.

@@ -18,8 +18,8 @@ from train.errors import UserError
 # Raise it when a field is added, removed or changes its meaning. A checkpoint of another format is refused, because
 # guessing what a missing field was would change the weights of the resumed run without a word.
 FORMAT = 1
-# How random numbers are drawn. No generator's state is saved: each step, epoch and sample derives its own seed. So a run
-# that is resumed under another scheme would draw other numbers and end with other weights.
+# How random numbers are drawn. No generator's state is saved: each step, epoch and sample derives its own seed. So a
+# run that is resumed under another scheme would draw other numbers and end with other weights.
 RANDOM_SCHEME = (
     "blake2b(seed, step, rank) each step; blake2b(seed, epoch) orders; splitmix64(seed, epoch, sample) augments"
 )
@@ -53,7 +53,7 @@ class TrainingState:
     # Who wrote it. `start` names the start of a job whose containers are started again.
     attempt: str
     start: str
-    # State dicts of torch on the CPU. Of a sharded checkpoint `optimizer` holds what is no tensor, the rest is in shards.
+    # State dicts of torch on the CPU. In a sharded checkpoint `optimizer` holds only what is not a tensor.
     optimizer: dict[str, Any]
     scaler: dict[str, Any]
     compressor: dict[str, Any]

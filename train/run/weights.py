@@ -1,4 +1,4 @@
-"""Weights by themselves: their digest, and starting from someone else's."""
+"""Weights without the rest of a checkpoint: their digest, and starting a run from given weights."""
 
 import hashlib
 import re
@@ -13,7 +13,10 @@ from train.run.checkpoint import load_checkpoint
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over names, types, shapes and bytes of a model's state, in the order of the names."""
+    """SHA-256, in hex, over names, dtypes, shapes and bytes of a model's state dict, in the order of the names.
+
+    Equal digests mean equal weights to the bit: 0.0 and -0.0 differ here, unlike in `torch.equal`.
+    """
     total = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
@@ -28,10 +31,10 @@ def without_prefixes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None]) -> None:
-    """Start from someone's weights: a checkpoint directory of ours, or any file of a state dict.
+    """Load weights into `model` in place, from a checkpoint folder of this program or from any file of a state dict.
 
-    Tensors whose shape differs, or that the file lacks, keep their initial value and are listed. Raises UserError where
-    the file can't be read or nothing in it fits.
+    Tensors whose shape differs, or that the file lacks, keep their initial value, and `say` lists them: a new head on a
+    trained body is the usual case. Raises UserError where the file can't be read or nothing in it fits.
     """
     state: Any
     if path.is_dir():
@@ -44,7 +47,7 @@ def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None]) ->
         except Exception as error:  # torch.load raises half a dozen unrelated types for a damaged file
             reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
             raise UserError(f"init_from: {path} must hold weights that load with weights_only, got: {reason}") from None
-    for key in ("state_dict", "model_state_dict", "model"):  # the usual envelopes of published checkpoints
+    for key in ("state_dict", "model_state_dict", "model"):  # in which published checkpoints usually wrap it
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
             break
@@ -57,7 +60,9 @@ def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None]) ->
     model.load_state_dict(fitting, strict=False)
     say(f"started from {path}: {len(fitting)} of {len(own)} tensors")
     for name in (name for name in own if name not in fitting):
-        reason = f"its shape there is {tuple(given[name].shape)}, here {tuple(own[name].shape)}" if name in given else "not there"
+        reason = "not there"
+        if name in given:
+            reason = f"its shape there is {tuple(given[name].shape)}, here {tuple(own[name].shape)}"
         say(f"  {name} keeps its initial value: {reason}")
     if unused := [name for name in given if name not in own]:
         say(f"  not used from the file: {', '.join(unused[:8])}{' ...' if len(unused) > 8 else ''}")
