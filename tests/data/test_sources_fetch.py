@@ -30,7 +30,10 @@ WAIT_S = 240.0
 
 
 class Mirror:
-    """A slow server of four small files. `served` counts downloads; torchvision first asks once for redirects only."""
+    """A server of four small files, which pauses in the middle of each while `gate` is closed.
+
+    `served` counts downloads: torchvision first asks once for redirects only.
+    """
 
     def __init__(self, folder: Path, *, status: int = 200) -> None:
         self.folder, self.status = folder, status
@@ -61,7 +64,6 @@ class Mirror:
                         self.wfile.write(piece)
                         self.wfile.flush()
                         mirror.begun.set()
-                        time.sleep(0.2)
                         while not mirror.gate.wait(0.1):
                             self.wfile.write(b"")
                             if self._left():
@@ -133,10 +135,29 @@ def start_worker(root: Path, attributes: dict[str, Any]) -> subprocess.Popen[str
     )
 
 
+def all_wait_for_the_download(workers: list[subprocess.Popen[str]], root: Path, server: Mirror) -> None:
+    """Returns when one of them downloads and all have the lock's file open."""
+    assert server.begun.wait(WAIT_S)
+    until_s = time.monotonic() + WAIT_S
+    while not all(has_open(worker.pid, root / ".FashionMNIST.lock") for worker in workers):
+        assert time.monotonic() < until_s, "not all wait for the lock"
+        time.sleep(0.05)
+
+
+def has_open(pid: int, path: Path) -> bool:
+    try:
+        return any(os.path.samefile(handle, path) for handle in Path(f"/proc/{pid}/fd").iterdir())
+    except FileNotFoundError:  # a file that it closes right now
+        return False
+
+
 def test_four_processes_with_one_folder_download_each_file_once(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
     server = mirror()
+    server.gate.clear()
     root = tmp_path / "data"
     workers = [start_worker(root, server.attributes()) for _ in range(4)]
+    all_wait_for_the_download(workers, root, server)
+    server.gate.set()
     outputs = [worker.communicate(timeout=WAIT_S)[0] for worker in workers]
     for worker, output in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, output
@@ -174,24 +195,13 @@ def test_those_who_waited_share_the_reason_and_do_not_try_again(tmp_path: Path, 
     server = mirror(status=403)
     server.gate.clear()
     workers = [start_worker(tmp_path / "data", server.attributes()) for _ in range(3)]
-    assert server.begun.wait(WAIT_S)
-    until_s = time.monotonic() + WAIT_S
-    while not all(has_open(worker.pid, tmp_path / "data" / ".FashionMNIST.lock") for worker in workers):
-        assert time.monotonic() < until_s, "not all wait for the lock"
-        time.sleep(0.05)
+    all_wait_for_the_download(workers, tmp_path / "data", server)
     server.gate.set()
     outputs = [worker.communicate(timeout=WAIT_S)[0] for worker in workers]
     for output in outputs:
         assert "HTTP Error 403" in output.splitlines()[-1]
     assert sum(server.served.values()) == 1
     assert everything(tmp_path / "data") == []
-
-
-def has_open(pid: int, path: Path) -> bool:
-    try:
-        return any(os.path.samefile(handle, path) for handle in Path(f"/proc/{pid}/fd").iterdir())
-    except FileNotFoundError:  # a file that it closes right now
-        return False
 
 
 def test_wrong_md5_is_refused_and_nothing_is_left(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:

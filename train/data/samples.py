@@ -48,21 +48,21 @@ class TensorSamples:
 
 
 def shift_and_flip(images: torch.Tensor, numbers: torch.Tensor, *, mirror: bool = True) -> torch.Tensor:
-    """Shift each image of [B, C, H, W] by up to an eighth of its height, black comes in, and mirror half of them.
+    """Shift each image of [B, C, H, W] by up to an eighth of its height, filled with black, and mirror half of them.
 
-    numbers: float64 [B, 3] in [0, 1), for the shift down, the shift across, and mirroring. All images of a batch are
-    gathered at once; torchvision's transforms take one image, or one shift for a whole batch.
+    numbers: float64 [B, 3] in [0, 1), for the shift down, the shift across, and mirroring. Slices, not
+    torchvision.transforms.v2: its `crop` gives the same pixels, but importing it takes a second in each rank and worker.
     """
-    size, (height, width) = len(images), images.shape[-2:]
+    height, width = images.shape[-2:]
     reach = max(1, height // 8)
     padded = torch.nn.functional.pad(images, (reach, reach, reach, reach))
-    top, left = ((numbers[:, i] * (2 * reach + 1)).long() for i in (0, 1))
-    rows = top[:, None] + torch.arange(height)
-    columns = left[:, None] + torch.arange(width)
-    if mirror:
-        columns = torch.where((numbers[:, 2] < 0.5)[:, None], columns.flip(1), columns)
-    pick = torch.arange(size)[:, None, None]
-    return padded.permute(0, 2, 3, 1)[pick, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+    shifts = (numbers[:, :2] * (2 * reach + 1)).long().tolist()
+    flips = (numbers[:, 2] < 0.5).tolist()
+    shifted = []
+    for image, (top, left), flip in zip(padded, shifts, flips, strict=True):
+        part = image[:, top : top + height, left : left + width]
+        shifted.append(part.flip(-1) if mirror and flip else part)
+    return torch.stack(shifted)
 
 
 class MapSamples:
