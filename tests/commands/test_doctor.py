@@ -1,5 +1,7 @@
-"""The doctor on two machines of namespaces, each with one thing wrong: it names it, with the rank and the host, and a healthy
-pair gets no warning. All sick pairs are looked at side by side."""
+"""The doctor on pairs of machines, made of network namespaces, each pair with one thing wrong.
+
+The doctor names it, with the rank and the host, and gives a healthy pair no warning. All faulty pairs run side by side.
+"""
 
 import json
 import os
@@ -20,7 +22,7 @@ from tests.rigs.jobs import rank_env
 from tests.rigs.namespaces import Node, Pair
 
 PORT = 29400
-JOIN_S = "8"  # where ranks never meet; the others meet in a second or two, on a machine that has much to do
+JOIN_S = "8"  # where ranks never meet; the others meet in a second or two, even on a busy machine
 LONG_S = "90"
 BOUND_S = 150
 
@@ -107,7 +109,7 @@ def cases(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         yield begun
 
 
-# Names, ways and ports ----------------------------------------------------------------------------------------------
+# Names, routes and ports ----------------------------------------------------------------------------------------------
 
 
 @case
@@ -152,13 +154,15 @@ def no_resolver(case: Case) -> None:
     ("name", "stage", "what"),
     [
         ("no_such_name", "names", 'the name "no-such-host.example" does not resolve here'),
-        ("black_hole", "port", f"192.0.2.1:{PORT} does not answer: a wrong address, a machine that is down, or a firewall"),
+        ("black_hole", "port",
+         f"192.0.2.1:{PORT} does not answer: a wrong address, a machine that is down, or a firewall"),
         ("no_route", "route", "no route to 192.0.2.1 (Network is unreachable)"),
-        ("nobody_listens", "port", f"192.168.77.1:{PORT} refuses the connection: the machine answers, but nothing listens"),
+        ("nobody_listens", "port",
+         f"192.168.77.1:{PORT} refuses the connection: the machine answers, but nothing listens"),
         ("no_resolver", "names", 'the name "no-answer.example" gets no answer from the resolver'),
     ],
 )
-def test_doctor_tells_ways_to_miss_the_master_apart(cases: dict[str, Case], name: str, stage: str, what: str) -> None:
+def test_doctor_tells_reasons_to_miss_the_master_apart(cases: dict[str, Case], name: str, stage: str, what: str) -> None:
     (said,) = cases[name].said(20)
     assert f"NOT FIT {stage} {what}" in said
     assert said.endswith("doctor: not fit to train")
@@ -186,7 +190,7 @@ def dropped_ports(case: Case) -> None:
 def test_doctor_names_ports_that_a_firewall_drops(cases: dict[str, Case]) -> None:
     first, _ = cases["dropped_ports"].said(20, 20)
     assert "ok joined all 2 ranks: 0 on node0; 1 on node1" in first
-    assert "NOT FIT ways all ranks reached the master, but not each other: " in first
+    assert "NOT FIT connectivity all ranks reached the master, but not each other: " in first
     assert "rank 1 on node1 got no answer from rank 0 on node0 at 192.168.77.1:" in first
     assert "mend: gloo and nccl use any high port between the nodes" in first
 
@@ -220,21 +224,22 @@ def rank_twice(case: Case) -> None:
 
 def test_doctor_names_both_machines_that_claim_one_rank(cases: dict[str, Case]) -> None:
     said = cases["rank_twice"].said(20, 20, 20)
-    # Who came first is named first
-    assert re.search(r"NOT FIT joined rank 1 was claimed twice: by node[01] \(pid \d+\) and by node[01] \(pid ", said[0])
+    # The rank that came first is named first
+    twice = r"NOT FIT joined rank 1 was claimed twice: by node[01] \(pid \d+\) and by node[01] \(pid "
+    assert re.search(twice, said[0])
     assert "by node0 (pid " in said[0]
     assert "by node1 (pid " in said[0]
 
 
 @case
 def missing(case: Case) -> None:
-    # Rank 1 leaves the word to rank 0, which is on its machine, and has a warning of its own. It comes before rank 0's time is
-    # over, and its own is not over first
+    # Rank 1 lets rank 0 speak, which is on its machine, and has a warning of its own. It joins before rank 0's deadline,
+    # and its own deadline is later
     case.rank(0, 0, "--batch-size", "66", world_size=3, join_s="20")
     case.rank(1, 0, "--batch-size", "66", world_size=3, sick="tests.rigs.injected_faults:few_files", LOCAL_RANK="1")
 
 
-def test_doctor_of_a_rank_that_leaves_the_word_to_another_is_no_pass(cases: dict[str, Case]) -> None:
+def test_doctor_of_a_rank_that_lets_another_speak_is_no_pass(cases: dict[str, Case]) -> None:
     first, second = cases["missing"].said(20, 20)
     assert "NOT FIT joined rank 2 of 3" in first
     assert "NOT FIT" not in second
@@ -252,7 +257,8 @@ def other_torch(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("other_settings", "setting lr must be the same"), ("other_torch", "torch version must be the same")]
+    ("name", "what"),
+    [("other_settings", "setting lr must be the same"), ("other_torch", "torch version must be the same")],
 )
 def test_doctor_names_the_rank_with_another_version(cases: dict[str, Case], name: str, what: str) -> None:
     first, _ = cases[name].said(20, 20)
@@ -386,7 +392,9 @@ def test_doctor_refuses_the_rank_that_is_not_fit(cases: dict[str, Case], name: s
 # A healthy pair -------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_finds_a_healthy_pair_fit_and_warns_of_nothing(forks: Forks, cases: dict[str, Case], tmp_path: Path) -> None:
+def test_doctor_finds_a_healthy_pair_fit_and_warns_of_nothing(
+    forks: Forks, cases: dict[str, Case], tmp_path: Path
+) -> None:
     for sick in cases.values():  # the machine is theirs alone: not with twenty other pairs on two cores
         for process in sick.processes:
             process.ended.wait(BOUND_S)
@@ -395,8 +403,8 @@ def test_doctor_finds_a_healthy_pair_fit_and_warns_of_nothing(forks: Forks, case
         case.both()
         first, second = case.said(0, 0)
     assert not any(word in first + second for word in ("WARNING", "NOT FIT", "NOT DONE")), first
-    stages = ["environment", "names", "limits", "memory", "devices", "storage", "store", "joined", "versions", "ways", "group",
-              "collective", "links", "ranks", "clocks", "storage"]
+    stages = ["environment", "names", "limits", "memory", "devices", "storage", "store", "joined", "versions",
+              "connectivity", "group", "collective", "links", "ranks", "clocks", "storage"]
     places = [first.index(f"ok {stage} " if stage != "names" else f"note {stage} ") for stage in stages[:-1]]
     assert places == sorted(places), first
     assert "ok links between nodes: slowest ranks 0 on node0 and 1 on node1 " in first

@@ -25,10 +25,10 @@ def run(*words: str | Path, shell: str = "", **env: str) -> subprocess.Completed
     return subprocess.run(line, env=environment(env), cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def test_doctor_alone_looks_at_the_machine_and_says_what_it_did_not_look_at(forks: Forks, tmp_path: Path) -> None:
+def test_doctor_alone_checks_the_machine_and_says_what_it_did_not_check(forks: Forks, tmp_path: Path) -> None:
     (code,), said = forks.run("doctor", "--run-dir", tmp_path, preload="tests.rigs.injected_faults:healthy")
     assert code == 0, said
-    assert "note     joined       a single process: nothing was looked at that takes several ranks" in said
+    assert "note     joined       a single process: nothing was checked that needs several ranks" in said
     assert "doctor: fit to train" in said
     (run,) = tmp_path.iterdir()
     assert [path.name for path in run.iterdir()] == ["doctor"]  # nothing that a training could take for its own

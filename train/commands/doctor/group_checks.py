@@ -62,7 +62,10 @@ def devices(launch: Launch) -> Iterator[Finding]:
 def versions(group: Group) -> Iterable[Finding]:
     """Versions that joining does not compare: of nccl, CUDA and Python, and the kind of CPU."""
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]
-    own = {"nccl": ".".join(map(str, nccl)), "Python": platform.python_version(), "CPU": cpu_model(), "CUDA": torch.version.cuda or ""}
+    own = {
+        "nccl": ".".join(map(str, nccl)), "Python": platform.python_version(), "CPU": cpu_model(),
+        "CUDA": torch.version.cuda or "",
+    }
     gathered = group.gather(own)
     levels = {
         "nccl": (UNFIT, "nccl of two versions fails or hangs when it connects.", SAME_TORCH),

@@ -24,7 +24,7 @@ MAX_ROUNDS = 16  # of a tournament: with more nodes each is measured with this m
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """One link between two ranks: the best of several tries, since other traffic of a moment is not the link's fault."""
+    """One link between two ranks: the best of several tries, as other traffic of a moment is not the link's fault."""
 
     ranks: tuple[int, int]
     latency_s: float  # one way: half of a round trip of 8 bytes
