@@ -11,16 +11,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from train.config import load_config
-from train.config.load import parse_args
+from train.config.command_line import parse_args
 from train.errors import root_cause
-from train.main import EXTRA, run_directory
+from train.process.context import run_directory
 from train.process.env import read_env
 from train.process.status import read_json
 
 
 def main(arguments: list[str]) -> None:
-    parsed = parse_args(["train", *arguments], extra=EXTRA, commands=("train",))
     launch = read_env(os.environ)
+    parsed = parse_args(["train", *arguments])
     config = load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
     run_dir = run_directory(config, launch)
     found = [re.fullmatch(r"step-(\d+)", path.name) for path in (run_dir / "checkpoints").glob("step-*")]

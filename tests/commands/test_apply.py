@@ -184,7 +184,7 @@ def test_input_that_is_no_image_is_one_line(
 
 def test_output_of_another_form_is_refused_before_anything_runs(forks: Forks, tmp_path: Path) -> None:
     output = command(forks, tmp_path / "runs" / "run", "predict", "--output", "out.xlsx", code=2)
-    assert output == "error: --output must end in .csv or .jsonl, got out.xlsx.\n"
+    assert output == 'error: --output must be a .csv or .jsonl file, got "out.xlsx".\n'
     assert not (tmp_path / "runs").exists()
 
 

@@ -11,7 +11,9 @@ import pytest
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, environment, metrics, rank_env, result
 from train.config import Config, load_config
-from train.main import COMMANDS, EXTRA, main
+from train.config.options import OPTIONS
+from train.config.schema import fields_of
+from train.main import main
 
 DIGITS = ("--dataset", "digits", "--model", "mlp", "--tensorboard=false")
 
@@ -41,7 +43,8 @@ def test_help_is_shown_and_is_success(folder: Path, capsys: pytest.CaptureFixtur
     code, out, err = ended(words, capsys)
     assert (code, err) == (0, "")
     assert out.startswith("usage: ")
-    for word in (*COMMANDS, *(f"--{name.replace('_', '-')}" for name in [*EXTRA, *Config.model_fields])):
+    options = [name for model in OPTIONS.values() for name in fields_of(model)]
+    for word in (*OPTIONS, *(f"--{name.replace('_', '-')}" for name in [*options, *Config.model_fields])):
         assert word in out
     assert not list(folder.iterdir())
 
@@ -94,14 +97,15 @@ MISTAKES = {
     "trian": 'unknown command "trian"; did you mean "train"?',
     "train evaluate": 'unexpected argument "evaluate"',
     "train lr=0.1": 'unexpected argument "lr=0.1"; did you mean --lr=0.1?',
-    "--lr 0.1": "a command is missing: train, evaluate, predict, export, show, doctor, compare, bench, launch.",
+    "--lr 0.1": "a command is missing: train, evaluate, predict, export, show, doctor, explain, compare, bench, "
+               "launch.",
     "train --lr": "--lr must be followed by a value.",
     "train --stpes 5": 'unknown setting "--stpes"',
     "train --lr -1": "--lr must be > 0, got -1.",
     "train --config nowhere.yaml": "nowhere.yaml",
     "train --nproc 2": "--nproc must be used with launch, not with train.",
     "train --output x.csv": "--output must be used with predict or export, not with train.",
-    "predict --output x.txt": "--output must end in .csv or .jsonl, got x.txt.",
+    "predict --output x.txt": '--output must be a .csv or .jsonl file, got "x.txt".',
     "launch --nproc 0": "--nproc must be >= 1, got 0.",
     "launch --nproc 3 --batch-size 64": "batch_size must be a multiple of 3 (3 processes), got 64.",
     "launch --nproc 1 --nnodes 2": "--master-addr must name node 0's machine when there are several nodes, got nothing.",

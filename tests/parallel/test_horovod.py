@@ -229,7 +229,7 @@ REFUSED = {
 def test_what_horovod_does_not_do_is_refused(flag: str) -> None:
     name, _, value = flag.removeprefix("--").replace("-", "_").partition("=")
     with pytest.raises(ConfigError) as refusal:
-        load_config({"parallel": "horovod", name: value or True})
+        load_config({"parallel": "horovod", name: value or "true"})
     assert str(refusal.value).startswith(REFUSED[flag])
 
 

@@ -17,8 +17,9 @@ from tests.rigs import jobs
 from tests.rigs.jobs import ROOT
 from train import errors
 from train.config import Config, load_config
-from train.config.commands import COMMANDS, EXTRA
-from train.config.load import parse_args
+from train.config.command_line import parse_args
+from train.config.options import OPTIONS
+from train.config.schema import fields_of
 from train.workloads import Workload
 
 TOP_LEVEL = {
@@ -27,7 +28,7 @@ TOP_LEVEL = {
 }
 # Flags and words with an underscore that belong to others
 FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank",
-                 "--use-env", "--bind-to", "--allow-run-as-root", "--oversubscribe", "--version", "--gloo", "--mpi"}
+                 "--use-env", "--bind-to", "--allow-run-as-root", "--oversubscribe", "--version", "--gloo", "--mpi", "--separator"}
 FOREIGN_WORDS = {"weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv"}
 # What torch says, not we
 TORCH_SAYS = re.compile(
@@ -65,7 +66,8 @@ def read(name: str) -> str:
 
 
 def known_flags() -> set[str]:
-    ours = {"--config", "--help", *(f"--{name.replace('_', '-')}" for name in [*Config.model_fields, *EXTRA])}
+    options = [name for model in OPTIONS.values() for name in fields_of(model)]
+    ours = {"--config", "--help", *(f"--{name.replace('_', '-')}" for name in [*Config.model_fields, *options])}
     switches = {f"--no-{name.replace('_', '-')}" for name in Config.model_fields}
     torchruns = {option for action in get_args_parser()._actions for option in action.option_strings}
     of_errors = {"--stopped", "--rest-stopped"}  # python -m train.errors, for shell files
@@ -113,8 +115,8 @@ def test_docs_name_commands_and_settings_that_the_program_understands(
 ) -> None:
     monkeypatch.chdir(ROOT)
     for words in program_lines(document):
-        parsed = parse_args(words, extra=EXTRA, commands=tuple(COMMANDS))
-        assert parsed.command in COMMANDS, words
+        parsed = parse_args(words)
+        assert parsed.command in OPTIONS, words
         load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from train.config import Config
-from train.config.load import Parsed
-from train.config.yaml12 import read_yaml
+from train.config.options import EvaluateOptions, PredictOptions
 from train.data import Samples
 from train.data.random_numbers import derive_seed, seed_everything
 from train.errors import Stopped, UserError
@@ -33,8 +32,6 @@ from train.run.checkpoint import Checkpoint, load_checkpoint, load_newest
 from train.run.evaluation import batches_of_rank, evaluate
 from train.run.result import evaluation_table
 from train.workloads import Workload, load
-
-PREDICTIONS = "predictions.csv"
 
 
 def export_command(path: str, output: Path, *, run_dir: Path, log: Log) -> None:
@@ -60,10 +57,10 @@ def _newest(run_dir: Path, log: Log) -> Checkpoint:
 
 
 def evaluate_command(
-    config: Config, parsed: Parsed, launch: Launch, *, run_dir: Path, log: Log, stop: StopRequest
+    config: Config, options: EvaluateOptions, launch: Launch, *, run_dir: Path, log: Log, stop: StopRequest
 ) -> dict[str, Any]:
     """Evaluate a checkpoint and print the table; `evaluation.json` goes beside the run's other outputs."""
-    with _opened(config, parsed, launch, run_dir, log, stop) as (settings, group, workload, earlier):
+    with _opened(config, options, launch, run_dir, log, stop) as (settings, group, workload, earlier):
         result = evaluate(settings, group, workload, workload.model)
         if result is None:
             raise Stopped(f"{stop.signal_name or 'another rank'}: evaluation stopped, nothing to save.")
@@ -82,12 +79,12 @@ def evaluate_command(
 
 
 def predict_command(
-    config: Config, parsed: Parsed, launch: Launch, *, run_dir: Path, log: Log, stop: StopRequest
+    config: Config, options: PredictOptions, launch: Launch, *, run_dir: Path, log: Log, stop: StopRequest
 ) -> int:
     """Write input, label and probability for each sample, in order. Returns their number."""
-    output = Path(parsed.extra["output"] or PREDICTIONS)
-    with _opened(config, parsed, launch, run_dir, log, stop) as (settings, group, workload, _):
-        samples, name = _input(workload, settings, group, parsed.extra["input"])
+    output = Path(options.output)
+    with _opened(config, options, launch, run_dir, log, stop) as (settings, group, workload, _):
+        samples, name = _input(workload, settings, group, options.input)
         rows = _predicted(settings, group, workload, samples)
         merged = sorted(row for part in group.gather(rows) for row in part)
         lines = [(name(index), label, probability) for index, label, probability in merged]
@@ -153,7 +150,7 @@ def _write(path: Path, rows: list[tuple[str, str, float]]) -> None:
 
 @contextmanager
 def _opened(
-    config: Config, parsed: Parsed, launch: Launch, run_dir: Path, log: Log, stop: StopRequest
+    config: Config, options: EvaluateOptions | PredictOptions, launch: Launch, run_dir: Path, log: Log, stop: StopRequest
 ) -> Iterator[tuple[Config, Group, Workload, Checkpoint]]:
     """The group, and the workload with the checkpoint's weights, built with the settings that it was trained with."""
     # Evaluating must not touch the status of the run that it looks at
@@ -162,13 +159,15 @@ def _opened(
         group.watch.enter("evaluation", config.eval_timeout_s)
 
         def find() -> Checkpoint:
-            if parsed.extra["checkpoint"]:
-                return load_checkpoint(Path(parsed.extra["checkpoint"])).as_plain()
+            if options.checkpoint:
+                return load_checkpoint(Path(options.checkpoint)).as_plain()
             return _newest(run_dir, log).as_plain()
 
         earlier: Checkpoint = on_rank0(group, find)
-        given = set(parsed.settings) | set(read_yaml(parsed.config_file) if parsed.config_file else {})
+        given = config.model_fields_set
         trained = {k: v for k, v in earlier.state.config.items() if k in Config.model_fields and k not in given}
+        if "options" in given:  # the user's keys outrank those of the training, one by one
+            trained["options"] = {**earlier.state.config["options"], **config.options}
         settings = config.model_copy(update=trained)
         torch.set_num_threads(settings.num_threads)
         torch.use_deterministic_algorithms(settings.deterministic)

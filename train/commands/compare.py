@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from train.commands.compare_report import conditions_of_machine, sum_up, write_report
 from train.config import Config
+from train.config.options import CompareOptions
 from train.errors import ConfigError, Stopped
 from train.process.addresses import free_port
 from train.process.log import Log
@@ -68,21 +69,6 @@ START_TIED = """import os, sys
 from train.process.stop import die_with_parent
 die_with_parent(int(sys.argv[1]))
 os.execvp(sys.argv[2], sys.argv[2:])"""
-
-
-@dataclass(frozen=True, slots=True)
-class CompareOptions:
-    """The options of the command, checked when they are made. `only`: names of variants with commas between, "" for all.
-    `processes`: of each variant that takes several. Raises ConfigError."""
-
-    only: str = ""
-    processes: int = 2
-    repeats: int = 3
-
-    def __post_init__(self) -> None:
-        if self.repeats < 1 or self.processes < 2:
-            got = f"{self.repeats} and {self.processes}"
-            raise ConfigError(f"--repeats must be >= 1 and --processes >= 2, got {got}.")
 
 
 def compare(

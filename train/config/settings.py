@@ -1,86 +1,93 @@
 """Every setting: its type, default, range, unit, a line of help, and whether it affects the result. No torch here.
 
-A setting that affects the result may not change when a run is resumed. `show` and `--help` keep the order below.
+A setting that affects the result must stay the same when a run is resumed. `show` and `--help` keep the order below.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
-
-from train.config.yaml12 import describe
+from pydantic import BaseModel, Field, field_validator
 
 WEEK_S = 7 * 24 * 3600
 INT32_MAX = 2**31 - 1  # steps, samples: what a 32-bit counter holds
 
 
-def _setting(default: Any, help: str, *, unit: str = "", result: bool = False, rule: str = "", **limits: Any) -> Any:
-    """A field; `result`: it affects the trained weights; `rule`: what a text must be, for messages."""
-    facts: dict[str, Any] = {"unit": unit, "affects_result": result, "rule": rule}
+def setting(
+    default: Any, help: str, *, unit: str = "", result: bool = False, rule: str = "", metavar: str = "", **limits: Any
+) -> Any:
+    """A field of Settings, or of a command's options.
+
+    `result`: it affects the trained weights. `rule`: what a text must be, for messages. `metavar`: what stands for its
+    value in --help. `limits`: pydantic's own (ge, lt, pattern, ...).
+    """
+    facts: dict[str, Any] = {"unit": unit, "affects_result": result, "rule": rule, "metavar": metavar}
     return Field(default, description=help, json_schema_extra=facts, **limits)
 
 
-_result = partial(_setting, result=True)
+_result = partial(setting, result=True)
 
 
 def _deadline(default: float, what: str) -> Any:
-    return _setting(default, f"Longest time for {what}; then the process ends.", unit="s", gt=0, le=WEEK_S)
+    return setting(default, f"Longest time for {what}; then the process ends.", unit="s", gt=0, le=WEEK_S)
 
 
-class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=False):
-    """All settings of one run, validated and immutable. Build it with `load_config`, or directly in tests."""
+class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=False):
+    """All settings of one run, each checked by itself. `train.config.Config` also checks that they go together."""
 
     workload: str = _result("images", "What is trained: images, text, or your own module:function.",
                             pattern=r"^(images|text|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$",
                             rule='"images", "text" or module:function')
     dataset: Literal["fashion-mnist", "mnist", "cifar10", "imagefolder", "digits", "fake"] = _result(
         "fashion-mnist", "The images; digits ships with the program, fake is random.")
-    data_dir: str | None = _setting(None, "Folder of the data; null: look in the usual places, then download.",
-                                    min_length=1, rule="a path")
+    data_dir: str | None = setting(None, "Folder of the data; null: look in the usual places, then download.",
+                                   min_length=1, rule="a path")
     model: str = _result("cnn", "cnn, mlp, or a torchvision classifier such as resnet18.", pattern=r"^[A-Za-z]\w*$",
                          rule="cnn, mlp or the name of a torchvision classifier")
     image_size: int | None = _result(None, "Scale images to this height and width; null: as they are.",
                                      unit="pixels", ge=8, le=1024)
     max_seq_len: int = _result(128, "text: longer texts are cut to this.", unit="tokens", ge=4, le=65_536)
-    bert_dir: str | None = _setting(None, "text: folder of a BERT, config, vocabulary and weights; null: a small encoder.",
-                                    min_length=1, rule="a path")
-    bert_download: bool = _setting(False, "text: bert_dir may be a name at the Hugging Face hub, downloaded once.")
+    bert_dir: str | None = setting(
+        None, "text: folder of a BERT, config, vocabulary and weights; null: a small encoder.", min_length=1,
+        rule="a path")
+    bert_download: bool = setting(False, "text: bert_dir may be a name at the Hugging Face hub, downloaded once.")
     length_pool: int = _result(50, "Batches from which samples of like length are put together; 0: any lengths.",
                                unit="batches", ge=0, le=INT32_MAX)
-    labels_file: str | None = _setting(None, "text: file of the labels, one a line; null: those of the training data.",
-                                       min_length=1, rule="a path")
-    eval_split: Literal["dev", "test"] = _setting("dev", "text: which part to evaluate on, where there are both.")
-    max_bad_lines: float = _setting(0.01, "text: share of a file's lines that may be bad; they are left out.",
-                                    unit="fraction", ge=0, lt=1)
+    labels_file: str | None = setting(None, "text: file of the labels, one a line; null: those of the training data.",
+                                      min_length=1, rule="a path")
+    eval_split: Literal["dev", "test"] = setting("dev", "text: which part to evaluate on, where there are both.")
+    max_bad_lines: float = setting(0.01, "text: share of a file's lines that may be bad; they are left out.",
+                                   unit="fraction", ge=0, lt=1)
     init_from: str | None = _result(None, "Start from these weights: a checkpoint or a state dict.", min_length=1,
                                     rule="a path")
     dropout: float = _result(0.0, "Share of activations dropped in training.", unit="fraction", ge=0, lt=1)
     augment: bool = _result(False, "Random shifts and flips of the training images.")
-    limit_train: int = _result(0, "Use only the first so many training samples; 0: all.", unit="samples", ge=0, le=INT32_MAX)
-    limit_eval: int = _result(0, "Evaluate on only the first so many samples; 0: all.", unit="samples", ge=0, le=INT32_MAX)
+    limit_train: int = _result(0, "Use only the first so many training samples; 0: all.", unit="samples", ge=0,
+                               le=INT32_MAX)
+    limit_eval: int = _result(0, "Evaluate on only the first so many samples; 0: all.", unit="samples", ge=0,
+                              le=INT32_MAX)
     fake_samples: int = _result(1024, "How many images the dataset fake has.", unit="samples", ge=1, le=INT32_MAX)
     fake_classes: int = _result(10, "How many classes the dataset fake has.", unit="classes", ge=2, le=100_000)
     options: dict[str, Any] = _result(
         {}, "Free settings of your own workload: --options.key value.",
         rule="a mapping of words to finite numbers, texts, true, false, null, lists or mappings")
 
-    parallel: Literal["auto", "none", "dp", "ddp", "fsdp", "horovod"] = _setting(
-        "auto", "auto: ddp where there are several processes; dp: one process, all its GPUs; fsdp: parameters split too.")
-    device_ids: str = _result("", "dp: the GPUs, in this order; empty: all that are visible.", pattern=r"^(\d+(,\d+)*)?$",
-                              rule="numbers of GPUs, such as 1,0")
+    parallel: Literal["auto", "none", "dp", "ddp", "fsdp", "horovod"] = setting(
+        "auto",
+        "auto: ddp where there are several processes; dp: one process, all its GPUs; fsdp: parameters split too.")
+    device_ids: str = _result("", "dp: the GPUs, in this order; empty: all that are visible.",
+                              pattern=r"^(\d+(,\d+)*)?$", rule="numbers of GPUs, such as 1,0")
     output_device: int | None = _result(None, "dp: the GPU that gathers the outputs; null: the first.", unit="number",
                                         ge=0, le=1023)
     seed: int = _result(0, "Seed of weights, order and augmentation.", unit="number", ge=0, le=2**32 - 1)
-    batch_size: int = _result(64, "Global batch: samples per step over all processes.", unit="samples", ge=1, le=INT32_MAX)
+    batch_size: int = _result(64, "Global batch: samples per step over all processes.", unit="samples", ge=1,
+                              le=INT32_MAX)
     accumulate: int = _result(1, "Micro-batches per step, to fit a large batch in little memory.", unit="micro-batches",
                               ge=1, le=INT32_MAX)
-    epochs: int = _setting(3, "Passes over the training data; may grow when resumed.", unit="epochs", ge=1, le=INT32_MAX)
-    max_steps: int = _setting(0, "End after so many steps in all; 0: by epochs.", unit="steps", ge=0, le=INT32_MAX)
+    epochs: int = setting(3, "Passes over the training data; may grow when resumed.", unit="epochs", ge=1, le=INT32_MAX)
+    max_steps: int = setting(0, "End after so many steps in all; 0: by epochs.", unit="steps", ge=0, le=INT32_MAX)
     optimizer: Literal["sgd", "adamw"] = _result("sgd", "SGD with momentum, or AdamW.")
     lr: float = _result(0.08, "Learning rate, before lr_scaling and schedule.", unit="per step", gt=0, le=1000)
     momentum: float = _result(0.9, "Momentum of SGD.", unit="fraction", ge=0, lt=1)
@@ -101,7 +108,8 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=
     sync_bn: bool = _result(False, "Batch norm over all processes; needs an accelerator.")
     static_graph: bool = _result(False, "Tell DDP that the graph never changes; not with accumulate.")
     find_unused_parameters: bool = _result(False, "Tell DDP that some parameters may get no gradient.")
-    compress: Literal["none", "fp16", "bf16", "powersgd"] = _result("none", "What ddp sends of gradients; horovod: none, fp16.")
+    compress: Literal["none", "fp16", "bf16", "powersgd"] = _result(
+        "none", "What ddp sends of gradients; horovod: none, fp16.")
     powersgd_rank: int = _result(4, "compress powersgd: columns kept of each matrix.", unit="columns", ge=1, le=1024)
     powersgd_start: int = _result(100, "compress powersgd: send all until this step.", unit="steps", ge=2, le=INT32_MAX)
     deterministic: bool = _result(False, "Refuse operations that are not deterministic.")
@@ -111,11 +119,12 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=
     num_threads: int = _result(1, "CPU threads of each process; part of what makes runs equal to the bit.",
                                unit="threads", ge=1, le=1024)
 
-    in_memory: Literal["auto", "always", "never"] = _setting("auto", "Hold the data in memory; auto: where they fit.")
-    num_workers: int = _setting(0, "DataLoader workers of each process, for data not in memory.", unit="processes",
-                                ge=0, le=1024)
-    prefetch_factor: int = _setting(2, "Batches that each worker prepares ahead.", unit="batches", ge=1, le=1024)
-    eval_batch_size: int = _setting(512, "Samples at a time in evaluation, per process.", unit="samples", ge=1, le=INT32_MAX)
+    in_memory: Literal["auto", "always", "never"] = setting("auto", "Hold the data in memory; auto: where they fit.")
+    num_workers: int = setting(0, "DataLoader workers of each process, for data not in memory.", unit="processes",
+                               ge=0, le=1024)
+    prefetch_factor: int = setting(2, "Batches that each worker prepares ahead.", unit="batches", ge=1, le=1024)
+    eval_batch_size: int = setting(512, "Samples at a time in evaluation, per process.", unit="samples", ge=1,
+                                   le=INT32_MAX)
 
     join_timeout_s: float = _deadline(120.0, "all processes to join")
     download_timeout_s: float = _deadline(600.0, "finding or downloading the data")
@@ -124,39 +133,35 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=
     eval_timeout_s: float = _deadline(900.0, "one evaluation")
     save_timeout_s: float = _deadline(600.0, "saving one checkpoint")
 
-    name: str = _setting("", "Folder of this run in run_dir; empty: the job's name, or dataset and model, or workload.",
-                         pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]{0,199})?$",
-                         rule="at most 200 letters, digits and . _ - beginning with a letter, digit or _")
-    run_dir: str = _setting("runs", "Folder of all runs, where rank 0 finds it again.", min_length=1, rule="a path")
-    fresh: bool = _setting(False, "Start anew although the run has checkpoints.")
-    checkpoint_format: Literal["plain", "sharded"] = _setting(
+    name: str = setting("", "Folder of this run in run_dir; empty: the job's name, or dataset and model, or workload.",
+                        pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]{0,199})?$",
+                        rule="at most 200 letters, digits and . _ - beginning with a letter, digit or _")
+    run_dir: str = setting("runs", "Folder of all runs, where rank 0 finds it again.", min_length=1, rule="a path")
+    fresh: bool = setting(False, "Start anew although the run has checkpoints.")
+    checkpoint_format: Literal["plain", "sharded"] = setting(
         "plain", "plain: rank 0 writes all; sharded, with fsdp: each rank its part, on storage that all nodes share.")
-    keep: int = _setting(2, "Newest checkpoints kept.", unit="checkpoints", ge=1, le=1_000_000)
-    save_every_steps: int = _setting(0, "Save each so many steps; 0: after each epoch.", unit="steps", ge=0, le=INT32_MAX)
-    evaluate_every_epochs: int = _setting(1, "Evaluate each so many epochs and at the end.", unit="epochs", ge=1,
-                                          le=INT32_MAX)
-    report_every_s: float = _setting(5.0, "One progress line each so many seconds where there is no bar.", unit="s",
-                                     gt=0, le=WEEK_S)
-    log_every_steps: int = _setting(50, "Write metrics each so many steps.", unit="steps", ge=1, le=INT32_MAX)
-    profile: str = _setting("", "Trace these steps with torch.profiler, as 10:20: from the end of step 10 to that of 20.",
-                            pattern=r"^(\d{1,9}:\d{1,9})?$", rule="FIRST:LAST, such as 10:20")
-    tensorboard: bool = _setting(True, "Write TensorBoard files.")
-    progress: Literal["auto", "bar", "lines", "none"] = _setting("auto", "auto: a bar on a terminal, lines elsewhere.")
-    simulated_nodes: bool = _setting(False, "Several nodes on one machine: allow a loopback MASTER_ADDR.")
+    keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", ge=1, le=1_000_000)
+    save_every_steps: int = setting(0, "Save each so many steps; 0: after each epoch.", unit="steps", ge=0,
+                                    le=INT32_MAX)
+    evaluate_every_epochs: int = setting(1, "Evaluate each so many epochs and at the end.", unit="epochs", ge=1,
+                                         le=INT32_MAX)
+    report_every_s: float = setting(5.0, "One progress line each so many seconds where there is no bar.", unit="s",
+                                    gt=0, le=WEEK_S)
+    log_every_steps: int = setting(50, "Write metrics each so many steps.", unit="steps", ge=1, le=INT32_MAX)
+    profile: str = setting("",
+                           "Trace these steps with torch.profiler, as 10:20: from the end of step 10 to that of 20.",
+                           pattern=r"^(\d{1,9}:\d{1,9})?$", rule="FIRST:LAST, such as 10:20")
+    tensorboard: bool = setting(True, "Write TensorBoard files.")
+    progress: Literal["auto", "bar", "lines", "none"] = setting("auto", "auto: a bar on a terminal, lines elsewhere.")
+    simulated_nodes: bool = setting(False, "Several nodes on one machine: allow a loopback MASTER_ADDR.")
 
     @field_validator("options")
     @classmethod
     def _plain(cls, value: dict[str, Any]) -> dict[str, Any]:
-        # What YAML and JSON both hold: the options are saved with the run and compared when it is resumed.
+        # Only what YAML and JSON both hold: the options are saved with the run and compared when it is resumed.
         if not _is_plain(value, levels=20):
             raise ValueError("not plain")
         return value
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Config:
-        if found := contradictions(self):
-            raise ValueError("; ".join(c.text(self) for c in found))
-        return self
 
 
 # title: the group's first field
@@ -170,84 +175,3 @@ def _is_plain(value: Any, *, levels: int) -> bool:
     if isinstance(value, list):
         return levels > 0 and all(_is_plain(v, levels=levels - 1) for v in value)
     return value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
-
-
-@dataclass(frozen=True)
-class Contradiction:
-    """Settings that are each right and cannot go together. The first of `fields` is the one to mend."""
-
-    fields: tuple[str, ...]
-    broken: Callable[[Config], bool]
-    rule: Callable[[Config], str]
-    way_out: str
-
-    def text(self, config: Config, label: Callable[[str], str] = str) -> str:
-        """The message in the house form; `label` turns a setting's name into what the user wrote."""
-        got = describe(getattr(config, self.fields[0]))
-        return f"{label(self.fields[0])} must be {self.rule(config)}, got {got}. {self.way_out}"
-
-
-MAX_PROFILED = 100  # a trace holds some hundred lines a step
-
-
-def _bad_span(config: Config) -> bool:
-    first, _, last = config.profile.partition(":")
-    return bool(config.profile) and not 0 < int(last) - int(first) <= MAX_PROFILED
-
-
-CONTRADICTIONS = (
-    Contradiction(("accumulate", "static_graph"), lambda c: c.static_graph and c.accumulate > 1,
-                  lambda c: "1 with static_graph", "Under no_sync DDP asserts in its first static pass."),
-    Contradiction(("find_unused_parameters", "static_graph"), lambda c: c.static_graph and c.find_unused_parameters,
-                  lambda c: "false with static_graph", "A static graph finds unused parameters by itself."),
-    Contradiction(("device_ids", "parallel"), lambda c: bool(c.device_ids) and c.parallel != "dp",
-                  lambda c: "empty without parallel dp", "Elsewhere each process has one device, see device."),
-    Contradiction(("output_device", "parallel"), lambda c: c.output_device is not None and c.parallel != "dp",
-                  lambda c: "null without parallel dp", "Elsewhere each process has one device, see device."),
-    Contradiction(("device_ids", "device"), lambda c: bool(c.device_ids) and c.device not in ("auto", "cuda"),
-                  lambda c: f"empty with device {c.device}", "They number CUDA's devices."),
-    Contradiction(("compile", "parallel"), lambda c: c.compile and c.parallel == "dp",
-                  lambda c: "false with parallel dp", "DataParallel copies the module in each step. Use ddp."),
-    Contradiction(("sync_bn", "parallel"), lambda c: c.sync_bn and c.parallel == "dp",
-                  lambda c: "false with parallel dp", "Its threads are no ranks. Use ddp."),
-    Contradiction(("sync_bn", "parallel"), lambda c: c.sync_bn and c.parallel == "horovod",
-                  lambda c: "false with parallel horovod", "Horovod's own needs GPUs, torch's needs a group of them. Use ddp."),
-    Contradiction(("compress", "parallel"), lambda c: c.compress != "none" and c.parallel not in ("auto", "ddp", "horovod"),
-                  lambda c: f"none with parallel {c.parallel}", "Only ddp sends gradients through hooks."),
-    Contradiction(("compress", "parallel"), lambda c: c.compress in ("bf16", "powersgd") and c.parallel == "horovod",
-                  lambda c: "none or fp16 with parallel horovod", "Horovod adds up neither bf16 nor factors. Use ddp."),
-    Contradiction(("compress", "precision"), lambda c: c.compress == "powersgd" and c.precision == "fp16",
-                  lambda c: "another than powersgd with precision fp16", "One overflow would stay in what it remembers."),
-    Contradiction(("precision", "parallel"), lambda c: c.parallel == "fsdp" and c.precision == "fp16",
-                  lambda c: "fp32 or bf16 with parallel fsdp", "Each rank would scale by the overflows of its own part."),
-    Contradiction(("compile", "parallel"), lambda c: c.compile and c.parallel in ("fsdp", "horovod"),
-                  lambda c: f"false with parallel {c.parallel}", "The two together are not tried here. Use ddp."),
-    Contradiction(("channels_last", "parallel"), lambda c: c.channels_last and c.parallel in ("fsdp", "horovod"),
-                  lambda c: f"false with parallel {c.parallel}", "It takes contiguous parameters only. Use ddp."),
-    Contradiction(("find_unused_parameters", "parallel"), lambda c: c.find_unused_parameters and c.parallel == "fsdp",
-                  lambda c: "false with parallel fsdp", "FSDP2 waits for every gradient. Freeze them, or use ddp."),
-    Contradiction(("find_unused_parameters", "parallel"), lambda c: c.find_unused_parameters and c.parallel == "horovod",
-                  lambda c: "false with parallel horovod", "Their weights would decay. Freeze them, or use ddp."),
-    Contradiction(("static_graph", "parallel"), lambda c: c.static_graph and c.parallel in ("fsdp", "horovod"),
-                  lambda c: f"false with parallel {c.parallel}", "It is a setting of ddp."),
-    Contradiction(("checkpoint_format", "parallel"), lambda c: c.checkpoint_format == "sharded" and c.parallel != "fsdp",
-                  lambda c: f"plain with parallel {c.parallel}", "Only fsdp splits what is saved."),
-    Contradiction(("batch_size", "accumulate"), lambda c: c.batch_size % c.accumulate != 0,
-                  lambda c: f"a multiple of accumulate={c.accumulate}", "Each step takes equal micro-batches."),
-    Contradiction(("profile",), _bad_span,
-                  lambda c: f"FIRST:LAST with FIRST before LAST, at most {MAX_PROFILED} steps", "Such as 10:20."),
-    Contradiction(("warmup_steps", "max_steps"), lambda c: 0 < c.max_steps <= c.warmup_steps,
-                  lambda c: f"< max_steps={c.max_steps}", "The run would end before the warm-up does."),
-    Contradiction(("sync_bn", "device"), lambda c: c.sync_bn and c.device == "cpu",
-                  lambda c: "false with device cpu", "torch's SyncBatchNorm needs an accelerator."),
-    Contradiction(("backend", "device"), lambda c: c.backend == "nccl" and c.device == "cpu",
-                  lambda c: "gloo or auto with device cpu", "nccl moves GPU memory only."),
-    Contradiction(("data_dir", "dataset", "workload"),
-                  lambda c: c.workload == "images" and c.dataset == "imagefolder" and c.data_dir is None,
-                  lambda c: "a folder of class folders with dataset imagefolder", "Set it with --data-dir."),
-)
-
-
-def contradictions(config: Config, *, ignore: Collection[str] = ()) -> list[Contradiction]:
-    """Those that `config` has; a contradiction with a setting in `ignore` (wrong already) is left out."""
-    return [c for c in CONTRADICTIONS if not set(c.fields) & set(ignore) and c.broken(config)]

@@ -1,4 +1,4 @@
-"""The ranks of this node through torch.multiprocessing's spawn: fresh interpreters, no fork and no agent, as Windows has it."""
+"""The ranks of this node through torch.multiprocessing's spawn: fresh interpreters, no fork, as on Windows."""
 
 import multiprocessing.process
 import os
@@ -10,14 +10,10 @@ MAIN = str(Path(__file__).parents[1] / "main.py")
 
 
 class Spawned:
-    """A process of multiprocessing, with what `launch` looks at in those that it starts otherwise."""
+    """A process of multiprocessing, with the methods of a Popen that `launch` uses."""
 
     def __init__(self, process: multiprocessing.process.BaseProcess) -> None:
         self.process = process
-
-    @property
-    def returncode(self) -> int | None:
-        return self.process.exitcode
 
     def poll(self) -> int | None:
         return self.process.exitcode

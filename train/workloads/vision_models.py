@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from train.config.load import nearest
+from train.config.schema import nearest
 from train.errors import ConfigError
 
 

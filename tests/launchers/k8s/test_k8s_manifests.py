@@ -10,8 +10,7 @@ from tests.rigs.jobs import ROOT
 from tests.rigs.kube import K8S, OVERLAYS, TRAINING, one, rendered
 from tests.rigs.kubeflow import command_line, environment, pods_of
 from train.config import check_world_size, load_config
-from train.config.load import parse_args
-from train.main import COMMANDS, EXTRA
+from train.config.command_line import parse_args
 from train.process.env import outside_pod, read_env
 
 
@@ -35,7 +34,7 @@ def test_k8s_pods_run_what_the_program_understands(what: str, monkeypatch: pytes
         words, values = command_line(pod), environment(pod)
         at = words.index("train.main") + 1
         start, words = words[:at], words[at:]
-        parsed = parse_args(words, extra=EXTRA, commands=tuple(COMMANDS))
+        parsed = parse_args(words)
         config = load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
         if "torchrun" in start:
             get_args_parser().parse_args(start[start.index("torchrun") + 1 :])
@@ -44,9 +43,9 @@ def test_k8s_pods_run_what_the_program_understands(what: str, monkeypatch: pytes
             continue
         assert start == ["python", "-m", "train.main"]
         if parsed.command == "launch":  # told as the pod is: otherwise it would be refused
-            num_nodes, nproc = parsed.extra["nnodes"], parsed.extra["nproc"]
+            num_nodes, nproc = parsed.options.nnodes, parsed.options.nproc
             assert not read_env(outside_pod(values, num_nodes=num_nodes, nproc=nproc)).distributed
-            assert (num_nodes, parsed.extra["node_rank"]) == (len(pods), rank)
+            assert (num_nodes, parsed.options.node_rank) == (len(pods), rank)
             check_world_size(config, nproc * len(pods))
         else:
             launch = read_env(values)
@@ -132,7 +131,7 @@ def test_k8s_pods_wait_for_others_that_pull_their_image_for_ten_minutes(what: st
             assert int(waits["join_timeout"]) > 600
             assert int(waits["read_timeout"]) < 60
         else:
-            parsed = parse_args(words[words.index("train.main") + 1 :], extra=EXTRA, commands=tuple(COMMANDS))
+            parsed = parse_args(words[words.index("train.main") + 1 :])
             assert load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes).join_timeout_s > 600
 
 

@@ -4,7 +4,7 @@ Measures on the group that the launcher started. One process alone has nobody to
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from train.commands.bench.collectives import POINT_TO_POINT, SOCKETS, Budget, Ro
 from train.commands.bench.job import describe_job
 from train.commands.bench.report import write_report
 from train.config import Config
+from train.config.options import BenchOptions
 from train.errors import ConfigError, UserError
 from train.group.device import pick_backend
 from train.group.join import join
@@ -27,34 +28,15 @@ FORECAST_RANKS = (2, 8, 64, 512)
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
-    """The options of the command, checked when they are made. Raises ConfigError."""
-
-    sizes: str = ""
-    iterations: int = 20
-    seconds: float = 60.0
-    step_ms: float = 0.0
-    as_json: bool = False
-
-    def __post_init__(self) -> None:
-        self.parse_sizes()
-        if self.iterations < 1 or self.seconds <= 0 or self.step_ms < 0:
-            got = f"{self.iterations}, {self.seconds:g} and {self.step_ms:g}"
-            raise ConfigError(f"--iterations must be >= 1, --seconds > 0 and --step-ms >= 0, got {got}.")
-
-    def parse_sizes(self) -> list[int]:
-        """In bytes, smallest first."""
-        return sorted({parse_size(word) for word in self.sizes.split(",") if word})
-
-
 def bench(
     config: Config, launch: Launch, options: BenchOptions, *, run_dir: Path, log: Log, stop: StopRequest
 ) -> dict[str, Any]:
     """Measure, print, and write `bench.json`, `bench.md` and `bench.png` to `run_dir`.
 
-    Raises UserError for a model that can't be built, and JoinError and PeerLost as training does.
+    Raises ConfigError for sizes that are no numbers, UserError for a model that can't be built, and JoinError and
+    PeerLost as training does.
     """
+    sizes = sorted({parse_size(word) for word in options.sizes.split(",") if word})  # in bytes
     torch.set_num_threads(config.num_threads)
     # Not shared: an earlier bench that was killed has left a status that says "running"
     status = StatusFile(run_dir, launch, shared=False)
@@ -74,7 +56,7 @@ def bench(
         if group.world_size > 1:
             budget = Budget(options.iterations, options.seconds, timeout_s=config.step_timeout_s + options.seconds)
             backend = pick_backend(config.backend, group.device)
-            rows = measure(group, options.parse_sizes(), spec=backend, budget=budget, note=log.info)
+            rows = measure(group, sizes, spec=backend, budget=budget, note=log.info)
         outcome = {
             "ranks": group.world_size, "hosts": sorted(set(group.hosts)), "device": str(group.device.type),
             "torch": torch.__version__, "job": job, "collectives": [asdict(row) for row in rows],

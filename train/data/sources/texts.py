@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from train.errors import DataError
 
 if TYPE_CHECKING:
-    from train.config.load import Config
+    from train.config import Config
 
 SAMPLE = Path(__file__).parents[2] / "samples" / "texts"
 ENDINGS = (".txt", ".tsv", ".csv")

@@ -1,0 +1,143 @@
+"""The commands by name: each gets the context and its own options, and returns its exit code.
+
+Each imports what it needs inside, so that only those pay for torch that use it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from train.config import check_world_size
+from train.config.options import (
+    BenchOptions,
+    CompareOptions,
+    DoctorOptions,
+    EvaluateOptions,
+    ExplainOptions,
+    ExportOptions,
+    LaunchOptions,
+    PredictOptions,
+    TrainOptions,
+)
+from train.errors import FINISHED, LaunchError, UserError
+from train.process import env, findings
+from train.process.context import Context
+from train.process.log import Log
+
+
+def _train(context: Context, options: TrainOptions) -> int:
+    from train.loop import train
+
+    check_world_size(context.config, context.launch.world_size)
+    _start_rank(context)
+    train(context.config, context.launch, run_dir=context.run_dir, log=context.log, stop=context.stop)
+    return FINISHED
+
+
+def _evaluate(context: Context, options: EvaluateOptions) -> int:
+    from train.commands.apply import evaluate_command
+
+    _start_rank(context)
+    evaluate_command(
+        context.config, options, context.launch, run_dir=context.run_dir, log=context.log, stop=context.stop
+    )
+    return FINISHED
+
+
+def _predict(context: Context, options: PredictOptions) -> int:
+    from train.commands.apply import predict_command
+
+    _start_rank(context)
+    predict_command(
+        context.config, options, context.launch, run_dir=context.run_dir, log=context.log, stop=context.stop
+    )
+    return FINISHED
+
+
+def _bench(context: Context, options: BenchOptions) -> int:
+    from train.commands.bench.bench import bench
+
+    context = context.in_folder("bench")
+    _start_rank(context)
+    bench(
+        context.config, context.launch, options, run_dir=context.run_dir, log=context.log, stop=context.stop
+    )
+    return FINISHED
+
+
+def _start_rank(context: Context) -> None:
+    env.check_loopback(context.launch, context.config.simulated_nodes)
+    context.log.open(context.run_dir)
+    for warning in context.launch.warnings:
+        context.log.warning(warning)
+    if context.launch.distributed:
+        context.log.info(env.describe(context.launch))
+
+
+def _launch(context: Context, options: LaunchOptions) -> int:
+    from train.process.local_launcher import launch
+
+    _refuse_ranks(context, f"launch must be started by hand, once a node, got RANK and WORLD_SIZE from "
+                           f"{context.launch.launcher}, which starts the processes already. "
+                           f"Use the command {options.command} there.")
+    return launch(context, options)
+
+
+def _export(context: Context, options: ExportOptions) -> int:
+    from train.commands.apply import export_command
+
+    _refuse_ranks(context)
+    export_command(options.checkpoint, Path(options.output), run_dir=context.run_dir, log=context.log)
+    return FINISHED
+
+
+def _compare(context: Context, options: CompareOptions) -> int:
+    from train.commands.compare import compare
+
+    _refuse_ranks(context)
+    own = ("--fresh=", "--name=", "--run_dir=")  # of the comparison, not of the trainings that it starts
+    words = [word for word in context.request.words() if not word.startswith(own)]
+    directory = Path(context.config.run_dir) / (context.config.name or "compare")
+    compare(context.config, options, words=words, directory=directory, log=context.log, stop=context.stop)
+    return FINISHED
+
+
+def _refuse_ranks(context: Context, text: str = "") -> None:
+    if context.launch.distributed:
+        raise LaunchError(text or f"{context.request.command} must be started by hand, once, "
+                                  f"got RANK and WORLD_SIZE from {context.launch.launcher}.")
+
+
+def _doctor(context: Context, options: DoctorOptions) -> int:
+    from train.commands.doctor.doctor import doctor
+
+    config, launch = context.config, context.launch
+    try:
+        env.check_loopback(launch, config.simulated_nodes)
+        check_world_size(config, launch.world_size)
+    except UserError as error:
+        return refuse(error, options, context.log)
+    return doctor(
+        config, launch, run_dir=context.run_dir, log=context.log, stop=context.stop, as_json=options.as_json
+    )
+
+
+def refuse(error: UserError, options: DoctorOptions, log: Log) -> int:
+    from train.commands.doctor import doctor
+
+    return doctor.refuse(error, log, as_json=options.as_json)
+
+
+def explain(options: ExplainOptions) -> tuple[str, int]:
+    """What a log shows, to be printed, and the exit code: 20 if it shows a fault, 0 if nothing is wrong with it."""
+    from train.commands.explain.explain import explain_log
+
+    text, faulty = explain_log(Path(options.log), as_json=options.as_json)
+    return f"{text}\n", findings.CODES[findings.UNFIT] if faulty else FINISHED
+
+
+# `show` and `explain`, which start nothing, are answered by `main`
+COMMANDS: dict[str, Callable[[Context, Any], int]] = {
+    "train": _train, "evaluate": _evaluate, "predict": _predict, "export": _export, "doctor": _doctor,
+    "compare": _compare, "bench": _bench, "launch": _launch,
+}

@@ -1,0 +1,150 @@
+"""Settings that are each right and cannot go together, with one another or with the number of processes.
+
+The rules on `parallel` stand here and not beside the methods in train/parallel/: those import torch, and `show`,
+`--help` and the launcher, which refuse a contradiction too, do without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from train.config.settings import Settings
+from train.config.yaml_text import describe
+from train.errors import ConfigError
+
+MAX_PROFILED_STEPS = 100  # a trace holds some hundred lines for each step
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """`fields`: the settings that it is about; the first is the one to change, and must be `rule`."""
+
+    fields: tuple[str, ...]
+    rule: str
+    way_out: str
+
+    def text(self, config: Settings, label: Callable[[str], str] = str) -> str:
+        """The message in the house form; `label` turns a setting's name into what the user wrote."""
+        got = describe(getattr(config, self.fields[0]))
+        return f"{label(self.fields[0])} must be {self.rule}, got {got}. {self.way_out}"
+
+
+def contradictions(c: Settings) -> Iterator[Contradiction]:
+    """Those that these settings have."""
+    yield from _of_method(c)
+    yield from _of_device(c)
+    if c.static_graph and c.accumulate > 1:
+        yield Contradiction(
+            ("accumulate", "static_graph"), "1 with static_graph", "Under no_sync DDP asserts in its first static pass."
+        )
+    if c.static_graph and c.find_unused_parameters:
+        yield Contradiction(
+            ("find_unused_parameters", "static_graph"), "false with static_graph",
+            "A static graph finds unused parameters by itself.",
+        )
+    if c.compress == "powersgd" and c.precision == "fp16":
+        yield Contradiction(
+            ("compress", "precision"), "another than powersgd with precision fp16",
+            "An fp16 overflow would stay in PowerSGD's error buffer.",
+        )
+    if c.batch_size % c.accumulate != 0:
+        yield Contradiction(
+            ("batch_size", "accumulate"), f"a multiple of accumulate={c.accumulate}",
+            "Each step takes equal micro-batches.",
+        )
+    if 0 < c.max_steps <= c.warmup_steps:
+        yield Contradiction(
+            ("warmup_steps", "max_steps"), f"< max_steps={c.max_steps}", "The run would end before the warm-up does."
+        )
+    first, _, last = c.profile.partition(":")
+    if c.profile and not 0 < int(last) - int(first) <= MAX_PROFILED_STEPS:
+        rule = f"FIRST:LAST with FIRST before LAST, at most {MAX_PROFILED_STEPS} steps"
+        yield Contradiction(("profile",), rule, "Such as 10:20.")
+    if c.workload == "images" and c.dataset == "imagefolder" and c.data_dir is None:
+        yield Contradiction(
+            ("data_dir", "dataset", "workload"), "a folder of class folders with dataset imagefolder",
+            "Set it with --data-dir.",
+        )
+
+
+def _of_method(c: Settings) -> Iterator[Contradiction]:
+    """What the method of training in parallel does not have."""
+
+    def refuse(field: str, allowed: str, why: str) -> Contradiction:
+        return Contradiction((field, "parallel"), f"{allowed} with parallel {c.parallel}", why)
+
+    if c.parallel != "dp":
+        for field, given, nothing in (
+            ("device_ids", c.device_ids, "empty"), ("output_device", c.output_device is not None, "null")
+        ):
+            if given:
+                way_out = "Elsewhere each process has one device, see device."
+                yield Contradiction((field, "parallel"), f"{nothing} without parallel dp", way_out)
+    if c.parallel == "dp":
+        if c.compile:
+            yield refuse("compile", "false", "DataParallel copies the module in each step. Use ddp.")
+        if c.sync_bn:
+            yield refuse("sync_bn", "false", "Its threads are no ranks. Use ddp.")
+    if c.parallel in ("fsdp", "horovod"):
+        if c.compile:
+            yield refuse("compile", "false", "The two together are not tried here. Use ddp.")
+        if c.channels_last:
+            yield refuse("channels_last", "false", "It takes contiguous parameters only. Use ddp.")
+        if c.static_graph:
+            yield refuse("static_graph", "false", "It is a setting of ddp.")
+    if c.parallel == "fsdp":
+        if c.precision == "fp16":
+            yield refuse("precision", "fp32 or bf16", "Each rank would scale by the overflows of its own part.")
+        if c.find_unused_parameters:
+            yield refuse("find_unused_parameters", "false", "FSDP2 waits for every gradient. Freeze them, or use ddp.")
+    if c.parallel == "horovod":
+        if c.sync_bn:
+            why = "Horovod's own needs GPUs, torch's needs a group of them. Use ddp."
+            yield refuse("sync_bn", "false", why)
+        if c.find_unused_parameters:
+            yield refuse("find_unused_parameters", "false", "Their weights would decay. Freeze them, or use ddp.")
+        if c.compress in ("bf16", "powersgd"):
+            yield refuse("compress", "none or fp16", "Horovod sums neither bf16 nor PowerSGD's factors. Use ddp.")
+    if c.compress != "none" and c.parallel not in ("auto", "ddp", "horovod"):
+        yield refuse("compress", "none", "Only ddp sends gradients through hooks.")
+    if c.checkpoint_format == "sharded" and c.parallel != "fsdp":
+        yield refuse("checkpoint_format", "plain", "Only fsdp splits what is saved.")
+
+
+def _of_device(c: Settings) -> Iterator[Contradiction]:
+    if c.device_ids and c.device not in ("auto", "cuda"):
+        yield Contradiction(("device_ids", "device"), f"empty with device {c.device}", "They number CUDA's devices.")
+    if c.sync_bn and c.device == "cpu":
+        way_out = "torch's SyncBatchNorm needs an accelerator."
+        yield Contradiction(("sync_bn", "device"), "false with device cpu", way_out)
+    if c.backend == "nccl" and c.device == "cpu":
+        yield Contradiction(("backend", "device"), "gloo or auto with device cpu", "nccl moves GPU memory only.")
+
+
+def check_world_size(config: Settings, world_size: int) -> None:
+    """Raise ConfigError unless every process gets equal micro-batches; names what would fit nearby."""
+    if config.parallel in ("none", "dp") and world_size > 1:
+        raise ConfigError(
+            f"parallel must be auto or ddp with {world_size} processes, got {config.parallel}. "
+            "Each would train a model of its own; for one process start it without a launcher."
+        )
+    per_process = world_size * config.accumulate
+    if config.batch_size % per_process == 0:
+        return
+    samples = config.batch_size // config.accumulate  # of one micro-batch, over all processes
+    small = [w for w in range(1, math.isqrt(samples) + 1) if samples % w == 0]
+    fitting = sorted({*small, *(samples // w for w in small)})
+    worlds = [w for w in fitting if w < world_size][-1:] + [w for w in fitting if w > world_size][:1]
+    below = config.batch_size // per_process * per_process
+    batches = [b for b in (below, below + per_process) if b > 0]
+    product = f"{world_size} processes" + (f" x accumulate={config.accumulate}" if config.accumulate > 1 else "")
+    raise ConfigError(
+        f"batch_size must be a multiple of {per_process} ({product}), got {config.batch_size}. "
+        f"Start {_either(worlds)} process{'' if worlds == [1] else 'es'}, or set --batch-size {_either(batches)}."
+    )
+
+
+def _either(numbers: Sequence[int]) -> str:
+    return " or ".join(map(str, numbers))

@@ -1,0 +1,140 @@
+"""The commands: what each is for, and its options, which are no settings of a training. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from train.config.settings import setting
+
+
+class Options(BaseModel):
+    """The options of one command. The docstring of a command's class is its line in --help."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    def mistakes(self) -> Iterator[str]:
+        """Options that are each right and cannot go together."""
+        yield from ()
+
+
+class InitMethod(Options):
+    """Of the commands whose ranks meet."""
+
+    init_method: str = setting(
+        "", "tcp://HOST:PORT or file:///PATH in place of MASTER_ADDR and MASTER_PORT.", metavar="URL")
+
+
+class RankOptions(InitMethod):
+    """Of the commands that run as ranks."""
+
+    rank: int | None = setting(None, "In place of RANK.", metavar="N")
+    world_size: int | None = setting(None, "In place of WORLD_SIZE.", metavar="N")
+
+
+class MeasureOptions(Options):
+    """Of bench, and of `launch --command bench`, which passes them on."""
+
+    sizes: str = setting(
+        "", "Bytes of the messages, as 1K,1M,64M; by default 1K, 4K, ... to what fits.", metavar="LIST")
+    iterations: int = setting(20, "Samples of each size, at most.", ge=1)
+    seconds: float = setting(60.0, "Time for all measurements of the wire, about.", gt=0)
+    step_ms: float = setting(0.0, "Time of a step without exchange; 0 measures it.", ge=0)
+
+
+class JsonOptions(Options):
+    """Of the commands that have a result to read by a program."""
+
+    as_json: bool = setting(False, "The result as JSON too, on one line; all of it for doctor.", alias="json")
+
+
+class CheckpointOptions(Options):
+    """Of the commands that read a checkpoint."""
+
+    checkpoint: str = setting("", "Checkpoint directory; by default the newest good one of the run.", metavar="DIR")
+
+
+class TrainOptions(RankOptions):
+    """Train; the same command again goes on where it stopped."""
+
+
+class EvaluateOptions(CheckpointOptions, RankOptions):
+    """Evaluate a checkpoint on the test data, exactly, with any number of processes."""
+
+
+class PredictOptions(CheckpointOptions, RankOptions):
+    """Write input, label and probability of each sample to a CSV or JSONL file."""
+
+    input: str = setting(
+        "", "What to predict: an image or a folder of them, a file of texts, or - for standard input; by default the "
+        "test data.", metavar="PATH")
+    output: str = setting("predictions.csv", "Where to write.", pattern=r"\.(csv|jsonl)$", metavar="FILE",
+                          rule="a .csv or .jsonl file")
+
+
+class ExportOptions(CheckpointOptions):
+    """Write the weights of a checkpoint, plain or sharded, to one file."""
+
+    output: str = setting("model.pt", "Where to write the weights.", min_length=1, metavar="FILE", rule="a file's name")
+
+
+class ShowOptions(Options):
+    """Print all settings as they would be used, with help, range and unit."""
+
+
+class DoctorOptions(JsonOptions, RankOptions):
+    """Is this machine, and this group of machines, fit to train? Ends with 0, 10 (warnings), 20 (not fit) or 30."""
+
+
+class ExplainOptions(JsonOptions):
+    """Say which known fault the log of a failed job shows, on which rank, and what to do. Ends with 0 or 20."""
+
+    log: str = setting("", "The log of a failed job, a run's directory, or - for standard input.", metavar="FILE")
+
+    def mistakes(self) -> Iterator[str]:
+        """Options that are each right and cannot go together."""
+        if not self.log:
+            yield "--log must be a log file, a run's directory or - for standard input, got nothing."
+
+
+class CompareOptions(Options):
+    """Train with each method and launcher that can run here, several times, and set them side by side."""
+
+    processes: int = setting(2, "Processes of each variant that takes several.", ge=2)
+    only: str = setting("", "Which variants to compare, as none,ddp; by default all.", metavar="LIST")
+    repeats: int = setting(3, "Runs of each variant.", ge=1)
+
+
+class BenchOptions(JsonOptions, MeasureOptions, RankOptions):
+    """Measure how fast the ranks exchange, and what that means for the model in the settings."""
+
+
+class LaunchOptions(JsonOptions, MeasureOptions, InitMethod):
+    """Start several processes of `train` on this node; keeps exit codes, restarts what it helps."""
+
+    nproc: int = setting(1, "Processes on this node.", ge=1)
+    nnodes: int = setting(1, "Nodes; run the same command on each.", ge=1)
+    node_rank: int = setting(0, "Which of the nodes this is, from 0.")
+    master_addr: str = setting("", "Name or address of node 0, the same on all nodes.", metavar="HOST")
+    master_port: int = setting(0, "Port on node 0; 0 takes 29400, or a free one on a single node.", ge=0, le=65535)
+    command: Literal["train", "bench", "doctor"] = setting("train", "What the processes do.")
+    launcher: Literal["processes", "spawn"] = setting("processes", "How: spawn goes through torch.multiprocessing.")
+    max_restarts: int = setting(3, "Restarts after a lost rank, at most.", ge=0)
+
+    def mistakes(self) -> Iterator[str]:
+        """Options that are each right and cannot go together."""
+        if not 0 <= self.node_rank < self.nnodes:
+            yield f"--node-rank must be from 0 to {self.nnodes - 1}, got {self.node_rank}."
+        if self.init_method and (self.master_addr or self.master_port):
+            yield "--init-method must be left out with --master-addr and --master-port. Keep one of them."
+        if self.nnodes > 1 and not self.master_addr and not self.init_method:
+            yield "--master-addr must name node 0's machine when there are several nodes, got nothing."
+
+
+OPTIONS: dict[str, type[Options]] = {
+    "train": TrainOptions, "evaluate": EvaluateOptions, "predict": PredictOptions, "export": ExportOptions,
+    "show": ShowOptions, "doctor": DoctorOptions, "explain": ExplainOptions, "compare": CompareOptions,
+    "bench": BenchOptions, "launch": LaunchOptions,
+}
