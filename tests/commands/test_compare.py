@@ -141,7 +141,7 @@ def test_variant_that_fails_is_listed_with_its_reason(forks: Forks, tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "message"),
     [(("--only", "none,dpp"), f'--only must be of {", ".join(VARIANTS)}, got "dpp".'),
-     (("--repeats", "0"), "--repeats must be >= 1"), (("--processes", "1"), "--processes >= 2")],
+     (("--repeats", "0"), "--repeats must be >= 1"), (("--processes", "1"), "--processes must be >= 2, got 1.")],
 )
 def test_comparison_of_nothing_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...],

@@ -215,7 +215,7 @@ def test_comparison_runs_horovod(forks: Forks, tmp_path: Path) -> None:
 # Refusals -------------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "--compress=bf16": "--compress must be none or fp16 with parallel horovod, got \"bf16\". Horovod adds up neither bf16",
+    "--compress=bf16": "--compress must be none or fp16 with parallel horovod, got \"bf16\". Horovod sums neither bf16",
     "--compress=powersgd": "--compress must be none or fp16 with parallel horovod, got \"powersgd\".",
     "--sync-bn": "--sync-bn must be false with parallel horovod, got true. Horovod's own needs GPUs",
     "--compile": "--compile must be false with parallel horovod, got true.",
