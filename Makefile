@@ -52,11 +52,11 @@ doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Is this machine 
 throughput: $(READY) ## Measure images/s, start, save and load on this machine
 	$(RUN)python tests/bench/throughput.py $(ARGS)
 
-k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it; OVERLAY=gpu: k8s/README.md
+k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it (OVERLAY=gpu): k8s/README.md
 	@k8s/kube.sh $(@:k8s-%=%)
 
-lock: ; @docker/host/lock.sh $(PYTHON) ## Write docker/requirements*.lock anew: the newest versions that pyproject.toml allows
-horovod: $(READY) ; @docker/horovod.sh $(RUN)python ## Build Horovod, once, and install it in .venv: train/parallel/README.md
+lock: ; @docker/host/lock.sh $(PYTHON) ## Write the lock files anew: the newest versions that pyproject.toml allows
+horovod: $(READY) ; @docker/horovod.sh $(RUN)python ## Build Horovod, once, and install it: train/parallel/README.md
 
 clean: ## Remove .venv and caches; runs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info

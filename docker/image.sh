@@ -39,6 +39,7 @@ for label in "title=rankup" "description=One PyTorch training job, written once,
   labels+=(--label "org.opencontainers.image.$label")
 done
 
+replaced=()
 build() { # DOCKERFILE IMAGE [OPTION...]: builds the image, and removes it again if it does not work
   local dockerfile=$1 image=$2 before log
   shift 2
@@ -56,10 +57,7 @@ print(\"image: torch\", torch.__version__, \"torchvision\", torchvision.__versio
     { cat "$log" >&2; rm "$log"; docker rmi -f "$image" > /dev/null; fail "removed $image, it does not work: see above"; }
   grep '^image:' "$log"
   rm "$log"
-  # The image that it replaces goes too, unless it has another name or a container uses it
-  if [[ $(docker image inspect -f '{{len .RepoTags}}' "${before:-none}" 2> /dev/null) == 0 ]]; then
-    docker rmi "$before" > /dev/null 2>&1 || true
-  fi
+  replaced+=("${before:-none}")
 }
 
 image=$(docker compose config --images | sed -n 1p) # IMAGE, or rankup:TARGET
@@ -71,5 +69,11 @@ else
   build "docker/$target.Dockerfile" "$image"
 fi
 # Under its version too, which the manifests in k8s/ name: a node of a cluster never fetches a name again that it has
-if [[ $image == rankup:runtime ]]; then docker tag "$image" "rankup:$version"; fi
+if [[ $target != runtime || $image == rankup:runtime ]]; then docker tag rankup:runtime "rankup:$version"; fi
+# An image that was replaced goes, unless it has another name or a container uses it
+for old in "${replaced[@]}"; do
+  if [[ $(docker image inspect -f '{{len .RepoTags}}' "$old" 2> /dev/null) == 0 ]]; then
+    docker rmi "$old" > /dev/null 2>&1 || true
+  fi
+done
 say "$image, $(docker image inspect -f '{{.Size}}' "$image" | awk '{printf "%.2f GB", $1 / 1e9}'), revision $revision"
