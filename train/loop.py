@@ -13,9 +13,11 @@ from torch import nn
 from torch.profiler import record_function
 
 from train.config import Config, check_world_size
-from train.data.loader import BatchLoader, free_shared_memory, num_bytes, open_loader, to_device, uses_workers
+from train.data.batch import num_bytes, to_device
+from train.data.loader import BatchLoader, open_loader, uses_workers
 from train.data.order import Order
 from train.data.random_numbers import derive_seed, seed_everything
+from train.data.worker_loader import free_shared_memory
 from train.errors import DataError, Stopped, UserError
 from train.group.group import Group
 from train.group.join import join
@@ -111,7 +113,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             _must_match(group, plain)
         free_bytes = free_shared_memory()  # before workers fill it
         feed = open_loader(
-            workload.train, order.keys(progress.step, total_steps), device=group.device, stop=stop,
+            workload.train, order.batches(progress.step, total_steps), device=group.device, stop=stop,
             num_workers=config.num_workers, prefetch_factor=config.prefetch_factor,
         )
         _warm_up(config, group, method, workload, plain, model, order, free_bytes)
@@ -342,7 +344,7 @@ def _warm_up(
     free_bytes: int,
 ) -> None:
     """The throwaway passes see the first micro-batch of the first epoch on every start, whatever the position."""
-    epoch, indices = next(order.keys(0, 1))
+    epoch, indices = next(order.batches(0, 1))
     batch = to_device(workload.train.batch(indices, epoch), group.device)
     if uses_workers(workload.train, config.num_workers):
         num_samples = len(indices) + min(config.eval_batch_size, len(workload.evaluation))

@@ -18,7 +18,8 @@ from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import own_tmpfs
 from train.config import Config
 from train.data import MapSamples
-from train.data.loader import BatchLoader, num_bytes, open_loader
+from train.data.batch import num_bytes
+from train.data.loader import BatchLoader, open_loader
 from train.data.order import BatchIndex, Order
 from train.errors import DataError
 from train.process import advice
@@ -44,7 +45,7 @@ class Noisy:
         return torch.rand(3) + index, index
 
 
-def keys(*batches: list[int]) -> Iterator[BatchIndex]:
+def indices_of(*batches: list[int]) -> Iterator[BatchIndex]:
     return iter([(0, torch.tensor(batch)) for batch in batches])
 
 
@@ -56,7 +57,7 @@ def loader_of(given: Iterator[BatchIndex], num_workers: int, stop: StopRequest |
 
 
 def batches(num_workers: int, first_step: int = 0) -> list[Any]:
-    loader = loader_of(Order(24, 4, seed=1).keys(first_step, 12), num_workers)
+    loader = loader_of(Order(24, 4, seed=1).batches(first_step, 12), num_workers)
     found = []
     try:
         while True:
@@ -84,7 +85,7 @@ def test_loader_that_begins_later_goes_on_with_the_same_batches() -> None:
 def test_starting_workers_draws_no_random_number() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    loader = loader_of(keys([1, 2]), 1)
+    loader = loader_of(indices_of([1, 2]), 1)
     assert torch.equal(torch.get_rng_state(), before)
     loader.next()
     assert torch.equal(torch.get_rng_state(), before)
@@ -93,7 +94,7 @@ def test_starting_workers_draws_no_random_number() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_unreadable_sample_is_one_line(num_workers: int) -> None:
-    loader = loader_of(keys([1], [99]), num_workers)
+    loader = loader_of(indices_of([1], [99]), num_workers)
     assert loader.next() is not None
     with pytest.raises(DataError) as caught:
         loader.next()
@@ -103,7 +104,7 @@ def test_unreadable_sample_is_one_line(num_workers: int) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_fault_of_a_data_set_keeps_its_traceback(num_workers: int) -> None:
-    loader = loader_of(keys([98]), num_workers)
+    loader = loader_of(indices_of([98]), num_workers)
     with pytest.raises(ZeroDivisionError, match="a fault of the data set"):
         loader.next()
     loader.close()
@@ -111,7 +112,7 @@ def test_fault_of_a_data_set_keeps_its_traceback(num_workers: int) -> None:
 
 def test_stop_is_seen_while_waiting_for_data() -> None:
     stop = StopRequest()
-    loader = loader_of(keys([1], [97]), 1, stop)
+    loader = loader_of(indices_of([1], [97]), 1, stop)
     assert loader.next() is not None
     stop.signal_name = "SIGTERM"
     assert loader.next() is None
@@ -121,7 +122,7 @@ def test_stop_is_seen_while_waiting_for_data() -> None:
 
 
 def test_closed_loader_leaves_no_worker() -> None:
-    loader = loader_of(keys(*[[1, 2]] * 50), 2)
+    loader = loader_of(indices_of(*[[1, 2]] * 50), 2)
     loader.next()
     assert multiprocessing.active_children()
     loader.close()

@@ -11,14 +11,14 @@ from torch.utils.data import Dataset
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics
 from train.data import MapSamples, TensorSamples
-from train.data.order import Order, evaluation_keys, num_batches
+from train.data.order import Order, evaluation_batches, num_batches
 from train.data.random_numbers import derive_seed, random_numbers
 from train.data.samples import shift_and_flip
 
 
 def steps(order: Order, first: int, last: int) -> list[list[int]]:
     """The sample numbers of each micro-batch."""
-    return [indices.tolist() for _, indices in order.keys(first, last)]
+    return [indices.tolist() for _, indices in order.batches(first, last)]
 
 
 def world(num_samples: int, batch_size: int, world_size: int, accumulate: int = 1) -> list[Order]:
@@ -32,7 +32,7 @@ def test_order_of_two_epochs_differs() -> None:
     order = Order(103, 10, 0)
     first, second = steps(order, 0, 10), steps(order, 10, 20)
     assert first != second
-    assert [epoch for epoch, _ in order.keys(0, 20)] == [0] * 10 + [1] * 10
+    assert [epoch for epoch, _ in order.batches(0, 20)] == [0] * 10 + [1] * 10
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 5])
@@ -90,7 +90,7 @@ def test_keys_from_the_middle_are_those_of_the_whole_run(first: int) -> None:
 def test_evaluation_takes_each_sample_once_in_the_same_batches(num_samples: int, world_size: int) -> None:
     batches_of_rank: dict[int, list[int]] = {}
     for rank in range(world_size):
-        for number, (epoch, indices) in evaluation_keys(num_samples, 10, rank, world_size):
+        for number, (epoch, indices) in evaluation_batches(num_samples, 10, rank, world_size):
             assert epoch is None
             assert number not in batches_of_rank
             batches_of_rank[number] = indices.tolist()

@@ -152,24 +152,24 @@ def test_order_by_length_takes_each_sample_once(pool: int) -> None:
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (4, 3), (8, 1)])
 def test_order_by_length_is_the_same_on_any_number_of_ranks(world_size: int, accumulate: int) -> None:
-    alone = [indices for _, indices in ordered().keys(0, 90)]
-    ranks = [list(ordered(rank, world_size, accumulate).keys(0, 90)) for rank in range(world_size)]
+    alone = [indices for _, indices in ordered().batches(0, 90)]
+    ranks = [list(ordered(rank, world_size, accumulate).batches(0, 90)) for rank in range(world_size)]
     for step, batch in enumerate(alone):
-        parts = [key[1] for rank in ranks for key in rank[step * accumulate : (step + 1) * accumulate]]
+        parts = [index[1] for rank in ranks for index in rank[step * accumulate : (step + 1) * accumulate]]
         assert torch.equal(torch.cat(parts), batch)
 
 
 def test_order_by_length_goes_on_from_any_step() -> None:
-    whole = [indices.tolist() for _, indices in ordered().keys(0, 90)]
-    assert [indices.tolist() for _, indices in ordered().keys(47, 90)] == whole[47:]
+    whole = [indices.tolist() for _, indices in ordered().batches(0, 90)]
+    assert [indices.tolist() for _, indices in ordered().batches(47, 90)] == whole[47:]
 
 
 def test_order_by_length_saves_padding_and_keeps_chance() -> None:
     def padded(order: Order) -> int:
-        return sum(int(LENGTHS[indices].max()) * len(indices) for _, indices in order.keys(0, 41))
+        return sum(int(LENGTHS[indices].max()) * len(indices) for _, indices in order.batches(0, 41))
 
     assert padded(ordered()) < 0.75 * padded(Order(1003, 24, 5))
-    longest = [int(LENGTHS[indices].max()) for _, indices in ordered().keys(0, 41)]
+    longest = [int(LENGTHS[indices].max()) for _, indices in ordered().batches(0, 41)]
     assert longest != sorted(longest)
 
 

@@ -1,32 +1,15 @@
-"""Batches on their way to the device: made by the training process itself, or ahead of it by worker processes.
+"""Batches on their way to the device: made by the training process itself, or ahead of it by worker processes."""
 
-Workers live and die with their parent alone. They ignore the signals that a job gets: these are for the training loop.
-"""
-
-import contextlib
-import multiprocessing
-import multiprocessing.connection
-import os
-import queue
-import signal
-import sys
-import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 
+from train.data.batch import to_device
 from train.data.order import BatchIndex
 from train.data.samples import Samples
-from train.errors import DataError, PeerLost
-from train.process.machine_checks import ENLARGE_SHM
-from train.process.stop import SIGNALS, StopRequest, die_with_parent
-
-SHM_FULL = (
-    f"/dev/shm must hold the batches of all DataLoader workers, got no space left on it. {ENLARGE_SHM}, or set "
-    "--num-workers 0."
-)
+from train.data.worker_loader import WorkerLoader
+from train.process.stop import StopRequest
 
 
 class BatchLoader(Protocol):
@@ -43,230 +26,32 @@ class BatchLoader(Protocol):
 
 
 def open_loader(
-    samples: Samples, keys: Iterable[BatchIndex], *, device: torch.device, stop: StopRequest, num_workers: int,
+    samples: Samples, batches: Iterable[BatchIndex], *, device: torch.device, stop: StopRequest, num_workers: int,
     prefetch_factor: int,
 ) -> BatchLoader:
-    """A loader of the batches `keys`: with workers where `samples` are not in memory and num_workers allows it."""
+    """A loader of these batches of `samples`: with workers where `uses_workers` says so."""
     if uses_workers(samples, num_workers):
         return WorkerLoader(
-            samples, keys, device=device, stop=stop, num_workers=num_workers, prefetch_factor=prefetch_factor
+            samples, batches, device=device, stop=stop, num_workers=num_workers, prefetch_factor=prefetch_factor
         )
-    return DirectLoader(samples, keys, device=device)
+    return DirectLoader(samples, batches, device=device)
 
 
 class DirectLoader:
     """Makes each batch when it is asked for, in this process."""
 
-    def __init__(self, samples: Samples, keys: Iterable[BatchIndex], *, device: torch.device) -> None:
-        self.samples, self.keys, self.device = samples, iter(keys), device
+    def __init__(self, samples: Samples, batches: Iterable[BatchIndex], *, device: torch.device) -> None:
+        self.samples, self.batches, self.device = samples, iter(batches), device
 
     def next(self) -> Any | None:
         """The next batch on the device. Raises StopIteration at the end, DataError for an unreadable sample."""
-        epoch, indices = next(self.keys)
+        epoch, indices = next(self.batches)
         return to_device(self.samples.batch(indices, epoch), self.device)
 
     def close(self) -> None:
         """Nothing to end."""
 
 
-class WorkerLoader:
-    """Batches prepared ahead by the worker processes of a torch DataLoader.
-
-    A thread waits for the workers. The loop itself only ever waits for a queue, a moment at a time, and so sees a stop
-    request even while a disk is slow.
-    """
-
-    def __init__(
-        self, samples: Samples, keys: Iterable[BatchIndex], *, device: torch.device, stop: StopRequest,
-        num_workers: int, prefetch_factor: int,
-    ) -> None:
-        self.device, self.stop = device, stop
-        loader: DataLoader[Any] = DataLoader(
-            _Batches(samples),
-            sampler=iter(keys),
-            batch_size=None,  # a key is a whole batch already
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            worker_init_fn=_WorkerStart(os.getpid()),
-            generator=torch.Generator().manual_seed(0),  # its base seed must not be drawn from the model's random state
-            pin_memory=device.type == "cuda",
-            # Python 3.14 starts processes from a server of its own by default: workers would not be our children, and
-            # the loop below could not tell which of them died.
-            multiprocessing_context="fork" if sys.platform == "linux" else None,
-        )
-        others = set(multiprocessing.active_children())
-        with _signals_held():
-            iterator = iter(loader)
-        self._workers = [child for child in multiprocessing.active_children() if child not in others]
-        # One place: the workers hold prefetch_factor batches each already, and each batch here costs memory too.
-        self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)
-        self._closed = threading.Event()
-        # A daemon: it may wait for a stuck disk when the process wants to end.
-        threading.Thread(target=self._pull, args=(iterator,), name="wait for workers", daemon=True).start()
-
-    def next(self) -> Any | None:
-        """The next batch on the device, or None if a stop was requested while waiting for it.
-
-        Raises StopIteration at the end, DataError for an unreadable sample or a full /dev/shm, PeerLost if a worker
-        process died, and what the data set itself raised.
-        """
-        while not self.stop.requested:
-            try:
-                item = self._ready.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            if isinstance(item, BaseException):
-                if isinstance(item, ConnectionError | EOFError):
-                    # A dead worker's connection breaks before its exit code can be read, and the code says why it died.
-                    multiprocessing.connection.wait([worker.sentinel for worker in self._workers], timeout=5.0)
-                raise _explained(item, [worker.exitcode for worker in self._workers])
-            return to_device(item, self.device)
-        return None
-
-    def close(self) -> None:
-        """Let the workers end: the thread lets go of the DataLoader's iterator, which ends them. Does not wait."""
-        self._closed.set()
-
-    def _pull(self, iterator: Iterator[Any]) -> None:
-        """Move batches, and at last the exception that ends them, from the workers to the queue; runs in the thread."""
-        item: Any = None
-        while not isinstance(item, BaseException) and not self._closed.is_set():
-            try:
-                item = next(iterator)
-            except BaseException as error:
-                item = error
-            while not self._closed.is_set():
-                with contextlib.suppress(queue.Full):
-                    self._ready.put(item, timeout=0.5)
-                    break
-
-
 def uses_workers(samples: Samples, num_workers: int) -> bool:
     """Whether workers prepare the batches. Samples in memory are taken by index faster than a worker can send them."""
     return num_workers > 0 and not getattr(samples, "in_memory", False)
-
-
-def num_bytes(batch: Any) -> int:
-    """The size of the tensors in a batch (a tensor, or a tuple, list or dict of batches)."""
-    if isinstance(batch, torch.Tensor):
-        return batch.numel() * batch.element_size()
-    return sum(num_bytes(part) for part in _parts(batch))
-
-
-def _parts(batch: Any) -> Iterable[Any]:
-    if isinstance(batch, dict):
-        return batch.values()
-    return batch if isinstance(batch, tuple | list) else ()
-
-
-def free_shared_memory() -> int:
-    """Bytes free in /dev/shm, through which workers send their batches."""
-    if not os.path.isdir("/dev/shm"):
-        return sys.maxsize
-    system = os.statvfs("/dev/shm")
-    return system.f_bavail * system.f_frsize
-
-
-class _Batches(Dataset[Any]):
-    """`samples` as a torch Dataset whose items are whole batches."""
-
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
-
-    def __getitem__(self, key: Any) -> Any:
-        epoch, indices = key
-        try:
-            return _shared(self.samples.batch(indices, epoch))
-        except DataError as error:
-            return error  # as a value: torch would wrap the one line in the worker's traceback
-
-
-def _shared(batch: Any) -> Any:
-    """Put the tensors of a batch into /dev/shm, where the loop reads them. Raises DataError if it is full.
-
-    torch would do it too, but in a thread that prints the error and goes on: the loop would wait forever.
-    """
-    if isinstance(batch, torch.Tensor) and batch.device.type == "cpu" and batch.layout == torch.strided:
-        try:
-            batch.share_memory_()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            if "shared memory" in str(error):
-                raise DataError(SHM_FULL) from None
-            raise
-    for part in _parts(batch):
-        _shared(part)
-    return batch
-
-
-class _WorkerStart:
-    """Runs first in each worker: it ignores the signals that are meant for the loop, and dies with the loop."""
-
-    def __init__(self, parent: int) -> None:
-        self.parent = parent
-
-    def __call__(self, worker: int) -> None:
-        for name in SIGNALS:
-            if hasattr(signal, name):
-                # A batch system signals the whole process group. If workers died of it, the loop could not save.
-                signal.signal(getattr(signal, name), signal.SIG_IGN)
-        if hasattr(signal, "pthread_sigmask"):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _stop_signals())
-        die_with_parent(self.parent)
-        torch.set_num_threads(1)  # the workers are the parallelism; more threads would take the loop's cores
-
-
-def _stop_signals() -> list[signal.Signals]:
-    return [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Block the stop signals while workers start: until its first line has run, a worker would die of one.
-
-    This also removes the SIGCHLD handler that torch installs. It raises the death of a worker wherever the loop is at
-    that moment, even in a save; the thread that waits for the workers notices the death within five seconds anyway.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    on_child = signal.getsignal(signal.SIGCHLD)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _stop_signals())
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        signal.signal(signal.SIGCHLD, on_child or signal.SIG_DFL)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Move all tensors of a batch (a tensor, or a tuple, list or dict of batches).
-
-    Raises the DataError that a worker sent in place of a batch.
-    """
-    if isinstance(batch, DataError):
-        raise batch
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {name: to_device(value, device) for name, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
-
-
-def _explained(error: BaseException, exit_codes: Collection[int | None]) -> BaseException:
-    """The error to raise for one that the DataLoader raised, given the exit codes of its workers (None: alive)."""
-    text = str(error)
-    if -getattr(signal, "SIGBUS", 0) in exit_codes:
-        return DataError(SHM_FULL)
-    # "Caught ..." is what the user's code raised in a worker that lives. Without it, a broken connection means that the
-    # worker died while it was handing over a batch.
-    cut_off = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught ")
-    if "exited unexpectedly" not in text and not cut_off:
-        return error
-    if -getattr(signal, "SIGKILL", 0) in exit_codes:
-        return PeerLost(
-            "a DataLoader worker was killed, most likely because memory ran out. Allow more, or set fewer "
-            "--num-workers, or a smaller --batch-size"
-        )
-    return PeerLost(f"a DataLoader worker died: {(text.splitlines() or [type(error).__name__])[0]}")

@@ -47,7 +47,7 @@ class Order:
         shuffled = batches[torch.randperm(len(batches), generator=generator)]
         return torch.cat([shuffled.flatten(), order[whole:]])
 
-    def keys(self, first_step: int, last_step: int) -> Iterator[BatchIndex]:
+    def batches(self, first_step: int, last_step: int) -> Iterator[BatchIndex]:
         """This rank's micro-batches of the steps first_step .. last_step-1, `accumulate` a step."""
         order, known = torch.empty(0, dtype=torch.int64), -1
         share = self.batch_size // self.world_size
@@ -61,7 +61,9 @@ class Order:
                 yield epoch, order[start + part * micro : start + (part + 1) * micro]
 
 
-def evaluation_keys(num_samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[int, BatchIndex]]:
+def evaluation_batches(
+    num_samples: int, batch_size: int, rank: int, world_size: int
+) -> Iterator[tuple[int, BatchIndex]]:
     """(number of the batch, its BatchIndex) of this rank's evaluation batches, the last one partial.
 
     The batches are the same for every world size, and the ranks take them in turn. So each sample counts once, and

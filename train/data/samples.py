@@ -51,7 +51,7 @@ def shift_and_flip(images: torch.Tensor, numbers: torch.Tensor, *, mirror: bool 
     """Shift each image of [B, C, H, W] by up to an eighth of its height, filled with black, and mirror half of them.
 
     numbers: float64 [B, 3] in [0, 1), for the shift down, the shift across, and mirroring. Slices, not
-    torchvision.transforms.v2: its `crop` gives the same pixels, but importing it takes a second in each rank and worker.
+    torchvision.transforms.v2: its `crop` gives the same pixels, but importing it takes a second in each process.
     """
     height, width = images.shape[-2:]
     reach = max(1, height // 8)

@@ -14,8 +14,9 @@ from torch import nn
 
 from train.config import Config
 from train.data import Samples
-from train.data.loader import open_loader, to_device
-from train.data.order import evaluation_keys, num_batches
+from train.data.batch import to_device
+from train.data.loader import open_loader
+from train.data.order import evaluation_batches, num_batches
 from train.errors import UserError
 from train.group.group import Group
 from train.parallel.model import share_buffers
@@ -89,9 +90,9 @@ def batches_of_rank(
     All ranks agree before each turn, also those that have no batch left: where any was asked to stop, the batch is None.
     `together`: the model itself waits for all ranks, so that one without a batch gets the first sample, as number AGAIN.
     """
-    numbered = list(evaluation_keys(len(samples), config.eval_batch_size, group.rank, group.world_size))
+    numbered = list(evaluation_batches(len(samples), config.eval_batch_size, group.rank, group.world_size))
     feed = open_loader(
-        samples, [key for _, key in numbered], device=group.device, stop=group.stop, num_workers=config.num_workers,
+        samples, [index for _, index in numbered], device=group.device, stop=group.stop, num_workers=config.num_workers,
         prefetch_factor=config.prefetch_factor,
     )
     try:

@@ -68,7 +68,7 @@ def _measure_step_s(config: Config, group: Group, workload: Workload, model: nn.
     order = Order(len(workload.train), batch_size, config.seed)
     optimizer = build_optimizer(model, config, group.device)
     loader = open_loader(
-        workload.train, order.keys(0, WARM_STEPS + STEPS), device=group.device, stop=group.stop, num_workers=0,
+        workload.train, order.batches(0, WARM_STEPS + STEPS), device=group.device, stop=group.stop, num_workers=0,
         prefetch_factor=2,
     )
     times = []

@@ -1,0 +1,201 @@
+"""Batches prepared ahead by worker processes.
+
+Workers live and die with their parent alone. They ignore the signals that a job gets: these are for the training loop.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from train.data.batch import parts, to_device
+from train.data.order import BatchIndex
+from train.data.samples import Samples
+from train.errors import DataError, PeerLost
+from train.process.machine_checks import ENLARGE_SHM
+from train.process.stop import SIGNALS, StopRequest, die_with_parent
+
+SHM_FULL = (
+    f"/dev/shm must hold the batches of all DataLoader workers, got no space left on it. {ENLARGE_SHM}, or set "
+    "--num-workers 0."
+)
+
+
+class WorkerLoader:
+    """Batches prepared ahead by the worker processes of a torch DataLoader.
+
+    A thread waits for the workers. The loop itself only ever waits for a queue, a moment at a time, and so sees a stop
+    request even while a disk is slow.
+    """
+
+    def __init__(
+        self, samples: Samples, batches: Iterable[BatchIndex], *, device: torch.device, stop: StopRequest,
+        num_workers: int, prefetch_factor: int,
+    ) -> None:
+        self.device, self.stop = device, stop
+        loader: DataLoader[Any] = DataLoader(
+            _Batches(samples),
+            sampler=iter(batches),
+            batch_size=None,  # each index is a whole batch already
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            worker_init_fn=_WorkerStart(os.getpid()),
+            generator=torch.Generator().manual_seed(0),  # its base seed must not be drawn from the model's random state
+            pin_memory=device.type == "cuda",
+            # Python 3.14 starts processes from a server of its own by default: workers would not be our children, and
+            # the loop below could not tell which of them died.
+            multiprocessing_context="fork" if sys.platform == "linux" else None,
+        )
+        others = set(multiprocessing.active_children())
+        with _signals_held():
+            iterator = iter(loader)
+        self._workers = [child for child in multiprocessing.active_children() if child not in others]
+        # One place: the workers hold prefetch_factor batches each already, and each batch here costs memory too.
+        self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)
+        self._closed = threading.Event()
+        # A daemon: it may wait for a stuck disk when the process wants to end.
+        threading.Thread(target=self._pull, args=(iterator,), name="wait for workers", daemon=True).start()
+
+    def next(self) -> Any | None:
+        """The next batch on the device, or None if a stop was requested while waiting for it.
+
+        Raises StopIteration at the end, DataError for an unreadable sample or a full /dev/shm, PeerLost if a worker
+        process died, and what the data set itself raised.
+        """
+        while not self.stop.requested:
+            try:
+                item = self._ready.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            if isinstance(item, BaseException):
+                if isinstance(item, ConnectionError | EOFError):
+                    # A dead worker's connection breaks before its exit code can be read, and the code says why it died.
+                    multiprocessing.connection.wait([worker.sentinel for worker in self._workers], timeout=5.0)
+                raise _explained(item, [worker.exitcode for worker in self._workers])
+            if isinstance(item, DataError):
+                raise item
+            return to_device(item, self.device)
+        return None
+
+    def close(self) -> None:
+        """Let the workers end: the thread lets go of the DataLoader's iterator, which ends them. Does not wait."""
+        self._closed.set()
+
+    def _pull(self, iterator: Iterator[Any]) -> None:
+        """Move batches, and at last the exception that ends them, from the workers to the queue; runs in the thread."""
+        item: Any = None
+        while not isinstance(item, BaseException) and not self._closed.is_set():
+            try:
+                item = next(iterator)
+            except BaseException as error:
+                item = error
+            while not self._closed.is_set():
+                with contextlib.suppress(queue.Full):
+                    self._ready.put(item, timeout=0.5)
+                    break
+
+
+def free_shared_memory() -> int:
+    """Bytes free in /dev/shm, through which workers send their batches."""
+    if not os.path.isdir("/dev/shm"):
+        return sys.maxsize
+    system = os.statvfs("/dev/shm")
+    return system.f_bavail * system.f_frsize
+
+
+class _Batches(Dataset[Any]):
+    """`samples` as a torch Dataset whose items are whole batches."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __getitem__(self, index: Any) -> Any:
+        epoch, indices = index
+        try:
+            return _shared(self.samples.batch(indices, epoch))
+        except DataError as error:
+            return error  # as a value: torch would wrap the one line in the worker's traceback
+
+
+def _shared(batch: Any) -> Any:
+    """Put the tensors of a batch into /dev/shm, where the loop reads them. Raises DataError if it is full.
+
+    torch would do it too, but in a thread that prints the error and goes on: the loop would wait forever.
+    """
+    if isinstance(batch, torch.Tensor) and batch.device.type == "cpu" and batch.layout == torch.strided:
+        try:
+            batch.share_memory_()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "shared memory" in str(error):
+                raise DataError(SHM_FULL) from None
+            raise
+    for part in parts(batch):
+        _shared(part)
+    return batch
+
+
+class _WorkerStart:
+    """Runs first in each worker: it ignores the signals that are meant for the loop, and dies with the loop."""
+
+    def __init__(self, parent: int) -> None:
+        self.parent = parent
+
+    def __call__(self, worker: int) -> None:
+        for name in SIGNALS:
+            if hasattr(signal, name):
+                # A batch system signals the whole process group. If workers died of it, the loop could not save.
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _stop_signals())
+        die_with_parent(self.parent)
+        torch.set_num_threads(1)  # the workers are the parallelism; more threads would take the loop's cores
+
+
+def _stop_signals() -> list[signal.Signals]:
+    return [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Block the stop signals while workers start: until its first line has run, a worker would die of one.
+
+    This also removes the SIGCHLD handler that torch installs. It raises the death of a worker wherever the loop is at
+    that moment, even in a save; the thread that waits for the workers notices the death within five seconds anyway.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    on_child = signal.getsignal(signal.SIGCHLD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _stop_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGCHLD, on_child or signal.SIG_DFL)
+
+
+def _explained(error: BaseException, exit_codes: Collection[int | None]) -> BaseException:
+    """The error to raise for one that the DataLoader raised, given the exit codes of its workers (None: alive)."""
+    text = str(error)
+    if -getattr(signal, "SIGBUS", 0) in exit_codes:
+        return DataError(SHM_FULL)
+    # "Caught ..." is what the user's code raised in a worker that lives. Without it, a broken connection means that the
+    # worker died while it was handing over a batch.
+    cut_off = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught ")
+    if "exited unexpectedly" not in text and not cut_off:
+        return error
+    if -getattr(signal, "SIGKILL", 0) in exit_codes:
+        return PeerLost(
+            "a DataLoader worker was killed, most likely because memory ran out. Allow more, or set fewer "
+            "--num-workers, or a smaller --batch-size"
+        )
+    return PeerLost(f"a DataLoader worker died: {(text.splitlines() or [type(error).__name__])[0]}")
