@@ -134,8 +134,8 @@ def disk_error(what: str, directory: Path, error: OSError) -> UserError:
     else:
         problem = f"can't be written ({error.strerror})"
     return UserError(
-        f"{what}: {directory} {problem}. The checkpoints there are untouched: make room or let it be written, and run the "
-        "same command again."
+        f"{what}: {directory} {problem}. The checkpoints there are untouched: make room or let it be written, "
+        "and run the same command again."
     )
 
 

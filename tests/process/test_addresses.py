@@ -1,4 +1,4 @@
-"""Ports that do not collide, and host lists without the scheduler's own command."""
+"""Ports that do not collide, loopback names, and host lists without the scheduler's own command."""
 
 import socket
 from pathlib import Path
@@ -20,7 +20,8 @@ def test_port_lies_outside_the_ephemeral_range_and_known_services():
 
 @pytest.mark.parametrize("ephemeral", [range(10000, 20000), range(15000, 65536), range(10000, 29990)], ids=str)
 def test_port_avoids_a_site_s_own_ephemeral_range(ephemeral: range):
-    assert not any(port_for(job, restart=restart, ephemeral=ephemeral) in ephemeral for job in range(500) for restart in range(3))
+    ports = {port_for(job, restart=restart, ephemeral=ephemeral) for job in range(500) for restart in range(3)}
+    assert not any(port in ephemeral for port in ports)
 
 
 def test_port_differs_between_neighbouring_jobs_restarts_and_steps():

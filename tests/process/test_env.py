@@ -144,7 +144,7 @@ def test_slurm_address_and_port_of_the_user_are_kept():
 )
 def test_slurm_shell_that_is_no_task_is_refused(env: Env):
     message = refusal(env)
-    assert message.startswith("Slurm gave this job 2 tasks, but this process is none of them")
+    assert message.startswith("Slurm gave this job 2 tasks, but this process is not one of them")
     assert "srun" in message
     assert "slurm/task.sh" in message
     assert "\n" not in message
@@ -183,7 +183,7 @@ def test_explicit_rank_that_is_the_task_learns_its_place_from_slurm():
     assert (launch.origins["RANK"], launch.origins["LOCAL_RANK"]) == ("environment", "Slurm step")
 
 
-def test_slurm_origins_are_told_in_one_line():
+def test_slurm_origins_are_described_in_one_line():
     assert describe(read_env({**STEP, "MASTER_PORT": "12345"})) == (
         "rank 3 of 4 (local 1 of 2, node 1 of 2), master rn2:12345; RANK LOCAL_RANK WORLD_SIZE from Slurm step, "
         "MASTER_ADDR derived from SLURM_STEP_NODELIST, MASTER_PORT from environment"
@@ -427,10 +427,11 @@ def test_launch_in_a_pod_leaves_kubeflows_variables_out(env: Env):
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "nproc", "told"), [(1, 4, "--nnodes must be what Kubeflow gives, PET_NNODES=2, got 1"), (2, 1, "--nproc must")]
+    ("num_nodes", "nproc", "said"),
+    [(1, 4, "--nnodes must be what Kubeflow gives, PET_NNODES=2, got 1"), (2, 1, "--nproc must")],
 )
-def test_launch_in_a_pod_is_refused_what_would_train_alone(num_nodes: int, nproc: int, told: str):
-    with pytest.raises(LaunchError, match=told):
+def test_launch_in_a_pod_is_refused_what_would_train_alone(num_nodes: int, nproc: int, said: str):
+    with pytest.raises(LaunchError, match=said):
         outside_pod(TRAINER, num_nodes=num_nodes, nproc=nproc)
 
 

@@ -67,9 +67,9 @@ HALVES = [
 def test_half_a_set_is_refused_naming_all_that_is_missing(given: set[str]):
     message = refusal({name: value for name, value in {**FULL, "LOCAL_RANK": "0"}.items() if name in given})
     assert "\n" not in message
-    told, _, rest = message.partition(" but ")
+    shown, _, rest = message.partition(" but ")
     gap, _, way_out = rest.partition(" not set. ")
-    assert {pair.split("=")[0] for pair in told.split()} == given
+    assert {pair.split("=")[0] for pair in shown.split()} == given
     assert set(gap.split()) - {"is", "are"} == set(REQUIRED) - given
     assert "torchrun" in way_out
     assert "slurm/task.sh" in way_out

@@ -19,7 +19,9 @@ from train.process.placement import FIVE, NAMES, Found, Launch, check, check_loo
 
 __all__ = ["Launch", "cache_folder", "check_loopback", "describe", "how_to_start", "outside_pod", "read_env"]
 
-WHO_SETS_THEM = "torchrun, `python -m train.main launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
+WHO_SETS_THEM = (
+    "torchrun, `python -m train.main launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
+)
 
 
 def read_env(environ: Mapping[str, str]) -> Launch:

@@ -1,4 +1,4 @@
-"""Who this process is: Launch, made from RANK and its companions, with every mistake named. No torch here."""
+"""Who this process is: a Launch, made from RANK and its companions, with every mistake named. No torch here."""
 
 import re
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ NAMES = (*FIVE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Who this process is and where its group meets. Counts that the launcher does not tell are None."""
+    """Who this process is and where its group meets. Counts that the launcher does not give are None."""
 
     rank: int
     local_rank: int
@@ -45,7 +45,7 @@ class Launch:
 
 @dataclass(slots=True)
 class Found:
-    """The variables as strings and who set each: what every launcher is brought to before anything is checked."""
+    """The variables as strings and who set each: what reading any launcher results in, before anything is checked."""
 
     launcher: str
     values: dict[str, str]
@@ -57,7 +57,7 @@ class Found:
     hint: str = ""
 
     def add(self, name: str, value: object, origin: str) -> None:
-        """Set what is not set yet: an explicit value beats a derived one."""
+        """Set `name` unless it is set: an explicit value beats a derived one. None sets nothing."""
         if value is not None and name not in self.values:
             self.values[name], self.origins[name] = str(value), origin
 
@@ -69,11 +69,11 @@ def single(run_name: str | None, warnings: list[str]) -> Launch:
 
 
 def check(found: Found, run_name: str | None, *, who_sets_them: str) -> Launch:
-    """Turn strings into a Launch. Raises LaunchError with all mistakes, one a line."""
+    """Turn strings into a Launch. Raises LaunchError with all mistakes, one on a line."""
     mistakes: list[str] = []
     if missing := [name for name in REQUIRED if name not in found.values]:
         mistakes.append(_incomplete(found.values, missing, who_sets_them))
-    found.add("LOCAL_RANK", 0, "default")  # torchrun sets it per process; who sets RANK per pod does not
+    found.add("LOCAL_RANK", 0, "default")  # torchrun sets it per process; PyTorchJob, which sets RANK per pod, does not
     numbers = {name: _number(name, found, mistakes) for name in NAMES if name != "MASTER_ADDR"}
     mistakes += _contradictions(numbers)
     host = found.values.get("MASTER_ADDR")
@@ -115,9 +115,9 @@ def check(found: Found, run_name: str | None, *, who_sets_them: str) -> Launch:
 
 def _incomplete(values: dict[str, str], missing: list[str], who_sets_them: str) -> str:
     shown = {name: value if re.fullmatch(r"[!-~]+", value) else repr(value) for name, value in values.items()}
-    told = " ".join(f"{name}={value}" for name, value in shown.items())
+    given = " ".join(f"{name}={value}" for name, value in shown.items())
     gap = f"{' '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
-    return f"{told} but {gap}. {who_sets_them} For a single process unset {' '.join(values)}."
+    return f"{given} but {gap}. {who_sets_them} For a single process unset {' '.join(values)}."
 
 
 def _empty(name: str) -> str:
@@ -134,12 +134,13 @@ def _number(name: str, found: Found, mistakes: list[str]) -> int | None:
         return int(text)
     else:
         rule = "a whole number without spaces" if re.search(r"\s", text) else "a whole number"
-        mistakes.append(f"{name} must be {rule}, got {text!r} (from {found.origins[name]}). Mend it where it is set.")
+        origin = found.origins[name]
+        mistakes.append(f"{name} must be {rule}, got {text!r} (from {origin}). Correct it where it is set.")
     return None
 
 
 def _contradictions(numbers: dict[str, int | None]) -> list[str]:
-    """What is out of range, alone or together. A number that could not be read (None) contradicts nothing."""
+    """The mistakes in the numbers, alone or together. None, for one that could not be read, contradicts nothing."""
     rank, world, local = numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"]
     local_world, port = numbers["LOCAL_WORLD_SIZE"], numbers["MASTER_PORT"]
     group_rank, group_world = numbers["GROUP_RANK"], numbers["GROUP_WORLD_SIZE"]
@@ -186,8 +187,9 @@ def check_loopback(launch: Launch, simulated_nodes: bool) -> None:
 def how_to_start(launch: Launch) -> str:
     """Where to look for the missing ranks: the launcher's own hint, or how to start them by hand."""
     return launch.hint or (
-        f"Start one process with each RANK from 0 to {launch.world_size - 1}, all with MASTER_ADDR={launch.master_addr} "
-        f"MASTER_PORT={launch.master_port}; docker compose ps -a shows nodes that ended."
+        f"Start one process with each RANK from 0 to {launch.world_size - 1}, all with "
+        f"MASTER_ADDR={launch.master_addr} MASTER_PORT={launch.master_port}; "
+        "docker compose ps -a shows nodes that ended."
     )
 
 

@@ -1,6 +1,6 @@
-"""How each rank ended: `status/<attempt>/rank-N.json`, and `status.json` over all of them.
+"""How each rank ended: `status/<attempt>/rank-N.json`, and `status.json`, which sums them up.
 
-`status.json` carries the attempt's id. A reader that finds none, or another attempt's, has to take the run for
+`status.json` has the attempt's id in it. A reader that finds no file, or another attempt's id, takes the run for
 failed: yesterday's success must never be read as today's.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from train import errors
 from train.process.atomic_file import write_atomically
 
-UNDECIDED = "undecided"  # the state of a rank that looks for whom it lost
+UNDECIDED = "undecided"  # the state of a rank that still looks for the rank that it lost
 VICTIM_LATER_S = 3
 
 
@@ -31,7 +31,7 @@ class End:
     code: int
     why: str
     step: int
-    suspect: int | None = None  # the rank that this one lost, where it knows
+    suspect: int | None = None  # the rank that this one lost, if it knows
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -42,21 +42,22 @@ class End:
 
 
 def state_of(code: int) -> str:
+    """The word for an exit code, as status files have it."""
     return {errors.FINISHED: "finished", errors.STOPPED: "stopped"}.get(code, "failed")
 
 
 def new_attempt() -> str:
-    """Sorts by time, and two attempts of one second differ."""
+    """A new id of an attempt. Ids sort by time, and two made in one second differ."""
     return time.strftime("%Y%m%dT%H%M%S-") + secrets.token_hex(3)
 
 
 def attempt_of(job: str, restart: int) -> str:
-    """The id of one attempt of a launcher's job: `job_of` tells that a restart belongs to it."""
+    """The id of restart N of a job: `job` is an id of `new_attempt`."""
     return f"{job}-{restart}"
 
 
 def job_of(attempt: str) -> str:
-    """The same for an attempt and for those that a launcher of ours started after it."""
+    """The job part of an attempt's id, which all its restarts share."""
     return "-".join(attempt.split("-")[:2])
 
 
@@ -66,7 +67,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The file's content, or None where it is missing or not whole."""
+    """The file's content, or None if it is missing or is not whole."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -74,11 +75,15 @@ def read_json(path: Path) -> Any:
 
 
 def write_end(run_dir: Path, attempt: str, end: End) -> None:
+    """Write one rank's own file. Raises OSError."""
     write_json(run_dir / "status" / attempt / f"rank-{end.rank}.json", {"attempt": attempt, **asdict(end)})
 
 
 def write_summary(run_dir: Path, attempt: str, *, state: str, world_size: int, ends: list[End]) -> None:
-    """`status.json`, by rank 0: at the start with state "running", at the end with what is known of every rank."""
+    """Write `status.json`. Rank 0 does: at the start with state "running", at the end with how each rank ended.
+
+    Its code and reason are those of the rank that ended the run, not of the ranks that lost that rank. Raises OSError.
+    """
     code = errors.root_cause([end.code for end in ends])
     cause = next((end for end in ends if end.code == code), None)
     summary = {
@@ -94,13 +99,13 @@ def write_summary(run_dir: Path, attempt: str, *, state: str, world_size: int, e
 
 
 def tell_torchrun(error: BaseException) -> None:
-    """torchrun's summary says "error_file: <N/A>" for a worker that did not write one (pytorch issue 113546)."""
+    """Write the error file that torchrun's summary shows; without one it says "error_file: <N/A>" (pytorch 113546)."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    # Once: the summary takes the earliest for the cause, and a failing rank waits for the others before it ends
+    # Only the first error: a failing rank waits for the others, and a later error is a consequence
     if path and not Path(path).exists() and "torch" in sys.modules and isinstance(error, Exception):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        with contextlib.suppress(OSError):  # a full disk must not hide the reason that is being told
+        with contextlib.suppress(OSError):  # a full disk must not hide the error itself
             get_error_handler().record_exception(error)
             victim = isinstance(error, errors.JoinError | errors.PeerLost)
             if victim or error.__traceback__ is None:
@@ -108,10 +113,10 @@ def tell_torchrun(error: BaseException) -> None:
 
 
 def _correct(path: Path, *, later_s: int) -> None:
-    """What torch writes down is the exception being handled: have the summary show ours, whom this rank lost and why.
+    """Have the summary show our text, which names the lost rank, in place of the exception that torch has recorded.
 
-    `later_s` keeps a victim from being named the root cause: the times have whole seconds, of equal ones the summary takes
-    the lowest rank, and for a rank that left no file it takes the time at which the others had ended.
+    `later_s` keeps a victim from being named the root cause. The summary takes the earliest time, which has whole
+    seconds, then the lowest rank; and for a rank that left no file the time at which the others had ended.
     """
     record = json.loads(path.read_text(encoding="utf-8"))
     more = record["message"]["extraInfo"]

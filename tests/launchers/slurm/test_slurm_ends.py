@@ -48,7 +48,7 @@ def finished(job: SlurmJob, undisturbed: str, *, restarts: int, more_says: str =
         ("tasks", "requeue"),
     ],
 )
-def test_slurm_job_that_is_told_to_stop_saves_and_goes_on_after_a_requeue(
+def test_slurm_job_that_is_asked_to_stop_saves_and_goes_on_after_a_requeue(
     launcher: str, signalled: str, cluster: Cluster, undisturbed: str, tmp_path: Path
 ) -> None:
     job = cluster.submit(tmp_path, RUN, LAUNCHER=launcher)

@@ -149,12 +149,12 @@ def test_slurm_task_hands_slurms_numbers_on(launcher: str, tmp_path: Path) -> No
         "ENV": str(tmp_path / "env"), "PYTHON": str(tmp_path / "python"), "LAUNCHER": launcher, "SLURM_JOB_ID": "7",
     }
     (call,) = render(tmp_path, TASK, "train", **task)
-    told = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
+    env = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
     if launcher == "tasks":
-        assert (told["RANK"], told["LOCAL_RANK"], told["WORLD_SIZE"]) == ("5", "1", "8")
-        assert (told["MASTER_ADDR"], told["MASTER_PORT"]) == ("big7", "17007")
+        assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == ("5", "1", "8")
+        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("big7", "17007")
     else:
-        assert "RANK" not in told
+        assert "RANK" not in env
         words = " ".join(call)
         assert "--nnodes 4 --node-rank 2 --nproc-per-node 2 --master-addr big7 --master-port 17007" in words
         assert "--max-restarts 0" in words

@@ -60,10 +60,10 @@ class Kubeflow(Launcher):
 
 
 def outside_pod(environ: Mapping[str, str], *, num_nodes: int, nproc: int) -> Mapping[str, str]:
-    """For `launch` in a pod of Kubeflow's: `environ` without PET_* and the five variables, which describe pods, not ranks.
+    """For `launch` in a pod of Kubeflow's: `environ` without PET_* and the five variables.
 
-    Raises LaunchError where the flags of `launch` differ from Kubeflow's counts: every pod would train alone and
-    report success.
+    They describe pods, and the ranks that `launch` starts get their own. Raises LaunchError where the flags of
+    `launch` differ from Kubeflow's counts: every pod would train alone and report success.
     """
     if "PET_NNODES" not in environ or "LOCAL_RANK" in environ:
         return environ

@@ -21,7 +21,7 @@ class Launcher:
         return None
 
     def complete(self, environ: Mapping[str, str], found: Found) -> None:
-        """RANK is set: add to `found` what this launcher knows about the node. Raises LaunchError on a contradiction."""
+        """RANK is set: add to `found` what this launcher knows of the node. Raises LaunchError on a contradiction."""
 
     def warnings_alone(self, environ: Mapping[str, str]) -> list[str]:
         """No launcher gave a rank: warnings for somebody who expected more than one process."""

@@ -28,9 +28,9 @@ class Slurm(Launcher):
             return Found("python", {}, {}) if alone else None
         if step is None:
             raise LaunchError(
-                f"Slurm gave this job {tasks} tasks, but this process is none of them (no SLURM_STEP_ID: a batch or "
-                "salloc shell). Start with srun, as slurm/ddp.sbatch does through slurm/task.sh; for a single process: "
-                "srun -n 1."
+                f"Slurm gave this job {tasks} tasks, but this process is not one of them (no SLURM_STEP_ID: a batch "
+                "or salloc shell). Start with srun, as slurm/ddp.sbatch does through slurm/task.sh; for a single "
+                "process: srun -n 1."
             )
         found = given(environ, "slurm")
         found.hint = (
@@ -106,7 +106,7 @@ def _nodes(environ: Mapping[str, str]) -> int | None:
 
 
 def _tasks(environ: Mapping[str, str]) -> int | None:
-    """How many processes are meant: the step's count inside one, otherwise the job's (one a node if none was given)."""
+    """How many processes are meant: inside a step its count, otherwise the job's, or one on each node without one."""
     if _step(environ) is not None:
         return count(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     tasks = count(environ, "SLURM_NTASKS", "SLURM_NPROCS")
