@@ -11,10 +11,11 @@ import pytest
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment
 from train.commands.doctor import link_speed
-from train.config import load_config
+from train.config import Config, load_config
 from train.process import findings, machine_checks
 from train.process.env import read_env
 from train.process.findings import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding
+from train.process.limits import memory_limit
 
 ALONE = read_env({})
 
@@ -105,7 +106,7 @@ V2, V1 = "sys__fs__cgroup__memory_DOT_max", "sys__fs__cgroup__memory__memory_DOT
 def test_doctor_reads_the_memory_limit_of_both_kinds_of_control_groups(
     tmp_path: Path, name: str, text: str, limit: int | None
 ) -> None:
-    assert machine_checks.memory_limit(files(tmp_path, **GROUPS, **{name: text})) == limit
+    assert memory_limit(files(tmp_path, **GROUPS, **{name: text})) == limit
 
 
 def test_doctor_warns_of_little_memory_and_of_earlier_kills(tmp_path: Path) -> None:
@@ -137,12 +138,12 @@ def test_doctor_asks_for_locked_memory_only_where_there_is_infiniband(tmp_path: 
 def test_doctor_wants_more_shared_memory_for_more_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     free = SimpleNamespace(f_bavail=64, f_blocks=64, f_frsize=machine_checks.MIB)
     monkeypatch.setattr(machine_checks.os, "statvfs", lambda folder: free)
-    (few,) = machine_checks.shared_memory(load_config({"num_workers": 1}), folder="/")
-    (many,) = machine_checks.shared_memory(load_config({"num_workers": 2}), folder="/")
+    (few,) = machine_checks.shared_memory(Config(num_workers=1), folder="/")
+    (many,) = machine_checks.shared_memory(Config(num_workers=2), folder="/")
     assert (few.level, many.level) == (OK, WARNING)
     assert "It is full" not in many.remedy
     free.f_blocks = 1024
-    (full,) = machine_checks.shared_memory(load_config({"num_workers": 2}), folder="/")
+    (full,) = machine_checks.shared_memory(Config(num_workers=2), folder="/")
     assert "It is full" in full.remedy
 
 

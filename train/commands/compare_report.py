@@ -11,7 +11,7 @@ from typing import Any
 from train.commands.chart import bar_chart
 from train.commands.machine import cpu_model
 from train.commands.markdown import markdown_table
-from train.process.cpus import cpu_quota
+from train.process.limits import cpu_quota
 from train.process.status import write_json
 
 

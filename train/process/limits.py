@@ -1,14 +1,79 @@
-"""The control groups that this process is in, v1 and v2: what a container or a batch job is held to."""
+"""What a container or a batch job grants: CPUs and memory, read from the control groups (v1 and v2) of this process.
 
+os.cpu_count() and psutil see the whole machine, not the container's share of it. `root` replaces the file system's root
+in each function, for tests.
+"""
+
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+ROOT = Path("/")
 
-def folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
-    """Where this process's own group may lie and each of its parents, the own first, with the version: 1 or 2.
 
-    Not each exists: inside a container the path may be the host's, and the mount point is the container's own group.
-    `root` replaces the file system's root, for tests.
+def cpu_quota(root: Path = ROOT, *, num_affine: int | None = None) -> float | None:
+    """CPUs granted to this process (1.5 is possible): the least of its groups' quotas and its affinity.
+
+    None where neither is known. `num_affine` replaces the affinity, for tests.
+    """
+    grants = []
+    for folder, version in _groups("cpu", root):
+        if version == 2:
+            quota, period = (read(folder / "cpu.max").split() or ["max", "1"])[:2]
+        else:
+            quota = read(folder / "cpu.cfs_quota_us").strip() or "-1"
+            period = read(folder / "cpu.cfs_period_us").strip() or "100000"
+        if quota not in ("max", "-1"):  # these mean no limit, in v2 and v1
+            grants.append(int(quota) / int(period))
+    if num_affine is None and hasattr(os, "sched_getaffinity"):
+        num_affine = len(os.sched_getaffinity(0))
+    return min([*grants, *([] if num_affine is None else [float(num_affine)])], default=None)
+
+
+def memory_limit(root: Path = ROOT) -> int | None:
+    """Bytes that this process may use, the least of its groups' limits; None where there is no limit."""
+    return min((limit for limit, _ in _memory(root)), default=None)
+
+
+def memory_left(root: Path = ROOT) -> int | None:
+    """Bytes that this container or job may still take; None where there is no limit.
+
+    There may be more: the kernel can take back a part of what is used, such as cached files.
+    """
+    return min((max(0, limit - used) for limit, used in _memory(root)), default=None)
+
+
+def oom_kills(root: Path = ROOT) -> int | None:
+    """How many processes of this container or job the kernel has killed for memory so far; None if it does not say."""
+    for folder, version in _groups("memory", root):
+        for line in read(folder / ("memory.events" if version == 2 else "memory.oom_control")).splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
+
+
+def read(file: Path) -> str:
+    """The file's text, empty where it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _memory(root: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use in bytes of each group that has a limit. A parent may grant less than the group itself."""
+    for folder, version in _groups("memory", root):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit, used = (read(folder / name).strip() for name in names)
+        if limit.isdigit() and int(limit) < 2**60:  # v1 writes 2**63 less a page where there is no limit
+            yield int(limit), int(used or 0)
+
+
+def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
+    """Where this process's own group and each of its parents may lie, the own first, with the version: 1 or 2.
+
+    Some of these folders do not exist: inside a container the path may be the host's, and the mount point is then the
+    container's own group.
     """
     mount = root / "sys/fs/cgroup"
     for line in read(root / "proc/self/cgroup").splitlines():
@@ -19,31 +84,3 @@ def folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int
             yield from ((mount / group, 2) for group in groups)
         elif controller in controllers.split(","):
             yield from ((place / group, 1) for place in (mount / controller, mount / controllers) for group in groups)
-
-
-def oom_kills(root: Path = Path("/")) -> int | None:
-    """How many processes of this container or job the kernel has killed for memory so far, or None: not told."""
-    for folder, version in folders("memory", root):
-        for line in read(folder / ("memory.events" if version == 2 else "memory.oom_control")).splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return None
-
-
-def memory_left(root: Path = Path("/")) -> int | None:
-    """Bytes that this container or job may still take, or None: no limit is told. Some of what it holds can be given back,
-    so that there may be more."""
-    found = []
-    for folder, version in folders("memory", root):
-        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        limit, used = (read(folder / name).strip() for name in names)
-        if limit.isdigit() and used.isdigit() and int(limit) < 1 << 60:
-            found.append(max(0, int(limit) - int(used)))
-    return min(found, default=None)
-
-
-def read(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""

@@ -3,7 +3,6 @@
 Each check takes milliseconds; `train` runs the cheap ones before each training, and the doctor runs all.
 """
 
-import contextlib
 import os
 import resource
 import shutil
@@ -15,9 +14,8 @@ from pathlib import Path
 from train.config import Config
 from train.process import advice
 from train.process.addresses import is_loopback
-from train.process.cpus import cpu_quota
 from train.process.findings import NOTE, OK, UNFIT, WARNING, Finding
-from train.process.limits import folders, oom_kills, read
+from train.process.limits import cpu_quota, memory_limit, oom_kills
 from train.process.placement import Launch
 
 MIB = 2**20
@@ -67,15 +65,6 @@ def limits(config: Config, launch: Launch, *, root: Path = Path("/")) -> Iterato
             'InfiniBand registers its buffers: "ibv_reg_mr failed: Cannot allocate memory".',
             "ulimit -l unlimited (memlock: -1 in compose; LimitMEMLOCK=infinity for the service that starts jobs).",
         )
-
-
-def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may use, the least of its control groups' limits; None where there is none."""
-    limits = []
-    for folder, version in folders("memory", root):
-        with contextlib.suppress(ValueError):
-            limits.append(int(read(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))))
-    return min((limit for limit in limits if limit < 2**60), default=None)  # v1 says 2**63 less a page for "none"
 
 
 def shared_memory(config: Config, *, folder: str = "/dev/shm") -> Iterator[Finding]:

@@ -1,11 +1,10 @@
-"""CPUs as the container was granted them, not as the machine has them."""
+"""CPUs and memory as they are granted to the container, not as the machine has them."""
 
 from pathlib import Path
 
 import pytest
 
-from train.process.cpus import cpu_quota
-from train.process.limits import oom_kills
+from train.process.limits import cpu_quota, oom_kills
 
 
 def files(root: Path, contents: dict[str, str]) -> Path:
