@@ -383,10 +383,10 @@ def fill_at_step_10() -> None:
 
     step = train.loop.step
 
-    def filling(*given: Any, number: int, **more: Any) -> Any:
-        if number == 10:
+    def filling(training: Any) -> Any:
+        if training.progress.step == 10:
             fill(Path(os.environ["DISK"]))
-        return step(*given, number=number, **more)
+        return step(training)
 
     train.loop.step = filling
 

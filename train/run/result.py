@@ -6,41 +6,34 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
 
 from train.errors import disk_error
 from train.parallel import method_name
 from train.process.status import write_json
 from train.run import weights
 from train.run.evaluation import Result
-from train.run.profiler import Profiler
-from train.run.progress import Progress
-from train.run.run_directory import RunDirectory
-from train.workloads import Workload
+from train.run.training import Training
 
 
-def write_result(
-    run: RunDirectory, workload: Workload, model: nn.Module, state: dict[str, torch.Tensor], progress: Progress, *,
-    steps_per_epoch: int, per_s: float, seconds: float, profiler: Profiler,
-) -> None:
+def write_result(t: Training, *, seconds: float) -> None:
     """Write `result.json` and the last pictures, and print the table. All ranks call this, rank 0 writes.
 
-    `state`: on rank 0 the plain weights. `model`: a plain module with these weights, for pictures. `per_s`: samples per
-    second of training alone, `seconds`: of the whole attempt. Raises UserError where the disk is full, and PeerLost
-    where another attempt owns the run by now.
+    `seconds`: of the whole attempt. Raises UserError where the disk is full, and PeerLost where another attempt owns the
+    run by now.
     """
-    config, group = run.config, run.group
+    config, group, run, workload, progress = t.config, t.group, t.run, t.workload, t.progress
+    state = t.method.full_state_dict(t.plain)
     peaks = group.gather(_peak_memory_mb(group.device))
-    shares = group.gather(profiler.shares)
+    shares = group.gather(t.profiler.shares)
     if not group.is_rank0:
         return
     result = {
         "attempt": group.attempt,
         "run": str(run.path),
         "step": progress.step,
-        "steps_per_epoch": steps_per_epoch,
+        "steps_per_epoch": t.steps_per_epoch,
         "metrics": progress.metrics or {},
-        f"{workload.unit}_per_s": round(per_s, 1),
+        f"{workload.unit}_per_s": round(t.speed.at(progress.step), 1),
         "seconds": round(seconds, 1),
         "peak_memory_mb": round(max(peaks)),
         "world_size": group.world_size,
@@ -51,13 +44,16 @@ def write_result(
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
     if any(shares):
-        result["profile"] = {"steps": [profiler.first, profiler.last], "ranks": shares}
+        result["profile"] = {"steps": [t.profiler.first, t.profiler.last], "ranks": shares}
     assert run.metrics is not None
     assert run.lease is not None
     run.lease.check()
     if workload.pictures is not None and config.tensorboard and run.tables:
-        model.eval()
-        run.metrics.pictures(progress.step, workload.pictures(model, run.tables, next(model.parameters()).device))
+        if t.whole is not t.plain:
+            t.whole.load_state_dict(state)
+        t.whole.eval()
+        device = next(t.whole.parameters()).device
+        run.metrics.pictures(progress.step, workload.pictures(t.whole, run.tables, device))
     run.metrics.hyperparameters(progress.step, config.model_dump(), progress.metrics or {})
     run.metrics.flush()
     try:

@@ -1,0 +1,91 @@
+"""Where a training starts: at a checkpoint, at somebody's weights, or at the model as it was built."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from train.config import Config
+from train.errors import UserError
+from train.group.group import Group
+from train.group.on_rank0 import on_rank0
+from train.parallel.method import Method
+from train.run import weights
+from train.run.checkpoint import Checkpoint
+from train.run.progress import Progress
+from train.run.sharded_checkpoint import FOLDER, read_shards_into
+
+
+def load_initial_weights(
+    config: Config, group: Group, plain: nn.Module, earlier: Checkpoint | None, *, data_name: str
+) -> Progress:
+    """Put the weights to start from into `plain`, which is still whole, and say where the run stands.
+
+    Those of a sharded checkpoint come later, when the model is split as well. Raises UserError for a checkpoint of other
+    data or of another model.
+    """
+    if earlier is None:
+        if config.init_from:
+            plain.load_state_dict(on_rank0(group, lambda: _init_from(config, group, plain)))
+        return Progress()
+    state = earlier.state
+    if state.data != data_name:
+        way_out = "Set --data-dir or --bert-dir" if state.config["workload"] == "text" else "Set --data-dir"
+        raise UserError(f"{earlier.path} was trained on {state.data}, got {data_name} now. {way_out}.")
+    if not earlier.sharded:
+        with _must_fit(earlier):
+            plain.load_state_dict(earlier.model)
+    group.log.info(f"resumed from {earlier.path.name}")
+    for what, then, now in (
+        ("world size", state.world_size, group.world_size),
+        ("parallel", state.config["parallel"], config.parallel),
+        ("torch", state.versions["torch"], torch.__version__),
+    ):
+        if then != now:
+            group.log.info(f"  {what} was {then}, is {now}: the run goes on, but its last bits will differ")
+    return Progress(state.step, state.evaluated, state.metrics)
+
+
+def load_training_state(
+    group: Group, method: Method, plain: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
+    earlier: Checkpoint | None,
+) -> dict[str, Any]:
+    """Put back the rest, and the weights from shards, now that the parameters are split and the optimizer knows them.
+
+    Returns what the method remembers, empty where nothing is resumed. Raises UserError for a checkpoint that does not fit.
+    """
+    if earlier is None:
+        return {}
+    state = earlier.state
+    with _must_fit(earlier):
+        if earlier.sharded:
+            # Rank 0 chose the checkpoint under its own path; another node may have mounted the folder elsewhere
+            folder = group.run_dir / "checkpoints" / earlier.path.name / FOLDER
+            shards, _ = method.local_state(plain, optimizer)
+            read_shards_into(folder, shards)
+            method.load_local_state(plain, optimizer, shards, state.optimizer)
+        else:
+            method.load_optimizer_state(plain, optimizer, state.optimizer)
+        if state.scaler:  # empty where the precision needs no scaler
+            scaler.load_state_dict(state.scaler)
+    return state.compressor
+
+
+def _init_from(config: Config, group: Group, plain: nn.Module) -> dict[str, torch.Tensor]:
+    """Rank 0's model with the weights of `init_from` in it, on the CPU: the file needs to be on its disk only."""
+    assert config.init_from is not None
+    weights.init_from(plain, Path(config.init_from), group.log.info)
+    return {name: tensor.cpu() for name, tensor in plain.state_dict().items()}
+
+
+@contextmanager
+def _must_fit(earlier: Checkpoint) -> Iterator[None]:
+    """torch raises one of three types where names or shapes differ: make each the user's one line."""
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{earlier.path} does not fit this model: {reason}. Set --fresh or another --name.") from None

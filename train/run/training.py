@@ -1,0 +1,61 @@
+"""What the loop over the steps works with, and how it gets into a checkpoint. `train.run.resume` reads it back."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from train.config import Config
+from train.data.loader import BatchLoader
+from train.group.group import Group
+from train.parallel.method import Method
+from train.run.metrics import Metrics
+from train.run.profiler import Profiler
+from train.run.progress import Progress, Speed
+from train.run.run_directory import RunDirectory
+from train.run.training_state import TrainingState
+from train.workloads import Workload
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """Everything that the loop over the steps works with, on this rank."""
+
+    config: Config
+    group: Group
+    method: Method
+    run: RunDirectory
+    workload: Workload
+    plain: nn.Module  # the user's module, without wrappers: what is evaluated and saved
+    model: nn.Module  # the same, wrapped for training with the other ranks
+    whole: nn.Module  # `plain`, or where it is split a copy for the final pictures that gets its weights in the end
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    loader: BatchLoader
+    steps_per_epoch: int
+    total_steps: int
+    progress: Progress
+    saved: Progress  # where the run stood at its newest checkpoint
+    metrics: Metrics
+    speed: Speed
+    profiler: Profiler
+
+
+def save(t: Training) -> None:
+    """Write a checkpoint, unless the newest one holds this state already. All ranks call this at the same step."""
+    config, group, progress = t.config, t.group, t.progress
+    if t.saved == progress:
+        return
+    group.watch.enter("save", config.save_timeout_s, step=progress.step)
+    if config.checkpoint_format == "sharded":
+        tensors, optimizer = t.method.local_state(t.plain, t.optimizer)
+    else:
+        tensors, optimizer = t.method.full_state_dict(t.plain), t.method.optimizer_state(t.plain, t.optimizer)
+    state = TrainingState(
+        step=progress.step, evaluated=progress.evaluated, metrics=progress.metrics, steps_per_epoch=t.steps_per_epoch,
+        data=t.workload.data_name, config=config.model_dump(), world_size=group.world_size, attempt=group.attempt,
+        start=group.launch.start, optimizer=optimizer, scaler=t.scaler.state_dict(), compressor=t.method.memory(),
+    )
+    t.run.save(state, tensors)
+    t.saved = copy.copy(progress)

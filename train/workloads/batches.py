@@ -1,0 +1,52 @@
+"""Which batches of a workload each rank trains on, and what has to be checked before the first."""
+
+from typing import Any
+
+from train.config import Config
+from train.data.batch import num_bytes, to_device
+from train.data.loader import uses_workers
+from train.data.order import Order
+from train.data.worker_loader import free_shared_memory
+from train.errors import DataError
+from train.group.group import Group
+from train.process import advice, machine_checks
+from train.workloads.workload import Workload
+
+
+def build_order(config: Config, group: Group, workload: Workload) -> Order:
+    """The order of the training samples for this rank.
+
+    Raises UserError where ranks have different data, and DataError for fewer samples than one global batch.
+    """
+    group.must_match(
+        "the data", f"{workload.data_name}, {len(workload.train)} + {len(workload.evaluation)} samples",
+        remedy="Give all nodes the same files, or set --data-dir.",
+    )
+    if len(workload.train) < config.batch_size:
+        raise DataError(
+            f"batch_size must be at most the number of training samples, {len(workload.train)}, got "
+            f"{config.batch_size}. Set a smaller --batch-size."
+        )
+    return Order(
+        len(workload.train), config.batch_size, config.seed, group.rank, group.world_size, config.accumulate,
+        lengths=getattr(workload.train, "lengths", None), pool=config.length_pool,
+    )
+
+
+def first_batch(config: Config, group: Group, workload: Workload, order: Order) -> Any:
+    """The first micro-batch of the first epoch, on the device: what the warm-up sees on every start, wherever it resumes.
+
+    Warns where /dev/shm looks too small for the batches that workers will put there, now that one shows its size. Call it
+    before the workers start to fill /dev/shm.
+    """
+    epoch, indices = next(order.batches(0, 1))
+    batch = to_device(workload.train.batch(indices, epoch), group.device)
+    if uses_workers(workload.train, config.num_workers):
+        # The training workers keep their batches there while those of an evaluation add theirs
+        num_samples = len(indices) + min(config.eval_batch_size, len(workload.evaluation))
+        lines = advice.on_shared_memory(
+            config, group.launch, batch_bytes=num_bytes(batch) * num_samples // len(indices),
+            free_bytes=free_shared_memory(), way_out=machine_checks.ENLARGE_SHM,
+        )
+        advice.say(lines, group.launch, group.log.warning)
+    return batch
