@@ -6,11 +6,13 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.rigs.jobs import ROOT
+from tests.rigs.jobs import ROOT, environment
+from train.process.status import write_json
 
 DDP, TASK = ROOT / "slurm" / "ddp.sbatch", ROOT / "slurm" / "task.sh"
 SIMPLE = ROOT / "slurm" / "simple.sbatch"
@@ -86,7 +88,7 @@ def test_slurm_scripts_pass_shellcheck() -> None:
 
 
 def test_slurm_node_number_is_read_in_the_task_and_not_in_the_batch_shell() -> None:
-    for file in (DDP, SIMPLE, ROOT / "slurm" / "supervise.py"):
+    for file in (DDP, SIMPLE, ROOT / "slurm" / "supervise.py", ROOT / "slurm" / "job.py"):
         assert "SLURM_NODEID" not in file.read_text()
         assert "SLURM_PROCID" not in file.read_text()
 
@@ -170,3 +172,19 @@ def test_slurm_sif_converts_the_image(tmp_path: Path) -> None:
     calls = render(tmp_path, ROOT / "slurm" / "sif.sh")
     assert calls[1][:3] == ["docker", "save", "--output"]
     assert calls[2] == ["apptainer", "build", "--force", "rankup.sif", f"docker-archive:{calls[1][3]}"]
+
+
+@pytest.mark.parametrize(("codes", "cause"), [([], 0), ([143, 171], 171), ([171, 2], 2)])
+def test_slurm_progress_says_where_the_run_stands(codes: list[int], cause: int, tmp_path: Path) -> None:
+    run = tmp_path / "my runs" / "job"
+    for step in (40, 120):
+        (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    for attempt, ends in (("slurm-7-1", codes), ("slurm-7-0", [1])):
+        for rank, code in enumerate(ends):
+            write_json(run / "status" / attempt / f"rank-{rank}.json", {"code": code})
+    words = ["--run-dir", "my runs", "--name", "job", "--dataset", "digits"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "slurm" / "progress.py", *words], cwd=tmp_path, capture_output=True, text=True,
+        check=True, env=environment({"RANKUP_ATTEMPT": "slurm-7-1"}),
+    )
+    assert done.stdout == f"my runs/job 120 {cause}\n"

@@ -301,12 +301,12 @@ def test_slurm_ports_differ_between_jobs_and_attempts(tmp_path: Path) -> None:
 
 def test_slurm_supervisor_is_python_3_8() -> None:
     """A cluster's nodes have an older Python than the container or the environment."""
-    files = [SUPERVISE, ROOT / "train" / "errors.py", ROOT / "train" / "process" / "addresses.py"]
-    for path in files:
+    names = ("slurm/supervise.py", "slurm/job.py", "train/errors.py", "train/process/addresses.py")
+    for path in (ROOT / name for name in names):
         tree = ast.parse(path.read_text(), feature_version=(3, 8))
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert "__future__" in imported, f"{path}: int | None is evaluated otherwise"
-        known = {*sys.stdlib_module_names, "train"}
+        known = {*sys.stdlib_module_names, "train", "job"}
         assert {str(name).split(".")[0] for name in imported} <= known, path
         ours = {name for name in imported if str(name).startswith("train")}
         assert ours <= {"train.errors", "train.process.addresses"}, path
