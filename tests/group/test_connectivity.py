@@ -19,7 +19,8 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connectivity, "interfaces", lambda: list(MACHINE))
     monkeypatch.setattr(connectivity, "address_of", lambda name: MACHINE.get(name, ""))
     monkeypatch.setattr(connectivity, "interface_of", lambda ip: {v: k for k, v in MACHINE.items()}.get(ip))
-    monkeypatch.setattr(connectivity, "local_ip_towards", lambda ip: "10.0.0.5" if ip.startswith("10.") else "192.168.50.5")
+    own = {"10": "10.0.0.5"}
+    monkeypatch.setattr(connectivity, "local_ip_towards", lambda ip: own.get(ip.partition(".")[0], "192.168.50.5"))
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "x")  # so that what the code sets is undone
         monkeypatch.delenv(name)
@@ -64,7 +65,8 @@ def test_the_users_choice_stands(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(("name", "problem"), [("eth9", "that exists"), ("down0", "that has an address")])
 def test_a_choice_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, problem: str):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
-    with pytest.raises(LaunchError, match=f"must name an interface {problem} on .*, got {name}. There are: lo, docker0, eth0"):
+    said = f"must name an interface {problem} on .*, got {name}. There are: lo, docker0, eth0"
+    with pytest.raises(LaunchError, match=said):
         choose([Member(0), Member(1)], 0)
 
 

@@ -14,9 +14,10 @@ from train.process.log import host_name
 
 HOST = host_name()
 WORLD = 3
+WORKLOAD = "tests.rigs.faulting_workload"
 # Eight steps an epoch; the loss is called twice before the first step
 SETTINGS = (
-    "--workload=tests.rigs.faulting_workload:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4", "--log-every-steps=1",
+    f"--workload={WORKLOAD}:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4", "--log-every-steps=1",
     "--save-every-steps=2", "--tensorboard=false", "--progress=none", "--join-timeout-s=30", "--num-workers=1",
 )
 SHORT = 5  # seconds; a step takes milliseconds
@@ -37,8 +38,8 @@ def assert_named(job: Job, run: Path, culprit: int, *, among: list[int]) -> None
         named = re.findall(r"rank (\d+) on (\S+) \(", output)
         assert named, output
         assert set(named) == {(str(culprit), HOST)}, output
-        (told,) = run.glob(f"status/*/rank-{rank}.json")
-        assert json.loads(told.read_text())["suspect"] == culprit
+        (file,) = run.glob(f"status/*/rank-{rank}.json")
+        assert json.loads(file.read_text())["suspect"] == culprit
 
 
 def assert_nothing_left(job: Job) -> None:
@@ -85,7 +86,8 @@ def test_error_on_one_rank_ends_all_with_its_code_and_names_it(
 def test_every_line_names_host_and_rank_and_others_than_rank_0_tell_their_own_failure_only(
     forks: Forks, tmp_path: Path
 ) -> None:
-    with forks.running(*train(tmp_path / "run"), world_size=WORLD, env=probe("loss", 6, 1, **{"raise": "ValueError"})) as job:
+    order = probe("loss", 6, 1, **{"raise": "ValueError"})
+    with forks.running(*train(tmp_path / "run"), world_size=WORLD, env=order) as job:
         job.wait()
     for rank, process in enumerate(job.processes):
         lines = process.output.splitlines()
@@ -110,7 +112,8 @@ def test_killed_rank_is_named_by_all_others(culprit: int, forks: Forks, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("where", "call", "phase", "culprit"), [("loss", 6, "step", 0), ("loss", 6, "step", 2), ("evaluate", 1, "evaluation", 1)]
+    ("where", "call", "phase", "culprit"),
+    [("loss", 6, "step", 0), ("loss", 6, "step", 2), ("evaluate", 1, "evaluation", 1)],
 )
 def test_stopped_rank_is_found_by_its_deadline_and_the_job_goes_on_after_a_restart(
     where: str, call: int, phase: str, culprit: int, forks: Forks, undisturbed: str, tmp_path: Path
@@ -139,7 +142,8 @@ def test_rank_that_is_the_last_to_find_out_names_itself(forks: Forks, tmp_path: 
     """When it looks for a culprit, those that waited for it have left, and the store with rank 0."""
     run = tmp_path / "run"
     order = probe("build", 1, 1, signal="SIGSTOP", sleep_s=1000)
-    with forks.running(*train(run, f"--setup-timeout-s={SHORT}", "--num-workers=0"), world_size=WORLD, env=order) as job:
+    line = train(run, f"--setup-timeout-s={SHORT}", "--num-workers=0")
+    with forks.running(*line, world_size=WORLD, env=order) as job:
         for rank in (0, 2):
             assert job.processes[rank].ended.wait(240), job.output
         job.processes[1].signal("SIGCONT")
@@ -166,9 +170,11 @@ def test_rank_that_works_too_long_is_named_by_the_others_and_by_itself(
 
 def test_rank_0_that_saves_too_long_is_named(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with forks.running(*train(run, f"--save-timeout-s={SHORT}"), world_size=WORLD, preload="tests.rigs.faulting_workload:slow_save") as job:
+    line = train(run, f"--save-timeout-s={SHORT}")
+    with forks.running(*line, world_size=WORLD, preload=f"{WORKLOAD}:slow_save") as job:
         assert job.wait() == [171] * WORLD, job.output
-    assert f"save (step 4) took longer than {SHORT} s" in job.output  # on whom it found first; it told the others
+    # Said by the rank that found out first; the others read it from that one
+    assert f"save (step 4) took longer than {SHORT} s" in job.output
     assert_named(job, run, 0, among=list(range(WORLD)))
     assert "faulting_workload.py" in (run / "logs" / "rank-0.log").read_text()  # the stacks say where
 
@@ -177,7 +183,7 @@ def test_hang_that_holds_the_interpreter_lock_ends_as_worth_a_restart(forks: For
     run = tmp_path / "run"
     order = probe("loss", 6, 1, hold_s=1000)
     line = train(run, f"--step-timeout-s={SHORT}")
-    with forks.running(*line, world_size=WORLD, env=order, preload="tests.rigs.faulting_workload:impatient") as job:
+    with forks.running(*line, world_size=WORLD, env=order, preload=f"{WORKLOAD}:impatient") as job:
         assert job.wait() == [171, -14, 171], job.output  # 142 as a shell counts it
     assert_named(job, run, 1, among=[0, 2])
     assert "in probe" in job.processes[1].output
@@ -186,6 +192,6 @@ def test_hang_that_holds_the_interpreter_lock_ends_as_worth_a_restart(forks: For
 def test_disk_that_hangs_after_a_failure_keeps_neither_the_rank_nor_its_code(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     order = probe("loss", 6, 1, **{"raise": "DataError"})
-    with forks.running(*train(run), world_size=WORLD, env=order, preload="tests.rigs.faulting_workload:stuck_disk") as job:
+    with forks.running(*train(run), world_size=WORLD, env=order, preload=f"{WORKLOAD}:stuck_disk") as job:
         assert job.wait() == [2] * WORLD, job.output
     assert_named(job, run, 1, among=[0, 2])

@@ -44,7 +44,8 @@ def test_a_task_that_is_shown_one_device_takes_it(machine: Machine):
 @pytest.mark.parametrize(("wanted", "rank", "count"), [("auto", 2, 2), ("cuda", 5, 4), ("cuda:1", 0, 1)])
 def test_more_ranks_than_devices_is_refused(machine: Machine, wanted: str, rank: int, count: int):
     machine("cuda", count)
-    with pytest.raises(LaunchError, match=rf"local rank {rank} must have a device of its own, got {count} visible cuda devices"):
+    said = f"local rank {rank} must have a device of its own, got {count} visible cuda devices"
+    with pytest.raises(LaunchError, match=said):
         pick_device(wanted, rank, distributed=True)
 
 

@@ -75,7 +75,8 @@ def test_two_that_live_beside_each_other_are_both_named(hall: Hall):
     assert hall.roster.claimed_twice() == [], "as yet both may be one rank that came back"
     hall.pass_time("b", "b2")
     assert hall.roster.claimed_twice() == [one, two]
-    assert describe_claims([one, two]).startswith(f"rank 1 was claimed twice: by node0 (pid {one.pid}) and by node0 (pid")
+    said = f"rank 1 was claimed twice: by node0 (pid {one.pid}) and by node0 (pid"
+    assert describe_claims([one, two]).startswith(said)
 
 
 def test_who_falls_silent_is_gone_until_another_takes_the_rank(hall: Hall):
@@ -123,11 +124,13 @@ def members(*ranks: int, per_node: int | None = None) -> list[Member]:
          "rank 2 of 4 has not joined after 5 s (joined: 0 on host0; 1 on host1; 3 on host3); "
          "rank 2 on host2 (pid 2) had joined, but fell silent"),
         (members(0, 1, 2, 3, 3), [], None,
-         "all 4 ranks came, but never were there at one time, after 5 s "
+         "all 4 ranks came, but never at the same time, after 5 s "
          "(seen: 0 on host0; 1 on host1; 2 on host2; 3 on host3)"),
     ],
 )
-def test_missing_ranks_are_named_with_what_is_known(present: list[Member], gone: list[Member], per_node: int | None, text: str):
+def test_missing_ranks_are_named_with_what_is_known(
+    present: list[Member], gone: list[Member], per_node: int | None, text: str
+):
     assert describe_missing(present, gone, world_size=4, local_world_size=per_node, waited_s=5) == text
 
 
@@ -135,13 +138,14 @@ def test_differences_are_grouped_by_value():
     fingerprint = [{"torch version": "2.14.1", "setting lr": lr} for lr in ("0.1", "0.2", "0.1", "0.2")]
     found = [Member(rank=r, host=f"host{r // 2}", fingerprint=t) for r, t in enumerate(fingerprint)]
     assert describe_differences(found) == (
-        "setting lr must be the same on all ranks, got 0.1 on ranks 0, 2 (host0, host1) and 0.2 on ranks 1, 3 (host0, host1).\n"
+        "setting lr must be the same on all ranks, got 0.1 on ranks 0, 2 (host0, host1) and 0.2 on ranks 1, 3 (host0, "
+        "host1).\n"
         "Start all ranks with the same program and settings."
     )
     assert describe_differences(found[::2]) == ""
 
 
-def test_a_trait_that_one_rank_does_not_know_is_a_difference():
+def test_a_fingerprint_that_one_rank_does_not_know_is_a_difference():
     found = [Member(rank=0, host="a", fingerprint={"setting new": "1"}), Member(rank=1, host="b")]
     assert "setting new must be the same on all ranks, got 1 on rank 0 (a) and nothing on rank 1 (b)." in (
         describe_differences(found)

@@ -1,5 +1,5 @@
-"""Two machines, made of namespaces, with the networks that users meet: names that resolve to 127.0.1.1, second interfaces,
-firewalls, names and routes that do not exist, cables that are pulled.
+"""Two machines, made of namespaces, with the networks that users meet: names that resolve to 127.0.1.1, second
+interfaces, firewalls, names and routes that do not exist, cables that are pulled.
 
 The cases run side by side, each on a pair of machines of its own.
 """
@@ -43,8 +43,10 @@ class Case:
     def nodes(self) -> list[Node]:
         return self.pair.nodes
 
-    def rank(self, rank: int, world_size: int, node: int, *arguments: str, addr: str = "192.168.77.1", join_s: float = LONG_S,
-             **env: str) -> Rank:
+    def rank(
+        self, rank: int, world_size: int, node: int, *arguments: str, addr: str = "192.168.77.1",
+        join_s: float = LONG_S, **env: str,
+    ) -> Rank:
         env = {"LOCAL_RANK": "0", "MASTER_ADDR": addr, **self.nodes[node].env, **env}
         self.ranks.append(self.starter(rank, world_size, PORT, self.name, *arguments, join_s=join_s, **env))
         return self.ranks[-1]
@@ -150,8 +152,13 @@ def firewall(node: Node, action: str, ports: str = str(PORT)) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [by_address, the_other_way_round, by_name, without_ipv6, ipv6_alone, ports_that_are_open,
-                                  a_name_that_comes_late], ids=lambda begin: begin.__name__)
+@pytest.mark.parametrize(
+    "name",
+    [
+        by_address, the_other_way_round, by_name, without_ipv6, ipv6_alone, ports_that_are_open, a_name_that_comes_late,
+    ],
+    ids=lambda begin: begin.__name__,
+)
 def test_two_machines_train(cases: dict[str, Case], name: Callable[[Case], None]):
     for said in cases[name.__name__].said(0):
         assert not NOISE.search(said), said
@@ -160,8 +167,10 @@ def test_two_machines_train(cases: dict[str, Case], name: Callable[[Case], None]
 @case
 def launched(case: Case) -> None:
     for number, node in enumerate(case.nodes):
-        line = ("launch", "--nnodes", "2", "--nproc", "2", "--node-rank", str(number), "--master-addr", "node0", "--master-port",
-                str(PORT), *TINY)
+        line = (
+            "launch", "--nnodes", "2", "--nproc", "2", "--node-rank", str(number), "--master-addr", "node0",
+            "--master-port", str(PORT), *TINY,
+        )
         case.ranks.append(case.starter.command(line, case.name, env=node.env))
 
 
@@ -309,7 +318,7 @@ def test_two_rank_0_on_two_machines_both_end(cases: dict[str, Case]):
 
 @case
 def three_of_four(case: Case) -> None:
-    # Rank 0 comes when the others are there, and its time is over first: it tells what all of them say
+    # Rank 0 comes when the others are there, and its time is over first: it says why, and all of them print that
     for rank, node, join_s in ((1, 0, LONG_S), (2, 1, LONG_S), (0, 0, 2 * SHORT_S)):
         if rank == 0:
             for other in case.ranks:

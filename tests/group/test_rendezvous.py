@@ -1,4 +1,5 @@
-"""Joining: whoever is missing, double, different or in the way is named, on every rank, within the bound, with the right code.
+"""Joining: whoever is missing, double, different or in the way is named, on every rank, within the bound, with the
+right code.
 
 Real processes. The failures run side by side, as each mostly waits for its deadline.
 """
@@ -94,7 +95,11 @@ def failures(begin: Starter, web_server: tuple[int, int], mute_service: int) -> 
     ports |= {"web": web_server[0], "mute": mute_service}
 
     def case(name: str, *ranks: tuple[int, int] | tuple[int, int, str], **env: str) -> list[Rank]:
-        return [begin(r[0], r[1], ports[name], name, *(r[2:] and str(r[2]).split()), join_s=JOIN_S, **env) for r in ranks]
+        started = []
+        for rank, world_size, *more in ranks:
+            arguments = str(more[0]).split() if more else []
+            started.append(begin(int(rank), int(world_size), ports[name], name, *arguments, join_s=JOIN_S, **env))
+        return started
 
     ranks = {
         "missing": case("missing", (0, 4), (1, 4), (2, 4)),
@@ -149,14 +154,16 @@ def test_a_service_that_never_answers_does_not_hold_a_rank(failures: Failures):
 def test_a_second_rank_0_is_told_who_holds_the_port(failures: Failures):
     first, second = failures.of("taken", 170)
     holder = failures.ranks["taken"][0].process.pid
-    assert f"MASTER_PORT={failures.port['taken']} is in use on {HOST} by pid {holder}" in failures.ranks["taken"][1].said
+    taken = f"MASTER_PORT={failures.port['taken']} is in use on {HOST} by pid {holder}"
+    assert taken in failures.ranks["taken"][1].said
     assert "a second process with RANK=0" in second
     assert "rank 1 of 2 has not joined" in first
 
 
 def test_a_stopped_rank_0_holds_nobody(failures: Failures):
     first, late = failures.of("stopped", 170)
-    assert f"the store at 127.0.0.1:{failures.port['stopped']} answers no more: the process of rank 0 is stopped" in first
+    address = f"127.0.0.1:{failures.port['stopped']}"
+    assert f"the store at {address} answers no more: the process of rank 0 is stopped" in first
     assert "or the process of rank 0 is stopped" in late
 
 
@@ -178,14 +185,16 @@ def test_world_sizes_that_differ_are_named_with_their_ranks(failures: Failures, 
 
 def test_settings_that_differ_are_named_with_ranks_and_values(failures: Failures):
     for said in failures.of("settings", 2):
-        assert f"setting seed must be the same on all ranks, got 0 on ranks 0, 2 ({HOST}) and 3 on rank 1 ({HOST})" in said
+        got = f"got 0 on ranks 0, 2 ({HOST}) and 3 on rank 1 ({HOST})"
+        assert f"setting seed must be the same on all ranks, {got}" in said
         assert "setting lr must be the same" in said
         assert "setting model" not in said
 
 
 def test_one_rank_on_another_device_is_named(failures: Failures):
     for said in failures.of("device", 2):
-        assert f'setting device must be the same on all ranks, got "auto" on rank 0 ({HOST}) and "cpu" on rank 1' in said
+        got = f'got "auto" on rank 0 ({HOST}) and "cpu" on rank 1'
+        assert f"setting device must be the same on all ranks, {got}" in said
 
 
 def test_localhost_on_several_nodes_is_refused_at_once(failures: Failures):
@@ -203,7 +212,8 @@ def test_another_version_of_the_program_on_one_rank_is_named(begin: Starter, tmp
     line = (sys.executable, tmp_path / "train" / "main.py", "train", *TINY, "--name", "code", "--run-dir", tmp_path)
     with jobs.ended(jobs.start(*line, env={**jobs.rank_env(1, 2, port), "PYTHONPATH": ""})) as other:
         assert [first.wait(), *other.wait(BOUND_S)] == [2, 2], first.said + other.output
-    assert re.search(rf"program code must be the same on all ranks, got \w+ on rank 0 \({HOST}\) and \w+ on rank 1", first.said)
+    got = rf"got \w+ on rank 0 \({HOST}\) and \w+ on rank 1"
+    assert re.search(rf"program code must be the same on all ranks, {got}", first.said)
 
 
 # Coming and going ---------------------------------------------------------------------------------------------
@@ -273,7 +283,9 @@ def test_ranks_killed_at_random_while_joining_meet_in_the_end(begin: Starter, ru
             assert rank.process.code in (-9, -15, 143, 170, 171), rank.said
             assert len(ends) < 30, ends
         # One that had finished already is needed again by one that had not
-        ranks = [start(n) if rank in failed or (failed and rank.process.code == 0) else rank for n, rank in enumerate(ranks)]
+        for number, rank in enumerate(ranks):
+            if rank in failed or (failed and rank.process.code == 0):
+                ranks[number] = start(number)
         time.sleep(0.02)
     finished(*ranks, noise=re.compile("Traceback"))
 
@@ -311,23 +323,26 @@ def test_a_rank_that_finds_a_dying_attempt_waits_for_the_next(begin: Starter, en
 
 @pytest.fixture
 def agent(begin: Starter) -> Iterator[tuple[int, dict[str, str]]]:
-    """The port of a store as torchrun's agent keeps it, and what the agent tells its ranks besides the five variables."""
+    """The port of a store as torchrun's agent keeps it, and what the agent gives its ranks besides the five
+    variables."""
     from torch.distributed import TCPStore
 
     port = free_port()
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    told = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    yield port, told
+    variables = {
+        "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0",
+    }
+    yield port, variables
     del store
 
 
 def agent_rank(
     begin: Starter, agent: tuple[int, dict[str, str]], rank: int, name: str, *arguments: str, restarts: int = 0
 ) -> Rank:
-    port, told = agent
+    port, variables = agent
     own = {"GROUP_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
-    return begin(rank, 2, port, name, "--simulated-nodes", *arguments, **told, **own)
+    return begin(rank, 2, port, name, "--simulated-nodes", *arguments, **variables, **own)
 
 
 def test_agents_that_count_restarts_differently_meet(begin: Starter, agent: tuple[int, dict[str, str]]):
@@ -345,7 +360,9 @@ def test_attempts_in_one_store_do_not_meet_each_other(begin: Starter, agent: tup
         finished(early, agent_rank(begin, agent, 0, "attempts", *more))
 
 
-def test_a_fresh_run_is_not_begun_anew_by_a_restart_of_the_other_node(begin: Starter, agent: tuple[int, dict[str, str]]):
+def test_a_fresh_run_is_not_begun_anew_by_a_restart_of_the_other_node(
+    begin: Starter, agent: tuple[int, dict[str, str]]
+):
     finished(*[agent_rank(begin, agent, rank, "fresh") for rank in (0, 1)])
     more = ("--fresh", "--max-steps", "2")
     again = [agent_rank(begin, agent, 0, "fresh", *more), agent_rank(begin, agent, 1, "fresh", *more, restarts=1)]
@@ -358,8 +375,8 @@ def test_a_fresh_run_is_not_begun_anew_by_a_restart_of_the_other_node(begin: Sta
 def elastic(tmp_path: Path) -> Iterator[tuple[jobs.Job, Path]]:
     """Two elastic agents of torchrun with a rank each, and the log of rank 0."""
     line = (
-        "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test",
-        "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1", "--max-restarts", "2",
+        "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id",
+        "test", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1", "--max-restarts", "2",
         "-m", "train.main", "train", *TINY, "--max-steps", "1000000", "--simulated-nodes", "--run-dir", str(tmp_path),
         "--name", "elastic",
     )

@@ -9,8 +9,9 @@ import pytest
 
 from tests.rigs.fork_server import Forks, Job
 from train.errors import LaunchError
+from train.group.file_rendezvous import Endpoint, publish_endpoint, read_endpoint, remove_endpoint
 from train.group.store import open_port, serve_store
-from train.process.init_method import Endpoint, environment, leave, look, place, remove
+from train.process.init_method import environment, place
 
 LINE = ("train", "--dataset", "digits", "--model", "mlp", "--max-steps", "3", "--tensorboard=false", "--name", "run")
 
@@ -49,7 +50,7 @@ def test_file_of_a_killed_run_is_replaced_and_named(forks: Forks, tmp_path: Path
     killed = start(forks, file, 0)
     wait_until(file.exists, killed)
     killed.kill()
-    assert look(file) is not None
+    assert read_endpoint(file) is not None
     assert f"{file} was left by an earlier run that did not come together: replaced" in finish(forks, file)
 
 
@@ -59,13 +60,13 @@ def test_file_that_leads_to_another_store_is_replaced(forks: Forks, tmp_path: Pa
     assert listener is not None
     port = listener.getsockname()[1]
     store = serve_store(listener, timeout_s=60)
-    leave(tmp_path / "meeting", Endpoint("old", "elsewhere", ("127.0.0.1",), port))
+    publish_endpoint(tmp_path / "meeting", Endpoint("old", "elsewhere", ("127.0.0.1",), port))
     finish(forks, tmp_path / "meeting")
     assert not store.check(["rankup/generation"])  # nobody introduced itself there
 
 
 def test_file_of_an_earlier_run_is_no_endless_wait(forks: Forks, tmp_path: Path) -> None:
-    leave(tmp_path / "meeting", Endpoint("old", "elsewhere", ("127.0.0.1",), 1))
+    publish_endpoint(tmp_path / "meeting", Endpoint("old", "elsewhere", ("127.0.0.1",), 1))
     job = start(forks, tmp_path / "meeting", 1, "--join-timeout-s", "2")
     assert job.wait() == [170]
     said = "rank 1 of 2 on * could not join within 2 s: rank 0 has not left its address in * what is there was left on elsewhere"
@@ -90,7 +91,7 @@ def test_file_of_two_jobs_at_once_is_refused(forks: Forks, tmp_path: Path) -> No
         second = start(forks, file, 0, "--name", "second")
         assert second.wait() == [170]
         assert f"{file} is in use by another job" in second.output
-        assert look(file) is not None
+        assert read_endpoint(file) is not None
     finally:
         first.kill()
 
@@ -114,11 +115,11 @@ def test_file_that_is_empty_is_taken(forks: Forks, tmp_path: Path) -> None:
 
 def test_notice_of_another_is_not_removed(tmp_path: Path) -> None:
     own, other = Endpoint("a", "host", (), 1), Endpoint("b", "host", ("10.0.0.1",), 2)
-    leave(tmp_path / "meeting", other)
-    remove(tmp_path / "meeting", own)
-    assert look(tmp_path / "meeting") == other
-    remove(tmp_path / "meeting", other)
-    assert look(tmp_path / "meeting") is None
+    publish_endpoint(tmp_path / "meeting", other)
+    remove_endpoint(tmp_path / "meeting", own)
+    assert read_endpoint(tmp_path / "meeting") == other
+    remove_endpoint(tmp_path / "meeting", other)
+    assert read_endpoint(tmp_path / "meeting") is None
 
 
 # The URL --------------------------------------------------------------------------------------------------------

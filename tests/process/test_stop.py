@@ -12,14 +12,15 @@ import psutil
 import pytest
 
 from tests.rigs.fork_server import Forks, Job
-from tests.rigs.jobs import MAIN, ROOT, ended, free_port, result, start
+from tests.rigs.jobs import MAIN, ROOT, ended, free_port, rank_env, result, start
 from train import main
 from train.process import local_launcher
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 # 8 steps an epoch, 32 in all, six batches an evaluation
 SETTINGS = (
-    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4", "--eval-batch-size", "4", "--log-every-steps", "1",
+    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4",
+    "--eval-batch-size", "4", "--log-every-steps", "1",
     "--tensorboard=false", "--keep", "99", "--join-timeout-s", "30",
 )
 TOTAL = 32
@@ -58,9 +59,9 @@ def assert_stopped(run: Path, codes: list[int], output: str, *, at_least: int) -
     """All ranks stopped at the same step, which is saved. Returns it."""
     assert codes == [143] * len(codes), output
     assert "Traceback" not in output
-    told = status(run)
-    assert (told["state"], told["code"], len(told["ranks"])) == ("stopped", 143, len(codes)), told
-    ends = [json.loads(path.read_text()) for path in (run / "status" / told["attempt"]).glob("rank-*.json")]
+    summary = status(run)
+    assert (summary["state"], summary["code"], len(summary["ranks"])) == ("stopped", 143, len(codes)), summary
+    ends = [json.loads(path.read_text()) for path in (run / "status" / summary["attempt"]).glob("rank-*.json")]
     assert len(ends) == len(codes)
     assert {end["state"] for end in ends} == {"stopped"}
     (step,) = {end["step"] for end in ends}
@@ -71,7 +72,8 @@ def assert_stopped(run: Path, codes: list[int], output: str, *, at_least: int) -
 
 
 def assert_resumes(
-    forks: Forks, run: Path, digests: dict[int, str], *more: str, world_size: int, evaluated: tuple[int, ...] = (8, 16, 24, 32)
+    forks: Forks, run: Path, digests: dict[int, str], *more: str, world_size: int,
+    evaluated: tuple[int, ...] = (8, 16, 24, 32),
 ) -> None:
     codes, output = forks.run(*train(run, *more), world_size=world_size)
     assert codes == [0] * world_size, output
@@ -91,7 +93,9 @@ def lines(run: Path, key: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SIGNALS)
-def test_signal_in_training_saves_that_step(forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str) -> None:
+def test_signal_in_training_saves_that_step(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str
+) -> None:
     run = tmp_path / "run"
     codes, output = forks.run(*train(run), env=probe("loss", 12, signal=name))
     assert_stopped(run, codes, output, at_least=10)
@@ -145,7 +149,9 @@ def test_signal_of_one_rank_while_it_waits_for_data_saves(
     assert_resumes(forks, run, undisturbed, *AT_THE_END, world_size=2, evaluated=(32,))
 
 
-def test_signal_while_evaluation_waits_for_data_saves(forks: Forks, undisturbed: dict[int, str], tmp_path: Path) -> None:
+def test_signal_while_evaluation_waits_for_data_saves(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     order = probe("eval_data", 2, signal="SIGUSR1", to="group", before_s=0.5, sleep_s=600)
     codes, output = forks.run(*train(run, "--num-workers", "1"), world_size=2, env=order)
@@ -166,7 +172,8 @@ def test_evaluate_command_stops_on_a_signal(forks: Forks, tmp_path: Path) -> Non
 
 
 def slow_save() -> None:
-    """What is saved at a stop takes long enough for a repeat to come in the middle, and the window does for its sender."""
+    """What is saved at a stop takes long enough for a repeat to come in the middle, and the window does for its
+    sender."""
     import train.process.stop
     from train.run import publish
 
@@ -184,7 +191,8 @@ def test_repeats_within_the_window_count_as_one(forks: Forks, tmp_path: Path) ->
     run = tmp_path / "run"
     endless = train(run, "--epochs", "100000", "--evaluate-every-epochs", "100000", "--save-every-steps", "1000000")
     with forks.running(*endless, world_size=2, preload="tests.process.test_stop:slow_save") as job:
-        job.wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size, "the first step")
+        metrics = run / "metrics.jsonl"
+        job.wait_until(lambda: metrics.exists() and metrics.stat().st_size, "the first step")
         (run / "asked").touch()
         for _ in range(3):
             for process in job.processes:
@@ -196,23 +204,23 @@ def test_repeats_within_the_window_count_as_one(forks: Forks, tmp_path: Path) ->
 
 
 def no_window() -> None:
-    """Every further signal is a second request. The first is told by a file `read-RANK`: sent before that, a second would
-    be the same one to the kernel."""
+    """Every further signal is a second request. A file `read-RANK` shows that the first was read: sent before that, a
+    second would be the same one to the kernel."""
     from train.process import stop
 
-    class Told(stop.StopRequest):
+    class Noting(stop.StopRequest):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
             if name == "_requested_at_s" and value:
-                Path(os.environ["TOLD"], f"read-{os.environ['RANK']}").touch()
+                Path(os.environ["NOTES_DIR"], f"read-{os.environ['RANK']}").touch()
 
-    stop.REPEAT_WINDOW_S, main.StopRequest = 0.0, Told
+    stop.REPEAT_WINDOW_S, main.StopRequest = 0.0, Noting
 
 
-def ask(job: Job, rank: int, told: Path) -> None:
+def ask(job: Job, rank: int, notes: Path) -> None:
     """Send a rank its first request, and wait until it has read it."""
     job.processes[rank].signal("SIGTERM")
-    job.wait_until((told / f"read-{rank}").exists, "note of the signal")
+    job.wait_until((notes / f"read-{rank}").exists, "note of the signal")
 
 
 def test_second_request_leaves_at_once_although_the_loop_waits_for_a_peer(
@@ -221,7 +229,7 @@ def test_second_request_leaves_at_once_although_the_loop_waits_for_a_peer(
     run = tmp_path / "run"
     # Rank 0 stays in the middle of a step, rank 1 waits for it in the collective of that step
     there = tmp_path / "there"
-    order = probe("loss", 14, rank=0, sleep_s=600, tell=str(there)) | {"TOLD": str(tmp_path)}
+    order = probe("loss", 14, rank=0, sleep_s=600, tell=str(there)) | {"NOTES_DIR": str(tmp_path)}
     with forks.running(*train(run), world_size=2, env=order, preload="tests.process.test_stop:no_window") as job:
         job.wait_until(there.exists, "rank 0 in step 12, for which all have agreed that nobody was asked to stop")
         one = job.processes[1]
@@ -241,7 +249,7 @@ def test_second_request_leaves_at_once_although_the_loop_waits_for_a_peer(
 def test_rank_that_left_at_once_ends_the_others_as_stopped(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     there, left = tmp_path / "there", tmp_path / "left"
-    order = probe("loss", 14, rank=0, tell=str(there), until=str(left)) | {"TOLD": str(tmp_path)}
+    order = probe("loss", 14, rank=0, tell=str(there), until=str(left)) | {"NOTES_DIR": str(tmp_path)}
     with forks.running(*train(run), world_size=2, env=order, preload="tests.process.test_stop:no_window") as job:
         job.wait_until(there.exists, "rank 0 in step 12, for which all have agreed that nobody was asked to stop")
         one = job.processes[1]
@@ -293,7 +301,7 @@ def test_signal_in_set_up_of_one_rank_ends_all_as_stopped(forks: Forks, tmp_path
 
 
 def test_signal_while_joining_ends_the_rank(forks: Forks, tmp_path: Path) -> None:
-    env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = rank_env(1, 2, free_port())
     with forks.running(*train(tmp_path / "run", "--join-timeout-s", "300"), env=env) as job:
         log = tmp_path / "run" / "logs" / "rank-1.log"
         job.wait_until(log.exists, "log file")
@@ -331,7 +339,9 @@ def test_launch_passes_a_signal_on_and_keeps_the_code(
         (0, 2, "2 out-of-memory kills were counted"),
     ],
 )
-def test_launch_says_what_137_means(monkeypatch: pytest.MonkeyPatch, before: int | None, now: int | None, what: str) -> None:
+def test_launch_says_what_137_means(
+    monkeypatch: pytest.MonkeyPatch, before: int | None, now: int | None, what: str
+) -> None:
     monkeypatch.setattr(local_launcher, "oom_kills", lambda: now)
     assert what in local_launcher._ended({0: 171, 1: 137}, before)
     assert "memory" not in local_launcher._ended({0: 171, 1: 1}, before)
@@ -349,7 +359,8 @@ def test_interrupt_key_under_launch_saves_once(forks: Forks, tmp_path: Path) -> 
 
 def test_torchrun_signalled_as_schedulers_do_saves_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    port = str(free_port())
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port)
     # torchrun itself may warn
     env = {"PYTHONWARNINGS": "default", "PYTHONPATH": str(ROOT)}
     job = start(*torchrun, MAIN, *train(run, "--epochs", "100000"), env=env)
@@ -364,7 +375,7 @@ def test_torchrun_signalled_as_schedulers_do_saves_once(tmp_path: Path) -> None:
         for process in [agent, *agent.children()]:
             process.send_signal(signal.SIGTERM)
         assert job.wait() != [0]  # torchrun's own code: it makes 1 of every worker's
-    told = status(run)
-    assert told["state"] == "stopped", job.output
-    assert [end["code"] for end in told["ranks"].values()] == [143, 143]
-    assert steps(run)[-1] == told["ranks"]["0"]["step"]
+    summary = status(run)
+    assert summary["state"] == "stopped", job.output
+    assert [end["code"] for end in summary["ranks"].values()] == [143, 143]
+    assert steps(run)[-1] == summary["ranks"]["0"]["step"]

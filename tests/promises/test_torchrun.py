@@ -1,4 +1,5 @@
-"""Under torchrun: the real error in its summary, a restart that goes on from the checkpoint, and no orphan of its own end."""
+"""Under torchrun: the real error in its summary, a restart that goes on from the checkpoint, and no orphan of its own
+end."""
 
 import json
 import os
@@ -20,12 +21,14 @@ from train.process.stop import REPEAT_WINDOW_S
 
 PATH = str(ROOT)
 SETTINGS = (
-    "--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--max-steps=9", "--log-every-steps=1", "--save-every-steps=2",
-    "--tensorboard=false", "--progress=none", "--num-workers=1", "--join-timeout-s=60",
+    "--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--max-steps=9", "--log-every-steps=1",
+    "--save-every-steps=2", "--tensorboard=false", "--progress=none", "--num-workers=1", "--join-timeout-s=60",
 )
 
 
-def torchrun(run: Path, *more: str, options: tuple[str, ...] = (), order: dict[str, object] | None = None, mark: str = "") -> Job:
+def torchrun(
+    run: Path, *more: str, options: tuple[str, ...] = (), order: dict[str, object] | None = None, mark: str = ""
+) -> Job:
     """Two ranks under torchrun; `order` is for tests/rigs/faulting_workload.py."""
     env = {"PYTHONPATH": PATH, "PYTHONWARNINGS": "", "JOB_UNDER_TEST": mark}  # torchrun itself may warn
     env |= {"PROBE": json.dumps(order)} if order else {}
@@ -43,7 +46,7 @@ def wait_until(true: Callable[[], object], job: Job) -> None:
 
 
 def family(mark: str) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter() if environ(process).get("JOB_UNDER_TEST") == mark and lives(process)]
+    return [p for p in psutil.process_iter() if environ(p).get("JOB_UNDER_TEST") == mark and lives(p)]
 
 
 def test_torchruns_summary_holds_the_error_of_the_rank_that_failed(tmp_path: Path) -> None:
@@ -56,11 +59,13 @@ def test_torchruns_summary_holds_the_error_of_the_rank_that_failed(tmp_path: Pat
 
 
 def test_torchruns_summary_names_no_victim_as_the_cause(tmp_path: Path) -> None:
-    """Not even the lowest rank, whose record is of the same second or of an earlier one than torchrun's look at the others."""
+    """Not even the lowest rank, whose record is of the same second or of an earlier one than torchrun's look at the
+    others."""
     files = [tmp_path / "0.json", tmp_path / "1.json"]
     record = (
         "import os, torch; from train.errors import PeerLost; from train.process.status import tell_torchrun\n"
-        f"for file, error in (({str(files[0])!r}, PeerLost('lost rank 1')), ({str(files[1])!r}, ValueError('broken'))):\n"
+        f"lost, broken = ({str(files[0])!r}, PeerLost('lost rank 1')), ({str(files[1])!r}, ValueError('broken'))\n"
+        "for file, error in (lost, broken):\n"
         "    os.environ['TORCHELASTIC_ERROR_FILE'] = file; tell_torchrun(error)"
     )
     subprocess.run([sys.executable, "-c", record], check=True, env=environment(), cwd=ROOT)

@@ -1,10 +1,10 @@
 """A small workload that does something to its own process at an exact moment, named by the variable PROBE.
 
-PROBE is JSON: {"where": "loss", "call": 7, "rank": 1, "signal": "SIGTERM", "to": "group", "sleep_s": 300}. `where` is one
-of build, data, loss, eval_data, evaluate; `call` counts them from 1 in each process; without `rank` all ranks do it;
-`tell` is a file it makes on arrival, `before_s` it waits first, `until` a file exists it waits afterwards, `raise` names an
-error to end with, `hold_s` it keeps the interpreter lock. The loss is called twice before the first step. Not an
-option of the workload: those may not change when a run is resumed.
+PROBE is JSON: {"where": "loss", "call": 7, "rank": 1, "signal": "SIGTERM", "to": "group", "sleep_s": 300}. `where` is
+one of build, data, loss, eval_data, evaluate; `call` counts them from 1 in each process; without `rank` all ranks do
+it; `tell` is a file it makes on arrival, `before_s` it waits first, `until` a file exists it waits afterwards, `raise`
+names an error to end with, `hold_s` it keeps the interpreter lock. The loss is called twice before the first step. Not
+an option of the workload: those may not change when a run is resumed.
 """
 
 import ctypes
@@ -66,8 +66,8 @@ def probe(where: str) -> None:
 
 
 def _wait_for_notice() -> None:
-    """Until the thread that reads the signals, if this process has it, has taken note: on a busy machine a run could end
-    before it gets a turn."""
+    """Until the thread that reads the signals, if this process has it, has taken note: on a busy machine a run could
+    end before it gets a turn."""
     for thread in threading.enumerate():
         while thread.name == "stop-request" and not thread._target.__self__.requested:  # type: ignore[attr-defined]
             time.sleep(0.01)

@@ -227,16 +227,16 @@ LATER = ("training", "evaluating", "saving")
 
 
 def random_kills(rng: random.Random, count: int, world_size: int) -> list[Kill]:
-    """Every fourth before the first checkpoint, every fourth while one is being written, the others anywhere. Those that
-    need a young run come first."""
+    """Every fourth before the first checkpoint, every fourth while one is being written, the others anywhere. Those
+    that need a young run come first."""
     turns = ("before the first save", "saving", rng.choice(EARLY), rng.choice(LATER))
     kills = [Kill(turns[i % 4], rng.randrange(world_size), rng.randint(1, 5)) for i in range(count)]
     return sorted(kills, key=lambda kill: kill.moment != "before the first save")
 
 
 def deliver(kills: Sequence[Kill], scene: Scene, world_size: int) -> int:
-    """Kill one after another, each when its moment has come. Returns how many, before the job ended. The survivors of each
-    must blame nobody but the rank that was killed.
+    """Kill one after another, each when its moment has come. Returns how many, before the job ended. The survivors of
+    each must blame nobody but the rank that was killed.
 
     Rank 0 writes what is looked at, so it is stopped for the look: the moment is not over when the signal arrives.
     """

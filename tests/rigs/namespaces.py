@@ -1,6 +1,8 @@
-"""Machines made of namespaces: each its own network, host name and /etc/hosts, joined by a cable. Linux, root, iproute2.
+"""Machines made of namespaces: each its own network, host name and /etc/hosts, joined by a cable. Linux, root,
+iproute2.
 
-A node lives as long as its first process, and all that is in it ends with `close`: nothing of the machine itself changes.
+A node lives as long as its first process, and all that is in it ends with `close`: nothing of the machine itself
+changes.
 """
 
 import ctypes
@@ -21,7 +23,8 @@ def missing() -> str:
         return f"nodes of namespaces need {', '.join(sorted(lacking))}: apt-get install -y {' '.join(sorted(lacking))}"
     if os.geteuid() != 0:
         return "nodes of namespaces need root: sudo make test"
-    tried = subprocess.run(["unshare", "-n", "-u", "-m", "ip", "link", "add", "type", "veth"], capture_output=True, text=True)
+    try_one = ["unshare", "-n", "-u", "-m", "ip", "link", "add", "type", "veth"]
+    tried = subprocess.run(try_one, capture_output=True, text=True)
     if tried.returncode:
         return f"nodes of namespaces can't be made here ({tried.stderr.strip()}): docker run --privileged"
     return ""
@@ -45,7 +48,8 @@ class Node:
             f" && ip addr add {aux_ip}/24 dev aux0 && echo ready && exec sleep infinity"
         )
         self._first = subprocess.Popen(
-            ["unshare", "-n", "-u", "-m", "sh", "-c", script], stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
+            ["unshare", "-n", "-u", "-m", "sh", "-c", script], stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.DEVNULL,
         )
 
     @property
@@ -62,7 +66,8 @@ class Node:
 
     def run(self, *commands: str) -> str:
         """Shell commands on the node, with their output."""
-        done = subprocess.run([*self.prefix, "sh", "-ec", "\n".join(commands)], capture_output=True, text=True, timeout=120)
+        script = "\n".join(commands)
+        done = subprocess.run([*self.prefix, "sh", "-ec", script], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{self.name}: {commands}: {done.stderr}"
         return done.stdout
 
@@ -90,13 +95,14 @@ class Node:
 
 
 class Pair:
-    """Two machines on one cable, node0 at 192.168.77.1 and node1 at 192.168.77.2. (On 10.x gloo's fault stays hidden: the
-    lower address calls, the higher listens.)"""
+    """Two machines on one cable, node0 at 192.168.77.1 and node1 at 192.168.77.2. (On 10.x gloo's fault stays hidden:
+    the lower address calls, the higher listens.)"""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         one, two = self.nodes = [
-            Node(f"node{number}", folder, ip=f"192.168.77.{number + 1}", aux_ip=f"172.30.{number}.9") for number in (0, 1)
+            Node(f"node{number}", folder, ip=f"192.168.77.{number + 1}", aux_ip=f"172.30.{number}.9")
+            for number in (0, 1)
         ]
         cable = f"ip link add eth0 netns {one.pid} type veth peer name eth0 netns {two.pid}"
         subprocess.run(cable.split(), check=True)

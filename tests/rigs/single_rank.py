@@ -11,7 +11,7 @@ from tests.rigs.fork_server import Forks, Job, Process
 from tests.rigs.jobs import rank_env
 
 # Ranks that are bounded end seconds after their time to join; torch's own bounds begin at 300 s, and one side of gloo
-# waits for five times as long as it was told
+# waits for five times its timeout
 BOUND_S = 200
 # What torch says when a store or a connection ends before those who use it
 NOISE = re.compile(r"recvValue|Broken pipe|destroy_process_group|Connection reset|Traceback|Warning|\[W\d|\[E\d")

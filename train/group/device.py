@@ -27,8 +27,8 @@ def pick_device(wanted: str, local_rank: int, *, distributed: bool) -> torch.dev
         # Slurm's --gpus-per-task=1 shows each task one device, numbered 0. Two ranks on one device are found later.
         if count > 1 or index:
             raise LaunchError(
-                f"local rank {local_rank} must have a device of its own, got {count} visible {kind} devices. Start at most "
-                f"{count} processes on this node, or look at CUDA_VISIBLE_DEVICES."
+                f"local rank {local_rank} must have a device of its own, got {count} visible {kind} devices. Start at "
+                f"most {count} processes on this node, or look at CUDA_VISIBLE_DEVICES."
             )
         number = 0
     device = torch.device(kind, number)

@@ -1,4 +1,4 @@
-"""How this rank tells the others, and whoever reads the run directory, that and why it ends."""
+"""Reports how and why this rank ends, to the other ranks and into the run directory."""
 
 import contextlib
 import time
@@ -12,7 +12,7 @@ from train.process.log import Log
 from train.process.status import UNDECIDED, End, state_of
 from train.process.status_file import StatusFile
 
-# Rank 0's process holds the store, in which the others look for the cause of their loss: it leaves after them, within this.
+# How long rank 0 stays after the others: its process holds the store in which they look for the cause of their loss.
 LINGER_S = 3.0
 STOP_LINGER_S = 2.0  # less than stop.FAREWELL_S, after which the process ends anyway
 
@@ -31,7 +31,7 @@ class EndReporter:
         self._hosts_store = False
 
     def connect(self, store: Store, *, hosts_store: bool) -> None:
-        """From now on the other ranks are told too. `hosts_store`: the store ends with this process."""
+        """From now on report to the other ranks too. `hosts_store`: the store ends with this process."""
         self._store, self._hosts_store = store, hosts_store
 
     def report(
@@ -39,8 +39,8 @@ class EndReporter:
     ) -> None:
         """Say that this rank ends with `code`, and `why`. Blocks for `linger_s` at most where it hosts the store.
 
-        `suspect`: the rank that this one lost, where it knows. `alone`: it stops without the others, for whom that is the
-        loss of a peer.
+        `suspect`: the rank that this one lost, where it knows. `alone`: it stops without the others, which lose a peer
+        by that.
         """
         end = End(self.rank, self.log.host, state_of(code), code, why, self.step, suspect)
         if self._store is not None:

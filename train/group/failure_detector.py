@@ -1,7 +1,5 @@
-"""Who is to blame: what each rank told of its end, and its signs of life, read from the store they share.
-
-Keys: `beat/N`, the last sign of life of rank N; `end/N`, how it ended.
-"""
+"""Which rank caused the end: what each rank reported of its own end, and its signs of life, read from the shared
+store."""
 
 import json
 import time
@@ -10,18 +8,19 @@ from dataclasses import dataclass
 # torch exports it under a condition that mypy does not follow
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from train.errors import PEER_LOST, root_cause, worth_restarting
+from train.errors import FINISHED, PEER_LOST, root_cause, worth_restarting
+from train.group import keys
 from train.process.status import End
 
 BEAT_S = 0.5
-SILENT_S = 2.0  # no beat for this long, and no end told: lost
-SEVERAL_SILENT_S = 4.5  # on a machine with too much to do some that are alive seem silent at first
-LOOK_S = 7.0  # a store that does not answer within this is stopped itself
+SILENT_S = 2.0  # a rank without a beat for so long, that has reported no end, is lost
+SEVERAL_SILENT_S = 4.5  # longer for several: on a machine with too much to do some that are alive seem silent at first
+LOOK_S = 7.0  # a store that does not answer within this is in a process that is stopped itself
 
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """Who is to blame and why; `end` where that rank told it itself; `alive`: it keeps the others waiting."""
+    """A rank that may be the cause, and why. `end`: as that rank reported it. `alive`: it keeps the others waiting."""
 
     rank: int
     why: str
@@ -30,14 +29,14 @@ class Suspect:
 
 
 def find_suspects(store: Store, world_size: int, *, myself: int, waiting: bool) -> list[Suspect]:
-    """Who is to blame, most likely first: ranks that failed by themselves, then silent ones, then those behind.
+    """The suspects, most likely first: ranks that failed by themselves, then silent ones, then those that are behind.
 
-    `waiting`: this rank waits in a collective itself. Returns as soon as it is settled, at the latest after
-    SEVERAL_SILENT_S: every survivor of a lost peer tells its end at once, which leaves the lost ones. Empty where all wait
-    for each other.
+    `waiting`: this rank waits in a collective itself. Returns as soon as the cause is clear, at the latest after
+    SEVERAL_SILENT_S: every survivor of a lost peer reports its end at once, which leaves the lost ones. Empty where all
+    ranks wait for each other. Raises RuntimeError where the store's process ends meanwhile.
     """
     others = [rank for rank in range(world_size) if rank != myself]
-    first: dict[int, str] = {}
+    first_beats: dict[int, str] = {}
     began_s = time.monotonic()
     while True:
         ends = ends_of(store, world_size, myself=myself)
@@ -45,52 +44,57 @@ def find_suspects(store: Store, world_size: int, *, myself: int, waiting: bool) 
             return named
         silent = []
         for rank in (rank for rank in others if ends[rank] is None):
-            beat = store.get(f"beat/{rank}").decode() if store.check([f"beat/{rank}"]) else ""
-            if first.setdefault(rank, beat) == beat:
+            beat = store.get(keys.beat(rank)).decode() if store.check([keys.beat(rank)]) else ""
+            if first_beats.setdefault(rank, beat) == beat:
                 silent.append(rank)
         waited_s = time.monotonic() - began_s
+        # One rank is silent, and all others have reported: two missed beats are enough
         settled = waited_s > 2 * BEAT_S and len(silent) == 1 and all(ends[r] for r in others if r not in silent)
         if settled or waited_s > (SEVERAL_SILENT_S if len(silent) > 1 else SILENT_S):
             break
         time.sleep(0.1)
     if silent:
         return [Suspect(rank, "gave no sign of life") for rank in silent]
-    if told := reported_by_peers(ends):
-        return told
+    if named := reported_by_peers(ends):
+        return named
     return _behind(store, others) or ([] if waiting else [Suspect(myself, "the others wait for it", alive=True)])
 
 
 def _behind(store: Store, others: list[int]) -> list[Suspect]:
-    """All are alive: those not waiting in a collective keep the rest waiting."""
-    beats = {r: json.loads(store.get(f"beat/{r}")) for r in others if store.check([f"beat/{r}"])}
+    """Where all are alive: a rank that is not waiting in a collective keeps the rest waiting."""
+    beats = {r: json.loads(store.get(keys.beat(r))) for r in others if store.check([keys.beat(r)])}
     busy = [r for r, beat in beats.items() if not beat["waiting"]]
     return [Suspect(r, f"is alive, in {beats[r]['phase']} at step {beats[r]['step']}", alive=True) for r in busy]
 
 
 def ends_of(store: Store, world_size: int, *, myself: int) -> dict[int, End | None]:
-    """What the other ranks told of their end so far."""
+    """What the other ranks have reported of their end so far, None for one that has not."""
     ends: dict[int, End | None] = {}
     for rank in (rank for rank in range(world_size) if rank != myself):
-        ends[rank] = End.from_json(store.get(f"end/{rank}")) if store.check([f"end/{rank}"]) else None
+        key = keys.end(rank)
+        ends[rank] = End.from_json(store.get(key)) if store.check([key]) else None
     return ends
 
 
 def failed_first(ends: dict[int, End | None]) -> list[Suspect]:
-    """Those that told of an end of their own making: who lost another has a suspect, and maybe that one's code."""
+    """The ranks whose end is of their own making.
+
+    A rank that only lost another names that one as its suspect, and may end with that one's code.
+    """
     found = [
         Suspect(rank, end.why, end)
         for rank, end in ends.items()
-        if end is not None and end.code not in (0, PEER_LOST) and end.suspect in (None, rank)
+        if end is not None and end.code not in (FINISHED, PEER_LOST) and end.suspect in (None, rank)
     ]
     return sorted(found, key=lambda s: (s.end.code if s.end else 0, s.rank))
 
 
 def reported_by_peers(ends: dict[int, End | None]) -> list[Suspect]:
-    """Whom the first rank that found out told of."""
+    """The suspect named by the first rank that reported one."""
     for rank, end in ends.items():
         if end is not None and end.suspect is not None:
-            own = "says that the others wait for it" if end.suspect == rank else f"is suspected by rank {rank}"
-            return [Suspect(end.suspect, own, alive=True)]
+            why = "says that the others wait for it" if end.suspect == rank else f"is suspected by rank {rank}"
+            return [Suspect(end.suspect, why, alive=True)]
     return []
 
 
@@ -99,8 +103,8 @@ def root_exit_code(suspects: list[Suspect], otherwise: int) -> int:
 
     A mistake or a fault on one rank ends all ranks so, and so does a rank that was asked to stop and left without them.
     """
-    told = [suspect.end.code for suspect in suspects[:1] if suspect.end is not None]
-    code = root_cause([*told, otherwise])
+    reported = [suspect.end.code for suspect in suspects[:1] if suspect.end is not None]
+    code = root_cause([*reported, otherwise])
     return otherwise if worth_restarting(code) else code
 
 

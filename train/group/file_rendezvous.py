@@ -1,59 +1,141 @@
-"""Meeting by a file: rank 0 serves its store on a free port and leaves the address in the file; the others look there."""
+"""Meeting by a file: rank 0 serves its store on a free port and writes the address into the file, which the others
+read."""
 
+import contextlib
+import json
 import secrets
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 # torch exports it under a condition that mypy does not follow
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from train.errors import JoinError
+from train.errors import JoinError, LaunchError
+from train.group import keys
 from train.group.network import address_of, interfaces, try_connect
-from train.group.store import connect_store, open_port, serve_store
+from train.group.store import Client, connect_store, open_port, serve_store
+from train.group.waiting import Wait
 from train.process.addresses import is_loopback
-from train.process.init_method import Endpoint, leave, look
-from train.process.log import Log
+from train.process.atomic_file import write_atomically
 
 ANSWER_S = 10.0  # for a store that is alive
 EARLIER_S = 5.0  # rank 0 of the last attempt may still be on its way out
 
 
-def serve(path: Path, log: Log, *, timeout_s: float) -> tuple[Store, Endpoint]:
-    """Start the store, and say in the file where. Raises JoinError where another job is about to meet by this file, and
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What rank 0 writes into the file: where its store listens, and a token that only this store knows."""
+
+    token: str
+    host: str
+    addresses: tuple[str, ...]
+    port: int
+
+
+def serve(wait: Wait) -> tuple[Store, Endpoint]:
+    """Start the store, and publish where. Raises JoinError where another job is about to meet by this file, and
     LaunchError where the file can't be used."""
+    path, log = Path(wait.launch.file), wait.log
+    wait.stuck_in = _stuck_in(wait)
     until_s = time.monotonic() + EARLIER_S
-    while (earlier := look(path)) is not None:
-        if connect(earlier, log.host) is None:
+    while (earlier := read_endpoint(path)) is not None:
+        if _client_of(earlier, log.host) is None:
             log.info(f"{path} was left by an earlier run that did not come together: replaced")
             break
         if time.monotonic() > until_s:
-            raise JoinError(f"{path} is in use by another job, on {earlier.host}, that is coming together. Name another file.")
+            raise JoinError(
+                f"{path} is in use by another job, on {earlier.host}, that is coming together. Name another file."
+            )
         time.sleep(0.1)
     listener = open_port(0)
     assert listener is not None  # any port will do
     addresses = tuple(ip for name in interfaces() if (ip := address_of(name)) and not is_loopback(ip))
-    notice = Endpoint(secrets.token_hex(8), log.host, addresses, listener.getsockname()[1])
-    store = serve_store(listener, timeout_s=timeout_s)
-    store.set(_key(notice), "here")
-    leave(path, notice)
-    return store, notice
+    endpoint = Endpoint(secrets.token_hex(8), log.host, addresses, listener.getsockname()[1])
+    store = serve_store(listener, timeout_s=wait.timeout_s)
+    store.set(keys.endpoint(endpoint.token), "here")
+    publish_endpoint(path, endpoint)
+    return store, endpoint
 
 
-def connect(notice: Endpoint, host: str) -> tuple[Store, str, str] | None:
-    """A client of the store that a notice tells of, our address on the way there, and the address that answered; None
-    where nobody answers, or somebody who did not write this notice. `host` is this machine's name."""
-    for address in (*(("127.0.0.1",) if notice.host == host else ()), *notice.addresses):
-        tried = try_connect(address, notice.port, timeout_s=2.0)
+def connect(wait: Wait) -> Client:
+    """Become a client of the store whose address is in the file. Raises JoinError.
+
+    The file is read again until rank 0 has written its own address: an earlier run may have left another.
+    """
+    path = Path(wait.launch.file)
+    wait.stuck_in = _stuck_in(wait)
+    while True:
+        endpoint = read_endpoint(path)
+        if endpoint is not None and (client := _client_of(endpoint, wait.log.host)):
+            return client
+        wait.problem = f"rank 0 has not left its address in {path}"
+        if endpoint is not None:
+            wait.problem += (
+                f"; what is there was left on {endpoint.host} by an earlier run, or no route leads to "
+                f"{', '.join(endpoint.addresses) or 'it'} port {endpoint.port}"
+            )
+        if wait.over:
+            raise wait.failure(wait.problem)
+        wait.pause()
+
+
+def _stuck_in(wait: Wait) -> str:
+    return f"somebody at the address in {wait.address} accepts connections and does not answer. Remove the file"
+
+
+def _client_of(endpoint: Endpoint, host: str) -> Client | None:
+    """A client of the store at that endpoint, or None where nobody answers, or another store than the one that
+    published it (its port may be another job's by now). `host`: this machine's name."""
+    for address in (*(("127.0.0.1",) if endpoint.host == host else ()), *endpoint.addresses):
+        tried = try_connect(address, endpoint.port, timeout_s=2.0)
         if tried.problem is not None:
             continue
         try:
-            store = connect_store(address, notice.port, timeout_s=ANSWER_S)
-            if store.check([_key(notice)]):
-                return store, tried.local_ip, tried.master_ip
+            store = connect_store(address, endpoint.port, timeout_s=ANSWER_S)
+            if store.check([keys.endpoint(endpoint.token)]):
+                return Client(store, tried.local_ip, tried.master_ip)
         except RuntimeError:  # torch's own errors: no store, or one that is just ending
             continue
     return None
 
 
-def _key(notice: Endpoint) -> str:
-    return f"file/{notice.token}"
+# The file ------------------------------------------------------------------------------------------------------------
+
+
+def read_endpoint(path: Path) -> Endpoint | None:
+    """The endpoint in the file; None where there is none yet. Raises LaunchError where the file holds something
+    else."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise LaunchError(f"--init-method: {path} must be readable, got {error.strerror}.") from None
+    if not text:  # as mktemp makes it
+        return None
+    try:
+        fields = json.loads(text)["rankup"]
+        return Endpoint(fields["token"], fields["host"], tuple(fields["addresses"]), fields["port"])
+    except (ValueError, TypeError, LookupError):
+        raise LaunchError(
+            f"--init-method: {path} must be a new file, got one that holds something else. Name another, or remove it."
+        ) from None
+
+
+def publish_endpoint(path: Path, endpoint: Endpoint) -> None:
+    """Write the endpoint; a reader sees the old file or the whole new one. Raises LaunchError where that fails."""
+    fields = {
+        "token": endpoint.token, "host": endpoint.host, "addresses": endpoint.addresses, "port": endpoint.port
+    }
+    try:
+        write_atomically(path, json.dumps({"rankup": fields}) + "\n")
+    except OSError as error:
+        raise LaunchError(f"--init-method: {path} must be writable for rank 0, got {error.strerror}.") from None
+
+
+def remove_endpoint(path: Path, endpoint: Endpoint) -> None:
+    """Remove the file, unless another run's endpoint stands in it by now."""
+    with contextlib.suppress(OSError, LaunchError):
+        if read_endpoint(path) == endpoint:
+            path.unlink()

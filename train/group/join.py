@@ -1,7 +1,7 @@
 """Joining the group in three steps, being one of it for the length of a block, and leaving it.
 
-The group is always left in an orderly way: a rank that fails reports it to the others and exits at once (torch's own teardown
-may wait for the dead); after success rank 0, whose process holds the store, leaves last.
+The group is always left in an orderly way: a rank that fails reports it to the others and exits at once (torch's own
+teardown may wait for the dead); after success rank 0, whose process holds the store, leaves last.
 """
 
 import contextlib
@@ -51,12 +51,14 @@ LOST = re.compile(
 
 @contextlib.contextmanager
 def join(
-    config: Config, launch: Launch, *, log: Log, stop: StopRequest, status: StatusFile, needs_process_group: bool = False
+    config: Config, launch: Launch, *, log: Log, stop: StopRequest, status: StatusFile,
+    needs_process_group: bool = False,
 ) -> Iterator[Group]:
-    """Be one of the group for the length of the block. `needs_process_group`: a rank alone gets torch's process group too.
+    """Be one of the group for the length of the block. `needs_process_group`: a rank alone gets torch's process group
+    too.
 
-    Raises JoinError (170) if it does not come together, PeerLost (171) if it falls apart, UserError (2) where ranks differ,
-    and whatever the block raises; each is reported to the other ranks first.
+    Raises JoinError (170) if it does not come together, PeerLost (171) if it falls apart, UserError (2) where ranks
+    differ, and whatever the block raises; each is reported to the other ranks first.
     """
     with starting(config, launch, stop=stop, ends=EndReporter(status, log), log=log) as group:
         if launch.world_size > 1:
@@ -99,7 +101,7 @@ def starting(
         raise failure from error
 
 
-# Three steps ------------------------------------------------------------------------------------------------------------
+# Three steps ---------------------------------------------------------------------------------------------------------
 
 
 def meet(config: Config, group: Group) -> None:
@@ -122,7 +124,7 @@ def meet(config: Config, group: Group) -> None:
 
 
 def try_routes(group: Group) -> None:
-    """Second step: see that the ranks reach each other's ports. Raises JoinError naming who could not reach whom."""
+    """Second step: see that the ranks reach each other's ports. Raises JoinError naming those that do not."""
     assert group.meeting is not None, "the ranks have to meet first"
     check_connectivity(group.meeting, group.rank, log=group.log)
 
@@ -193,7 +195,7 @@ def fingerprint(config: Config, backend: str) -> dict[str, str]:
     return {"torch version": torch.__version__, "program code": code, "backend": backend, **settings}
 
 
-# The end ----------------------------------------------------------------------------------------------------------------
+# The end -------------------------------------------------------------------------------------------------------------
 
 
 def _part(group: Group) -> None:

@@ -1,22 +1,25 @@
 """The protocol between the ranks: every key of the store that this program uses, who writes it, who reads it, and when.
 
-The store is a `TCPStore`, in the process of rank 0 or, under torchrun, of the agent on node 0. That one outlives an attempt,
-so everything stands in *generations*: rank 0 opens a new one each time it starts, and the others always join the newest.
+The store is a `TCPStore`, in the process of rank 0 or, under torchrun, of the agent on node 0. That one outlives an
+attempt, so everything stands in *generations*: rank 0 opens a new one each time it starts, and the others always join
+the newest.
 
-1. Before: with `--init-method file://` rank 0 sets `endpoint(token)`, so that a client knows that it found the store whose
-   address is in the file, and not another one on the same port.
-2. Rank 0 counts GENERATION up, having set MAIN in the generation to come. Every rank appends itself to ROSTER there, and counts
-   its own `alive(token)` up at every look (its sign of life while it joins).
-3. Rank 0 reads ROSTER and the signs of life until the group is complete or impossible, then sets VERDICT. All others read it.
-   If it is an error, they count ACKNOWLEDGED up, and rank 0, with whose process the store may end, waits for that.
+1. Before: with `--init-method file://` rank 0 sets `endpoint(token)`, so that a client knows that it found the store
+   whose address is in the file, and not another one on the same port.
+2. Rank 0 counts GENERATION up and sets MAIN in the new one. Every rank appends itself to ROSTER there, and counts its
+   own `alive(token)` up at every look: its sign of life while it joins.
+3. Rank 0 reads ROSTER and the signs of life until the group is complete or impossible, then sets VERDICT. All others
+   read it. If it is an error, they count ACKNOWLEDGED up, and rank 0, with whose process the store may end, waits for
+   that.
 4. From here on all keys stand below `members(generation)`. To try the routes each rank sets `listener(rank)`, reads its
    neighbour's, connects to it and sets `report(rank)`; rank 0 reads all reports and sets ROUTES, which all read.
 5. torch forms the process group, with keys of its own in the same place.
-6. While they work each rank sets `beat(rank)` twice a second, and reads FAILED. Only a rank that lost a peer reads the beats.
+6. While they work each rank sets `beat(rank)` twice a second, and reads FAILED. Only a rank that lost a peer reads the
+   beats.
 7. A rank that ends sets `end(rank)`, and FAILED if the others can't go on without it.
 """
 
-# Below ROOT ------------------------------------------------------------------------------------------------------------
+# Below ROOT ----------------------------------------------------------------------------------------------------------
 
 ROOT = "rankup"
 GENERATION = "generation"  # a counter; the generation itself is a prefix, its number
@@ -27,7 +30,7 @@ def endpoint(token: str) -> str:
     return f"file/{token}"
 
 
-# Below a generation: joining ---------------------------------------------------------------------------------------------
+# Below a generation: joining -----------------------------------------------------------------------------------------
 
 MAIN = "main"  # rank 0's Member as JSON
 ROSTER = "roster"  # one Member as JSON a line, appended by each rank
@@ -45,7 +48,7 @@ def members(generation: int) -> str:
     return f"{ROOT}/{generation}/group"
 
 
-# Below `members`: connectivity ------------------------------------------------------------------------------------------
+# Below `members`: connectivity ---------------------------------------------------------------------------------------
 
 ROUTES = "routes"  # rank 0's conclusion, JSON: {"code", "text"}
 
@@ -60,7 +63,7 @@ def report(rank: int) -> str:
     return f"report/{rank}"
 
 
-# Below `members`: life and death ----------------------------------------------------------------------------------------
+# Below `members`: life and death -------------------------------------------------------------------------------------
 
 FAILED = "failed"  # the rank that failed last
 

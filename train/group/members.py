@@ -1,4 +1,5 @@
-"""The roster: ranks as they introduce themselves to each other, and what is said of missing, double and different ones."""
+"""The roster: ranks as they introduce themselves to each other, and what to say of missing, double and different
+ones."""
 
 import json
 import time
@@ -8,6 +9,8 @@ from typing import Any
 
 # torch exports it under a condition that mypy does not follow
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+from train.group import keys
 
 LIFE_S = 2.0  # a rank that gave no sign of life for so long has died while joining, and may come back
 
@@ -25,17 +28,18 @@ class Member:
     node: int | None = None  # as the launcher counts them
     local_ip: str = ""
     master_ip: str = ""
-    restarts: int = 0  # of its node, which torch's agents count differently: one that follows the other counts none
-    token: str = ""
-    fingerprint: dict[str, str] = field(default_factory=dict)  # what has to be the same on all ranks: versions, code, settings
+    # Of its node. torch's agents count them differently: one whose own rank did not fail counts none
+    restarts: int = 0
+    token: str = ""  # of this process: two may claim one rank
+    fingerprint: dict[str, str] = field(default_factory=dict)  # what must be the same on all ranks
 
     @property
     def place(self) -> str:
         return f"{self.host} (pid {self.pid})"
 
     def prints_for_host(self, members: Iterable["Member"]) -> bool:
-        """Whether this rank prints what all of them have to say: the first of its machine does. Two machines of one name
-        have a local rank 0 each."""
+        """Whether this rank prints an error that all ranks raise: the first of its machine does. (Two machines of one
+        name have a local rank 0 each, and both print.)"""
         return self.local_rank == 0 or not any(m.host == self.host and m.rank < self.rank for m in members)
 
     def to_json(self) -> str:
@@ -43,14 +47,15 @@ class Member:
 
     @staticmethod
     def from_json(text: str | bytes) -> "Member":
-        """Another version of this program may tell more or less: `traits` then say what differs."""
-        told: dict[str, Any] = json.loads(text)
-        return Member(**{f.name: told[f.name] for f in fields(Member) if f.name in told})
+        """Ignores fields it does not know: another version of this program may send more or fewer, and then the
+        fingerprints name what differs."""
+        sent: dict[str, Any] = json.loads(text)
+        return Member(**{f.name: sent[f.name] for f in fields(Member) if f.name in sent})
 
 
 @dataclass(slots=True)
 class _Sign:
-    """When a rank's count of signs of life last moved, by the clock of who looks."""
+    """When a rank's count of signs of life last moved, by the clock of the rank that looks."""
 
     member: Member
     count: int
@@ -59,43 +64,51 @@ class _Sign:
 
 
 class Roster:
-    """Who has introduced itself in a store, and who of them is alive now."""
+    """Which ranks have introduced themselves in a generation of the store, and which of them are alive now."""
 
     def __init__(self) -> None:
-        self._signs: dict[str, _Sign] = {}
+        self._signs: dict[str, _Sign] = {}  # by token
         self._lines: set[bytes] = set()
 
-    def look(self, store: Store) -> None:
+    def look(self, generation: Store) -> None:
+        """Read who is there, and who gave a sign of life since the last look."""
         now_s = time.monotonic()
-        for line in store.get("roster").splitlines() if store.check(["roster"]) else []:
+        for line in generation.get(keys.ROSTER).splitlines() if generation.check([keys.ROSTER]) else []:
             if line not in self._lines:
                 self._lines.add(line)
-                member = Member.from_json(line)  # once more where a rank had to reconnect
+                member = Member.from_json(line)  # the same process again where it had to reconnect
                 sign = self._signs.setdefault(member.token, _Sign(member, -1, now_s, now_s))
                 sign.member = member
         for token, sign in self._signs.items():
-            if (count := store.add(f"alive/{token}", 0)) != sign.count:
+            if (count := generation.add(keys.alive(token), 0)) != sign.count:
                 sign.count, sign.moved_s = count, now_s
 
     def living(self) -> list[Member]:
+        """Those with a sign of life in the last LIFE_S seconds, by rank."""
         now_s = time.monotonic()
         return sorted((s.member for s in self._signs.values() if now_s - s.moved_s < LIFE_S), key=lambda m: m.rank)
 
     def present(self) -> list[Member]:
-        """Those who are alive beside each other: each gave a sign of life after the last of them came."""
+        """Those that are alive at the same time: each gave a sign of life after the last of them came.
+
+        Without that a rank which died a second ago would count, and the group be formed with a dead member.
+        """
         now_s = time.monotonic()
         signs = [sign for sign in self._signs.values() if now_s - sign.moved_s < LIFE_S]
         latest_s = max((sign.first_s for sign in signs), default=now_s)
         return sorted((sign.member for sign in signs if sign.moved_s > latest_s), key=lambda m: m.rank)
 
     def gone(self) -> list[Member]:
-        """Those that fell silent and whose rank nobody else has taken."""
+        """Those that fell silent and whose rank no other process has taken."""
         taken = {member.rank for member in self.living()}
         return [sign.member for sign in self._signs.values() if sign.member.rank not in taken]
 
     def claimed_twice(self) -> list[Member]:
-        """The holders of one rank, where several are alive beside each other. One that died while joining and came back
-        is none: the first gave no sign of life after the second came."""
+        """The processes that claim one rank and are alive at the same time; [] where there are none.
+
+        A process that died while joining and was started again does not count: the first gave no sign of life after the
+        second came.
+        """
         by_rank: dict[int, list[_Sign]] = {}
         for sign in self._signs.values():
             by_rank.setdefault(sign.member.rank, []).append(sign)
@@ -131,12 +144,12 @@ def describe_missing(
 ) -> str:
     """Who has not joined: "rank 3 of 4 (on node1) has not joined after 120 s (joined: 0-1 on node0; 2 on node1)".
 
-    A missing rank's host is known where it was there and fell silent, or where another rank of its node has joined.
+    A missing rank's host is known where it had joined and fell silent, or where another rank of its node has joined.
     """
     joined = _by_host(present) or "none"
     missing = sorted(set(range(world_size)) - {member.rank for member in present})
     if not missing:
-        return f"all {world_size} ranks came, but never were there at one time, after {waited_s:g} s (seen: {joined})"
+        return f"all {world_size} ranks came, but never at the same time, after {waited_s:g} s (seen: {joined})"
     who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {ranges(missing)}"
     size = local_world_size or world_size
     hosts = {member.rank // size: member.host for member in present if member.node == member.rank // size}
@@ -159,8 +172,11 @@ def describe_claims(claims: list[Member]) -> str:
 
 
 def describe_differences(members: list[Member]) -> str:
-    """What differs between ranks, or "". Different code or settings end in garbage, not in an error: an all-reduce of
-    different sizes returned wrong numbers on one rank without a word."""
+    """What differs between ranks, one line each, or "".
+
+    Different code or settings give wrong numbers, not errors: an all-reduce of different sizes returned garbage on one
+    rank without a word.
+    """
     found = []
     for name in sorted({name for member in members for name in member.fingerprint}):
         holders: dict[str, list[Member]] = {}

@@ -12,7 +12,8 @@ from train.process.addresses import is_loopback
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """One try to reach the master. `problem` is None on success, else "name", "refused", "silent", "route" or "other"."""
+    """One try to connect. `problem` is None on success, else "name", "refused", "silent", "route" or "other"; `detail`
+    is the system's text. `master_ip`: the address that answered, `local_ip`: our own on that route."""
 
     problem: str | None
     detail: str = ""
@@ -21,7 +22,10 @@ class Connection:
 
 
 def try_connect(host: str, port: int, *, timeout_s: float) -> Connection:
-    """Connect once and hang up. Tells apart what torch reports with one text: no such name, refused, no answer."""
+    """Connect once and close. Tells apart what torch reports with one text: no such name, refused, no answer.
+
+    `timeout_s` is for each address of the name; the resolver itself has no bound.
+    """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -44,19 +48,21 @@ def try_connect(host: str, port: int, *, timeout_s: float) -> Connection:
 
 
 def explain_connection(attempt: Connection, host: str, port: int) -> str:
-    """The diagnosis of a failed try, one clause."""
+    """Why a connection failed, and what that usually means; one clause."""
     return {
         "name": f'the name "{host}" does not resolve here ({attempt.detail})',
         "refused": f"{host}:{port} refuses the connection: the machine answers, but nothing listens on that port "
         "(rank 0 not started or already gone, or another port)"
         + (". A loopback address is each machine itself" if is_loopback(host) else ""),
-        "silent": f"{host}:{port} does not answer: a wrong address, a machine that is down, or a firewall that drops packets",
+        "silent": f"{host}:{port} does not answer: a wrong address, a machine that is down, or a firewall that drops "
+        "packets",
         "route": f"no route to {host} ({attempt.detail})",
     }.get(attempt.problem or "", f"{host}:{port}: {attempt.detail}")
 
 
 def is_own_address(host: str) -> bool:
-    """Whether `host` resolves to an address of this machine. True where it does not resolve: that is another message."""
+    """Whether `host` resolves to an address of this machine. True where it does not resolve: that is another
+    message."""
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except (socket.gaierror, UnicodeError):
@@ -79,7 +85,7 @@ def interface_of(ip: str) -> str | None:
 
 
 def address_of(interface: str) -> str:
-    """The address that gloo takes of an interface, its first, of IPv4 if it has one; "" where there is none."""
+    """The address that gloo takes: the interface's first of IPv4, else its first of IPv6; "" where it has none."""
     addresses = psutil.net_if_addrs().get(interface, [])
     for family in (socket.AF_INET, socket.AF_INET6):
         for address in addresses:
@@ -108,15 +114,15 @@ def local_ip_towards(ip: str) -> str:
 
 
 def port_holder(port: int) -> str:
-    """ "pid 4711 (python -m http.server)" for who listens on `port` or connects from it, or "" where the system does not
-    tell us: other users' processes, and those of other containers."""
+    """ "pid 4711 (python -m http.server)" for the process that listens on `port` or connects from it. "" where the
+    system does not show it: other users' processes, and those of other containers."""
     try:
         connections = [c for c in psutil.net_connections(kind="tcp") if c.pid and c.laddr and c.laddr.port == port]
     except (psutil.Error, OSError):
         return ""
     for connection in sorted(connections, key=lambda c: c.status != psutil.CONN_LISTEN):
         try:
-            # The program and its first two words only: later arguments may carry what is not ours to print.
+            # The program and its first two words only: later arguments may hold a password or a token
             command = " ".join(psutil.Process(connection.pid).cmdline()[:3])
         except psutil.Error:
             command = "?"

@@ -3,44 +3,112 @@
 import errno
 import os
 import socket
+import time
 from datetime import timedelta
+from typing import NamedTuple
 
 # torch exports it under a condition that mypy does not follow
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from train.errors import JoinError, LaunchError
-from train.group.network import port_holder
+from train.group.network import explain_connection, is_own_address, port_holder, try_connect
+from train.group.waiting import Wait
+
+PORT_PATIENCE_S = 5.0  # the process of the last attempt may still be on its way out
+
+
+class Client(NamedTuple):
+    """A connection to the store, this rank's own address on the route there, and the address that answered."""
+
+    store: TCPStore
+    local_ip: str
+    master_ip: str
+
+
+def serve(wait: Wait) -> TCPStore:
+    """Open the master's port and start the store. Raises JoinError, naming who holds the port, or LaunchError."""
+    host, port = wait.launch.master_addr, wait.launch.master_port
+    until_s = min(wait.deadline_s, time.monotonic() + PORT_PATIENCE_S)
+    while (listener := open_port(port)) is None:
+        if time.monotonic() > until_s:
+            raise port_in_use(port, wait.log.host)
+        wait.pause()
+    wait.stuck_in = f'the name "{host}" gets no answer from the resolver'
+    if not is_own_address(host):
+        wait.log.warning(
+            f"MASTER_ADDR={host} is no address of this machine ({wait.log.host}), where rank 0 runs and listens. Right "
+            "behind a Service or NAT, a mistake elsewhere."
+        )
+    return serve_store(listener, timeout_s=wait.timeout_s)
+
+
+def connect(wait: Wait) -> Client:
+    """Become a client of the master's store. Raises JoinError.
+
+    Name, port and store may all come up after us (a Service in Kubernetes, a container that is started later): each is
+    tried again until the deadline, and the message names the last problem.
+    """
+    host, port = wait.launch.master_addr, wait.launch.master_port
+    refused = ""
+    while True:
+        wait.stuck_in, wait.stage = f'the name "{host}" gets no answer from the resolver', ""
+        tried = try_connect(host, port, timeout_s=2.0)
+        if tried.problem is None:
+            wait.stage = "store"
+            wait.stuck_in = wait.problem = (
+                f"something accepts connections at {wait.address} but does not answer as a rendezvous store: another "
+                "service holds the port, the machine is the wrong one, or the process of rank 0 is stopped"
+            )
+            try:
+                store = connect_store(host, port, timeout_s=wait.left_s)
+                wait.stage = ""
+                return Client(store, tried.local_ip, tried.master_ip)
+            except RuntimeError:
+                pass  # the problem is said already
+        else:
+            now = explain_connection(tried, host, port)
+            # When rank 0 gives up, its container goes, and with it the name or the address: the refusal was the cause
+            refused = now if tried.problem == "refused" else refused
+            wait.problem = f"{refused}. By now {now}" if refused and refused != now else now
+        if wait.over:
+            raise wait.failure(wait.problem)
+        wait.pause()
 
 
 def open_port(port: int) -> socket.socket | None:
-    """Listen on all addresses, or None while another process has the port. Raises LaunchError where nobody may open it."""
+    """Listen on all addresses, or None while another process has the port. Raises LaunchError where nobody may open
+    it."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
+    # An earlier attempt that closed its connections first leaves the port in TIME_WAIT for a minute
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if family == socket.AF_INET6:
         listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     try:
         listener.bind(("", port))
-        listener.listen(4096)
+        listener.listen(4096)  # all ranks of a large job come at once
         return listener
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             return None
-        raise LaunchError(f"MASTER_PORT={port} can't be opened: {error.strerror}. Choose one from 1024 to 32767.") from None
+        raise LaunchError(
+            f"MASTER_PORT={port} can't be opened: {error.strerror}. Choose one from 1024 to 32767."
+        ) from None
 
 
 def port_in_use(port: int, host: str) -> JoinError:
     """The error that says who has the port, where the system tells us."""
     holder = port_holder(port)
     return JoinError(
-        f"MASTER_PORT={port} is in use on {host}{f' by {holder}' if holder else ''}: another job, one that has not ended, or "
-        "a second process with RANK=0. End it, or set another MASTER_PORT on all ranks.",
+        f"MASTER_PORT={port} is in use on {host}{f' by {holder}' if holder else ''}: another job, one that has not "
+        "ended, or a second process with RANK=0. End it, or set another MASTER_PORT on all ranks.",
         stage="port",
     )
 
 
 def serve_store(listener: socket.socket, *, timeout_s: float) -> TCPStore:
+    """A store on a port that is open already: torch opens one itself, but its message does not say who holds it."""
     port = listener.getsockname()[1]
     return TCPStore(
         "127.0.0.1", port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False,

@@ -1,8 +1,8 @@
 """Deadlines and signs of life: a hang always turns into an exit that names the suspect.
 
-Two threads run beside the loop. One sends a beat through the store, so that the others can tell which rank is alive and where
-it stands. The other looks at the clock, and uses nothing that could block it. A process that is stopped (SIGSTOP, a frozen
-node) does neither: the other ranks find it.
+Two threads run beside the loop. One sends a beat through the store, so that the others can tell which rank is alive
+and where it stands. The other looks at the clock, and uses nothing that could block it. A process that is stopped
+(SIGSTOP, a frozen node) does neither: the other ranks find it.
 """
 
 import faulthandler
@@ -38,15 +38,16 @@ from train.process.stop import FAREWELL_S, StopRequest
 TICK_S = 0.2
 # How long the loop may take to notice by itself that a peer failed. A collective of NCCL does not notice at all.
 UNNOTICED_S = 10.0
-# A blocked collective cannot notice the failure itself, so wait only briefly: its other side may be a third rank that has
-# not noticed either, and while the group forms, gloo's passive side just waits to be called.
+# A blocked collective cannot notice the failure itself, so wait only briefly: its other side may be a third rank that
+# has not noticed either, and while the group forms, gloo's passive side just waits to be called.
 UNNOTICED_WAITING_S = 1.0
 # How long a last word may take: the store may be the very thing that hangs, or be in use by the thread that hangs.
 LAST_WORD_S = 5.0
 # How long a rank that failed may take to find the cause, to report it and to leave.
 LEAVING_S = 30.0
-# How long after a deadline the kernel ends the process: for a hang that holds the interpreter's lock, so that no thread of
-# ours runs. Long, because the thread that ends it properly may need most of LOOK_S + LAST_WORD_S on a busy machine.
+# How long after a deadline the kernel ends the process: for a hang that holds the interpreter's lock, so that no
+# thread of ours runs. Long, because the thread that ends it properly may need most of LOOK_S + LAST_WORD_S on a busy
+# machine.
 LOCKED_GRACE_S = 60.0
 # A phase that is entered anew at every step would set the kernel's timer thousands of times a second.
 REARM_S = 5.0
@@ -87,7 +88,8 @@ class Watchdog:
         """Begin a phase, with a deadline `timeout_s` seconds from now. Entering it anew moves the deadline."""
         if phase != self.phase:
             set_hard_deadline(timeout_s + LOCKED_GRACE_S)
-        self._entered_s = time.monotonic()  # first: the clock must never see the new, shorter time with the old beginning
+        # First: the clock must never see the new, shorter time with the old beginning
+        self._entered_s = time.monotonic()
         self.phase, self._timeout_s = phase, timeout_s
         self._waiting = False
         if step is not None:
@@ -111,7 +113,8 @@ class Watchdog:
             self._beats.join(BEAT_S)
 
     def exit_within(self, code: int) -> None:
-        """This rank is about to end with `code`: end it after LEAVING_S at the latest, however long its teardown takes."""
+        """This rank is about to end with `code`: end it after LEAVING_S at the latest, however long its teardown
+        takes."""
         self._leaving = code
         self.enter("leaving", LEAVING_S)
 
@@ -158,7 +161,8 @@ class Watchdog:
             if now_s - self._entered_s > self._timeout_s and not self._ended.is_set():
                 if self._leaving is not None:
                     leave(self._leaving)
-                self._leave(f"{self.phase} (step {self.ends.step}) took longer than {self._timeout_s:g} s", overdue=True)
+                what = f"{self.phase} (step {self.ends.step}) took longer than {self._timeout_s:g} s"
+                self._leave(what, overdue=True)
 
     def _leave(self, what: str, *, overdue: bool = False) -> None:
         """Dump the stacks, name the suspect, tell the others, and end this process at once."""
@@ -183,9 +187,9 @@ class Watchdog:
     def suspects(self, *, overdue: bool = False) -> list[Suspect]:
         """Report that this rank is a victim, and find out whose; the most likely suspect first.
 
-        `overdue`: this rank's own deadline has passed. Takes LOOK_S at most, since a store whose process is stopped would
-        hold us without end. Over the connection of the beats: it breaks with the process that holds the store, where a
-        new one would be tried again and again, or meet the store of the next attempt.
+        `overdue`: this rank's own deadline has passed. Takes LOOK_S at most, since a store whose process is stopped
+        would hold us without end. Over the connection of the beats: it breaks with the process that holds the store,
+        where a new one would be tried again and again, or meet the store of the next attempt.
         """
         if self.store is None:
             return []

@@ -1,18 +1,19 @@
 """The one place through which a process of this program ends. No torch here.
 
-A process ends by `os._exit`, never by returning from its main module: at the interpreter's own end Python waits for threads
-inside torch, for the workers of a stuck disk and for gloo's teardown, and any of them may wait for a rank that is dead.
+A process ends by `os._exit`, never by returning from its main module: at the interpreter's own end Python waits for
+threads inside torch, for the workers of a stuck disk and for gloo's teardown, and any of them may wait for a rank that
+is dead.
 
-| who ends it                                      | through                 | exit code                                |
-|--------------------------------------------------|-------------------------|------------------------------------------|
-| `main`, when its command is over                 | `finish`                | the command's, see `train.errors`        |
-| `stop`: a signal before a group exists           | `leave`                 | 143                                      |
-| `watchdog`: a signal that cannot wait for a step | `leave`                 | 143                                      |
-| `watchdog`: a deadline is over, a peer is lost   | `leave`                 | 170, 171, or the code of the lost rank   |
-| `watchdog`: leaving itself takes too long        | `leave`                 | the one it was leaving with              |
-| `doctor`: a deadline of its checks is over       | `leave`                 | 30                                       |
-| `die_with_parent`: the parent is gone already    | `leave`                 | 137, as if the kernel had done it        |
-| the kernel, where no thread of Python can run    | `set_hard_deadline`     | 142 (SIGALRM); 1 where SIGALRM is taken  |
+| who ends it                                      | through             | exit code                              |
+|--------------------------------------------------|---------------------|----------------------------------------|
+| `main`, when its command is over                 | `finish`            | the command's, see `train.errors`      |
+| `stop`: a signal before a group exists           | `leave`             | 143                                    |
+| `watchdog`: a signal that cannot wait for a step | `leave`             | 143                                    |
+| `watchdog`: a deadline is over, a peer is lost   | `leave`             | 170, 171, or the code of the lost rank |
+| `watchdog`: leaving itself takes too long        | `leave`             | the one it was leaving with            |
+| `doctor`: a deadline of its checks is over       | `leave`             | 30                                     |
+| `die_with_parent`: the parent is gone already    | `leave`             | 137, as if the kernel had done it      |
+| the kernel, where no thread of Python can run    | `set_hard_deadline` | 142; 1 where SIGALRM is taken          |
 
 Beside these only the kernel ends a process of ours: SIGKILL, or SIGKILL when its parent ends (`die_with_parent`).
 `data/sources/download.py` ends by itself: it is started as a file, without this package.
@@ -42,8 +43,8 @@ def finish(code: int) -> NoReturn:
 def leave(code: int, last_word: Callable[[], int | None] = lambda: None, *, timeout_s: float = 0.0) -> NoReturn:
     """End this process with `code` after `last_word`, which gets `timeout_s` seconds at most; callable from any thread.
 
-    `last_word` may return another code to end with. What is printed is flushed within that time too: a full pipe, a stuck
-    disk or a store that does not answer must not keep a process that has to go.
+    `last_word` may return another code to end with. What is printed is flushed within that time too: a full pipe, a
+    stuck disk or a store that does not answer must not keep a process that has to go.
     """
 
     def speak() -> int:

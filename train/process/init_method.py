@@ -6,17 +6,13 @@ file, and waits without end where an earlier run left one: here the address in s
 answers for somebody else, and is read again until rank 0 has written its own.
 """
 
-import contextlib
-import json
 import re
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from train.errors import LaunchError
-from train.process.atomic_file import write_atomically
 
 # Where a file is given there is no address to check; the port is never opened
 PLACEHOLDERS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -47,51 +43,3 @@ def place(url: str) -> dict[str, str]:
     if parts.scheme == "tcp" and address and not parts.query:
         return {"MASTER_ADDR": address[1].strip("[]"), "MASTER_PORT": address[2]}
     raise LaunchError(f"--init-method must be tcp://HOST:PORT or file:///PATH, got {url}. env:// is what holds without it.")
-
-
-# The file ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """What rank 0 leaves in the file: where its store listens, and a word that only this store knows."""
-
-    token: str
-    host: str
-    addresses: tuple[str, ...]
-    port: int
-
-
-def look(path: Path) -> Endpoint | None:
-    """The notice in the file; None where there is none yet. Raises LaunchError where the file is something else's."""
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise LaunchError(f"--init-method: {path} must be readable, got {error.strerror}.") from None
-    if not text:
-        return None
-    try:
-        told = json.loads(text)["rankup"]
-        return Endpoint(told["token"], told["host"], tuple(told["addresses"]), told["port"])
-    except (ValueError, TypeError, LookupError):
-        raise LaunchError(
-            f"--init-method: {path} must be a new file, got one that holds something else. Name another, or remove it."
-        ) from None
-
-
-def leave(path: Path, notice: Endpoint) -> None:
-    """Write the notice; a reader sees the old file or the whole new one. Raises LaunchError where it can't be written."""
-    told = {"token": notice.token, "host": notice.host, "addresses": notice.addresses, "port": notice.port}
-    try:
-        write_atomically(path, json.dumps({"rankup": told}) + "\n")
-    except OSError as error:
-        raise LaunchError(f"--init-method: {path} must be writable for rank 0, got {error.strerror}.") from None
-
-
-def remove(path: Path, notice: Endpoint) -> None:
-    """Take the notice away, unless it is another's by now."""
-    with contextlib.suppress(OSError, LaunchError):
-        if look(path) == notice:
-            path.unlink()

@@ -41,8 +41,8 @@ class StatusFile:
                 write_summary(self.run_dir, self.attempt, state=state, world_size=self.world_size, ends=ends)
 
     def _may_write(self) -> bool:
-        """Only the owner writes. Before ownership is settled, overwrite only what a finished attempt left: a second attempt
-        that is refused must leave no trace in the status of the one that is alive."""
+        """Only the owner writes. Before ownership is settled, overwrite only what a finished attempt left: a second
+        attempt that is refused must leave no trace in the status of the one that is alive."""
         if self._owner is not None:
             return self._owner.is_ours()
         earlier = read_json(self.run_dir / "status.json") or {}

@@ -27,8 +27,8 @@ FAREWELL_S = 3.0
 class StopRequest:
     """Whether and by which signal this process was asked to stop.
 
-    A thread reads the signals from a wake-up socket, because Python runs its handlers in the main thread only: while that one
-    waits inside a collective no handler runs, and a second signal must end the process all the same.
+    A thread reads the signals from a wake-up socket, because Python runs its handlers in the main thread only: while
+    that one waits inside a collective no handler runs, and a second signal must end the process all the same.
 
     `signal_name`: the first signal that came, or "". `leave_now`: why this process must leave without saving, or "".
     `guarded`: a watchdog looks at `leave_now` and ends the process, after it has told the other ranks; while that is
@@ -64,7 +64,8 @@ class StopRequest:
                 signal.signal(getattr(signal, name), lambda signum, frame: None)
 
     def print_through(self, log: Log) -> None:
-        """What is said from now on goes the way of this rank's other lines; before its rank is known it goes to stderr."""
+        """What is said from now on goes the way of this rank's other lines; before its rank is known it goes to
+        stderr."""
         self._log = log
 
     def finish_step_first(self) -> None:
