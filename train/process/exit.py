@@ -16,7 +16,6 @@ is dead.
 | the kernel, where no thread of Python can run    | `set_hard_deadline` | 142; 1 where SIGALRM is taken          |
 
 Beside these only the kernel ends a process of ours: SIGKILL, or SIGKILL when its parent ends (`die_with_parent`).
-`data/sources/download.py` ends by itself: it is started as a file, without this package.
 """
 
 import faulthandler
