@@ -11,7 +11,7 @@ from tests.rigs.fork_server import Forks, Job
 from train.errors import LaunchError
 from train.group.file_rendezvous import Endpoint, publish_endpoint, read_endpoint, remove_endpoint
 from train.group.store import open_port, serve_store
-from train.process.init_method import environment, place
+from train.process.init_method import environment, parse_url
 
 LINE = ("train", "--dataset", "digits", "--model", "mlp", "--max-steps", "3", "--tensorboard=false", "--name", "run")
 
@@ -69,9 +69,11 @@ def test_file_of_an_earlier_run_is_no_endless_wait(forks: Forks, tmp_path: Path)
     publish_endpoint(tmp_path / "meeting", Endpoint("old", "elsewhere", ("127.0.0.1",), 1))
     job = start(forks, tmp_path / "meeting", 1, "--join-timeout-s", "2")
     assert job.wait() == [170]
-    said = "rank 1 of 2 on * could not join within 2 s: rank 0 has not left its address in * what is there was left on elsewhere"
     position = 0
-    for part in said.split("*"):
+    for part in (
+        "rank 1 of 2 on ", " could not join within 2 s: rank 0 has not left its address in ",
+        " what is there was left on elsewhere",
+    ):
         position = job.output.find(part, position)
         assert position >= 0, job.output
     assert "All ranks have to name the same file." in job.output
@@ -126,9 +128,9 @@ def test_notice_of_another_is_not_removed(tmp_path: Path) -> None:
 
 
 def test_url_stands_for_the_variables(tmp_path: Path) -> None:
-    assert place("tcp://node0:29400") == {"MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
-    assert place("tcp://[fd00::1]:29400/") == {"MASTER_ADDR": "fd00::1", "MASTER_PORT": "29400"}
-    assert place(f"file://{tmp_path}/a%20b")["RANKUP_FILE"] == f"{tmp_path}/a b"
+    assert parse_url("tcp://node0:29400") == {"MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
+    assert parse_url("tcp://[fd00::1]:29400/") == {"MASTER_ADDR": "fd00::1", "MASTER_PORT": "29400"}
+    assert parse_url(f"file://{tmp_path}/a%20b")["RANKUP_FILE"] == f"{tmp_path}/a b"
     told = environment({"HOME": "/h"}, url="tcp://node0:29400", rank=1, world_size=2)
     assert told == {"HOME": "/h", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
     assert environment({"RANK": "1"}, url="") == {"RANK": "1"}
@@ -136,18 +138,20 @@ def test_url_stands_for_the_variables(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["tcp://node0", "tcp://:29400", "tcp://user@node0:1", "http://node0:29400", "node0:29400", "env://", "file://node0/x",
-     "file:///", "tcp://node0:29400?rank=1"],
+    [
+        "tcp://node0", "tcp://:29400", "tcp://user@node0:1", "http://node0:29400", "node0:29400", "env://",
+        "file://node0/x", "file:///", "tcp://node0:29400?rank=1",
+    ],
 )
 def test_url_of_another_kind_is_refused(url: str) -> None:
     with pytest.raises(LaunchError, match="--init-method must be tcp://HOST:PORT or file:///PATH, got"):
-        place(url)
+        parse_url(url)
 
 
 @pytest.mark.parametrize("name", ["no/such/folder/meeting", "."])
 def test_url_of_no_possible_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(LaunchError, match="must name a file in a folder that exists"):
-        place(f"file://{tmp_path}/{name}")
+        parse_url(f"file://{tmp_path}/{name}")
 
 
 @pytest.mark.parametrize(
@@ -164,8 +168,14 @@ def test_url_and_flags_beside_the_variables_are_refused(environ: dict[str, str],
     [
         (("train", "--init-method", "tcp://127.0.0.1:29400"), "RANK WORLD_SIZE are not set"),
         (("train", "--init-method", "file:///tmp/meeting"), "--init-method must come with --rank and --world-size"),
-        (("launch", "--init-method", "tcp://a:1", "--master-addr", "b"), "--init-method must be left out with --master-addr"),
-        (("launch", "--init-method", "nonsense"), "--init-method must be tcp://HOST:PORT or file:///PATH, got nonsense."),
+        (
+            ("launch", "--init-method", "tcp://a:1", "--master-addr", "b"),
+            "--init-method must be left out with --master-addr",
+        ),
+        (
+            ("launch", "--init-method", "nonsense"),
+            "--init-method must be tcp://HOST:PORT or file:///PATH, got nonsense.",
+        ),
     ],
 )
 def test_url_without_what_belongs_to_it_is_one_line(forks: Forks, arguments: tuple[str, ...], message: str) -> None:

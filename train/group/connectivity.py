@@ -14,8 +14,7 @@ from typing import Any
 
 from train.errors import FINISHED, JOIN_FAILED, USER_MISTAKE, JoinError, LaunchError, UserError
 from train.group import keys
-from train.group.joiner import Meeting
-from train.group.members import Member
+from train.group.members import Meeting, Member
 from train.group.network import (
     address_of,
     address_of_host_name,

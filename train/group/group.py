@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from train.errors import UserError
 from train.group.ends import EndReporter
-from train.group.joiner import Meeting
+from train.group.members import Meeting
 from train.group.watchdog import Watchdog
 from train.process.env import Launch
 from train.process.log import Log

@@ -54,6 +54,18 @@ class Member:
 
 
 @dataclass(slots=True)
+class Meeting:
+    """The outcome of joining: a store private to this attempt, and the members in the order of their ranks."""
+
+    store: Store
+    beat_store: Store  # a connection of its own: one client serves one thread at a time
+    members: list[Member]
+    attempt: str
+    hosts_store: bool
+    deadline_s: float  # on the monotonic clock: what is left of the time to join
+
+
+@dataclass(slots=True)
 class _Sign:
     """When a rank's count of signs of life last moved, by the clock of the rank that looks."""
 

@@ -1,9 +1,8 @@
-"""--init-method: where the ranks meet, told as a URL instead of MASTER_ADDR and MASTER_PORT. No torch here.
+"""--init-method: where the ranks meet, given as a URL instead of MASTER_ADDR and MASTER_PORT. No torch here.
 
-`tcp://host:port` is the two variables in another form. With `file:///path` rank 0 opens a free port and leaves its address
-in that file, which all ranks can read; it is gone again once they have met. torch's own file store keeps everything in the
-file, and waits without end where an earlier run left one: here the address in such a file answers no more, or
-answers for somebody else, and is read again until rank 0 has written its own.
+`tcp://host:port` is the two variables in another form. With `file:///path` rank 0 opens a free port and writes its
+address into that file, which all ranks can read; it is removed once they have met (see `train.group.file_rendezvous`).
+torch's own file store keeps everything in the file, and waits without end where an earlier run left one.
 """
 
 import re
@@ -21,17 +20,20 @@ PLACEHOLDERS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 def environment(
     environ: Mapping[str, str], *, url: str, rank: int | None = None, world_size: int | None = None
 ) -> dict[str, str]:
-    """`environ` with what the flags say. Raises LaunchError for a URL of another kind, and for anything said twice."""
+    """`environ` with what the flags say. Raises LaunchError for a URL of another kind, and where a flag repeats a
+    variable."""
     flags = {"--rank": ("RANK", rank), "--world-size": ("WORLD_SIZE", world_size)}
-    told = {name: str(value) for name, value in flags.values() if value is not None}
-    told |= place(url) if url else {}
+    given = {name: str(value) for name, value in flags.values() if value is not None}
+    given |= parse_url(url) if url else {}
     for flag, (name, value) in {**flags, "--init-method": ("MASTER_ADDR", url or None)}.items():
         if value is not None and name in environ:
-            raise LaunchError(f"{flag} must be left out where {name}={environ[name]} is set already, got {value}. Keep one.")
-    return {**environ, **told}
+            raise LaunchError(
+                f"{flag} must be left out where {name}={environ[name]} is set already, got {value}. Keep one."
+            )
+    return {**environ, **given}
 
 
-def place(url: str) -> dict[str, str]:
+def parse_url(url: str) -> dict[str, str]:
     """The variables that a URL stands for. Raises LaunchError."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme == "file" and not parts.netloc and parts.path.strip("/"):
@@ -42,4 +44,6 @@ def place(url: str) -> dict[str, str]:
     address = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/@]+):([0-9]+)/?", parts.netloc + parts.path)
     if parts.scheme == "tcp" and address and not parts.query:
         return {"MASTER_ADDR": address[1].strip("[]"), "MASTER_PORT": address[2]}
-    raise LaunchError(f"--init-method must be tcp://HOST:PORT or file:///PATH, got {url}. env:// is what holds without it.")
+    raise LaunchError(
+        f"--init-method must be tcp://HOST:PORT or file:///PATH, got {url}. env:// is what holds without it."
+    )

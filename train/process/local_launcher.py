@@ -44,7 +44,7 @@ def launch(context: Context, options: LaunchOptions) -> int:
     else:
         context = context.in_folder(options.command)
     # `launch` understands the URL for its ranks: they get what it stands for
-    met = init_method.place(options.init_method) if options.init_method else {}
+    met = init_method.parse_url(options.init_method) if options.init_method else {}
     job = new_attempt()
     for restart in range(options.max_restarts + 1):
         attempt = attempt_of(job, restart)
