@@ -67,8 +67,8 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
         (2, "ValueError", 1, "ValueError: probe"),
         (0, "DataError", 2, "error: probe"),
         (2, "DataError", 2, "error: probe"),
-        (1, "SystemExit", 1, "SystemExit: 0"),  # to leave before the end is no success
-        (1, "HTTPError", 1, "HTTPError: HTTP Error 404: probe"),  # its code is no exit code
+        (1, "SystemExit", 1, "SystemExit: 0"),  # SystemExit(0) before the end is a failure too
+        (1, "HTTPError", 1, "HTTPError: HTTP Error 404: probe"),  # its `code`, 404, is not an exit code
     ],
 )
 def test_error_on_one_rank_ends_all_with_its_code_and_names_it(
@@ -126,7 +126,7 @@ def test_stopped_rank_is_found_by_its_deadline_and_the_job_goes_on_after_a_resta
         for rank in others:
             assert job.processes[rank].ended.wait(240), job.output
             assert job.processes[rank].code == 171, job.output
-        # One whose time begins a second later hears of it from the other, before its own is over
+        # The other one's deadline may begin a second later: it then reads of the loss before its own is over
         found = [rank for rank in others if f"{phase} (step" in job.processes[rank].output]
         assert found, job.output
         assert all("Thread 0x" in (run / "logs" / f"rank-{rank}.log").read_text() for rank in found)
@@ -139,7 +139,7 @@ def test_stopped_rank_is_found_by_its_deadline_and_the_job_goes_on_after_a_resta
 
 
 def test_rank_that_is_the_last_to_find_out_names_itself(forks: Forks, tmp_path: Path) -> None:
-    """When it looks for a culprit, those that waited for it have left, and the store with rank 0."""
+    """When it looks for a culprit, the ranks that waited for it have left, and the store has ended with rank 0."""
     run = tmp_path / "run"
     order = probe("build", 1, 1, signal="SIGSTOP", sleep_s=1000)
     line = train(run, f"--setup-timeout-s={SHORT}", "--num-workers=0")

@@ -1,4 +1,4 @@
-"""What rank 0 makes of the roster. A store in memory; the ranks are rows in it."""
+"""How rank 0 reads the roster. The store is in memory, and the ranks are rows in it."""
 
 import time
 from collections.abc import Iterator

@@ -75,7 +75,7 @@ def case(begin: Callable[[Case], None]) -> Callable[[Case], None]:
 
 @pytest.fixture(scope="module")
 def cases(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
-    """All of them, begun."""
+    """All cases, running side by side."""
     folder = tmp_path_factory.mktemp("machines")
     with ExitStack() as stack:
         begun = {}

@@ -68,7 +68,7 @@ def web_server() -> Iterator[tuple[int, int]]:
 
 
 def wait_for_port(port: int) -> None:
-    """Until somebody listens there."""
+    """Wait until a process listens there."""
     until_s = time.monotonic() + BOUND_S
     while True:
         with socket.socket() as probe:
@@ -241,7 +241,7 @@ def test_a_rank_killed_while_joining_takes_its_place_again(begin: Starter):
     dying.wait_for("introduced")
     dying.process.signal("SIGKILL")
     last = begin(2, 3, port, "again")
-    last.wait_for("introduced")  # the roster is full now, but for one that is dead
+    last.wait_for("introduced")  # now every rank is in the roster, but one is dead
     finished(first, last, begin(1, 3, port, "again"))
 
 
@@ -264,7 +264,7 @@ def test_a_signal_ends_a_join_at_once(begin: Starter):
 
 @pytest.mark.parametrize("run", range(RUNS))
 def test_ranks_killed_at_random_while_joining_meet_in_the_end(begin: Starter, run: int):
-    # Each is started again, as a supervisor does
+    # Each is started again, as a supervisor would do
     chance, port = random.Random(run), free_port()
     blows = [(chance.uniform(0, 1.2), chance.randrange(3), chance.choice(["SIGKILL", "SIGTERM"])) for _ in range(2)]
 
@@ -282,7 +282,7 @@ def test_ranks_killed_at_random_while_joining_meet_in_the_end(begin: Starter, ru
             ends.append(rank.process.code)
             assert rank.process.code in (-9, -15, 143, 170, 171), rank.said
             assert len(ends) < 30, ends
-        # One that had finished already is needed again by one that had not
+        # A rank that had finished is needed again by one that had not
         for number, rank in enumerate(ranks):
             if rank in failed or (failed and rank.process.code == 0):
                 ranks[number] = start(number)

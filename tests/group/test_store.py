@@ -12,7 +12,7 @@ from train.group.store import connect_store, open_port, port_in_use, serve_store
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that somebody listens on."""
+    """A port on which this test listens."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", free_port()))
         sock.listen()

@@ -131,7 +131,7 @@ def test_signal_to_the_process_group_while_waiting_for_data_saves(
     forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str
 ) -> None:
     run = tmp_path / "run"
-    # Sent once the loop waits, by workers, who get it first and go on sleeping for longer than any test waits
+    # Sent by the workers once the loop waits: they get it first, and sleep on for longer than any test waits
     order = probe("data", 6, signal=name, to="group", before_s=1.0, sleep_s=600)
     arguments = train(run, "--num-workers", "2", *AT_THE_END)
     codes, output = forks.run(*arguments, world_size=2, env=order)
@@ -172,8 +172,8 @@ def test_evaluate_command_stops_on_a_signal(forks: Forks, tmp_path: Path) -> Non
 
 
 def slow_save() -> None:
-    """What is saved at a stop takes long enough for a repeat to come in the middle, and the window does for its
-    sender."""
+    """The save at a stop takes so long that a repeat comes in the middle of it, and a slow sender is still within the
+    window."""
     import train.process.stop
     from train.run import publish
 
@@ -322,7 +322,7 @@ def test_launch_passes_a_signal_on_and_keeps_the_code(
         job.processes[0].signal("SIGUSR1")
         assert job.wait() == [143], job.output
     assert "starting again" not in job.output
-    # As it would have gone on after `launch`
+    # As it goes on after `launch`
     stopped_at = steps(run)[-1]
     assert f"saved at step {stopped_at}" in job.output
     codes, output = forks.run(*train(run, "--max-steps", str(stopped_at + 3)), world_size=2)

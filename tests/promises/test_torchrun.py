@@ -1,5 +1,4 @@
-"""Under torchrun: the real error in its summary, a restart that goes on from the checkpoint, and no orphan of its own
-end."""
+"""Under torchrun: its summary has the real error, a restart goes on from the checkpoint, no process outlives it."""
 
 import json
 import os
@@ -50,7 +49,7 @@ def family(mark: str) -> list[psutil.Process]:
 
 
 def test_torchruns_summary_holds_the_error_of_the_rank_that_failed(tmp_path: Path) -> None:
-    """Not "error_file: <N/A>", nor the words of a rank that only lost the other."""
+    """Not "error_file: <N/A>", and not the text of a rank that only lost the other."""
     with ended(torchrun(tmp_path / "run", order={"where": "loss", "call": 5, "rank": 1, "raise": "ValueError"})) as job:
         assert job.wait() == [1], job.output
     _, _, summary = job.output.partition("Root Cause")
@@ -59,8 +58,7 @@ def test_torchruns_summary_holds_the_error_of_the_rank_that_failed(tmp_path: Pat
 
 
 def test_torchruns_summary_names_no_victim_as_the_cause(tmp_path: Path) -> None:
-    """Not even the lowest rank, whose record is of the same second or of an earlier one than torchrun's look at the
-    others."""
+    """Not even the lowest rank, whose record may have the same second as the cause's, or an earlier one."""
     files = [tmp_path / "0.json", tmp_path / "1.json"]
     record = (
         "import os, torch; from train.errors import PeerLost; from train.process.status import tell_torchrun\n"
@@ -128,6 +126,6 @@ def test_nothing_is_left_when_launch_is_told_twice_to_stop(tmp_path: Path) -> No
 
 
 def waits_for(process: psutil.Process, number: int) -> bool:
-    """Whether that signal was sent to the process, which is stopped and has not had it."""
+    """Whether that signal waits for the process, which is suspended."""
     pending = Path(f"/proc/{process.pid}/status").read_text().partition("ShdPnd:")[2].split()[0]
     return bool(int(pending, 16) >> (number - 1) & 1)

@@ -66,15 +66,17 @@ def probe(where: str) -> None:
 
 
 def _wait_for_notice() -> None:
-    """Until the thread that reads the signals, if this process has it, has taken note: on a busy machine a run could
-    end before it gets a turn."""
+    """Wait until the thread that reads the signals, if this process has it, has read this one.
+
+    On a busy machine a run could end before that thread gets its turn.
+    """
     for thread in threading.enumerate():
         while thread.name == "stop-request" and not thread._target.__self__.requested:  # type: ignore[attr-defined]
             time.sleep(0.01)
 
 
 class Samples:
-    """Made-up points, one at a time from DataLoader workers where there are any."""
+    """Made-up points; a probe may strike in each batch, in a DataLoader worker where there are any."""
 
     def __init__(self, count: int, *, seed: int, where: str) -> None:
         generator = torch.Generator().manual_seed(derive_seed(seed, count))
@@ -94,7 +96,7 @@ class Samples:
 
 
 def slow_save() -> None:
-    """To be called first in a process: its second save never ends."""
+    """Call it first in a process: its second save never ends."""
     from train.run import publish
 
     quick, calls = publish.save_checkpoint, []
@@ -108,15 +110,15 @@ def slow_save() -> None:
 
 
 def impatient() -> None:
-    """To be called first in a process: the last resorts come after seconds, not after a minute."""
+    """Call it first in a process: the last resorts come after seconds, not after a minute."""
     from train.group import watchdog
 
-    # Those that look for a culprit may need SEVERAL_SILENT_S
+    # More than SEVERAL_SILENT_S, which the search for a culprit may take
     watchdog.LOCKED_GRACE_S, watchdog.LEAVING_S = 4.0, 8.0
 
 
 def stuck_disk() -> None:
-    """To be called first in a process: rank 1 can't write down how it ended, it hangs there."""
+    """Call it first in a process: rank 1 hangs when it writes its end into `status/`."""
     from train.process import status_file
 
     impatient()

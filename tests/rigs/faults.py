@@ -34,15 +34,15 @@ class Scene:
         raise NotImplementedError
 
     def running(self) -> bool:
-        """Whether the job still runs. To be called often: who is restarted by hand is restarted here."""
+        """Whether the job still runs. Call it often: ranks that are restarted by hand are restarted here."""
         raise NotImplementedError
 
     def processes(self) -> list[psutil.Process]:
-        """Everything of the job that lives, orphans and workers included."""
+        """All processes of the job that are alive, orphans and workers included."""
         raise NotImplementedError
 
     def left_after(self, timeout_s: float = 60) -> list[psutil.Process]:
-        """What of the job is still there once it has had that time to go."""
+        """The processes of the job that are still alive after `timeout_s`."""
         return psutil.wait_procs(self.processes(), timeout=timeout_s)[1]
 
     # What it wrote --------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class Scene:
         return any((self.run_dir / "checkpoints").glob(".writing-*"))
 
     def next_incarnation(self, ranks: Ranks) -> None:
-        """Wait for the end of `ranks`; what follows is of the next incarnation."""
+        """Wait for the end of `ranks`; from then on the methods here describe the next incarnation."""
         while lives(ranks[0]):
             self.running()
             time.sleep(0.01)
@@ -82,7 +82,7 @@ class Scene:
         return {path: path.stat().st_size for path in self.log.parent.glob("rank-*.log")}
 
     def blamed_since(self, sizes: dict[Path, int]) -> set[int]:
-        """Which ranks the logs call suspected, after those sizes."""
+        """Which ranks the logs suspect, in what was written after they had those sizes."""
         new = [path.read_bytes()[sizes.get(path, 0) :].decode() for path in self.log.parent.glob("rank-*.log")]
         return {int(rank) for text in new for rank in re.findall(r"suspected: rank (\d+)", text)}
 
@@ -99,7 +99,7 @@ class Launched(Scene):
 
     def __init__(self, run_dir: Path, world_size: int, *arguments: str, env: Mapping[str, str] | None = None) -> None:
         super().__init__(run_dir)
-        # Children inherit it: whoever carries it belongs to the job, even without a parent
+        # Children inherit it: a process that has it belongs to the job, even after its parent ended
         self.mark = secrets.token_hex(8)
         command = [sys.executable, MAIN, "launch", f"--nproc={world_size}", *arguments]
         self.job = start(*command, env={"JOB_UNDER_TEST": self.mark, **(env or {})})
@@ -124,8 +124,10 @@ def environ(process: psutil.Process) -> dict[str, str]:
 
 
 class ByHand(Scene):
-    """The five variables by hand, and each rank started again when it ends with a code of 128 and above, as a container
-    is: with the same variables, by itself, at once."""
+    """Ranks started with the five variables, and each started again when it ends with a code from 128 on.
+
+    As a container is: with the same variables, without the others, at once.
+    """
 
     def __init__(self, run_dir: Path, forks: Forks, world_size: int, *arguments: str) -> None:
         super().__init__(run_dir)
@@ -193,14 +195,14 @@ def session(process: psutil.Process) -> int:
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL for one rank at a moment; in training, so many `steps` after the first of the incarnation."""
+    """SIGKILL for one rank at a moment; for "training", `steps` steps after the first of the incarnation."""
 
     moment: str
     rank: int
     steps: int = 0
 
     def due(self, scene: Scene, began_at: int | None) -> bool:
-        if self.moment == "saving":  # looked for most often, and over soonest
+        if self.moment == "saving":  # the shortest moment: look for it first
             return scene.saving() and "ready after" in scene.said()
         said = scene.said()
         ready = "ready after" in said
@@ -227,8 +229,10 @@ LATER = ("training", "evaluating", "saving")
 
 
 def random_kills(rng: random.Random, count: int, world_size: int) -> list[Kill]:
-    """Every fourth before the first checkpoint, every fourth while one is being written, the others anywhere. Those
-    that need a young run come first."""
+    """Every fourth comes before the first checkpoint, every fourth while one is written, the others at any moment.
+
+    Those before the first checkpoint are delivered first.
+    """
     turns = ("before the first save", "saving", rng.choice(EARLY), rng.choice(LATER))
     kills = [Kill(turns[i % 4], rng.randrange(world_size), rng.randint(1, 5)) for i in range(count)]
     return sorted(kills, key=lambda kill: kill.moment != "before the first save")

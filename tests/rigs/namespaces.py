@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 NEEDED = {"ip": "iproute2", "iptables": "iptables", "unshare": "util-linux", "nsenter": "util-linux"}
-NODE = "TEST_NODE_PID"  # tells a forked process which node to enter
+NODE = "TEST_NODE_PID"  # the node that a forked process has to enter
 
 
 def missing() -> str:
-    """Why there can be no nodes here, with the command that mends it, or ""."""
+    """Why no nodes can be made here, and the command that helps; "" where they can."""
     lacking = {package for tool, package in NEEDED.items() if shutil.which(tool) is None}
     if lacking:
         return f"nodes of namespaces need {', '.join(sorted(lacking))}: apt-get install -y {' '.join(sorted(lacking))}"
@@ -37,7 +37,7 @@ class Node:
         self.name, self.ip = name, ip
         self._ready = False
         self.hosts_file = folder / f"hosts-{name}"
-        # Debian's own line for a machine's name, of which gloo makes nothing good
+        # Debian's own line for a machine's name, which makes gloo publish an address that no other node can reach
         self.hosts_file.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
         self.folder, self.lookup_file = folder, folder / f"nsswitch-{name}"
         self.lookup_file.write_text("hosts: files\n")
@@ -54,7 +54,7 @@ class Node:
 
     @property
     def pid(self) -> int:
-        """Of its first process, once the node is ready."""
+        """The id of its first process, once the node is ready."""
         assert self._first.stdout is not None
         assert self._ready or self._first.stdout.readline() == "ready\n", f"no node {self.name}"
         self._ready = True
@@ -73,16 +73,16 @@ class Node:
 
     @property
     def prefix(self) -> list[str]:
-        """What stands before a command to run it on the node."""
+        """The words before a command that run it on the node."""
         return ["nsenter", "-t", str(self.pid), "-n", "-u", "-m"]
 
     def know(self, name: str, ip: str) -> None:
-        """A line of /etc/hosts, in place: the file is mounted."""
+        """Add a line to /etc/hosts, in place: the file is mounted."""
         with self.hosts_file.open("a") as file:
             file.write(f"{ip} {name}\n")
 
     def mount(self, text: str, path: str) -> None:
-        """A file of its own in the place of the machine's."""
+        """Mount a file over the machine's."""
         file = self.folder / f"{self.name}-{Path(path).name}"
         file.write_text(text)
         self.run(f"mount --bind {file} {path}")

@@ -1,4 +1,4 @@
-"""One rank of a test, started alone: what it was given, what it said, how it ended."""
+"""One rank of a test, started alone: its process, its output and log, and its end."""
 
 import re
 import time
@@ -10,10 +10,10 @@ from pathlib import Path
 from tests.rigs.fork_server import Forks, Job, Process
 from tests.rigs.jobs import rank_env
 
-# Ranks that are bounded end seconds after their time to join; torch's own bounds begin at 300 s, and one side of gloo
+# Our ranks end seconds after their time to join; torch's own bounds begin at 300 s, and one side of gloo
 # waits for five times its timeout
 BOUND_S = 200
-# What torch says when a store or a connection ends before those who use it
+# What torch prints when a store or a connection ends before its users do
 NOISE = re.compile(r"recvValue|Broken pipe|destroy_process_group|Connection reset|Traceback|Warning|\[W\d|\[E\d")
 # The smallest job there is: a single step, an evaluation, a checkpoint
 TINY = ("--dataset", "fake", "--fake-samples", "24", "--batch-size", "24", "--model", "mlp", "--tensorboard", "false",
@@ -22,7 +22,7 @@ TINY = ("--dataset", "fake", "--fake-samples", "24", "--batch-size", "24", "--mo
 
 @dataclass
 class Rank:
-    """What a rank said is its output, and its log where another rank of its host spoke for it."""
+    """A rank. `said` is its output and its log: another rank of its host may print an error for it."""
 
     process: Process
     log: Path
@@ -59,7 +59,7 @@ class Starter:
         return self.command(line, name, rank=rank, env={**rank_env(rank, world_size, port), **env})
 
     def command(self, line: tuple[str, ...], name: str, *, rank: int = 0, env: dict[str, str]) -> Rank:
-        # In a node of namespaces if the environment names one
+        # On a machine made of namespaces if the environment names one
         preload = "tests.rigs.namespaces:enter" if "TEST_NODE_PID" in env else ""
         job = self.forks.start(*line, "--run-dir", str(self.runs), "--name", name, env=env, preload=preload)
         self.started.extend(job.processes)
@@ -68,7 +68,7 @@ class Starter:
 
 @contextmanager
 def starting(forks: Forks, runs: Path) -> Iterator[Starter]:
-    """A Starter whose ranks are over when the block is left."""
+    """A Starter whose ranks are killed at the end of the block."""
     starter = Starter(forks, runs)
     try:
         yield starter
