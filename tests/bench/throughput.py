@@ -64,7 +64,7 @@ def measure_checkpoint(model_name: str, repeats: int, directory: Path) -> dict[s
     """Size, and the medians of saving (write, sync, read back, rename) and loading (verify), with SGD's momentum."""
     import torch
 
-    from tests.rigs.training_states import training_state
+    from tests.rigs.checkpoints import training_state
     from train.run.checkpoint import load_newest
     from train.run.publish import save_checkpoint
     from train.workloads.vision_models import build_model

@@ -43,12 +43,12 @@ def test_profile_traces_the_steps_of_every_rank_and_changes_no_bit(forks: Forks,
         assert (names.count("step"), names.count("data")) == (4, 4)
         assert any(event["name"].startswith("gloo:") for event in found)
         assert any(event["name"].startswith("aten::") for event in found)
-    told = result(tmp_path / "traced" / "run")["profile"]
-    assert told["steps"] == [3, 7]
-    for shares in told["ranks"]:
+    traced = result(tmp_path / "traced" / "run")["profile"]
+    assert traced["steps"] == [3, 7]
+    for shares in traced["ranks"]:
         assert sum(shares[name] for name in ("data", "compute", "communication")) == pytest.approx(1, abs=1e-3)
         assert min(shares["compute"], shares["communication"]) > 0
-    own = {name: f"{share:.0%}" for name, share in told["ranks"][0].items()}
+    own = {name: f"{share:.0%}" for name, share in traced["ranks"][0].items()}
     row = f"data {own['data']}, compute {own['compute']}, communication {own['communication']} of the time (rank 0)"
     assert f"steps 3 to 7    {row}" in output
     assert "gpuGetDeviceCount" not in output

@@ -1,4 +1,4 @@
-"""The run directory over several attempts: what is refused, gone on with, finished, put aside, and never mixed up."""
+"""The run directory over several attempts: refused, resumed, finished, put aside, and never mixed up."""
 
 import errno
 import io
@@ -90,9 +90,9 @@ def test_fresh_starts_anew_and_keeps_what_was_there(forks: Forks, tmp_path: Path
     before = contents(run)
     output = finished(forks, run, "--epochs", "1", "--lr", "0.25", "--fresh", world_size=2)
     assert "resumed" not in output
-    (aside,) = run.glob("before-*")
-    assert f"the earlier run was moved to {aside}" in output
-    assert {path.replace(str(aside), str(run)): data for path, data in contents(aside).items()} == before
+    (moved,) = run.glob("before-*")
+    assert f"the earlier run was moved to {moved}" in output
+    assert {path.replace(str(moved), str(run)): data for path, data in contents(moved).items()} == before
     assert next(json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()) == 1
 
 
@@ -199,11 +199,11 @@ def die_at_the_lease() -> None:
 def test_every_rank_writes_its_end_and_the_summary_has_all(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "1", world_size=2)
-    told = status(run)
-    assert (told["state"], told["code"], told["world_size"]) == ("finished", 0, 2)
+    summary = status(run)
+    assert (summary["state"], summary["code"], summary["world_size"]) == ("finished", 0, 2)
     for rank in ("0", "1"):
-        end = read_json(run / "status" / told["attempt"] / f"rank-{rank}.json")
-        assert end == {"attempt": told["attempt"], **told["ranks"][rank]}
+        end = read_json(run / "status" / summary["attempt"] / f"rank-{rank}.json")
+        assert end == {"attempt": summary["attempt"], **summary["ranks"][rank]}
         assert (end["state"], end["code"], end["step"]) == ("finished", 0, 8)
 
 
@@ -211,9 +211,9 @@ def test_fault_of_one_rank_is_the_reason_for_all(forks: Forks, tmp_path: Path) -
     run = tmp_path / "run"
     codes, output = forks.run(*train(run), world_size=2, preload="tests.run.test_run_directory:fail_on_rank_1")
     assert codes == [1, 1], output
-    told = status(run)
-    assert (told["state"], told["code"]) == ("failed", 1)
-    assert "ZeroDivisionError: a fault in step 5" in json.dumps(told["ranks"]["1"])
+    summary = status(run)
+    assert (summary["state"], summary["code"]) == ("failed", 1)
+    assert "ZeroDivisionError: a fault in step 5" in json.dumps(summary["ranks"]["1"])
     assert output.count("Traceback") == 1
 
 
@@ -252,7 +252,7 @@ def test_json_that_is_half_there_reads_as_none(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["whole.json"]
 
 
-# Where it can't write, and who it runs as ---------------------------------------------------------------------
+# Folders that can't be written, users without a name ----------------------------------------------------------
 
 
 def as_user(number: int, *command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -303,7 +303,7 @@ def test_file_or_folder_in_the_way_is_one_line(forks: Forks, tmp_path: Path, whe
     path.mkdir() if path.suffix == ".jsonl" or path.name == ".lock" else path.write_text("in the way")
     codes, output = forks.run(*train(run, "--epochs", "1"), world_size=2)
     assert "Traceback" not in output
-    if where == "run/status":  # how ranks end is told in the store too, and nobody's training depends on it
+    if where == "run/status":  # only reports go there, which the training does not need
         assert codes == [0, 0], output
     else:
         assert codes == [2, 2], output

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.rigs.checkpoints import training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import small_disk
-from tests.rigs.training_states import training_state
 from train.errors import UserError
 from train.run import publish, sharded_checkpoint, weights
 from train.run.checkpoint import find_problem, list_checkpoints, load_checkpoint, load_newest

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.rigs.checkpoints import training_state
 from tests.rigs.fork_server import Forks
-from tests.rigs.training_states import training_state
 from train.errors import UserError
 from train.run.checkpoint import find_problem, fingerprint_bytes, list_checkpoints, load_checkpoint, load_newest
 from train.run.publish import save_checkpoint

@@ -1,0 +1,58 @@
+"""Checkpoints for tests: states in which only one field matters, files to save, to look at and to damage."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.config import Config
+from train.run.checkpoint import list_checkpoints, load_newest
+from train.run.publish import save_checkpoint
+from train.run.training_state import TrainingState
+
+# 8 steps an epoch, 32 in all; checkpoints of 3 to 4 KiB, or with --options.width 20000 of 2 x 1 MiB
+SETTINGS = (
+    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4", "--schedule", "constant",
+    "--log-every-steps", "1", "--tensorboard=false", "--join-timeout-s", "30",
+)
+
+
+def train(run: Path, *more: str) -> tuple[str, ...]:
+    """The command line of a short training into the run directory `run`."""
+    return ("train", *SETTINGS, "--run-dir", str(run.parent), "--name", run.name, *more)
+
+
+def training_state(step: int, **fields: Any) -> TrainingState:
+    usual: dict[str, Any] = {
+        "step": step, "evaluated": 0, "metrics": None, "steps_per_epoch": 8, "data": "made-up points",
+        "config": Config().model_dump(), "world_size": 1, "attempt": "20200101T000000-abcdef", "start": "",
+        "optimizer": {}, "scaler": {}, "compressor": {},
+    }
+    return TrainingState(**usual | fields)
+
+
+def save(directory: Path, step: int, *, keep: int = 99, value: float | None = None, **more: Any) -> Path:
+    """A plain checkpoint whose weights are all `step`, or `value`."""
+    model = {"weight": torch.full((3, 2), float(step) if value is None else value)}
+    state = training_state(step, optimizer={"state": {0: {"momentum_buffer": torch.ones(3)}}})
+    return save_checkpoint(directory, state, model, keep=keep, **more)
+
+
+def newest(directory: Path) -> tuple[int, list[str]]:
+    """The step that would be resumed, and the warnings."""
+    warnings: list[str] = []
+    found = load_newest(directory, warnings.append)
+    assert found is not None
+    assert float(found.model["weight"][0, 0]) == found.step
+    return found.step, warnings
+
+
+def steps(directory: Path) -> list[int]:
+    return [int(path.name[5:13]) for path in list_checkpoints(directory)]
+
+
+def flip(path: Path, position: int) -> None:
+    """Turn one bit of a file over."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << (position % 8)
+    path.write_bytes(data)

@@ -1,0 +1,240 @@
+"""Checkpoints appear whole or not at all, and the last good one is never lost: retention, kills, full disks."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.checkpoints import flip, newest, save, steps, train
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import ROOT, result
+from tests.rigs.small_filesystems import small_disk
+from train.errors import UserError
+from train.run import publish
+from train.run.checkpoint import find_problem, load_newest
+
+RUNS = int(os.environ.get("RANKUP_RUNS", "30"))
+
+
+# Retention ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step, keep=keep)
+    assert steps(tmp_path) == [1, 2, 3, 4, 5][-keep:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in steps(tmp_path)]
+
+
+def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for step in (2, 3):
+        flip(save(tmp_path, step) / "model.pt", 50)
+    save(tmp_path, 4, keep=2)
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    save(tmp_path, 5, keep=2)
+    assert steps(tmp_path) == [4, 5]
+
+
+def test_same_step_saved_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, 1, value=-1.0)
+    save(tmp_path, 1, keep=1)
+    assert newest(tmp_path) == (1, [])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_kill_between_the_renames_leaves_the_replaced_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    save(tmp_path, 1)
+    rename = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.name.startswith(".writing-"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 1, keep=1)
+    assert newest(tmp_path) == (1, [])
+    if again:  # and once more right there
+        flip(save(tmp_path, 1, keep=99) / "model.pt", 50)
+        (tmp_path / "step-00000001").rename(tmp_path / "step-00000001.replaced")
+        save(tmp_path, 1)
+    save(tmp_path, 2, keep=2)
+    assert steps(tmp_path) == [1, 2]
+    assert newest(tmp_path) == (2, [])
+
+
+# A process that dies, a disk that fills -----------------------------------------------------------------------
+
+
+def save_until_killed(directory: Path, pipe: int) -> None:
+    """Save each step twice, as after a stop in evaluation, and write each step that is surely saved to the pipe."""
+    found = load_newest(directory, lambda text: os._exit(3))
+    step = found.step if found is not None else 0
+    while True:
+        step += 1
+        for _ in range(2):
+            save(directory, step, keep=1)
+            os.write(pipe, f"{step}\n".encode())
+
+
+def kill_savers(directory: Path, runs: int) -> None:
+    """Kill a saving process `runs` times at random points; after each the last step that it reported must be there."""
+    draw = random.Random()
+    last = 0
+    for number in range(runs):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            save_until_killed(directory, writer)
+        os.close(writer)
+        with os.fdopen(reader) as lines:
+            began_s = time.monotonic()
+            if number % 5:  # else before the first one
+                last = int(lines.readline())
+            time.sleep(draw.uniform(0, 1.5) * (time.monotonic() - began_s + 0.002))
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            last = max([last, *map(int, lines.read().split())])
+        if last:
+            step, said = newest(directory)
+            assert step in (last, last + 1), (number, step, last)
+            assert said == []
+    print(f"{runs} kills, {last} steps")
+
+
+def test_kill_at_any_point_of_a_save_leaves_the_last_good_one(tmp_path: Path) -> None:
+    code = f"from tests.run.test_publish import *; kill_savers(Path(sys.argv[1]), {RUNS})"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[2]) > 5, done.stdout
+
+
+CALLS = {
+    "mkdir": (Path, "mkdir", ".writing-"),
+    "write": (publish, "_write_durably", "model.pt"),
+    "last write": (publish, "_write_durably", "manifest.json"),
+    "sync": (publish, "_sync", ".writing-"),
+    "rename": (Path, "rename", ".writing-"),
+}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("call", CALLS)
+def test_failing_disk_loses_no_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    owner, name, fragment = CALLS[call]
+    real = getattr(owner, name)
+
+    def fails(path: Path, *arguments: Any, **more: Any) -> Any:
+        if path.name.startswith(fragment):
+            raise OSError(number, os.strerror(number))
+        return real(path, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fails)
+        with pytest.raises(UserError) as caught:
+            save(tmp_path, 30, keep=1)
+    text = str(caught.value)
+    assert ("has no space left" if number in (errno.ENOSPC, errno.EDQUOT) else os.strerror(number)) in text
+    assert str(tmp_path) in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
+    assert newest(tmp_path) == (20, [])
+
+
+def test_take_over_by_another_attempt_publishes_nothing(tmp_path: Path) -> None:
+    class TakenOver(Exception):
+        pass
+
+    def check() -> None:
+        raise TakenOver
+
+    save(tmp_path, 10)
+    with pytest.raises(TakenOver):
+        save(tmp_path, 20, keep=1, check_owner=check)
+    assert newest(tmp_path) == (10, [])
+
+
+def test_full_disk_ends_all_ranks_with_2_and_room_lets_them_go_on(forks: Forks, tmp_path: Path) -> None:
+    wide = ("--options.width", "20000", "--keep", "3")
+    codes, output = forks.run(*train(tmp_path / "undisturbed", *wide), world_size=2)
+    assert codes == [0, 0], output
+    with small_disk(tmp_path / "disk", "5m") as disk:
+        run = disk.path / "run"
+        codes, output = forks.run(*train(run, *wide), world_size=2)
+        assert codes == [2, 2], output
+        assert "Traceback" not in output
+        assert output.count("has no space left") == 1
+        assert "run the same command again" in output
+        assert steps(run / "checkpoints") == [8, 16]
+        codes, output = forks.run(*train(run, *wide), world_size=2)
+        assert codes == [2, 2], output
+        assert steps(run / "checkpoints") == [8, 16]
+        assert find_problem(run / "checkpoints" / "step-00000016") == ""
+        disk.resize("50m")
+        codes, output = forks.run(*train(run, *wide), world_size=2)
+        assert codes == [0, 0], output
+        assert "resumed from step-00000016" in output
+        assert result(run)["digest"] == result(tmp_path / "undisturbed")["digest"]
+
+
+def fill(folder: Path) -> None:
+    with (folder / "filler").open("wb", buffering=0) as filler:
+        for size in (65536, 4096, 1):
+            try:
+                while filler.write(bytes(size)):
+                    pass
+            except OSError:
+                continue
+
+
+def fill_at_step_10() -> None:
+    import train.loop
+
+    step = train.loop.step
+
+    def filling(training: Any) -> Any:
+        if training.progress.step == 10:
+            fill(Path(os.environ["DISK"]))
+        return step(training)
+
+    train.loop.step = filling
+
+
+def test_disk_that_fills_between_two_saves_is_one_line(forks: Forks, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        run = disk.path / "run"
+        # Metrics fill the pages that they have; the next save is far
+        arguments = train(run, "--tensorboard=true", "--epochs", "60", "--save-every-steps", "8")
+        far = (*arguments, "--save-every-steps", "100000", "--evaluate-every-epochs", "60")
+        codes, output = forks.run(*arguments, "--max-steps", "8")
+        assert codes == [0], output
+        filling = "tests.run.test_publish:fill_at_step_10"
+        codes, output = forks.run(*far, preload=filling, env={"DISK": str(disk.path)})
+        assert codes == [2], output
+        assert f"error: metrics: {run} has no space left, 0 MiB free" in output
+        assert "Traceback" not in output
+        codes, output = forks.run(*arguments)
+        assert codes == [2], output
+        assert "Traceback" not in output
+        (disk.path / "filler").unlink()
+        codes, output = forks.run(*arguments, "--max-steps", "16")
+        assert codes == [0], output
+        assert "resumed from step-00000008" in output

@@ -1,0 +1,178 @@
+"""Weights: their digest, starting from given ones, and the same ones on every rank at the start."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.rigs.checkpoints import SETTINGS, flip, train, training_state
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import result
+from train.errors import UserError
+from train.run import publish, weights
+
+
+def test_digest_sees_names_types_shapes_and_bits() -> None:
+    state = {"a": torch.zeros(2, 3), "b": torch.zeros((), dtype=torch.int64)}
+    digests = {
+        weights.digest(state),
+        weights.digest({"c": state["a"], "b": state["b"]}),
+        weights.digest({**state, "a": torch.zeros(3, 2)}),
+        weights.digest({**state, "a": torch.zeros(2, 3, dtype=torch.bfloat16)}),
+        weights.digest({**state, "a": -torch.zeros(2, 3)}),
+    }
+    assert len(digests) == 5
+    assert weights.digest({"b": state["b"], "a": state["a"]}) in digests
+
+
+# Given weights ------------------------------------------------------------------------------------------------
+
+
+def plain_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def started_from(path: Path) -> tuple[dict[str, torch.Tensor], str]:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    said: list[str] = []
+    weights.init_from(model, path, said.append)
+    return model.state_dict(), "\n".join(said)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("envelope", [None, "state_dict", "model"])
+def test_weights_load_whatever_wrapped_the_model(tmp_path: Path, prefix: str, envelope: str | None) -> None:
+    given = plain_model().state_dict()
+    prefixed: dict[str, Any] = {prefix + name: value for name, value in given.items()}
+    torch.save({envelope: prefixed, "epoch": 3} if envelope else prefixed, tmp_path / "w.pt")
+    own, said = started_from(tmp_path / "w.pt")
+    assert weights.digest(own) == weights.digest(given)
+    assert said == f"started from {tmp_path / 'w.pt'}: 4 of 4 tensors"
+
+
+def test_names_inside_are_not_taken_for_prefixes() -> None:
+    names = ("submodule.weight", "a.module.b._orig_mod.weight", "module_x.w")
+    state = {name: torch.ones(1) for name in names}
+    assert list(weights.without_prefixes(state)) == ["submodule.weight", "a.b.weight", "module_x.w"]
+
+
+def test_tensors_of_other_shapes_keep_their_value_and_are_listed(tmp_path: Path) -> None:
+    given = plain_model().state_dict()
+    others = {"2.weight": torch.ones(9, 4), "2.bias": torch.ones(9), "head": torch.ones(1)}
+    torch.save({**given, **others}, tmp_path / "w.pt")
+    own, said = started_from(tmp_path / "w.pt")
+    torch.manual_seed(2)
+    fresh = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).state_dict()
+    assert torch.equal(own["0.weight"], given["0.weight"])
+    assert torch.equal(own["2.weight"], fresh["2.weight"])
+    assert "2 of 4 tensors" in said
+    assert "2.weight keeps its initial value: its shape there is (9, 4), here (2, 4)" in said
+    assert "not used from the file: head" in said
+
+
+def test_a_checkpoint_of_ours_is_taken_too(tmp_path: Path) -> None:
+    given = plain_model().state_dict()
+    path = publish.save_checkpoint(tmp_path, training_state(3), given, keep=1)
+    assert weights.digest(started_from(path)[0]) == weights.digest(given)
+    flip(path / "model.pt", 100)
+    with pytest.raises(UserError, match="got a damaged one: model"):
+        started_from(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"other": torch.ones(3)}, "got none that fits"),
+        ([1, 2], "got none that fits"),
+        (torch.ones(3), "got none that fits"),
+        ({0: torch.ones(3), "epoch": 1}, "got none that fits"),
+        (Path("x"), "must hold weights that load with weights_only"),
+        (b"no archive", "must hold weights that load with weights_only"),
+        (b"", "must hold weights that load with weights_only"),
+        (None, "must name an existing file"),
+    ],
+    ids=str,
+)
+def test_unfit_weights_are_refused_in_one_line(tmp_path: Path, content: Any, message: str) -> None:
+    path = tmp_path / "w.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(UserError, match=message) as caught:
+        started_from(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_truncated_weights_are_refused_in_one_line(tmp_path: Path) -> None:
+    torch.save(plain_model().state_dict(), tmp_path / "w.pt")
+    os.truncate(tmp_path / "w.pt", (tmp_path / "w.pt").stat().st_size // 2)
+    with pytest.raises(UserError, match="must hold weights"):
+        started_from(tmp_path / "w.pt")
+
+
+def test_job_starts_from_weights_on_rank_0s_disk(forks: Forks, tmp_path: Path) -> None:
+    folders = [tmp_path / f"node{rank}" for rank in range(2)]
+    for folder in folders:
+        folder.mkdir()
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 5))
+    torch.save({f"module.{name}": value for name, value in model.state_dict().items()}, folders[0] / "w.pt")
+    arguments = ("train", *SETTINGS, "--name", "run", "--max-steps", "4", "--init-from", "w.pt")
+    codes, output = forks.run(*arguments, "--lr", "1e-30", "--weight-decay", "0", world_size=2, cwds=folders)
+    assert codes == [0, 0], output
+    assert "started from w.pt: 2 of 4 tensors" in output
+    assert "3.weight keeps its initial value: its shape there is (5, 16), here (4, 16)" in output
+    trained = torch.load(folders[0] / "runs" / "run" / "checkpoints" / "step-00000004" / "model.pt")
+    assert torch.equal(trained["0.weight"], model.state_dict()["0.weight"])
+    codes, output = forks.run(*arguments[:-1], "missing.pt", "--fresh", world_size=2, cwds=folders)
+    assert codes == [2, 2], output
+    assert output.count("init_from must name an existing file or checkpoint directory, got missing.pt") == 1
+
+
+# The same weights on every rank -------------------------------------------------------------------------------
+
+
+def other_weights_on_rank_1() -> None:
+    """A build that is not the same everywhere, as one that draws from the clock."""
+    if os.environ["RANK"] != "1":
+        return
+    from tests.rigs import faulting_workload
+
+    build = faulting_workload.build
+
+    def other(config: Any) -> Any:
+        workload = build(config)
+        nn.init.ones_(workload.model[0].weight)
+        return workload
+
+    faulting_workload.build = other
+
+
+def other_weights_that_ddp_leaves() -> None:
+    import train.parallel.ddp
+
+    other_weights_on_rank_1()
+    ddp = train.parallel.ddp.DistributedDataParallel
+    train.parallel.ddp.DistributedDataParallel = (  # type: ignore
+        lambda *given, **more: ddp(*given, **more, init_sync=False)
+    )
+
+
+def test_all_ranks_take_rank_0s_initial_weights(forks: Forks, tmp_path: Path) -> None:
+    for name, preload in (("equal", ""), ("other", "tests.run.test_weights:other_weights_on_rank_1")):
+        codes, output = forks.run(*train(tmp_path / name, "--max-steps", "4"), world_size=2, preload=preload)
+        assert codes == [0, 0], output
+    assert result(tmp_path / "equal")["digest"] == result(tmp_path / "other")["digest"]
+
+
+def test_ranks_with_different_initial_weights_are_refused(forks: Forks, tmp_path: Path) -> None:
+    preload = "tests.run.test_weights:other_weights_that_ddp_leaves"
+    codes, output = forks.run(*train(tmp_path / "run", "--max-steps", "4"), world_size=2, preload=preload)
+    assert codes == [2, 2], output
+    assert "the initial weights must be the same on all ranks, got " in output
