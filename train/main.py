@@ -25,16 +25,17 @@ if __name__ == "__main__":
     _stop = StopRequest().install()
 
 from train.commands.explain.explain import advice
-from train.commands.table import COMMANDS, explain, refuse
-from train.config import load_config, to_yaml
+from train.commands.table import COMMANDS, print_whole
+from train.config import load_config
 from train.config.command_line import Request, parse_args
 from train.config.help_text import help_text
-from train.config.options import OPTIONS, DoctorOptions, ExplainOptions, LaunchOptions, RankOptions
+from train.config.options import LaunchOptions, RankOptions
 from train.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, Stopped, UserError, exit_code
 from train.process import env, init_method
-from train.process.context import Context, run_directory
+from train.process.context import Context
 from train.process.exit import finish
 from train.process.log import Log
+from train.process.placement import Launch
 from train.process.status import tell_torchrun
 
 
@@ -42,35 +43,25 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
     """Understand the line, run its command, and return its exit code. `stop`: by default it is installed here."""
     request = parse_args(sys.argv[1:] if argv is None else argv)
     if request.help or (request.command is None and not request.mistakes and not request.settings):
-        _print(help_text(settings=request.help))
+        print_whole(help_text(settings=request.help))
         return FINISHED if request.help else USER_MISTAKE
     log = Log()
     try:
-        launch = _read_environment(request)
-        if isinstance(launch, env.Launch):
-            log = Log(rank=launch.rank, world_size=launch.world_size)
+        found = _read_environment(request)
+        if isinstance(found, Launch):
+            log = Log(rank=found.rank, world_size=found.world_size)
         config = load_config(request.settings, file=request.config_file, mistakes=request.mistakes)
         if request.command is None:
-            raise ConfigError(f"a command is missing: {', '.join(OPTIONS)}.")
-        if request.command == "show":
-            _print(to_yaml(config))
-            return FINISHED
-        if isinstance(request.options, ExplainOptions):
-            text, code = explain(request.options)
-            _print(text)
-            return code
-        if isinstance(launch, UserError):
-            if isinstance(request.options, DoctorOptions):
-                return refuse(launch, request.options, log)
-            raise launch
-        context = Context(config, launch, run_directory(config, launch), log, stop or StopRequest().install(), request)
-        _prepare_process(context)
-        return COMMANDS[request.command](context, request.options)
+            raise ConfigError(f"a command is missing: {', '.join(COMMANDS)}.")
+        stop = stop or StopRequest().install()
+        if isinstance(found, Launch) and request.command not in ("show", "explain"):  # they only print
+            _prepare_process(found, log, stop)
+        return COMMANDS[request.command](Context(config, request, found, log, stop), request.options)
     except BaseException as error:
         return _report(error, log)
 
 
-def _read_environment(request: Request) -> env.Launch | UserError:
+def _read_environment(request: Request) -> Launch | UserError:
     """Which rank this is, or why it can be none: the mistakes of the line come first, and `show` starts no rank."""
     options, environ = request.options, os.environ
     try:
@@ -84,12 +75,12 @@ def _read_environment(request: Request) -> env.Launch | UserError:
         return error
 
 
-def _prepare_process(context: Context) -> None:
-    context.stop.print_through(context.log)
+def _prepare_process(launch: Launch, log: Log, stop: StopRequest) -> None:
+    stop.print_through(log)
     # torch says in 20 lines of C++ frames that a connection ended; we say whose, in one
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if context.launch.parent_pid:
-        die_with_parent(context.launch.parent_pid)
+    if launch.parent_pid:
+        die_with_parent(launch.parent_pid)
     if not {os.getcwd(), ""} & set(sys.path):
         # For the user's own module, which a checkpoint may name: `python -m` puts the current directory on the path,
         # `rankup` and a file do not
@@ -99,17 +90,6 @@ def _prepare_process(context: Context) -> None:
     except (KeyError, OSError):
         # torch before 2.13 asks for the user's name while it is imported, and a container's arbitrary user has none
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
-
-
-# Every end ------------------------------------------------------------------------------------------------------
-
-
-def _print(text: str) -> None:
-    """For a reader that may have had enough before the end, as `head` and `grep -q` have."""
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(error: BaseException, log: Log) -> int:

@@ -3,11 +3,13 @@
 Each imports what it needs inside, so that only those pay for torch that use it.
 """
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.config import check_world_size
+from train.config import check_world_size, to_yaml
 from train.config.options import (
     BenchOptions,
     CompareOptions,
@@ -17,12 +19,12 @@ from train.config.options import (
     ExportOptions,
     LaunchOptions,
     PredictOptions,
+    ShowOptions,
     TrainOptions,
 )
 from train.errors import FINISHED, LaunchError, UserError
 from train.process import env, findings
 from train.process.context import Context
-from train.process.log import Log
 
 
 def _train(context: Context, options: TrainOptions) -> int:
@@ -109,35 +111,42 @@ def _refuse_ranks(context: Context, text: str = "") -> None:
 
 
 def _doctor(context: Context, options: DoctorOptions) -> int:
-    from train.commands.doctor.doctor import doctor
+    from train.commands.doctor import doctor
 
-    config, launch = context.config, context.launch
+    config, log = context.config, context.log
     try:
-        env.check_loopback(launch, config.simulated_nodes)
-        check_world_size(config, launch.world_size)
+        env.check_loopback(context.launch, config.simulated_nodes)
+        check_world_size(config, context.launch.world_size)
     except UserError as error:
-        return refuse(error, options, context.log)
-    return doctor(
-        config, launch, run_dir=context.run_dir, log=context.log, stop=context.stop, as_json=options.as_json
+        return doctor.refuse(error, log, as_json=options.as_json)
+    return doctor.doctor(
+        config, context.launch, run_dir=context.run_dir, log=log, stop=context.stop, as_json=options.as_json
     )
 
 
-def refuse(error: UserError, options: DoctorOptions, log: Log) -> int:
-    from train.commands.doctor import doctor
-
-    return doctor.refuse(error, log, as_json=options.as_json)
-
-
-def explain(options: ExplainOptions) -> tuple[str, int]:
-    """What a log shows, to be printed, and the exit code: 20 if it shows a fault, 0 if nothing is wrong with it."""
+def _explain(context: Context, options: ExplainOptions) -> int:
+    """Say what a log shows: 20 if it shows a fault, 0 if nothing is wrong with it."""
     from train.commands.explain.explain import explain_log
 
     text, faulty = explain_log(Path(options.log), as_json=options.as_json)
-    return f"{text}\n", findings.CODES[findings.UNFIT] if faulty else FINISHED
+    print_whole(f"{text}\n")
+    return findings.CODES[findings.UNFIT] if faulty else FINISHED
 
 
-# `show` and `explain`, which start nothing, are answered by `main`
+def _show(context: Context, options: ShowOptions) -> int:
+    print_whole(to_yaml(context.config))
+    return FINISHED
+
+
+def print_whole(text: str) -> None:
+    """For a reader that may have had enough before the end, as `head` and `grep -q` have."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 COMMANDS: dict[str, Callable[[Context, Any], int]] = {
-    "train": _train, "evaluate": _evaluate, "predict": _predict, "export": _export, "doctor": _doctor,
-    "compare": _compare, "bench": _bench, "launch": _launch,
+    "train": _train, "evaluate": _evaluate, "predict": _predict, "export": _export, "show": _show, "doctor": _doctor,
+    "explain": _explain, "compare": _compare, "bench": _bench, "launch": _launch,
 }

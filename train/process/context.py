@@ -5,6 +5,7 @@ from pathlib import Path
 
 from train.config import Config
 from train.config.command_line import Request
+from train.errors import UserError
 from train.process.log import Log
 from train.process.placement import Launch
 from train.process.stop import StopRequest
@@ -12,18 +13,30 @@ from train.process.stop import StopRequest
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """`request` is the command line that the settings come from, beside a file."""
+    """`request`: the command line. `found`: which rank this is, or why it can be none. `folder`: inside the run's."""
 
     config: Config
-    launch: Launch
-    run_dir: Path
+    request: Request
+    found: Launch | UserError
     log: Log
     stop: StopRequest
-    request: Request
+    folder: str = ""
+
+    @property
+    def launch(self) -> Launch:
+        """Which rank this is. Raises LaunchError where the environment describes none, which `show` need not know."""
+        if isinstance(self.found, UserError):
+            raise self.found
+        return self.found
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder that this command writes to."""
+        return run_directory(self.config, self.launch) / self.folder
 
     def in_folder(self, name: str) -> "Context":
         """The same in a folder of its own inside the run's, so that the run's status stays the training's."""
-        return replace(self, run_dir=self.run_dir / name)
+        return replace(self, folder=name)
 
 
 def run_directory(config: Config, launch: Launch) -> Path:
