@@ -14,7 +14,7 @@ import pytest
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, environment, result
 from train.process.log import Log
-from train.process.status import End, read_json, write_json, write_summary
+from train.process.status import read_json
 
 # 8 steps an epoch; with a constant rate a longer run begins as a shorter one does
 SETTINGS = (
@@ -229,27 +229,6 @@ def fail_on_rank_1() -> None:
             return step(training)
 
         train.loop.step = failing
-
-
-def test_status_code_and_reason_are_those_of_the_cause(tmp_path: Path) -> None:
-    ends = [
-        End(0, "a", "failed", 171, "lost a peer", 3),
-        End(1, "b", "failed", 2, "a mistake", 3),
-        End(2, "c", "stopped", 143, "", 3),
-    ]
-    write_summary(tmp_path, "attempt", state="failed", world_size=3, ends=ends)
-    assert (status(tmp_path)["code"], status(tmp_path)["why"]) == (2, "a mistake")
-    write_summary(tmp_path, "attempt", state="running", world_size=3, ends=[])
-    assert (status(tmp_path)["code"], status(tmp_path)["why"]) == (None, "")
-
-
-def test_json_that_is_half_there_reads_as_none(tmp_path: Path) -> None:
-    assert read_json(tmp_path / "missing.json") is None
-    (tmp_path / "half.json").write_text('{"a": 1')
-    assert read_json(tmp_path / "half.json") is None
-    write_json(tmp_path / "new" / "whole.json", {"a": 1})
-    assert read_json(tmp_path / "new" / "whole.json") == {"a": 1}
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["whole.json"]
 
 
 # Folders that can't be written, users without a name ----------------------------------------------------------
