@@ -108,7 +108,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
 
 
 def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Training:
-    """Data, model and optimizer, as they were at the run's checkpoint, or new. Raises UserError for what does not fit."""
+    """Data, model and optimizer: new, or as they were at the run's checkpoint. Raises UserError where that can't be."""
     log, device = group.log, group.device
     group.watch.enter("setup", config.setup_timeout_s)
     _advise(config, group, method)
@@ -175,8 +175,8 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
 def step(t: Training) -> torch.Tensor | None:
     """One optimizer update from `accumulate` micro-batches.
 
-    Returns this rank's mean loss, a scalar on the device, or None if any rank was asked to stop: all agree on that before
-    the first gradient is exchanged, and a rank that still waits for data agrees without it.
+    Returns this rank's mean loss, a scalar on the device, or None if any rank was asked to stop: all agree on that
+    before the first gradient is exchanged, and a rank that still waits for data agrees without it.
     """
     config, group = t.config, t.group
     batches: list[Any] = []

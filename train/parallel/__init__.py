@@ -1,7 +1,7 @@
 """How several ranks train one model: the table of methods.
 
-A new method is one new file with a subclass of `Method`, and one line in `METHODS`. (`config/settings.py` lists its name
-too: `--help` prints the choices without importing torch.)
+A new method is one new file with a subclass of `Method`, and one line in `METHODS`. Its name is one more choice of the
+setting `parallel` too: `--help` prints the choices without importing torch.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def method_name(config: Config, world_size: int) -> str:
 
 @contextmanager
 def start_method(config: Config, group: Group) -> Iterator[Method]:
-    """The method in effect, up for the length of the block. Raises ConfigError for what it can't do here, and JoinError."""
+    """The method in effect, up for the length of the block. Raises ConfigError, see `Method.refuse`, and JoinError."""
     method = METHODS[method_name(config, group.world_size)](config, group)
     method.refuse()
     with method.running():

@@ -35,8 +35,8 @@ class DDP(Method):
         config, device = self.config, self.group.device
         # A kernel of one input channel can be laid out in two equal ways, and backward picks the other one: harmless
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-        # With several buckets PowerSGD's second all-reduces start in different orders on different ranks, and gloo, which
-        # has no tags, takes one for another. nccl orders them by its stream.
+        # With several buckets PowerSGD's second all-reduces start in different orders on different ranks. gloo pairs
+        # collectives by the order in which each rank starts them, so it would take one bucket's for another's.
         one_bucket = config.compress == "powersgd" and device.type == "cpu"
         wrapped = DistributedDataParallel(
             model,

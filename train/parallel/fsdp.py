@@ -1,6 +1,7 @@
-"""fsdp: each rank keeps a shard of every parameter, gradient and optimizer state (FSDP2). Layers are gathered when needed.
+"""fsdp: each rank keeps a shard of every parameter, gradient and optimizer state (FSDP2).
 
-Torch's tools for such state name the parameters, where an optimizer alone numbers them: see `rekeyed`.
+A layer is gathered when it is needed, and let go again. torch's tools for such state name the parameters, where an
+optimizer alone numbers them: see `rekeyed`.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -129,8 +129,9 @@ def _rendezvous(group: Group) -> Iterator[None]:
     # Each rank as on a node of its own: Horovod uses nodes only for operations that are not asked for here
     own = {
         "GLOO_RENDEZVOUS_ADDR": host, "GLOO_RENDEZVOUS_PORT": port, "GLOO_IFACE": interface,
-        "HOSTNAME": f"rank-{group.rank}", "RANK": group.rank, "SIZE": group.world_size, "LOCAL_RANK": 0, "LOCAL_SIZE": 1,
-        "CROSS_RANK": group.rank, "CROSS_SIZE": group.world_size, "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo",
+        "HOSTNAME": f"rank-{group.rank}", "RANK": group.rank, "SIZE": group.world_size, "LOCAL_RANK": 0,
+        "LOCAL_SIZE": 1, "CROSS_RANK": group.rank, "CROSS_SIZE": group.world_size,
+        "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo",
     }
     os.environ |= {f"HOROVOD_{name}": str(value) for name, value in own.items() if value != ""}
     yield

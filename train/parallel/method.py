@@ -13,8 +13,8 @@ from train.group.group import Group
 class Method:
     """One way for several ranks to train one model. What a subclass does not override works as in one process.
 
-    The loop calls the hooks in this order: `refuse`, `running`, `split`, `load_optimizer_state` or `load_local_state`, `wrap`,
-    `after_warm_up`; then `micro_batch` and `step` in every step, and what is saved with every checkpoint.
+    The loop calls the hooks in this order: `refuse`, `running`, `split`, `load_optimizer_state` or `load_local_state`,
+    `wrap`, `after_warm_up`; then `micro_batch` and `step` in every step, and what is saved with every checkpoint.
 
     `plain` is always the user's module without wrappers: its names are those in a checkpoint.
     """
@@ -60,7 +60,7 @@ class Method:
     def after_warm_up(
         self, plain: nn.Module, optimizer: torch.optim.Optimizer, memory: dict[str, Any]
     ) -> torch.optim.Optimizer:
-        """Forget the warm-up's passes and go on from `memory`, which a checkpoint holds, or begin anew where it is empty.
+        """Forget the warm-up's passes, and go on from `memory`, which a checkpoint holds, or begin anew if it is empty.
 
         Returns the optimizer to step with.
         """
@@ -69,8 +69,8 @@ class Method:
     # Each step ------------------------------------------------------------------------------------------------
 
     def micro_batch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch. Gradients are exchanged in the step's `last` one only: before,
-        they add up locally, which sends `accumulate` times less. `model` is what `wrap` returned."""
+        """Around forward and backward of one micro-batch. Gradients are exchanged in the step's `last` one only:
+        before, they add up locally, which sends `accumulate` times less. `model` is what `wrap` returned."""
         return nullcontext()
 
     def step(self, plain: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
@@ -86,7 +86,7 @@ class Method:
     # Checkpoints: all ranks call each of these ----------------------------------------------------------------
 
     def memory(self) -> dict[str, Any]:
-        """What the method itself remembers from step to step: tensors on the CPU and plain values, for the checkpoint."""
+        """What the method itself remembers from step to step, for the checkpoint: tensors on the CPU, plain values."""
         return {}
 
     def full_state_dict(self, plain: nn.Module) -> dict[str, torch.Tensor]:
@@ -98,7 +98,8 @@ class Method:
         return optimizer.state_dict()
 
     def load_optimizer_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Put back a whole optimizer state, whichever method saved it. Raises ValueError and KeyError if it does not fit."""
+        """Put back a whole optimizer state, whichever method saved it. Raises ValueError or KeyError where it does
+        not fit."""
         numbers = {name: number for number, name in enumerate(parameter_names(plain, optimizer))}
         optimizer.load_state_dict(rekeyed(keep_kernels(state, optimizer), numbers))
 
@@ -114,8 +115,8 @@ class Method:
         raise NotImplementedError
 
 
-# An optimizer's state numbers the parameters where they are whole; FSDP's tools name them instead. A checkpoint of either
-# kind loads into the other, so both kinds of keys are translated.
+# An optimizer's state numbers the parameters where they are whole; FSDP's tools name them instead. A checkpoint of
+# either kind loads into the other, so both kinds of keys are translated.
 
 
 def parameter_names(plain: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -45,8 +45,8 @@ def _check_compiler(device: torch.device) -> None:
 
 
 def check_same_shapes(group: Group, model: nn.Module) -> None:
-    """Raises UserError where ranks built different models, as with other code on one node. Before anything is exchanged:
-    DDP would compare sizes only, and name a parameter by its number."""
+    """Raises UserError where ranks built different models, as with other code on one node. Before anything is
+    exchanged: DDP would compare sizes only, and name a parameter by its number."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for rank, other in enumerate(group.gather(shapes)):
         if other != shapes:
@@ -60,8 +60,8 @@ def check_same_shapes(group: Group, model: nn.Module) -> None:
 def share_buffers(model: nn.Module, group: Group) -> None:
     """Give all ranks rank 0's buffers, such as a batch norm's statistics.
 
-    They differ after a step, since each rank saw its own samples. DDP sends rank 0's only before the next forward pass in
-    training; an evaluation in between would be one of several models.
+    They differ after a step, since each rank saw its own samples. DDP sends rank 0's only before the next forward pass
+    in training; an evaluation in between would be one of several models.
     """
     buffers = dict(model.named_buffers())
     if not buffers or group.world_size == 1:

@@ -6,7 +6,7 @@ from train.parallel.method import Method
 
 
 class OneProcess(Method):
-    """All of it is the default. Several ranks are refused by `train.config.check_world_size`, before torch is imported."""
+    """The defaults of `Method`. `train.config.check_world_size` refuses several ranks before torch is imported."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.config.compress != "none":  # a run that was scaled down keeps its settings

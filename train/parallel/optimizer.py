@@ -1,5 +1,5 @@
-"""Optimizer, learning rate and its scaling with the global batch. The rate is a pure function of the step: a resumed run
-needs no state to go on with it."""
+"""The optimizer, and its learning rate: scaled with the global batch, and a pure function of the step, so that a
+resumed run needs no state to go on with it."""
 
 import math
 
@@ -13,8 +13,11 @@ FUSED = ("cpu", "cuda", "mps", "xpu")  # devices with a fused kernel for SGD and
 
 
 def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> torch.optim.Optimizer:
-    """SGD or AdamW over two groups: weight decay for matrices and kernels, none for norms and biases, whose scale it would
-    fight (as in Goyal et al. 2017, section 5.2)."""
+    """SGD or AdamW over two groups of parameters: matrices and kernels with weight decay, norms and biases without.
+
+    Decay would pull a norm's scale to zero (Goyal et al. 2017, section 5.2). Build it once the parameters are where
+    they stay: on their device, and split if the method splits them.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -30,14 +33,17 @@ def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> t
 
 
 def peak_rate(config: Config) -> float:
-    """`lr` scaled with the global batch over `lr_base_batch`: linearly (Goyal et al. 2017), by the square root
-    (Krizhevsky 2014), or not at all."""
+    """`lr`, multiplied by how many times the global batch is `lr_base_batch`, by the square root of that, or by 1.
+
+    Linear: Goyal et al. 2017. Square root: Krizhevsky 2014.
+    """
     ratio = config.batch_size / config.lr_base_batch
     return config.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
 
 
 def rate_at(config: Config, step: int, *, total_steps: int, steps_per_epoch: int) -> float:
-    """The learning rate of step `step` (from 0): warm-up to the peak, then constant, in steps, or half a cosine to 0."""
+    """The learning rate of step `step`, from 0: a linear warm-up to the peak, then constant, in steps, or half a cosine
+    to 0."""
     peak = peak_rate(config)
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
@@ -50,5 +56,6 @@ def rate_at(config: Config, step: int, *, total_steps: int, steps_per_epoch: int
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Have the next step of `optimizer` use `rate`, in all groups of parameters."""
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -1,9 +1,9 @@
 """Two throwaway passes before the first step, on every start.
 
-DDP rebuilds its buckets after the first backward pass, in the order in which gradients became ready. Other buckets mean
-another order of sums on three or more ranks. Without the warm-up the first step after a resume would use the first
-buckets, where the uninterrupted run used the rebuilt ones: their last bits would differ. Memory and kernels are set up on
-the way, so that the first step takes as long as any other.
+DDP rebuilds its buckets after the first backward pass, in the order in which gradients became ready. Other buckets
+mean another order of sums on three or more ranks. Without the warm-up the first step after a resume would use the
+first buckets, where the uninterrupted run used the rebuilt ones: their last bits would differ. Memory and kernels are
+set up on the way, so that the first step takes as long as any other.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,11 @@
-"""Exact evaluation: every sample counts once, whatever the world size, and so does every bit of the loss.
+"""Exact evaluation: every sample counts once, whatever the world size, and the loss is the same to the last bit.
 
-Batches are the same for every world size and are dealt out in turn. Each leaves its sums in a row of its own; the rows of
-all ranks are added (every other rank has zeros there) and only then summed in order, so that 1 and 4 ranks agree exactly.
-A padded sampler counts some samples twice, and an average of averages is none (pytorch issue 25162).
+The batches are the same for every world size, and the ranks take them in turn. Each batch leaves its sums in a row of
+its own. The rows of all ranks are added, where every other rank has zeros, and only then summed in the order of the
+batches: floating-point sums depend on their order, and so 1 and 4 ranks agree exactly.
+
+The usual short cuts do not: a padded sampler counts some samples twice, and an average of the ranks' averages weighs
+samples by how many their rank had (pytorch issue 25162).
 """
 
 from collections.abc import Iterator
@@ -23,12 +26,14 @@ from train.parallel.model import share_buffers
 from train.parallel.precision import autocast
 from train.workloads import Sums, Workload
 
-PADDING = -2  # the number of a batch that was counted already
+# In place of a batch's number: it is there to pass the time with, and was counted already
+PADDING = -2
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Means over all samples, by name, and the sums that are no scalars, such as a confusion matrix."""
+    """`metrics`: means over all samples, by name. `count`: the number of samples. `tables`: the sums that are tensors
+    of one dimension or more, such as a confusion matrix, on the CPU."""
 
     metrics: dict[str, float]
     count: int
@@ -39,74 +44,107 @@ class Result:
 def evaluate(
     config: Config, group: Group, workload: Workload, model: nn.Module, *, pad: bool = False
 ) -> Result | None:
-    """Evaluate the plain module (a DDP wrapper would wait for ranks that have no batch left). All ranks take part and get
-    the same result; None if a stop was asked for. Raises UserError where no "count" is among the sums."""
-    total = num_batches(len(workload.evaluation), config.eval_batch_size)
+    """Evaluate `model`, the plain module: a DDP wrapper would wait for ranks that have no batch left.
+
+    All ranks take part and get the same result, or None if a stop was requested on any of them. `pad`: see
+    `batches_of_rank`. Raises UserError where the workload's sums have no "count".
+    """
     share_buffers(model, group)
-    rows: dict[str, torch.Tensor] = {}
-    tables: Sums = {}
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        for number, _, batch in batches_of_rank(config, group, workload.evaluation, pad=pad):
-            if batch is None:
-                return None
-            with autocast(config, group.device):
-                sums = workload.evaluate(model, batch)
-            if number == PADDING:
-                continue
-            for name, value in sums.items():
-                value = torch.as_tensor(value)
-                if value.ndim == 0:
-                    rows.setdefault(name, torch.zeros(total, dtype=torch.float64))[number] = value.double()
-                else:
-                    tables[name] = tables[name] + value.cpu() if name in tables else value.cpu()
+        sums = _sums_of_rank(config, group, workload, model, pad=pad)
     finally:
-        # Not model.train(): a part that the user keeps in eval mode, as a frozen batch norm, stays in it
+        # Not model.train(): a part that the user keeps in eval mode, such as a frozen batch norm, stays in it
         for module, training in modes:
             module.training = training
-    # Rank 0 always has a batch; others may have none, and then don't know the names.
-    names, shapes = group.broadcast((sorted(rows), {n: (tuple(t.shape), str(t.dtype)) for n, t in tables.items()}))
-    totals = {n: float(group.sum(rows.get(n, torch.zeros(total, dtype=torch.float64))).sum()) for n in names}
-    for name in sorted(shapes):
-        shape, dtype = shapes[name]
-        own = tables.get(name, torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch."))))
-        tables[name] = group.sum(own)
+    if sums is None:
+        return None
+    totals, tables = _add_over_ranks(group, *sums, num_rows=_num_batches(config, workload.evaluation))
+    names = ", ".join(totals)
     count = int(totals.pop("count", 0))
     if count < 1:
         raise UserError(
             f'workload {config.workload}: evaluate must return "count", the number of samples in the batch, got '
-            f"{', '.join(names) or 'nothing'}."
+            f"{names or 'nothing'}."
         )
     metrics = {name: value / count for name, value in totals.items()}
     return Result(metrics | (workload.derived(tables) if workload.derived else {}), count, tables)
 
 
+def _sums_of_rank(
+    config: Config, group: Group, workload: Workload, model: nn.Module, *, pad: bool
+) -> tuple[Sums, Sums] | None:
+    """What this rank's batches add up to, on the CPU; None if any rank was asked to stop.
+
+    First the scalars, by name: float64 [number of batches of all ranks], zero for the batches of other ranks. Then the
+    tensors, summed over this rank's batches.
+    """
+    num_rows = _num_batches(config, workload.evaluation)
+    rows: Sums = {}
+    tables: Sums = {}
+    for number, _, batch in batches_of_rank(config, group, workload.evaluation, pad=pad):
+        if batch is None:
+            return None
+        with autocast(config, group.device):
+            sums = workload.evaluate(model, batch)
+        if number == PADDING:
+            continue
+        for name, value in sums.items():
+            value = torch.as_tensor(value)
+            if value.ndim == 0:
+                rows.setdefault(name, torch.zeros(num_rows, dtype=torch.float64))[number] = value.double()
+            else:
+                tables[name] = tables[name] + value.cpu() if name in tables else value.cpu()
+    return rows, tables
+
+
+def _add_over_ranks(group: Group, rows: Sums, tables: Sums, *, num_rows: int) -> tuple[dict[str, float], Sums]:
+    """The totals of all ranks, the same on each."""
+    # Rank 0 always has a batch. A rank without one does not know which sums there are.
+    found = {name: (tuple(table.shape), table.dtype) for name, table in tables.items()}
+    names, shapes = group.broadcast((sorted(rows), found))
+    totals = {}
+    for name in names:
+        row = rows.get(name, torch.zeros(num_rows, dtype=torch.float64))
+        totals[name] = float(group.sum(row).sum())
+    for name, (shape, dtype) in sorted(shapes.items()):
+        tables[name] = group.sum(tables.get(name, torch.zeros(shape, dtype=dtype)))
+    return totals, tables
+
+
 def batches_of_rank(
     config: Config, group: Group, samples: Samples, *, pad: bool = False
 ) -> Iterator[tuple[int, torch.Tensor, Any]]:
-    """This rank's batches of `samples` without augmentation: (number of the batch, sample numbers, batch).
+    """This rank's batches of `samples`, without augmentation: (number of the batch, sample numbers int64 [B], batch).
 
-    All ranks agree before each turn, also those that have no batch left: where any was asked to stop, the batch is None.
-    `together`: the model itself waits for all ranks, so that one without a batch gets the first sample, as number AGAIN.
+    All ranks agree before each turn, those that have no batch left included: where any was asked to stop, the batch is
+    None, and it is the last. `pad`: the model's forward waits for all ranks, so a rank that has no batch left gets the
+    first sample as a batch, with the number PADDING. It must not be counted.
     """
     numbered = list(evaluation_batches(len(samples), config.eval_batch_size, group.rank, group.world_size))
-    feed = open_loader(
+    num_turns = -(-_num_batches(config, samples) // group.world_size)
+    loader = open_loader(
         samples, [index for _, index in numbered], device=group.device, stop=group.stop, num_workers=config.num_workers,
         prefetch_factor=config.prefetch_factor,
     )
     try:
-        for turn in range(-(-num_batches(len(samples), config.eval_batch_size) // group.world_size)):
-            mine = turn < len(numbered)
-            batch = feed.next() if mine else None
-            if group.max(int(group.stop.requested or (mine and batch is None))):
+        for turn in range(num_turns):
+            has_batch = turn < len(numbered)
+            batch = loader.next() if has_batch else None
+            if group.max(int(group.stop.requested or (has_batch and batch is None))):
                 yield -1, torch.empty(0, dtype=torch.int64), None
                 return
-            if mine:
+            if has_batch:
                 number, (_, indices) = numbered[turn]
                 yield number, indices, batch
             elif pad:
                 first = torch.zeros(1, dtype=torch.int64)
                 yield PADDING, first, to_device(samples.batch(first, None), group.device)
     finally:
-        feed.close()
+        loader.close()
+
+
+def _num_batches(config: Config, samples: Samples) -> int:
+    """Of all ranks together."""
+    return num_batches(len(samples), config.eval_batch_size)

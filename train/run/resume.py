@@ -24,8 +24,8 @@ def load_initial_weights(
 ) -> Progress:
     """Put the weights to start from into `plain`, which is still whole, and say where the run stands.
 
-    Those of a sharded checkpoint come later, when the model is split as well. Raises UserError for a checkpoint of other
-    data or of another model.
+    Those of a sharded checkpoint come later, when the model is split as well. Raises UserError for a checkpoint of
+    other data or of another model.
     """
     if earlier is None:
         if config.init_from:
@@ -55,7 +55,7 @@ def load_training_state(
 ) -> dict[str, Any]:
     """Put back the rest, and the weights from shards, now that the parameters are split and the optimizer knows them.
 
-    Returns what the method remembers, empty where nothing is resumed. Raises UserError for a checkpoint that does not fit.
+    Returns the method's memory, empty where nothing is resumed. Raises UserError for a checkpoint that does not fit.
     """
     if earlier is None:
         return {}

@@ -34,10 +34,10 @@ def build_order(config: Config, group: Group, workload: Workload) -> Order:
 
 
 def first_batch(config: Config, group: Group, workload: Workload, order: Order) -> Any:
-    """The first micro-batch of the first epoch, on the device: what the warm-up sees on every start, wherever it resumes.
+    """The first micro-batch of the first epoch, on the device. The warm-up uses it on every start, wherever it resumes.
 
-    Warns where /dev/shm looks too small for the batches that workers will put there, now that one shows its size. Call it
-    before the workers start to fill /dev/shm.
+    Warns where /dev/shm looks too small for the batches that workers will put there, now that one shows its size. Call
+    it before the workers start to fill /dev/shm.
     """
     epoch, indices = next(order.batches(0, 1))
     batch = to_device(workload.train.batch(indices, epoch), group.device)
