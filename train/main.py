@@ -30,6 +30,7 @@ from train.config import load_config
 from train.config.command_line import Request, parse_args
 from train.config.help_text import help_text
 from train.config.options import LaunchOptions, RankOptions
+from train.data.sources import CHOICES
 from train.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, Stopped, UserError, exit_code
 from train.process import env, init_method
 from train.process.context import Context
@@ -43,14 +44,16 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
     """Understand the line, run its command, and return its exit code. `stop`: by default it is installed here."""
     request = parse_args(sys.argv[1:] if argv is None else argv)
     if request.help or (request.command is None and not request.mistakes and not request.settings):
-        print_whole(help_text(settings=request.help))
+        print_whole(help_text(settings=request.help, choices=CHOICES))
         return FINISHED if request.help else USER_MISTAKE
     log = Log()
     try:
         found = _read_environment(request)
         if isinstance(found, Launch):
             log = Log(rank=found.rank, world_size=found.world_size)
-        config = load_config(request.settings, file=request.config_file, mistakes=request.mistakes)
+        config = load_config(
+            request.settings, file=request.config_file, mistakes=request.mistakes, choices=CHOICES
+        )
         if request.command is None:
             raise ConfigError(f"a command is missing: {', '.join(COMMANDS)}.")
         stop = stop or StopRequest().install()

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -23,7 +22,8 @@ from train.data.sources.cifar10 import FOLDER
 from train.data.sources.idx import write_idx
 from train.data.sources.mnist_family import locate
 from train.data.sources.sets import ImageSet
-from train.errors import ConfigError, DataError
+from train.errors import USER_MISTAKE, ConfigError, DataError
+from train.main import main
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -150,15 +150,39 @@ def test_importing_the_table_of_sources_imports_nothing_slow() -> None:
 
 
 def test_every_data_set_of_the_table_can_be_loaded_by_its_name() -> None:
-    assert get_args(Config.model_fields["dataset"].annotation) == tuple(SOURCES)
     for name, module in SOURCES.items():
         assert callable(importlib.import_module(f"train.data.sources.{module}").load), name
 
 
-def test_data_set_that_is_not_in_the_table_is_refused() -> None:
-    config = Config.model_construct(dataset="fashion")
-    with pytest.raises(ConfigError, match=r"dataset must be one of fashion-mnist, mnist, .*, got fashion"):
-        load(config)
+ONE_OF = "must be one of fashion-mnist, mnist, cifar10, imagefolder, digits, fake, got"
+
+
+def test_data_set_that_is_not_in_the_table_is_refused_when_it_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=f"dataset {ONE_OF} \"fashion\""):
+        load(Config(dataset="fashion"))
+
+
+@pytest.mark.parametrize(
+    ("value", "got"), [("fashion", '"fashion"'), ("3", "3"), ("", "null"), ("[digits]", "[digits]")]
+)
+def test_data_set_that_is_not_in_the_table_is_refused_with_all_other_mistakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], value: str, got: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "it.yaml").write_text(f"dataset: {value}\nlr: -1\n")
+    for command in ("show", "train"):
+        assert main([command, "--config", "it.yaml"]) == USER_MISTAKE
+        said = capfd.readouterr().err
+        assert f"it.yaml: dataset {ONE_OF} {got}" in said
+        assert "it.yaml: lr must be > 0, got -1." in said
+        assert main([command, f"--dataset={value}"]) == USER_MISTAKE
+        assert f"--dataset {ONE_OF} " in capfd.readouterr().err
+
+
+def test_help_and_show_list_the_data_sets(capfd: pytest.CaptureFixture[str]) -> None:
+    for words, listed in ((["--help"], ", ".join(SOURCES)), (["show"], " | ".join(SOURCES))):
+        assert main(words) == 0
+        assert listed in " ".join(capfd.readouterr().out.split())
 
 
 def test_only_sets_that_bear_it_are_mirrored() -> None:

@@ -20,6 +20,7 @@ from train.config import Config, load_config
 from train.config.command_line import parse_args
 from train.config.options import OPTIONS
 from train.config.schema import fields_of
+from train.data.sources import CHOICES
 from train.workloads import Workload
 
 TOP_LEVEL = {
@@ -117,7 +118,7 @@ def test_docs_name_commands_and_settings_that_the_program_understands(
     for words in program_lines(document):
         parsed = parse_args(words)
         assert parsed.command in OPTIONS, words
-        load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
+        load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes, choices=CHOICES)
 
 
 def test_docs_have_the_commands_of_the_program() -> None:

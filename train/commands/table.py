@@ -22,6 +22,7 @@ from train.config.options import (
     ShowOptions,
     TrainOptions,
 )
+from train.data.sources import CHOICES
 from train.errors import FINISHED, LaunchError, UserError
 from train.process import env, findings
 from train.process.context import Context
@@ -134,7 +135,7 @@ def _explain(context: Context, options: ExplainOptions) -> int:
 
 
 def _show(context: Context, options: ShowOptions) -> int:
-    print_whole(to_yaml(context.config))
+    print_whole(to_yaml(context.config, choices=CHOICES))
     return FINISHED
 
 

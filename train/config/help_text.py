@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pydantic.fields import FieldInfo
 
 from train.config.options import OPTIONS, Options
-from train.config.schema import bounds, default, facts, fields_of, flag, groups, kind
+from train.config.schema import NO_CHOICES, Choices, bounds, default, facts, fields_of, flag, groups, kind
 from train.config.settings import Settings
 from train.config.yaml_text import dump_value
 
@@ -17,7 +17,10 @@ USAGE = "usage: python -m train.main COMMAND [--config FILE] [--SETTING VALUE ..
 NOTE = "Flags outrank the file, the file outranks the defaults. A switch: --augment, --no-augment or --augment=false."
 
 
-def help_text(*, settings: bool = True, commands: Mapping[str, type[Options]] = OPTIONS, width: int = 0) -> str:
+def help_text(
+    *, settings: bool = True, commands: Mapping[str, type[Options]] = OPTIONS, choices: Choices = NO_CHOICES,
+    width: int = 0,
+) -> str:
     """The help; `settings`: with all of them, each with unit, range and default. `width`: 0 takes the terminal's."""
     width = min(width or shutil.get_terminal_size().columns, 120)
     rows: dict[str, list[tuple[str, str]]] = {
@@ -32,7 +35,7 @@ def help_text(*, settings: bool = True, commands: Mapping[str, type[Options]] = 
             owners.setdefault(_option(name, field), []).append(command)
     rows["options"] += [(left, f"{', '.join(who)}: {right}") for (left, right), who in owners.items()]
     for title, names in groups().items() if settings else ():
-        rows[title] = [_setting(name) for name in names]
+        rows[title] = [_setting(name, choices) for name in names]
     lines = [*textwrap.wrap(USAGE, width), *textwrap.wrap(NOTE, width)]
     for title, entries in rows.items():
         lines += ["", f"{title}:"]
@@ -54,16 +57,17 @@ def _option(name: str, field: FieldInfo) -> tuple[str, str]:
     return flag(name) + shown, f"{field.description}{rest}"
 
 
-def _setting(name: str) -> tuple[str, str]:
+def _setting(name: str, choices: Choices) -> tuple[str, str]:
     field = Settings.model_fields[name]
-    of, _, choices = kind(field)
+    of, _, declared = kind(field)
+    known = tuple(choices.get(name, declared))
     if of is bool:
         left = f"{flag(name)}, --no-{name.replace('_', '-')}" if default(field) else flag(name)
     elif of is dict:
         left = f"{flag(name)}.NAME VALUE"
     else:
-        left = f"{flag(name)} {_metavar(of, () if len(choices) > 4 else choices)}"
-    parts = [", ".join(choices) if len(choices) > 4 else "", facts(field)["unit"], bounds(field)]
+        left = f"{flag(name)} {_metavar(of, () if len(known) > 4 else known)}"
+    parts = [", ".join(known) if len(known) > 4 else "", facts(field)["unit"], bounds(field)]
     parts = [*filter(None, parts), f"default {dump_value(default(field))}"]
     return left, f"{field.description} [{', '.join(parts)}]"
 

@@ -9,7 +9,19 @@ from typing import Any
 from pydantic import model_validator
 
 from train.config.contradictions import contradictions
-from train.config.schema import bounds, default, facts, flag, from_text, groups, kind, unknown, validate
+from train.config.schema import (
+    NO_CHOICES,
+    Choices,
+    bounds,
+    default,
+    facts,
+    flag,
+    from_text,
+    groups,
+    kind,
+    unknown,
+    validate,
+)
 from train.config.settings import Settings
 from train.config.yaml_text import describe, dump_value, read_yaml, scalar
 from train.errors import ConfigError
@@ -25,7 +37,9 @@ class Config(Settings, frozen=True):
         return self
 
 
-def load_config(flags: Mapping[str, str], *, file: str | None = None, mistakes: Sequence[str] = ()) -> Config:
+def load_config(
+    flags: Mapping[str, str], *, file: str | None = None, mistakes: Sequence[str] = (), choices: Choices = NO_CHOICES
+) -> Config:
     """Defaults, then the YAML file, then flags (name -> text); a flag `options.key` sets one key of options.
 
     Raises ConfigError with every mistake, one per line: `mistakes` (those of `parse_args`) first, then unknown names,
@@ -65,6 +79,9 @@ def load_config(flags: Mapping[str, str], *, file: str | None = None, mistakes: 
         return flag(name) if name in shown else f"{file}: {name}" if name in values and file else name
 
     config, wrong = validate(Config, values, label=label, shown=shown)
+    for name, known in choices.items():
+        if name in wrong or getattr(config, name) not in known:
+            wrong[name] = f"{label(name)} must be one of {', '.join(known)}, got {describe(values[name])}."
     found += wrong.values()
     # pydantic looks for contradictions only where each field is right. These are all of them, and name what the user
     # wrote; one with a setting that is wrong already, or may stand in a file that can't be read, would be a guess.
@@ -95,14 +112,15 @@ def _shown(options: Mapping[str, Any], key: str) -> str:
     return dump_value(options[key]) if key in options else "(not set)"
 
 
-def to_yaml(config: Config) -> str:
+def to_yaml(config: Config, *, choices: Choices = NO_CHOICES) -> str:
     """All settings in their groups, each with its line of help, range and unit; `--config` reads it back equal."""
     lines: list[str] = []
     for title, names in groups().items():
         lines += ["", f"# {title}"]
         for name in names:
             field = Config.model_fields[name]
-            more = ", ".join(filter(None, [facts(field)["unit"], bounds(field), " | ".join(kind(field)[2])]))
+            known = choices.get(name, kind(field)[2])
+            more = ", ".join(filter(None, [facts(field)["unit"], bounds(field), " | ".join(known)]))
             line = f"{f'{name}: {dump_value(getattr(config, name))}':<36}  # {field.description}"
             lines.append(line + (f" [{more}]" if more else ""))
     return "\n".join(lines[1:]) + "\n"

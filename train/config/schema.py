@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -23,6 +23,10 @@ SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "amp": "precision", "np
             "output_dir": "run_dir", "num_epochs": "epochs"}
 
 Model = TypeVar("Model", bound=BaseModel)
+
+# Setting -> its possible values, where a room above this one knows them.
+Choices = Mapping[str, Sequence[str]]
+NO_CHOICES: Choices = {}
 
 
 def groups() -> dict[str, list[str]]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from train.config import Config, changed_settings, to_yaml
+from train.data.sources import CHOICES
 from train.errors import UserError
 from train.group.group import Group
 from train.group.on_rank0 import on_rank0
@@ -170,7 +171,7 @@ def _find_earlier(config: Config, group: Group) -> tuple[bool, Checkpoint | None
         return True, earlier
     # A result beside a run that goes on would be read as its end
     result_file.unlink(missing_ok=True)
-    write_atomically(directory / "config.yaml", to_yaml(config))
+    write_atomically(directory / "config.yaml", to_yaml(config, choices=CHOICES))
     return False, earlier
 
 

@@ -11,6 +11,7 @@ from tests.rigs.kube import K8S, OVERLAYS, TRAINING, one, rendered
 from tests.rigs.kubeflow import command_line, environment, pods_of
 from train.config import check_world_size, load_config
 from train.config.command_line import parse_args
+from train.data.sources import CHOICES
 from train.process.env import outside_pod, read_env
 
 
@@ -35,7 +36,9 @@ def test_k8s_pods_run_what_the_program_understands(what: str, monkeypatch: pytes
         at = words.index("train.main") + 1
         start, words = words[:at], words[at:]
         parsed = parse_args(words)
-        config = load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
+        config = load_config(
+            parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes, choices=CHOICES
+        )
         if "torchrun" in start:
             get_args_parser().parse_args(start[start.index("torchrun") + 1 :])
             least, most = (int(count) for count in values["PET_NNODES"].split(":"))

@@ -26,6 +26,7 @@ SOURCES = {
     "digits": "digits",
     "fake": "fake",
 }
+CHOICES = {"dataset": tuple(SOURCES)}  # for what checks settings or prints them: config/ cannot import this room
 
 
 def _print_to_stderr(line: str) -> None:
@@ -43,7 +44,8 @@ def load(config: Config, *, say: Say = _print_to_stderr) -> tuple[ImageSet, Imag
     ConfigError for a data set that is not in SOURCES.
     """
     if config.dataset not in SOURCES:
-        raise ConfigError(f"dataset must be one of {', '.join(SOURCES)}, got {config.dataset}.")
+        # The command line has checked this already; a Config made by hand has not.
+        raise ConfigError(f'dataset must be one of {", ".join(SOURCES)}, got "{config.dataset}".')
     source = importlib.import_module(f"train.data.sources.{SOURCES[config.dataset]}")
     try:
         train, test = source.load(config, say)
