@@ -18,6 +18,7 @@ from train.config.schema import nearest
 from train.config.settings import setting
 from train.config.yaml_text import parse_yaml
 from train.errors import ConfigError
+from train.main import CHOICES
 
 ROOT = Path(__file__).parents[2]
 
@@ -595,7 +596,7 @@ def test_command_line_abbreviations_are_not_guessed():
 
 @pytest.mark.parametrize("width", [60, 72, 80, 100, 120])
 def test_help_shows_every_setting_with_unit_and_default_and_fits_the_width(width):
-    text = help_text(commands=COMMANDS, width=width)
+    text = help_text(commands=COMMANDS, width=width, choices=CHOICES)
     assert max(map(len, text.splitlines())) <= width
     flat = " ".join(text.split())
     for name, field in Config.model_fields.items():

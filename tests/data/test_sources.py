@@ -154,7 +154,7 @@ def test_every_data_set_of_the_table_can_be_loaded_by_its_name() -> None:
         assert callable(importlib.import_module(f"train.data.sources.{module}").load), name
 
 
-ONE_OF = "must be one of fashion-mnist, mnist, cifar10, imagefolder, digits, fake, got"
+ONE_OF = f"must be one of {', '.join(SOURCES)}, got"
 
 
 def test_data_set_that_is_not_in_the_table_is_refused_when_it_is_loaded() -> None:

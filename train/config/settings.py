@@ -41,7 +41,8 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                             pattern=r"^(images|text|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$",
                             rule='"images", "text" or module:function')
     # Its choices are the table in train/data/sources/: main.py hands them to whatever checks or prints settings.
-    dataset: str = _result("fashion-mnist", "The images; digits ships with the program, fake is random.")
+    dataset: str = _result("fashion-mnist", "The images; digits ships with the program, fake is random.",
+                           rule="the name of a data set")
     data_dir: str | None = setting(None, "Folder of the data; null: look in the usual places, then download.",
                                    min_length=1, rule="a path")
     model: str = _result("cnn", "cnn, mlp, or a torchvision classifier such as resnet18.", pattern=r"^[A-Za-z]\w*$",
