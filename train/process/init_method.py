@@ -13,15 +13,17 @@ from pathlib import Path
 
 from train.errors import LaunchError
 
-# Where a file is given there is no address to check; the port is never opened
+# With a file no address is known yet: these pass the checks of the five variables, and nobody opens the port
 PLACEHOLDERS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
 def environment(
     environ: Mapping[str, str], *, url: str, rank: int | None = None, world_size: int | None = None
 ) -> dict[str, str]:
-    """`environ` with what the flags say. Raises LaunchError for a URL of another kind, and where a flag repeats a
-    variable."""
+    """`environ` and the variables that the flags stand for.
+
+    Raises LaunchError for a URL of another kind, and where a flag repeats a variable that is set.
+    """
     flags = {"--rank": ("RANK", rank), "--world-size": ("WORLD_SIZE", world_size)}
     given = {name: str(value) for name, value in flags.values() if value is not None}
     given |= parse_url(url) if url else {}
@@ -34,7 +36,7 @@ def environment(
 
 
 def parse_url(url: str) -> dict[str, str]:
-    """The variables that a URL stands for. Raises LaunchError."""
+    """The variables that a URL stands for. Raises LaunchError for a URL of another kind and for a file in no folder."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme == "file" and not parts.netloc and parts.path.strip("/"):
         path = Path(urllib.request.url2pathname(parts.path))
@@ -45,5 +47,5 @@ def parse_url(url: str) -> dict[str, str]:
     if parts.scheme == "tcp" and address and not parts.query:
         return {"MASTER_ADDR": address[1].strip("[]"), "MASTER_PORT": address[2]}
     raise LaunchError(
-        f"--init-method must be tcp://HOST:PORT or file:///PATH, got {url}. env:// is what holds without it."
+        f"--init-method must be tcp://HOST:PORT or file:///PATH, got {url}. For env:// leave it out."
     )
