@@ -162,7 +162,9 @@ def no_resolver(case: Case) -> None:
         ("no_resolver", "names", 'the name "no-answer.example" gets no answer from the resolver'),
     ],
 )
-def test_doctor_tells_reasons_to_miss_the_master_apart(cases: dict[str, Case], name: str, stage: str, what: str) -> None:
+def test_doctor_tells_reasons_to_miss_the_master_apart(
+    cases: dict[str, Case], name: str, stage: str, what: str
+) -> None:
     (said,) = cases[name].said(20)
     assert f"NOT FIT {stage} {what}" in said
     assert said.endswith("doctor: not fit to train")
@@ -233,8 +235,8 @@ def test_doctor_names_both_machines_that_claim_one_rank(cases: dict[str, Case]) 
 
 @case
 def missing(case: Case) -> None:
-    # Rank 1 lets rank 0 speak, which is on its machine, and has a warning of its own. It joins before rank 0's deadline,
-    # and its own deadline is later
+    # Rank 1 lets rank 0 speak, which is on its machine, and has a warning of its own. It joins before rank 0's
+    # deadline, and its own deadline is later
     case.rank(0, 0, "--batch-size", "66", world_size=3, join_s="20")
     case.rank(1, 0, "--batch-size", "66", world_size=3, sick="tests.rigs.injected_faults:few_files", LOCAL_RANK="1")
 

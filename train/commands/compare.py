@@ -23,6 +23,7 @@ from train.config import Config
 from train.config.options import CompareOptions
 from train.errors import ConfigError, Stopped
 from train.process.addresses import free_port
+from train.process.context import Context
 from train.process.log import Log
 from train.process.status import read_json, write_json
 from train.process.stop import StopRequest
@@ -71,13 +72,15 @@ die_with_parent(int(sys.argv[1]))
 os.execvp(sys.argv[2], sys.argv[2:])"""
 
 
-def compare(
-    config: Config, options: CompareOptions, *, words: list[str], directory: Path, log: Log, stop: StopRequest
-) -> dict[str, Any]:
-    """Run what has not run yet, and write compare.json, compare.md and compare.png in `directory`.
+def compare(context: Context, options: CompareOptions) -> dict[str, Any]:
+    """Run what has not run yet, and write compare.json, compare.md and compare.png in the comparison's own directory.
 
-    `words`: the user's settings as flags, for each run. Raises ConfigError, and Stopped if a stop was requested.
+    Raises ConfigError, and Stopped if a stop was requested.
     """
+    config = context.config
+    directory = Path(config.run_dir) / (config.name or "compare")
+    own = ("--fresh=", "--name=", "--run_dir=")  # of the comparison, not of the trainings that it starts
+    words = [word for word in context.request.words() if not word.startswith(own)]
     chosen = _choose(options.only)
     steps = config.max_steps or STEPS
     conditions = {"steps": steps, "nproc": options.processes, "settings": words, **conditions_of_machine(ROOT)}
@@ -85,8 +88,8 @@ def compare(
     reasons = {name: why for name in chosen if (why := _find_obstacle(VARIANTS[name].needs))}
     # The repeats are the outer loop: a machine that is busy for a while then slows all variants down alike
     todo = [(name, repeat) for repeat in range(options.repeats) for name in chosen]
-    runner = _Runner(config, words, directory, steps=steps, processes=options.processes, stop=stop)
-    for name, repeat in _with_progress(todo, log):
+    runner = _Runner(config, words, directory, steps=steps, processes=options.processes, stop=context.stop)
+    for name, repeat in _with_progress(todo, context.log):
         known = any(run["variant"] == name and (run["repeat"] == repeat or "reason" in run) for run in runs)
         if name in reasons or known:
             continue
@@ -97,7 +100,7 @@ def compare(
         "conditions": conditions, "unit": next((run["unit"] for run in runs if "unit" in run), "samples"),
         "variants": sum_up(runs, [name for name in chosen if name not in reasons]), "missing": reasons, "runs": runs,
     }
-    log.info(write_report(outcome, directory, repeats=options.repeats))
+    context.log.info(write_report(outcome, directory, repeats=options.repeats))
     return outcome
 
 

@@ -23,7 +23,7 @@ from train.config.options import (
     TrainOptions,
 )
 from train.data.sources import CHOICES
-from train.errors import FINISHED, LaunchError, UserError
+from train.errors import FINISHED, LaunchError
 from train.process import env, findings
 from train.process.context import Context
 
@@ -38,22 +38,18 @@ def _train(context: Context, options: TrainOptions) -> int:
 
 
 def _evaluate(context: Context, options: EvaluateOptions) -> int:
-    from train.commands.apply import evaluate_command
+    from train.commands.evaluate import evaluate_checkpoint
 
     _start_rank(context)
-    evaluate_command(
-        context.config, options, context.launch, run_dir=context.run_dir, log=context.log, stop=context.stop
-    )
+    evaluate_checkpoint(context, options)
     return FINISHED
 
 
 def _predict(context: Context, options: PredictOptions) -> int:
-    from train.commands.apply import predict_command
+    from train.commands.predict import predict
 
     _start_rank(context)
-    predict_command(
-        context.config, options, context.launch, run_dir=context.run_dir, log=context.log, stop=context.stop
-    )
+    predict(context, options)
     return FINISHED
 
 
@@ -62,9 +58,7 @@ def _bench(context: Context, options: BenchOptions) -> int:
 
     context = context.in_folder("bench")
     _start_rank(context)
-    bench(
-        context.config, context.launch, options, run_dir=context.run_dir, log=context.log, stop=context.stop
-    )
+    bench(context, options)
     return FINISHED
 
 
@@ -87,10 +81,10 @@ def _launch(context: Context, options: LaunchOptions) -> int:
 
 
 def _export(context: Context, options: ExportOptions) -> int:
-    from train.commands.apply import export_command
+    from train.commands.export import export
 
     _refuse_ranks(context)
-    export_command(options.checkpoint, Path(options.output), run_dir=context.run_dir, log=context.log)
+    export(context, options)
     return FINISHED
 
 
@@ -98,10 +92,7 @@ def _compare(context: Context, options: CompareOptions) -> int:
     from train.commands.compare import compare
 
     _refuse_ranks(context)
-    own = ("--fresh=", "--name=", "--run_dir=")  # of the comparison, not of the trainings that it starts
-    words = [word for word in context.request.words() if not word.startswith(own)]
-    directory = Path(context.config.run_dir) / (context.config.name or "compare")
-    compare(context.config, options, words=words, directory=directory, log=context.log, stop=context.stop)
+    compare(context, options)
     return FINISHED
 
 
@@ -112,17 +103,9 @@ def _refuse_ranks(context: Context, text: str = "") -> None:
 
 
 def _doctor(context: Context, options: DoctorOptions) -> int:
-    from train.commands.doctor import doctor
+    from train.commands.doctor.doctor import doctor
 
-    config, log = context.config, context.log
-    try:
-        env.check_loopback(context.launch, config.simulated_nodes)
-        check_world_size(config, context.launch.world_size)
-    except UserError as error:
-        return doctor.refuse(error, log, as_json=options.as_json)
-    return doctor.doctor(
-        config, context.launch, run_dir=context.run_dir, log=log, stop=context.stop, as_json=options.as_json
-    )
+    return doctor(context, options)
 
 
 def _explain(context: Context, options: ExplainOptions) -> int:

@@ -5,7 +5,6 @@ Measures on the group that the launcher started. One process alone has nobody to
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,33 +13,29 @@ from train.commands.bench import cost_model
 from train.commands.bench.collectives import POINT_TO_POINT, SOCKETS, Budget, Row, measure
 from train.commands.bench.job import describe_job
 from train.commands.bench.report import write_report
-from train.config import Config
 from train.config.options import BenchOptions
 from train.errors import ConfigError, UserError
 from train.group.device import pick_backend
 from train.group.join import join
-from train.process.env import Launch
-from train.process.log import Log
+from train.process.context import Context
 from train.process.status_file import StatusFile
-from train.process.stop import StopRequest
 
 FORECAST_RANKS = (2, 8, 64, 512)
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
-def bench(
-    config: Config, launch: Launch, options: BenchOptions, *, run_dir: Path, log: Log, stop: StopRequest
-) -> dict[str, Any]:
-    """Measure, print, and write `bench.json`, `bench.md` and `bench.png` to `run_dir`.
+def bench(context: Context, options: BenchOptions) -> dict[str, Any]:
+    """Measure, print, and write `bench.json`, `bench.md` and `bench.png` to the context's directory.
 
     Raises ConfigError for sizes that are no numbers, UserError for a model that can't be built, and JoinError and
     PeerLost as training does.
     """
+    config, log = context.config, context.log
     sizes = sorted({parse_size(word) for word in options.sizes.split(",") if word})  # in bytes
     torch.set_num_threads(config.num_threads)
     # Not shared: an earlier bench that was killed has left a status that says "running"
-    status = StatusFile(run_dir, launch, shared=False)
-    with join(config, launch, log=log, stop=stop, status=status) as group:
+    status = StatusFile(context.run_dir, context.launch, shared=False)
+    with join(config, context.launch, log=log, stop=context.stop, status=status) as group:
         group.watch.enter("setup", config.setup_timeout_s)
         job, mistake = {}, ""
         if group.is_rank0:
@@ -63,7 +58,7 @@ def bench(
             "plain": compare_with_sockets(rows), **expectation(rows, job, group.world_size),
         }
         if group.is_rank0:
-            log.info(write_report(outcome, rows, run_dir))
+            log.info(write_report(outcome, rows, context.run_dir))
             if options.as_json:
                 print(json.dumps(outcome), flush=True)
     return outcome

@@ -1,6 +1,6 @@
 """From measured times to forecasts: a link's latency and bandwidth, and how long an exchange of gradients takes on it.
 
-A message of S bytes takes alpha + beta * S (Hockney, Parallel Computing 20, 1994). An all-reduce over n ranks then takes
+A message of S bytes takes alpha + beta * S (Hockney, Parallel Computing 20, 1994), and an all-reduce over n ranks
 
     ring  2 (n-1) alpha + 2 (n-1)/n beta S   (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009)
     tree  2 ceil(log2 n) alpha + 2 beta S    (Sanders, Speck and Traff, Parallel Computing 35, 2009: two trees)
@@ -76,9 +76,9 @@ def buckets(size: float) -> list[float]:
 def expected(link: CostModel, size: float, step_s: float, counts: Sequence[int]) -> list[dict[str, float]]:
     """For each number of ranks: the exchange's seconds by ring and by tree, and the efficiency with the faster one.
 
-    Efficiency is the work of n ranks divided by n times the work of one rank alone. "efficiency": nothing of the exchange
-    is hidden behind the backward pass. "efficiency_hidden": all buckets but the last are hidden as far as the backward
-    pass has time for them; the last one can't be, because no gradient is computed after it.
+    Efficiency is the work of n ranks divided by n times the work of one rank alone. "efficiency": nothing of the
+    exchange is hidden behind the backward pass. "efficiency_hidden": all buckets but the last are hidden as far as the
+    backward pass has time for them; the last one can't be, because no gradient is computed after it.
     """
     rows = []
     for ranks in counts:

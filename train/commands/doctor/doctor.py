@@ -9,14 +9,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TextIO
 
 import torch
 
 from train.commands.doctor import group_checks
 from train.commands.doctor.report import Report
-from train.config import Config
+from train.config import check_world_size
+from train.config.options import DoctorOptions
 from train.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, reason
 from train.group.connectivity import HINT
 from train.group.ends import EndReporter
@@ -25,33 +25,34 @@ from train.group.join import check_devices, form, meet, starting, try_routes
 from train.group.members import ranges
 from train.group.network import explain_connection, interface_of, is_own_address, try_connect
 from train.process import env, machine_checks
-from train.process.env import Launch
+from train.process.context import Context
 from train.process.exit import within
 from train.process.findings import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding
 from train.process.log import Log
 from train.process.status_file import StatusFile
-from train.process.stop import StopRequest
 
 NAME_S, DISK_S = 10.0, 30.0  # a resolver and a network disk may never answer
 STAGE_S = 60.0  # for all ranks together,
 STAGE_S_PER_RANK = 0.1  # and more with many
 
 
-def doctor(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: StopRequest, as_json: bool = False) -> int:
+def doctor(context: Context, options: DoctorOptions) -> int:
     """Check everything that `train` with these settings would need.
 
     Returns the exit code: 0 fit, 10 fit with warnings, 20 not fit, 30 could not be completed. With `as_json` rank 0
     prints one line of JSON in place of the table. Raises Stopped.
     """
-    with _stdout_for_json(as_json) as json_out:
+    config, log = context.config, context.log
+    with _stdout_for_json(options.as_json) as json_out:
+        try:
+            launch = context.launch
+            env.check_loopback(launch, config.simulated_nodes)
+            check_world_size(config, launch.world_size)
+        except UserError as error:
+            # The environment describes no launch that could work: that is a finding too
+            return Report(log, rank=0, world_size=1, json_out=json_out).refuse(str(error))
         report = Report(log, rank=launch.rank, world_size=launch.world_size, json_out=json_out)
-        return _Doctor(config, launch, run_dir=run_dir, report=report, log=log, stop=stop).run()
-
-
-def refuse(error: UserError, log: Log, *, as_json: bool) -> int:
-    """The doctor's report if the environment describes no launch that could work. Returns the exit code."""
-    with _stdout_for_json(as_json) as json_out:
-        return Report(log, rank=0, world_size=1, json_out=json_out).refuse(str(error))
+        return _Doctor(context, report).run()
 
 
 @contextlib.contextmanager
@@ -65,13 +66,11 @@ def _stdout_for_json(as_json: bool) -> Iterator[TextIO | None]:
 class _Doctor:
     """The stages, and which of them this rank is in: a failure is reported as that stage's."""
 
-    def __init__(
-        self, config: Config, launch: Launch, *, run_dir: Path, report: Report, log: Log, stop: StopRequest
-    ) -> None:
-        self.config, self.launch, self.run_dir = config, launch, run_dir
-        self.report, self.log, self.stop = report, log, stop
+    def __init__(self, context: Context, report: Report) -> None:
+        self.config, self.launch, self.run_dir = context.config, context.launch, context.run_dir
+        self.log, self.stop, self.report = context.log, context.stop, report
         self.stage = "environment"
-        self._stage_s = min(STAGE_S, config.step_timeout_s) + STAGE_S_PER_RANK * launch.world_size
+        self._stage_s = min(STAGE_S, self.config.step_timeout_s) + STAGE_S_PER_RANK * self.launch.world_size
 
     def run(self) -> int:
         self._check_machine()

@@ -1,4 +1,4 @@
-"""evaluate and predict: with the settings that the run was trained with, on any number of ranks, in files of two forms."""
+"""evaluate and predict: with the settings of the training, on any number of ranks, in files of two forms."""
 
 import csv
 import json
@@ -14,9 +14,9 @@ from tests.rigs.jobs import metrics
 from train.data.sources import digits
 from train.data.sources.mnist_family import read_half
 
-# Settings unlike the defaults: whoever evaluates without them gets another model, or other data
-TRAINED = ("--dataset", "digits", "--model", "mlp", "--precision", "bf16", "--limit-eval", "101", "--eval-batch-size", "10",
-           "--epochs", "4", "--tensorboard=false")
+# Settings unlike the defaults: an evaluation without them would get another model, or other data
+TRAINED = ("--dataset", "digits", "--model", "mlp", "--precision", "bf16", "--limit-eval", "101",
+           "--eval-batch-size", "10", "--epochs", "4", "--tensorboard=false")
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_prediction_is_the_same_file_from_any_number_of_ranks(forks: Forks, trai
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """Test images as PNG files, of two sizes, in a folder of folders, with a file beside them that is none."""
+    """Test images as PNG files, of two sizes, in a folder of folders, with a file beside them that is no image."""
     images = read_half(digits.FOLDER, digits.FAMILY, train=False).images
     for index in range(5):
         image = Image.fromarray(images[index, 0].numpy())
@@ -139,7 +139,9 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_folder_of_images_is_predicted(forks: Forks, trained: Path, pictures: Path, tmp_path: Path, world_size: int) -> None:
+def test_folder_of_images_is_predicted(
+    forks: Forks, trained: Path, pictures: Path, tmp_path: Path, world_size: int
+) -> None:
     command(forks, trained, "predict", "--input", pictures, "--output", tmp_path / "out.jsonl", world_size=world_size)
     rows = predicted(tmp_path / "out.jsonl")
     assert [Path(row["input"]).relative_to(pictures).as_posix() for row in rows] == [
@@ -153,7 +155,7 @@ def test_folder_of_images_is_predicted(forks: Forks, trained: Path, pictures: Pa
 
 
 def test_single_image_is_predicted(forks: Forks, trained: Path, pictures: Path, tmp_path: Path) -> None:
-    """By two ranks too, of which one has nothing to do."""
+    """By two ranks too: one of them has nothing to do."""
     for world_size in (1, 2):
         command(
             forks, trained, "predict", "--input", pictures / "even/2.png", "--output", tmp_path / f"{world_size}.csv",
@@ -198,7 +200,7 @@ def test_output_that_cannot_be_written_is_one_line(forks: Forks, trained: Path, 
 def test_prediction_that_is_stopped_writes_nothing(forks: Forks, trained: Path, tmp_path: Path) -> None:
     with forks.running(
         "predict", "--name", "run", "--run-dir", trained.parent, "--output", tmp_path / "out.csv", world_size=2,
-        preload="tests.commands.test_apply:slow_prediction",
+        preload="tests.commands.test_checkpoint_commands:slow_prediction",
     ) as job:
         job.wait_for("predicting")
         job.processes[1].signal("SIGTERM")

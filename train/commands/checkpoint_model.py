@@ -1,0 +1,98 @@
+"""A trained model from its checkpoint: what evaluate, predict and export have in common."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from train.config import Config
+from train.data.random_numbers import derive_seed, seed_everything
+from train.errors import UserError
+from train.group.group import Group
+from train.group.join import join
+from train.group.on_rank0 import on_rank0
+from train.parallel.model import prepare
+from train.process.context import Context
+from train.process.log import Log
+from train.process.status_file import StatusFile
+from train.run.checkpoint import Checkpoint, load_checkpoint, load_newest
+from train.workloads import Workload, load
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointModel:
+    """A workload whose model has a checkpoint's weights. `config`: the settings that the model was trained with, where
+    the user did not give others."""
+
+    config: Config
+    group: Group
+    workload: Workload
+    checkpoint: Checkpoint
+
+
+def read_checkpoint(path: str, run_dir: Path, log: Log) -> Checkpoint:
+    """The checkpoint in `path`, or the newest good one of the run if `path` is empty; sharded ones are put together.
+
+    Raises UserError.
+    """
+    if path:
+        return load_checkpoint(Path(path)).as_plain()
+    found = load_newest(run_dir / "checkpoints", log.warning)
+    if found is None:
+        raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
+    return found.as_plain()
+
+
+@contextmanager
+def open_checkpoint(context: Context, path: str) -> Iterator[CheckpointModel]:
+    """Join the group and load the checkpoint on all ranks. Collective: every rank calls it.
+
+    `path`: as for `read_checkpoint`; rank 0 alone reads it. Raises UserError for a checkpoint that can't be read, or
+    that does not fit the data or the model, and JoinError and PeerLost as training does.
+    """
+    config, log = context.config, context.log
+    # A folder of its own: the status of the run that is evaluated stays as it is
+    status = StatusFile(context.run_dir / "evaluations", context.launch, shared=False)
+    with join(config, context.launch, log=log, stop=context.stop, status=status) as group:
+        group.watch.enter("evaluation", config.eval_timeout_s)
+        checkpoint: Checkpoint = on_rank0(group, lambda: read_checkpoint(path, context.run_dir, log))
+        settings = _settings_of(checkpoint, config)
+        torch.set_num_threads(settings.num_threads)
+        torch.use_deterministic_algorithms(settings.deterministic)
+        seed_everything(derive_seed(settings.seed))
+        workload = load(settings, pretrained=False)
+        for note in workload.notes:
+            log.info(note)
+        _refuse_other_data(checkpoint, workload, settings, given=config.model_fields_set)
+        try:
+            workload.model.load_state_dict(checkpoint.model)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(f"{checkpoint.path} does not fit the model of these settings: {reason}.") from None
+        # No rank trains here: batch norm uses its stored statistics, and sync_bn would need ranks to compute others
+        prepare(workload.model, settings.model_copy(update={"sync_bn": False}), group.device)
+        context.stop.finish_step_first()
+        yield CheckpointModel(settings, group, workload, checkpoint)
+
+
+def _settings_of(checkpoint: Checkpoint, config: Config) -> Config:
+    """The settings of the training; what the user gives now, as a flag or in a file, outranks them."""
+    given, trained = config.model_fields_set, checkpoint.state.config
+    update = {name: value for name, value in trained.items() if name in Config.model_fields and name not in given}
+    if "options" in given:  # here single keys outrank single keys
+        update["options"] = {**trained["options"], **config.options}
+    return config.model_copy(update=update)
+
+
+def _refuse_other_data(checkpoint: Checkpoint, workload: Workload, settings: Config, *, given: set[str]) -> None:
+    """The default data set falls back to digits if it can't be downloaded: in the training, or now. Its classes differ,
+    so the results would be wrong. Texts of another vocabulary would become other numbers. Raises UserError."""
+    texts = settings.workload == "text"
+    if checkpoint.state.data != workload.data_name and (texts or not given & {"dataset", "workload"}):
+        setting = "bert-dir" if texts else "dataset"
+        raise UserError(
+            f"{checkpoint.path} was trained on {checkpoint.state.data}, got {workload.data_name} now. Set --data-dir "
+            f"or --{setting}."
+        )

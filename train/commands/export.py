@@ -1,0 +1,31 @@
+"""The command `export`: the weights of a checkpoint, plain or sharded, in one file."""
+
+import io
+from pathlib import Path
+
+import torch
+
+from train.commands.checkpoint_model import read_checkpoint
+from train.config.options import ExportOptions
+from train.errors import UserError
+from train.process.atomic_file import write_atomically
+from train.process.context import Context
+from train.run import weights
+
+
+def export(context: Context, options: ExportOptions) -> None:
+    """Write a state dict that `load_state_dict` of the plain module takes, for `torch.load` with weights_only=True.
+
+    Raises UserError.
+    """
+    output = Path(options.output)
+    checkpoint = read_checkpoint(options.checkpoint, context.run_dir, context.log)
+    buffer = io.BytesIO()
+    torch.save(checkpoint.model, buffer)
+    try:
+        write_atomically(output, buffer.getvalue())
+    except OSError as error:
+        raise UserError(f"--output must be a file that can be written, got {output}: {error.strerror}.") from None
+    size = f"{len(checkpoint.model)} tensors, {buffer.tell() / 1e6:.1f} MB"
+    digest = weights.digest(checkpoint.model)[:16]
+    context.log.info(f"{output}: the weights of step {checkpoint.step}, {size}, digest {digest}")

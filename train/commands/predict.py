@@ -1,0 +1,93 @@
+"""The command `predict`: input, label and probability of each sample, in a CSV or JSONL file."""
+
+import csv
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from train.commands.checkpoint_model import CheckpointModel, open_checkpoint
+from train.config.options import PredictOptions
+from train.data import Samples
+from train.errors import Stopped, UserError
+from train.group.on_rank0 import on_rank0
+from train.parallel.precision import autocast
+from train.process.atomic_file import staged
+from train.process.context import Context
+from train.run.evaluation import batches_of_rank
+
+
+def predict(context: Context, options: PredictOptions) -> int:
+    """Write a line for each sample, in the samples' order, whatever the number of ranks. Returns their number.
+
+    Raises UserError for input or output that can't be used, Stopped, and what `open_checkpoint` raises.
+    """
+    output = Path(options.output)
+    with open_checkpoint(context, options.checkpoint) as opened:
+        samples, name_of = _open_samples(opened, options.input)
+        own = _predict_share(opened, samples)
+        rows = sorted(row for part in opened.group.gather(own) for row in part)
+        lines = [(name_of(index), label, probability) for index, label, probability in rows]
+        on_rank0(opened.group, lambda: _write(output, lines))
+        context.log.info(f"{len(rows)} predictions in {output}")
+    return len(rows)
+
+
+def _open_samples(opened: CheckpointModel, path: str) -> tuple[Samples, Callable[[int], str]]:
+    """The samples in `path` ("-": standard input, "": the test data), and the name of each by its number."""
+    workload, name = opened.workload, opened.config.workload
+    if workload.predict is None:
+        raise UserError(f"workload {name} must have a predict function, got none. Give its Workload one.")
+    if not path:
+        return workload.evaluation, workload.input_name
+    if workload.open_input is None:
+        raise UserError(f"workload {name} must have open_input for --input, got none. Give its Workload one.")
+    if path != "-":
+        return workload.open_input(path)
+    # Launchers connect standard input to rank 0 only
+    content: bytes = on_rank0(opened.group, sys.stdin.buffer.read)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        try:
+            return workload.open_input(file.name)
+        except UserError as error:
+            raise UserError(str(error).replace(file.name, "standard input")) from None
+
+
+@torch.no_grad()
+def _predict_share(opened: CheckpointModel, samples: Samples) -> list[tuple[int, str, float]]:
+    """(sample number, label, probability) of this rank's share. Raises Stopped if any rank was asked to stop."""
+    group, workload = opened.group, opened.workload
+    assert workload.predict is not None
+    rows: list[tuple[int, str, float]] = []
+    workload.model.eval()
+    for _, indices, batch in batches_of_rank(opened.config, group, samples):
+        if batch is None:
+            raise Stopped(f"{group.stop.signal_name or 'another rank'}: prediction stopped, nothing was written.")
+        with autocast(opened.config, group.device):
+            labels, probabilities = workload.predict(workload.model, batch)
+        for index, label, probability in zip(indices.tolist(), labels.tolist(), probabilities.tolist(), strict=True):
+            # A label is the number of a class, or, in a workload without classes, the predicted value itself
+            is_class = isinstance(label, int) and 0 <= label < len(workload.classes)
+            rows.append((index, workload.classes[label] if is_class else str(label), probability))
+    return rows
+
+
+def _write(path: Path, rows: list[tuple[str, str, float]]) -> None:
+    """The complete file or none. Raises UserError if it can't be written."""
+    try:
+        with staged(path) as staging, staging.open("w", encoding="utf-8", newline="") as file:
+            if path.suffix == ".csv":
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(("input", "label", "probability"))
+                writer.writerows((name, label, f"{probability:.6f}") for name, label, probability in rows)
+            else:
+                for name, label, probability in rows:
+                    line = {"input": name, "label": label, "probability": round(probability, 6)}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise UserError(f"--output must be a file that can be written, got {path}: {error.strerror}.") from None
