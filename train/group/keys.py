@@ -19,60 +19,27 @@ the newest.
 7. A rank that ends sets `end(rank)`, and FAILED if the others can't go on without it.
 """
 
-# Below ROOT ----------------------------------------------------------------------------------------------------------
+# In the store itself
+ROOT = "rankup"  # the prefix of all that follows
+endpoint = "file/{}".format  # (token): only the store whose address was published with this token has it
 
-ROOT = "rankup"
+# Below ROOT
 GENERATION = "generation"  # a counter; the generation itself is a prefix, its number
+members = f"{ROOT}/{{}}/group".format  # (generation): the prefix of everything that only the members of a group use
 
-
-def endpoint(token: str) -> str:
-    """In the store itself, outside ROOT: that it is the one whose address was published with this token."""
-    return f"file/{token}"
-
-
-# Below a generation: joining -----------------------------------------------------------------------------------------
-
+# Below a generation: joining
 MAIN = "main"  # rank 0's Member as JSON
 ROSTER = "roster"  # one Member as JSON a line, appended by each rank
 VERDICT = "verdict"  # JSON: {"attempt", "members"}, or {"code", "text", "tokens", "speakers"}
 ACKNOWLEDGED = "acknowledged"  # a counter: how many ranks have read a verdict that is an error
+alive = "alive/{}".format  # (token): a counter for each process that joins; two may claim the same rank
 
-
-def alive(token: str) -> str:
-    """A counter. One for each process that joins, not for each rank: two may claim the same rank."""
-    return f"alive/{token}"
-
-
-def members(generation: int) -> str:
-    """The prefix of everything that only the members of a group use."""
-    return f"{ROOT}/{generation}/group"
-
-
-# Below `members`: connectivity ---------------------------------------------------------------------------------------
-
+# Below `members`: connectivity
 ROUTES = "routes"  # rank 0's conclusion, JSON: {"code", "text"}
+listener = "listener/{}".format  # (rank): where it listens, JSON: {"ip", "port", "interface"}, or {"code", "text"}
+report = "report/{}".format  # (rank): whether it reached its neighbour, JSON: {"code", "text"}
 
-
-def listener(rank: int) -> str:
-    """Where a rank listens, JSON: {"ip", "port", "interface"}, or {"code", "text"} where it can't."""
-    return f"listener/{rank}"
-
-
-def report(rank: int) -> str:
-    """Whether a rank reached its neighbour, JSON: {"code", "text"}."""
-    return f"report/{rank}"
-
-
-# Below `members`: life and death -------------------------------------------------------------------------------------
-
+# Below `members`: life and death
 FAILED = "failed"  # the rank that failed last
-
-
-def beat(rank: int) -> str:
-    """The last sign of life, JSON: {"count", "phase", "step", "waiting", ...}."""
-    return f"beat/{rank}"
-
-
-def end(rank: int) -> str:
-    """How a rank ended, a `train.process.status.End` as JSON."""
-    return f"end/{rank}"
+beat = "beat/{}".format  # (rank): the last sign of life, JSON: {"n", "phase", "step", "waiting"}
+end = "end/{}".format  # (rank): how it ended, a `train.process.status.End` as JSON
