@@ -1,5 +1,6 @@
 """Every environment a launcher may give: adopted, or refused in one line per mistake that says the way out."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from train.errors import LaunchError
 from train.process.addresses import ephemeral_range, port_for
-from train.process.env import describe, outside_pod, read_env
+from train.process.env import describe, how_to_start, outside_pod, read_env
 
 Env = dict[str, str]
 
@@ -56,16 +57,41 @@ def test_torchrun_tells_nodes_and_node_rank():
     assert set(launch.origins.values()) == {"torchrun"}
 
 
-def test_launch_is_known_by_its_mark_although_torchs_agent_leaves_its_own():
-    launch = read_env({**AGENT, "RANKUP_LAUNCH": "1"})
+def test_launch_is_known_by_its_mark_whatever_is_left_of_a_torchrun():
+    left = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
+    launch = read_env({**AGENT, **left, "RANKUP_LAUNCH": "1", "RANKUP_RESTART": "1", "RANKUP_ATTEMPT": "a-1"})
     assert (launch.launcher, launch.origins["RANK"], launch.num_nodes) == ("launch", "launch", 2)
+    assert (launch.agent_store, launch.restart_count) == (False, 1)
+    assert (launch.numbers_attempts, launch.attempt) == (True, "a-1")
+
+
+def test_torchrun_counts_its_own_restarts():
+    launch = read_env({**AGENT, "TORCHELASTIC_RESTART_COUNT": "3", "RANKUP_RESTART": "1"})
+    assert (launch.restart_count, launch.numbers_attempts) == (3, False)
+
+
+def test_parent_is_who_would_leave_the_rank_behind():
+    """torchrun and mpirun leave their processes running when they are killed; our own launchers name themselves."""
+    assert read_env(AGENT).parent_pid == read_env(MPI).parent_pid == os.getppid()
+    assert read_env({**AGENT, "RANKUP_PARENT": "4711"}).parent_pid == 4711
+    assert read_env({"RANKUP_PARENT": "4711"}).parent_pid == 4711
+    assert read_env(FULL).parent_pid is read_env(STEP).parent_pid is None
+
+
+def test_hint_for_missing_ranks_is_the_launchers_own():
+    for env, said in (
+        (AGENT, "torchrun on every node"), ({**AGENT, "RANKUP_LAUNCH": "1"}, "`launch` on every node"),
+        (STEP, "squeue -s"), (MPI, "mpirun has to start all ranks at once"), (FULL, "each RANK from 0 to 3"),
+    ):
+        assert said in how_to_start(read_env(env))
+    job = pod(1, 3, "mw", "auto", "3")
+    assert "kubectl get pods" in how_to_start(read_env(job))
 
 
 @pytest.mark.parametrize(("value", "expected"), [("True", True), ("False", False)])
 def test_agent_store_is_torchs_own_word(value: str, expected: bool):
     agent = {**AGENT, "TORCHELASTIC_USE_AGENT_STORE": value}
     assert read_env(agent).agent_store is expected
-    assert read_env({**agent, "RANKUP_LAUNCH": "1"}).agent_store is expected
 
 
 def test_agent_store_of_another_torchrun_is_not_believed():
@@ -311,6 +337,8 @@ def test_horovodrun_is_adopted():
     assert (launch.num_nodes, launch.master_addr, launch.launcher) == (1, "127.0.0.1", "horovodrun")
     assert launch.origins["MASTER_PORT"] == "derived from HOROVOD_GLOO_RENDEZVOUS_PORT"
     assert read_env({**HOROVOD, "HOROVOD_GLOO_RENDEZVOUS_PORT": "45124"}).master_port != launch.master_port
+    assert launch.has_horovod_rendezvous
+    assert not read_env(MPI).has_horovod_rendezvous
     assert not read_env({"HOROVOD_SIZE": "1", "HOROVOD_RANK": "0"}).distributed
 
 

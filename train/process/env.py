@@ -59,18 +59,21 @@ def _ours(environ: Mapping[str, str], found: Found) -> dict[str, Any]:
         "start": environ.get("RANKUP_START", ""),
         "parent_pid": int(environ["RANKUP_PARENT"]) if environ.get("RANKUP_PARENT") else found.parent_pid,
     }
-    if found.has_agent:
-        restarts = environ.get("RANKUP_RESTART") or environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
-        fields["restart_count"] = int(restarts) if restarts.isdecimal() else 0
+    restarts = "0"
+    if found.launcher == "launch":
+        restarts = environ.get("RANKUP_RESTART", "0")
+        fields["numbers_attempts"] = True
+    elif found.launcher == "torchrun":
+        restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         fields["agent_store"] = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        fields["numbers_attempts"] = found.launcher == "launch"
+    fields["restart_count"] = int(restarts) if restarts.isdecimal() else 0
     return fields
 
 
 def _explicit(environ: Mapping[str, str]) -> Found:
     """RANK is set: the environment's values and nobody else's, apart from what launchers add about this node."""
     found = given(environ, "environment", NAMES)
-    # `launch` goes first: it uses torch's agent, which sets TORCHELASTIC_RUN_ID too
+    # `launch` goes first: its ranks inherit what is left of an earlier torchrun in the shell
     if environ.get("RANKUP_LAUNCH"):
         found.launcher = "launch"
     elif "TORCHELASTIC_RUN_ID" in environ:
