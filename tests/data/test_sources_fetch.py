@@ -114,6 +114,8 @@ def check(folder):
     seen.append(sorted(path.name for path in (folder / "raw").iterdir()))
 
 seen = []
+print("ready", flush=True)
+sys.stdin.readline()
 remote = Remote("Fashion-MNIST", "FashionMNIST", "FashionMNIST", check, attributes=json.loads(sys.argv[2]))
 try:
     fetch(remote, pathlib.Path(sys.argv[1]), timeout_s=240, say=lambda line: print(line, flush=True))
@@ -125,9 +127,23 @@ assert "torch" not in sys.modules, "four of these on two cores would take longer
 """
 
 
+def start_workers(count: int, root: Path, attributes: dict[str, Any]) -> list[subprocess.Popen[str]]:
+    """Processes that begin to fetch at the same moment: whoever waits for a server may do so for 10 s only."""
+    workers = [start_worker(root, attributes) for _ in range(count)]
+    for worker in workers:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n"
+    for worker in workers:
+        assert worker.stdin is not None
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+    return workers
+
+
 def start_worker(root: Path, attributes: dict[str, Any]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", WORKER, str(root), json.dumps(attributes)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -155,7 +171,7 @@ def test_four_processes_with_one_folder_download_each_file_once(tmp_path: Path, 
     server = mirror()
     server.gate.clear()
     root = tmp_path / "data"
-    workers = [start_worker(root, server.attributes()) for _ in range(4)]
+    workers = start_workers(4, root, server.attributes())
     all_wait_for_the_download(workers, root, server)
     server.gate.set()
     outputs = [worker.communicate(timeout=WAIT_S)[0] for worker in workers]
@@ -175,7 +191,8 @@ def test_killed_downloader_leaves_no_orphan_and_the_next_run_cleans_up(
     server = mirror()
     server.gate.clear()
     root = tmp_path / "data"
-    with start_worker(root, server.attributes()) as killed:
+    (killed,) = start_workers(1, root, server.attributes())
+    with killed:
         assert server.begun.wait(WAIT_S)
         killed.send_signal(signal.SIGKILL)
         killed.wait()
@@ -184,7 +201,8 @@ def test_killed_downloader_leaves_no_orphan_and_the_next_run_cleans_up(
     assert any(".partial-" in name for name in everything(root))
     assert "FashionMNIST" not in everything(root)
     server.gate.set()
-    with start_worker(root, server.attributes()) as second:
+    (second,) = start_workers(1, root, server.attributes())
+    with second:
         output = second.communicate(timeout=WAIT_S)[0]
     assert second.returncode == 0, output
     assert "has 8" in output
@@ -194,7 +212,7 @@ def test_killed_downloader_leaves_no_orphan_and_the_next_run_cleans_up(
 def test_those_who_waited_share_the_reason_and_do_not_try_again(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
     server = mirror(status=403)
     server.gate.clear()
-    workers = [start_worker(tmp_path / "data", server.attributes()) for _ in range(3)]
+    workers = start_workers(3, tmp_path / "data", server.attributes())
     all_wait_for_the_download(workers, tmp_path / "data", server)
     server.gate.set()
     outputs = [worker.communicate(timeout=WAIT_S)[0] for worker in workers]

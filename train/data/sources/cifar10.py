@@ -60,11 +60,6 @@ def _read(root: Path, *, train: bool) -> ImageSet:
         raise DataError(f"{bad}: {state}. Remove {folder} and run again to download it.") from error
     images = torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
     return ImageSet(
-        images=images,
-        labels=torch.tensor(found.targets, dtype=torch.int64),
-        classes=CLASSES,
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616),
-        name="cifar10",
-        origin=f"CIFAR-10 in {folder}",
+        images, torch.tensor(found.targets, dtype=torch.int64), CLASSES, mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616), name="cifar10", origin=f"CIFAR-10 in {folder}",
     )

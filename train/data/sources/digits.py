@@ -10,14 +10,8 @@ from train.data.sources.mnist_family import Family, read_halves
 from train.data.sources.sets import ImageSet
 
 FAMILY = Family(
-    name="digits",
-    title="digits",
-    folder="digits",
-    classes=tuple("0123456789"),
-    mean=0.2873,
-    std=0.3537,
-    counts={True: 1_438, False: 359},
-    mirror=False,
+    name="digits", title="digits", folder="digits", classes=tuple("0123456789"), mean=0.2873, std=0.3537,
+    counts={True: 1_438, False: 359}, mirror=False,
 )
 FOLDER = Path(__file__).parents[2] / "samples" / "digits"
 

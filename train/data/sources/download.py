@@ -17,14 +17,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import warnings
 from pathlib import Path
 from typing import NoReturn
 
-STALL_S = 30.0  # give up when nothing has arrived for this long
-CONNECT_S = 10.0
+SILENCE_S = 10.0  # give up when a server has sent nothing for this long
 # What apt says when it has no lists of packages, as in a container image, or outdated ones.
 NO_LISTS = ("Unable to locate package", "no installation candidate", "Can't find a source", "404")
 
@@ -42,9 +40,8 @@ def main(task: str, *arguments: str) -> None:
 def _torchvision(name: str, attributes: str, folder: str) -> None:
     import torchvision
 
-    _watch(Path(folder))
-    # torchvision opens its connections without a timeout.
-    socket.setdefaulttimeout(CONNECT_S)
+    # torchvision opens its connections without a timeout. This one holds for each read from them.
+    socket.setdefaulttimeout(SILENCE_S)
     # numpy >= 2.4 warns because CIFAR's pickles spell a dtype in numbers.
     warnings.simplefilter("ignore")
     dataset = getattr(torchvision.datasets, name)
@@ -58,10 +55,9 @@ def _torchvision(name: str, attributes: str, folder: str) -> None:
 
 def _apt(package: str, place: str, folder: str) -> None:
     root = Path(folder)
-    _watch(root)
     # As root, apt switches to a user who may not write here, unless this option keeps it from doing so.
     quick = ["-o", "APT::Sandbox::User=root", "-o", "Acquire::Retries=0"]
-    quick += [part for kind in ("http", "https") for part in ("-o", f"Acquire::{kind}::Timeout={CONNECT_S:.0f}")]
+    quick += [part for kind in ("http", "https") for part in ("-o", f"Acquire::{kind}::Timeout={SILENCE_S:.0f}")]
     failure = _call(["apt-get", *quick, "download", package], root)
     if failure and any(symptom in failure for symptom in NO_LISTS):
         # Fetch the lists into a folder of our own, which needs no root.
@@ -89,35 +85,13 @@ def _apt(package: str, place: str, folder: str) -> None:
 def _call(command: list[str], folder: Path) -> str | None:
     """Run a command in the folder; None if it worked, otherwise its last error messages."""
     done = subprocess.run(
-        command,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env={**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"},
-        check=False,
+        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", env={**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}, check=False,
     )
     if done.returncode == 0:
         return None
     complaints = [line for line in done.stdout.splitlines() if line.startswith(("E:", "Err:", "dpkg"))]
     return f"{' '.join(command[:1])}: {' '.join(complaints[-2:]) or done.stdout[-200:]}"
-
-
-def _watch(folder: Path) -> None:
-    threading.Thread(target=_end_when_stalled, args=(folder,), daemon=True).start()
-
-
-def _end_when_stalled(folder: Path) -> None:
-    size, since = -1, time.monotonic()
-    while time.monotonic() - since < STALL_S:
-        time.sleep(0.5)
-        now = size_of(folder)
-        if now != size:
-            size, since = now, time.monotonic()
-    print(f"nothing arrived for {STALL_S:.0f} s", flush=True)
-    _end_group()
 
 
 def size_of(folder: Path) -> int:

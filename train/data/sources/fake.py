@@ -44,12 +44,7 @@ def _half(config: Config, *, train: bool) -> ImageSet:
     for start in range(0, count, 1024):
         piece = patterns[labels[start : start + 1024]]
         images[start : start + 1024] += piece[:, :, cell][:, :, :, cell]
+    classes = tuple(f"class {number}" for number in range(num_classes))
     return ImageSet(
-        images=images,
-        labels=labels,
-        classes=tuple(f"class {number}" for number in range(num_classes)),
-        mean=(0.5, 0.5, 0.5),
-        std=(0.25, 0.25, 0.25),
-        name="fake",
-        origin="made up, no real images",
+        images, labels, classes, mean=(0.5,) * 3, std=(0.25,) * 3, name="fake", origin="made up, no real images"
     )

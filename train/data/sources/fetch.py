@@ -214,11 +214,7 @@ def _run(task: list[str], folder: Path, *, until: float, title: str, say: Say) -
         # A process group of its own, so that apt-get can be killed with it. It also ends when its standard input
         # closes, which happens when this process dies.
         child = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
+            command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment,
             start_new_session=True,
         )
     start = reported = time.monotonic()

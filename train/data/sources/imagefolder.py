@@ -49,15 +49,9 @@ def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
 def _file_set(files: Mapping[str, list[str]], folder: Path) -> FileSet:
     """The files of each class as one set; a class's number is its place among the sorted names."""
     classes = tuple(sorted(files))
-    return FileSet(
-        paths=tuple(path for name in classes for path in files[name]),
-        labels=torch.tensor([label for label, name in enumerate(classes) for _ in files[name]], dtype=torch.int64),
-        classes=classes,
-        mean=MEAN,
-        std=STD,
-        name="imagefolder",
-        origin=f"images in {folder}",
-    )
+    labels = torch.tensor([label for label, name in enumerate(classes) for _ in files[name]], dtype=torch.int64)
+    paths = tuple(path for name in classes for path in files[name])
+    return FileSet(paths, labels, classes, MEAN, STD, "imagefolder", origin=f"images in {folder}")
 
 
 def _list_classes(root: Path) -> dict[str, list[str]]:

@@ -8,14 +8,8 @@ from train.data.sources.mnist_family import Family, locate, read_halves
 from train.data.sources.sets import ImageSet
 
 FAMILY = Family(
-    name="mnist",
-    title="MNIST",
-    folder="MNIST",
-    classes=tuple("0123456789"),
-    mean=0.1307,
-    std=0.3081,
-    counts={True: 60_000, False: 10_000},
-    mirror=False,
+    name="mnist", title="MNIST", folder="MNIST", classes=tuple("0123456789"), mean=0.1307, std=0.3081,
+    counts={True: 60_000, False: 10_000}, mirror=False,
 )
 
 

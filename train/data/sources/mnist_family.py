@@ -57,13 +57,10 @@ def locate(family: Family, *, data_dir: str | None, timeout_s: float, say: Say) 
                 "Set data_dir to the folder that holds them, or to an empty one to download to."
             )
         return folder or fetch(remote, root, timeout_s=timeout_s, say=say) / "raw"
-    if family.debian_dir is not None:
-        folder = find_files(family.debian_dir, family)
-        if folder is not None:
+    for there in (family.debian_dir, cached(family.folder)):
+        if there is not None and (folder := find_files(there, family)) is not None:
             return folder
-    there = cached(family.folder)
-    folder = find_files(there, family) if there is not None else None
-    return folder or fetch(remote, writable_cache(), timeout_s=timeout_s, say=say) / "raw"
+    return fetch(remote, writable_cache(), timeout_s=timeout_s, say=say) / "raw"
 
 
 def _remote(family: Family) -> Remote:
@@ -73,15 +70,10 @@ def _remote(family: Family) -> Remote:
             if found != count:
                 raise DataError(f"{folder / 'raw'}: {FILES[train][0]} holds {found} images, not {count}.")
 
+    place = str(family.debian_dir).lstrip("/") if family.debian_dir else ""
     return Remote(
-        title=family.title,
-        folder=family.folder,
-        torchvision=family.folder,
-        check=check,
-        package=family.debian_package,
-        place=str(family.debian_dir).lstrip("/") if family.debian_dir else "",
-        package_folder="raw",
-        attributes=family.attributes or {},
+        family.title, family.folder, family.folder, check, package=family.debian_package, place=place,
+        package_folder="raw", attributes=family.attributes or {},
     )
 
 
@@ -128,14 +120,8 @@ def read_half(folder: Path, family: Family, *, train: bool) -> ImageSet:
             f"at item {where}. Is it another set's file?"
         )
     return ImageSet(
-        images=images.unsqueeze(1),
-        labels=labels.long(),
-        classes=family.classes,
-        mean=(family.mean,),
-        std=(family.std,),
-        name=family.name,
-        origin=f"{family.title} in {folder}",
-        mirror=family.mirror,
+        images.unsqueeze(1), labels.long(), family.classes, mean=(family.mean,), std=(family.std,), name=family.name,
+        origin=f"{family.title} in {folder}", mirror=family.mirror,
     )
 
 
