@@ -29,8 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ |= {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1", SESSION: secrets.token_hex(8)}
     # A shell starts its background jobs with Ctrl-C ignored. Their children inherit that, and a shell can't undo it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # nohup does the same to the hang-up. A handler of our own is not inherited: the children get the default back, while
-    # the tests themselves still survive their terminal
+    # nohup does the same to the hang-up. A handler of our own is not inherited: the children get the default back,
+    # while the tests themselves still survive their terminal
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda number, frame: None)
 

@@ -127,8 +127,8 @@ def test_settings_that_may_change_on_resume_are_exactly_these():
         "data_dir", "epochs", "max_steps", "in_memory", "num_workers", "prefetch_factor", "eval_batch_size",
         "join_timeout_s", "download_timeout_s", "setup_timeout_s", "step_timeout_s", "eval_timeout_s", "save_timeout_s",
         "name", "run_dir", "fresh", "keep", "save_every_steps", "evaluate_every_epochs", "report_every_s",
-        "log_every_steps", "tensorboard", "progress", "simulated_nodes", "labels_file", "eval_split", "max_bad_lines", "parallel",
-        "bert_dir", "bert_download", "checkpoint_format", "profile",
+        "log_every_steps", "tensorboard", "progress", "simulated_nodes", "labels_file", "eval_split", "max_bad_lines",
+        "parallel", "bert_dir", "bert_download", "checkpoint_format", "profile",
     }
 
 
@@ -343,7 +343,8 @@ def test_broken_file_is_reported_with_the_mistakes_of_flags():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"static_graph": "true", "accumulate": "2"}, "--accumulate must be 1 with static_graph, got 2. Under no_sync *"),
+        ({"static_graph": "true", "accumulate": "2"},
+         "--accumulate must be 1 with static_graph, got 2. Under no_sync *"),
         ({"static_graph": "true", "find_unused_parameters": "true"},
          "--find-unused-parameters must be false with static_graph, got true. A static graph finds *"),
         ({"accumulate": "3"}, "batch_size must be a multiple of accumulate=3, got 64. Each step *"),
@@ -352,16 +353,20 @@ def test_broken_file_is_reported_with_the_mistakes_of_flags():
         ({"backend": "nccl", "device": "cpu"}, '--backend must be gloo or auto with device cpu, got "nccl". *'),
         ({"device_ids": "1,0"}, '--device-ids must be empty without parallel dp, got "1,0". *'),
         ({"output_device": "1"}, "--output-device must be null without parallel dp, got 1. *"),
-        ({"parallel": "dp", "device_ids": "0", "device": "cpu"}, '--device-ids must be empty with device cpu, got "0". *'),
+        ({"parallel": "dp", "device_ids": "0", "device": "cpu"},
+         '--device-ids must be empty with device cpu, got "0". *'),
         ({"parallel": "dp", "compile": "true"}, "--compile must be false with parallel dp, got true. *"),
         ({"parallel": "dp", "sync_bn": "true"}, "--sync-bn must be false with parallel dp, got true. *"),
-        ({"parallel": "fsdp", "precision": "fp16"}, '--precision must be fp32 or bf16 with parallel fsdp, got "fp16". *'),
+        ({"parallel": "fsdp", "precision": "fp16"},
+         '--precision must be fp32 or bf16 with parallel fsdp, got "fp16". *'),
         ({"parallel": "fsdp", "compile": "true"}, "--compile must be false with parallel fsdp, got true. *"),
-        ({"parallel": "fsdp", "channels_last": "true"}, "--channels-last must be false with parallel fsdp, got true. *"),
+        ({"parallel": "fsdp", "channels_last": "true"},
+         "--channels-last must be false with parallel fsdp, got true. *"),
         ({"parallel": "fsdp", "find_unused_parameters": "true"},
          "--find-unused-parameters must be false with parallel fsdp, got true. *"),
         ({"parallel": "fsdp", "static_graph": "true"}, "--static-graph must be false with parallel fsdp, got true. *"),
-        ({"parallel": "none", "compress": "fp16"}, '--compress must be none with parallel none, got "fp16". Only ddp *'),
+        ({"parallel": "none", "compress": "fp16"},
+         '--compress must be none with parallel none, got "fp16". Only ddp *'),
         ({"compress": "powersgd", "precision": "fp16"},
          '--compress must be another than powersgd with precision fp16, got "powersgd". *'),
         ({"dataset": "imagefolder"}, "data_dir must be a folder * with dataset imagefolder, got null. Set it with *"),
@@ -578,6 +583,45 @@ def test_command_line_mistakes_are_all_collected(line, messages):
 def test_command_line_finds_the_command_behind_an_unknown_option():
     assert parse("--bogus train").command == "train"
     assert parse("--bogus 3 train").command == "train"
+
+
+@pytest.mark.parametrize(
+    ("line", "settings"),
+    [
+        ("train --name True", {"name": "True"}), ("train --name=False", {"name": "False"}),
+        ("train --data-dir -", {"data_dir": "-"}), ("train --lr -1e-3", {"lr": "-1e-3"}),
+        ("train --name [1,2]", {"name": "[1,2]"}), ("train --augment --no-augment --augment", {"augment": "true"}),
+        ("train --batch-size 1 --batch_size 2 --batch-size 3", {"batch_size": "3"}),
+        ("train --name train", {"name": "train"}), ("--name launch train", {"name": "launch"}),
+    ],
+)
+def test_command_line_is_not_guessed_by_fire(line, settings):
+    """Left to itself Fire reads True for a missing value, a lone dash as the end of a call, and lists and numbers."""
+    parsed = parse(line)
+    assert (parsed.command, parsed.settings, parsed.mistakes) == ("train", settings, [])
+
+
+@pytest.mark.parametrize("line", ["train -- --interactive", "train -- --trace", "train -- -i", "- train", "train - x"])
+def test_command_line_has_none_of_fires_own_flags(line, capsys):
+    assert parse(line).mistakes
+    assert capsys.readouterr() == ("", "")
+
+
+def test_command_line_names_an_option_that_begins_with_no():
+    """Fire takes a leading "no" for False: --node-rank without a value would be de_rank=False."""
+    assert parse_args(["launch", "--nnodes=2", "--master-addr=a", "--node-rank"]).mistakes == [
+        "--node-rank must be followed by a value. (One that begins with a dash: --node-rank=-x)"
+    ]
+    assert parse_args(["launch", "--nnodes=2", "--master-addr=a", "--node-rank", "1"]).options.node_rank == 1
+
+
+def test_command_line_of_a_request_gives_the_same_settings():
+    line = ["launch", "--nproc=2", "--json", "--lr", "0.5", "--no-tensorboard", "--options.a-b", "x", "--config=c.yaml"]
+    words = parse_args(line).words(options=["json"])
+    assert words == ["--config", "c.yaml", "--lr=0.5", "--tensorboard=false", "--options.a-b=x", "--json=true"]
+    again = parse_args(["bench", *words])
+    assert (again.settings, again.config_file, again.mistakes) == (parse_args(line).settings, "c.yaml", [])
+    assert again.options.as_json
 
 
 def test_command_line_takes_every_setting_in_both_spellings():

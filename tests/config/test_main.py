@@ -25,7 +25,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def ended(words: Sequence[str], capsys: pytest.CaptureFixture[str], env: dict[str, str] | None = None) -> tuple[int, str, str]:
+def ended(
+    words: Sequence[str], capsys: pytest.CaptureFixture[str], env: dict[str, str] | None = None
+) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of the program on that line, in this process."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (env or {}).items():
@@ -38,9 +40,9 @@ def ended(words: Sequence[str], capsys: pytest.CaptureFixture[str], env: dict[st
 # Help and show --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [["--help"], ["-h"], ["train", "--help"], ["--help", "--lr", "nonsense"]], ids=" ".join)
-def test_help_is_shown_and_is_success(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    code, out, err = ended(words, capsys)
+@pytest.mark.parametrize("line", ["--help", "-h", "train --help", "--help --lr nonsense"])
+def test_help_is_shown_and_is_success(folder: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+    code, out, err = ended(line.split(), capsys)
     assert (code, err) == (0, "")
     assert out.startswith("usage: ")
     options = [name for model in OPTIONS.values() for name in fields_of(model)]
@@ -57,7 +59,8 @@ def test_nothing_at_all_shows_the_commands_and_is_a_mistake(folder: Path, capsys
 
 def test_help_and_show_do_without_torch() -> None:
     code = (
-        "import sys; from train.main import main; codes = [main(w.split()) for w in ('--help', 'show', 'show --lr x', 'trian')]"
+        "import sys; from train.main import main; lines = ('--help', 'show', 'show --lr x', 'trian')"
+        "; codes = [main(line.split()) for line in lines]"
         "; assert codes == [0, 0, 2, 2], codes; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
@@ -108,7 +111,8 @@ MISTAKES = {
     "predict --output x.txt": '--output must be a .csv or .jsonl file, got "x.txt".',
     "launch --nproc 0": "--nproc must be >= 1, got 0.",
     "launch --nproc 3 --batch-size 64": "batch_size must be a multiple of 3 (3 processes), got 64.",
-    "launch --nproc 1 --nnodes 2": "--master-addr must name node 0's machine when there are several nodes, got nothing.",
+    "launch --nproc 1 --nnodes 2":
+        "--master-addr must name node 0's machine when there are several nodes, got nothing.",
     "launch --nproc 1 --nnodes 2 --node-rank 2 --master-addr a": "--node-rank must be from 0 to 1, got 2.",
     "train --static-graph --accumulate 2": "--accumulate must be 1 with static_graph, got 2.",
     "train --sync-bn --device cpu": "--sync-bn must be false with device cpu, got true.",
@@ -153,7 +157,10 @@ def test_all_mistakes_of_a_line_are_told_at_once(folder: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize(
     "line",
-    ["{settings} train", "--local-rank=0 train {settings}", "--local_rank=0 train {settings}", "--local-rank 0 {settings} train"],
+    [
+        "{settings} train", "--local-rank=0 train {settings}", "--local_rank=0 train {settings}",
+        "--local-rank 0 {settings} train",
+    ],
 )
 def test_options_may_stand_before_the_command(forks: Forks, tmp_path: Path, line: str) -> None:
     settings = " ".join((*DIGITS, "--max-steps", "1", "--run-dir", str(tmp_path)))

@@ -54,5 +54,7 @@ def test_cpu_quota_of_this_machine_is_positive():
         ({}, None),
     ],
 )
-def test_memory_kills_are_counted_in_the_own_group(tmp_path: Path, contents: dict[str, str], expected: int | None) -> None:
+def test_memory_kills_are_counted_in_the_own_group(
+    tmp_path: Path, contents: dict[str, str], expected: int | None
+) -> None:
     assert oom_kills(files(tmp_path, contents)) == expected

@@ -17,7 +17,9 @@ from train.process.status import job_of
 
 
 @contextmanager
-def launching(forks: Forks, folder: Path, plan: list[list[str]], *more: str, preload: str = "tests.rigs.fake_rank:use") -> Iterator[Job]:
+def launching(
+    forks: Forks, folder: Path, plan: list[list[str]], *more: str, preload: str = "tests.rigs.fake_rank:use"
+) -> Iterator[Job]:
     """`launch` with a fake rank for each word of the plan's first row. Whatever happens, none is left."""
     (folder / "run").mkdir()
     line = ("launch", f"--nproc={len(plan[0])}", "--batch-size=12", f"--run-dir={folder}", "--name=run", *more)

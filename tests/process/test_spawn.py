@@ -39,8 +39,9 @@ def spawn(folder: Path, *more: str, plan: str = "") -> Job:
     if plan:
         (folder / "plan").write_text(plan)
     return start(
-        sys.executable, "-m", "train.main", "launch", "--launcher", "spawn", "--nproc", "2", "--workload", "faulty:build",
-        "--dataset", "digits", "--model", "mlp", "--tensorboard=false", "--run-dir", folder, "--name", "run",
+        sys.executable, "-m", "train.main", "launch", "--launcher", "spawn", "--nproc", "2",
+        "--workload", "faulty:build", "--dataset", "digits", "--model", "mlp", "--tensorboard=false",
+        "--run-dir", folder, "--name", "run",
         "--options.plan", folder / "plan", "--epochs", "1", *more, cwd=folder,
     )
 

@@ -1,9 +1,9 @@
-"""Is this container's training alive? A file per rank says where it stands; this file, run by itself, reads them.
+"""Whether this container's training makes progress. Each rank writes a file; this file, run by itself, reads them.
 
-    python -I train/process/health.py      # one line; 0: every rank here gets on, 1: one hangs or none has started
+    python -I train/process/health.py    # one line; 0: every rank here makes progress, 1: one hangs or none has started
 
-It only reports: the program's own deadlines end a hang. No torch, nothing of this package: a health check runs every few
-seconds beside the training. Times are of the monotonic clock, one for all processes of a machine and its containers.
+It only reports: the program's own deadlines end a hang. It imports neither torch nor this package, as a health check
+runs every few seconds beside the training. Times are of the monotonic clock, which all containers of a machine share.
 """
 
 import contextlib
@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 REPORT_S = 2.0
-# A process that wrote nothing for so long is stopped or frozen, or holds the interpreter's lock.
+# A process that has written nothing for this long is stopped or frozen, or a call of it holds the interpreter's lock.
 SILENT_S = 10.0
-# Longer for one step than any healthy job takes, far less than its deadline; your own in RANKUP_HEALTHY_STEP_S.
+# No step of a healthy job takes this long, and its deadline is far later. RANKUP_HEALTHY_STEP_S sets another.
 HEALTHY_STEP_S = 60.0
 
 
 def report(rank: int, state: Callable[[], dict[str, Any]], ended: threading.Event) -> None:
-    """Keep `$RANKUP_HEALTH_DIR/rank-N.json` up to date until `ended` is set; without that variable do nothing."""
+    """Keep `$RANKUP_HEALTH_DIR/rank-N.json` up to date until `ended` is set; do nothing without that variable.
+
+    `state`: returns phase, step, entered_s, timeout_s and waiting; it is called by a thread of this function.
+    """
     folder = os.environ.get("RANKUP_HEALTH_DIR")
     if not folder:
         return
@@ -44,7 +47,7 @@ def report(rank: int, state: Callable[[], dict[str, Any]], ended: threading.Even
 
 
 def judge(folder: Path, *, healthy_step_s: float = HEALTHY_STEP_S) -> tuple[bool, str]:
-    """Whether every rank that reports to `folder` gets on, and a line on each."""
+    """Whether every rank that reports to `folder` makes progress, and one line that says where each stands."""
     verdicts = [_judge_rank(path, healthy_step_s) for path in sorted(folder.glob("rank-*.json"))]
     if not verdicts:
         return False, f"no rank has reported to {folder}"

@@ -1,7 +1,10 @@
-"""What a run says: lines with rank and host, one file a rank, progress on the terminal of rank 0.
+"""What a run prints: lines with rank and host, one file for each rank, progress on the terminal of rank 0.
 
-Only rank 0 writes to the terminal. Every rank's own failure is printed all the same, with its rank and host:
-"[default3]:" prefixes without a node's name are the first complaint about torchrun's logs (pytorch issue 75087).
+Only rank 0 writes to the terminal. Yet every rank prints its own failure, with its rank and host: that torchrun's
+"[default3]:" names no node is the first complaint about its logs (pytorch issue 75087).
+
+Not Python's logging: a stream that depends on rank and level, a prefix before each line of a text, and a bar that makes
+room for it need handlers and a formatter of our own, which are longer than what is below.
 """
 
 import contextlib
@@ -15,11 +18,12 @@ from train.errors import ConfigError
 
 
 def host_name() -> str:
+    """This machine's name without its domain."""
     return socket.gethostname().split(".")[0]
 
 
 class Log:
-    """Lines of one rank: to `logs/rank-N.log` always, to the terminal as the rank and the kind of line allow."""
+    """Lines of one rank: all go to `logs/rank-N.log`, and to the terminal what the rank and the kind of line allow."""
 
     def __init__(self, *, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
@@ -42,37 +46,40 @@ class Log:
             ) from None
 
     def info(self, text: str) -> None:
-        """A line for the user: rank 0 prints it, every rank keeps it."""
+        """A line for the user: rank 0 prints it, every rank writes it to its file."""
         if self.rank == 0:
             self._print(text, sys.stdout)
         self._keep(text)
 
     def warning(self, text: str) -> None:
-        """A line that every rank prints, since the others can't know it."""
+        """A line that every rank prints, as it is about this rank alone."""
         self._print(text, sys.stderr)
         self._keep(text)
 
     def debug(self, text: str) -> None:
-        """A line for the rank's file alone."""
+        """A line for the rank's file only."""
         self._keep(text)
 
     def _keep(self, text: str) -> None:
         if self.file is not None:
             stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
-            with contextlib.suppress(OSError):  # a full disk is reported where something is lost by it
+            with contextlib.suppress(OSError):  # a full disk is reported by the next save, which loses something
                 self.file.writelines(f"{stamp} {self.host} r{self.rank} {line}\n" for line in text.splitlines())
 
     def _print(self, text: str, stream: TextIO) -> None:
         if self._bar is not None:
             self._bar.clear()
-        # One write a line: lines of several ranks on one terminal would otherwise break into each other.
+        # One write for all: otherwise lines of several ranks on one terminal would break into each other
         stream.write("".join(f"{self.prefix}{line}\n" for line in text.splitlines()))
         stream.flush()
 
     # Progress -------------------------------------------------------------------------------------------------
 
     def start_progress(self, *, kind: str, total_steps: int, step: int, every_s: float) -> None:
-        """Show steps as a bar on a terminal and as a line every `every_s` seconds elsewhere. Rank 0 only."""
+        """Begin to show steps: as a bar on a terminal, elsewhere as a line every `every_s` seconds. Rank 0 only.
+
+        `kind`: the setting `progress`. `step`: the steps that were done before, when a run resumes.
+        """
         self._every_s, self._reported_s = every_s, time.monotonic()
         self._kind = kind if kind != "auto" else ("bar" if sys.stderr.isatty() else "lines")
         if self.rank != 0 or self._kind != "bar":
@@ -82,6 +89,7 @@ class Log:
         self._bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, leave=False)
 
     def progress(self, step: int, text: str) -> None:
+        """Show that `step` steps are done; `text`: how it goes, such as the loss."""
         if self.rank != 0:
             return
         if self._bar is not None:
@@ -91,7 +99,7 @@ class Log:
             self.info(text)
 
     def progress_due(self) -> bool:
-        """Whether `every_s` seconds have passed since this last said yes. Looks at the clock, never at the device."""
+        """Whether `every_s` seconds have passed since this last returned True. It does not wait for the device."""
         now_s = time.monotonic()
         if now_s - self._reported_s < self._every_s:
             return False
@@ -99,6 +107,7 @@ class Log:
         return True
 
     def end_progress(self) -> None:
+        """Take the bar away."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -1,6 +1,6 @@
-"""What one machine can say of itself, without a group and without torch: limits, memory, disks, its own name.
+"""Checks of one machine, which need no group and no torch: limits, memory, disks, its own name.
 
-Each check takes milliseconds; `train` runs the cheap ones before each training, and the doctor runs all.
+The limits take milliseconds to check: every training looks at them first. The doctor runs all checks.
 """
 
 import os
@@ -19,17 +19,17 @@ from train.process.limits import cpu_quota, memory_limit, oom_kills
 from train.process.placement import Launch
 
 MIB = 2**20
-LEAST_MEMORY = 1024 * MIB  # importing torch and training the smallest model take about half of it
+LEAST_MEMORY = 1024 * MIB  # for each rank: torch and the smallest model take about half of it
 LEAST_SHM, SHM_PER_WORKER = 32 * MIB, 32 * MIB
 LEAST_DISK = 1024 * MIB  # a few checkpoints of a middle-sized model
 LEAST_FILES = 1024
 SLOW_DISK = 5 * MIB  # bytes/s
-WRITTEN = 16 * MIB
+WRITTEN = 16 * MIB  # what the check of the disk writes: a second at most on a disk that is not too slow
 ENLARGE_SHM = "Enlarge it (docker run --shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm)"
 
 
 def limits(config: Config, launch: Launch, *, root: Path = Path("/")) -> Iterator[Finding]:
-    """CPUs, memory and open files: what is granted to this process, which in a container is not the machine's."""
+    """CPUs, memory and open files that this process may use; in a container they are fewer than the machine's."""
     cpus = cpu_quota(root)
     crowded = advice.on_cpus(config, launch, cpus)
     for text in crowded:
@@ -43,11 +43,11 @@ def limits(config: Config, launch: Launch, *, root: Path = Path("/")) -> Iterato
             "a process that needs more is killed without a word: exit code 137, and no traceback.",
             "Allow 1 GiB a rank or more (compose: MEMORY=4g; elsewhere the memory limit of the job).",
         )
-    # Without a limit it is the machine's own count, of whoever and whenever
+    # Without a limit the kernel counts for the whole machine: any process, at any time
     if memory is not None and (killed := oom_kills(root)):
-        who = "1 process of this container or job was" if killed == 1 else f"{killed} processes of this container or job were"
+        count, were = ("1 process", "was") if killed == 1 else (f"{killed} processes", "were")
         yield Finding(
-            "limits", WARNING, f"{who} killed because the memory was not enough",
+            "limits", WARNING, f"{count} of this container or job {were} killed because the memory was not enough",
             "the next run of the same size ends the same way: exit code 137, and no traceback.",
             "Raise the memory limit, or lower --batch-size or --num-workers.",
         )
@@ -68,7 +68,7 @@ def limits(config: Config, launch: Launch, *, root: Path = Path("/")) -> Iterato
 
 
 def shared_memory(config: Config, *, folder: str = "/dev/shm") -> Iterator[Finding]:
-    """/dev/shm, through which DataLoader workers hand over batches, and nccl's ranks of one node talk."""
+    """Room in /dev/shm, through which DataLoader workers hand over batches and nccl's ranks of one node exchange."""
     if not os.path.isdir(folder):
         return
     system = os.statvfs(folder)
@@ -78,7 +78,9 @@ def shared_memory(config: Config, *, folder: str = "/dev/shm") -> Iterator[Findi
     if free >= least:
         yield Finding("memory", OK, seen)
         return
-    left = f" It is full: look what lies there (ls -la {folder}), and remove what ended jobs left." if total >= least else ""
+    left = ""
+    if total >= least:
+        left = f" It is full: look what lies there (ls -la {folder}), and remove what ended jobs left."
     yield Finding(
         "memory", WARNING, seen,
         'workers end with "Bus error" or "No space left on device (28)", and nccl with "unhandled system error".',
@@ -87,7 +89,7 @@ def shared_memory(config: Config, *, folder: str = "/dev/shm") -> Iterator[Findi
 
 
 def disk(run_dir: Path) -> Iterator[Finding]:
-    """Whether checkpoints can be written where the run lies: permission, room, and how fast."""
+    """Whether checkpoints can be written in the run's folder: permission, room and speed."""
     folder = run_dir / "doctor"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,14 +97,16 @@ def disk(run_dir: Path) -> Iterator[Finding]:
         if free < LEAST_DISK:
             yield Finding(
                 "storage", WARNING, f"{folder.parent}: {free / MIB:.0f} MiB free",
-                "a checkpoint that can't be written ends the training (exit code 2).", "Make room, or set --run-dir elsewhere.",
+                "a checkpoint that can't be written ends the training (exit code 2).",
+                "Make room, or set --run-dir elsewhere.",
             )
         if free > 4 * WRITTEN:
             yield _speed(folder, free)
     except OSError as error:
         yield Finding(
             "storage", UNFIT, f"{error.filename or folder} can't be written: {error.strerror}",
-            "logs, metrics and checkpoints go there.", "Set --run-dir to a directory this user owns, or change its owner.",
+            "logs, metrics and checkpoints go there.",
+            "Set --run-dir to a directory this user owns, or change its owner.",
         )
 
 
@@ -128,26 +132,24 @@ def _speed(folder: Path, free: int) -> Finding:
 
 
 def own_name() -> Iterator[Finding]:
-    """What this machine's name leads to: gloo listens there unless an interface is named, and 127.0.1.1 is Debian's default."""
+    """The addresses of this machine's own name. gloo listens there unless an interface is named, and Debian's default
+    is 127.0.1.1, which no other machine reaches."""
     name = socket.gethostname()
+    instead = "the interface that routes to the master is used"
     try:
         found = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
     except OSError as error:
-        yield Finding(
-            "names", NOTE, f"its own name {name} does not resolve here ({error.strerror or error}); the interface that routes "
-            "to the master is used",
-        )
+        why = error.strerror or error
+        yield Finding("names", NOTE, f"its own name {name} does not resolve here ({why}); {instead}")
         return
+    seen = f"its own name {name} leads to {', '.join(found)}"
     if all(is_loopback(address) for address in found):
-        yield Finding(
-            "names", NOTE, f"its own name {name} leads to {', '.join(found)}, which no other machine reaches; the interface that "
-            "routes to the master is used",
-        )
+        yield Finding("names", NOTE, f"{seen}, which no other machine reaches; {instead}")
     else:
-        yield Finding("names", OK, f"its own name {name} leads to {', '.join(found)}")
+        yield Finding("names", OK, seen)
 
 
 def before_training(config: Config, launch: Launch) -> list[str]:
-    """What every training looks at in milliseconds: a line for each limit that will be in its way."""
+    """A line for each limit that will be in the way of this training."""
     found = [finding for finding in limits(config, launch) if finding.level == WARNING]
-    return [f"{told.seen}: {told.why} {told.remedy}" if told.remedy else told.seen for told in found]
+    return [f"{each.seen}: {each.why} {each.remedy}" if each.remedy else each.seen for each in found]
