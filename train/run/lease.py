@@ -73,6 +73,7 @@ class Lease:
 
     def __exit__(self, *_: object) -> None:
         self._released.set()
+        # The file stays, marked as released: a successor need not watch for a heartbeat before it starts
         with contextlib.suppress(OSError), self._writing:
             if self._held and self.is_ours():
                 write_json(self.path, {"token": self.token, "attempt": self.attempt, "released": True})

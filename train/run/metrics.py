@@ -43,7 +43,7 @@ class Metrics:
                 self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else None)
 
     def training(self, step: int, loss: float, rate: float, per_s: float) -> None:
-        """`loss`: the mean over the global batch of this step, `rate`: the learning rate, `per_s`: samples per second."""
+        """`loss`: the mean over the step's global batch, `rate`: the learning rate, `per_s`: samples per second."""
         self.last |= {"loss": loss, "per_s": per_s, "rate": rate}
         self._write(step, {"train/loss": loss, "train/lr": rate, f"train/{self.unit}_per_s": per_s})
 

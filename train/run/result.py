@@ -18,8 +18,8 @@ from train.run.training import Training
 def write_result(t: Training, *, seconds: float) -> None:
     """Write `result.json` and the last pictures, and print the table. All ranks call this, rank 0 writes.
 
-    `seconds`: of the whole attempt. Raises UserError where the disk is full, and PeerLost where another attempt owns the
-    run by now.
+    `seconds`: of the whole attempt. Raises UserError where the disk is full, and PeerLost where another attempt owns
+    the run by now.
     """
     config, group, run, workload, progress = t.config, t.group, t.run, t.workload, t.progress
     state = t.method.full_state_dict(t.plain)
@@ -46,8 +46,7 @@ def write_result(t: Training, *, seconds: float) -> None:
     if any(shares):
         result["profile"] = {"steps": [t.profiler.first, t.profiler.last], "ranks": shares}
     assert run.metrics is not None
-    assert run.lease is not None
-    run.lease.check()
+    run.check_owner()
     if workload.pictures is not None and config.tensorboard and run.tables:
         if t.whole is not t.plain:
             t.whole.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Where a training starts: at a checkpoint, at somebody's weights, or at the model as it was built."""
+"""Where a training starts: at a checkpoint, at given weights, or at the model as it was built."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +22,10 @@ from train.run.sharded_checkpoint import FOLDER, read_shards_into
 def load_initial_weights(
     config: Config, group: Group, plain: nn.Module, earlier: Checkpoint | None, *, data_name: str
 ) -> Progress:
-    """Put the weights to start from into `plain`, which is still whole, and say where the run stands.
+    """Load the weights to start from into `plain`, which is still whole, and return where the run stands.
 
-    Those of a sharded checkpoint come later, when the model is split as well. Raises UserError for a checkpoint of
-    other data or of another model.
+    The weights of a sharded checkpoint are loaded later, when the model is split as well. Raises UserError for a
+    checkpoint of other data or of another model.
     """
     if earlier is None:
         if config.init_from:
@@ -53,9 +53,10 @@ def load_training_state(
     group: Group, method: Method, plain: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
     earlier: Checkpoint | None,
 ) -> dict[str, Any]:
-    """Put back the rest, and the weights from shards, now that the parameters are split and the optimizer knows them.
+    """Load optimizer, scaler and, from shards, the weights, once the parameters are split and the optimizer knows them.
 
-    Returns the method's memory, empty where nothing is resumed. Raises UserError for a checkpoint that does not fit.
+    Returns the memory of the method, empty where nothing is resumed. Raises UserError for a checkpoint that does not
+    fit the model.
     """
     if earlier is None:
         return {}

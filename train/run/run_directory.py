@@ -75,35 +75,37 @@ class RunDirectory:
         `tensors`: on rank 0 the plain state dict of the model; with checkpoint_format sharded each rank's part of the
         model's and the optimizer's tensors, and `state.optimizer` holds the rest.
         """
+        directory = self.path / "checkpoints"
         if self.config.checkpoint_format == "sharded":
-            self._save_shards(state, tensors)
+            self._save_shards(directory, state, tensors)
         else:
-            on_rank0(self.group, lambda: publish.save_checkpoint(
-                self._checkpoints, state, tensors, keep=self.config.keep, check_owner=self._flush_metrics().check,
-            ))
+
+            def save_plain() -> None:
+                self._flush_metrics()
+                publish.save_checkpoint(
+                    directory, state, tensors, keep=self.config.keep, check_owner=self.check_owner
+                )
+
+            on_rank0(self.group, save_plain)
         if self.group.is_rank0:
             self.group.log.debug(f"saved step {state.step}")
 
-    @property
-    def _checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    def _flush_metrics(self) -> Lease:
-        """The metrics of the saved steps must not be lost with this process: a resumed run does not repeat these steps.
-
-        Rank 0 only. Returns the lease, which a save asks next.
-        """
+    def check_owner(self) -> None:
+        """Raises PeerLost where another attempt owns the directory by now. Rank 0 only."""
         assert self.lease is not None
+        self.lease.check()
+
+    def _flush_metrics(self) -> None:
+        """Before a save: a resumed run does not repeat the saved steps, so their metrics must survive a kill."""
         assert self.metrics is not None
         self.metrics.flush()
-        return self.lease
 
-    def _save_shards(self, state: TrainingState, tensors: dict[str, Any]) -> None:
+    def _save_shards(self, directory: Path, state: TrainingState, tensors: dict[str, Any]) -> None:
         def begin() -> str:
             self._flush_metrics()
-            return publish.create_staging(self._checkpoints, state.step, self.group.attempt).name
+            return publish.create_staging(directory, state.step, self.group.attempt).name
 
-        staging = self._checkpoints / on_rank0(self.group, begin)
+        staging = directory / on_rank0(self.group, begin)
         try:
             shards = write_shards(staging / FOLDER, tensors, self.group)
         except UserError:
@@ -112,8 +114,7 @@ class RunDirectory:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
         on_rank0(self.group, lambda: publish.publish(
-            staging, state.to_files(), shards, step=state.step, keep=self.config.keep,
-            check_owner=self._flush_metrics().check,
+            staging, state.to_files(), shards, step=state.step, keep=self.config.keep, check_owner=self.check_owner
         ))
 
 

@@ -36,7 +36,7 @@ class TrainingState:
     """All that an attempt needs, beside the weights, to go on with the same bits as if nothing had happened.
 
     To add a field: declare it here (in TENSOR_FIELDS too if it holds tensors), raise FORMAT, and set it where
-    `train.loop` makes a TrainingState.
+    `train.run.training.save` makes a TrainingState.
     """
 
     # Where the run stands. `evaluated`: the last step whose evaluation is complete, `metrics`: its outcome.
