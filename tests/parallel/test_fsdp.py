@@ -1,4 +1,4 @@
-"""fsdp: parameters split over the ranks. That it follows one process and resumes to the bit is in test_parallel.py."""
+"""fsdp: parameters split over the ranks. That it follows one process and resumes to the bit is in test_methods.py."""
 
 import re
 from importlib.util import find_spec
@@ -52,9 +52,9 @@ def test_fsdp_evaluates_exactly_where_ranks_have_different_numbers_of_batches(fo
         run = train(forks, tmp_path / size, 2, *line)
         codes, output = forks.run("evaluate", *DIGITS, *line, "--name", run.name, "--run-dir", tmp_path)
         assert codes == [0], output
-        told = dict(re.findall(r"^ *(accuracy|loss) +([\d.]+)$", output, re.MULTILINE))
+        printed = dict(re.findall(r"^ *(accuracy|loss) +([\d.]+)$", output, re.MULTILINE))
         found = evaluated(run)
-        assert told == {"accuracy": f"{found['eval/accuracy']:.4f}", "loss": f"{found['eval/loss']:.4f}"}
+        assert printed == {"accuracy": f"{found['eval/accuracy']:.4f}", "loss": f"{found['eval/loss']:.4f}"}
         assert re.search(r"^ *samples +359$", output, re.MULTILINE)
 
 
@@ -83,34 +83,35 @@ def test_parts_that_share_a_parameter_stay_together() -> None:
 
 # The matrix -----------------------------------------------------------------------------------------------------
 
-WAYS = {"none": 1, "dp": 1, "ddp": 2, "fsdp": 2, "horovod": 2}
+WORLD_SIZES = {"none": 1, "dp": 1, "ddp": 2, "fsdp": 2, "horovod": 2}
 NO_HOROVOD = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horovod here: make horovod builds it")
-EACH = [pytest.param(way, marks=NO_HOROVOD if way == "horovod" else ()) for way in WAYS]
+EACH = [pytest.param(method, marks=NO_HOROVOD if method == "horovod" else ()) for method in WORLD_SIZES]
 
 
 @pytest.fixture(scope="module")
 def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("trained")
     line = ("--max-steps", "4", "--device", "cpu")
-    here = {way: count for way, count in WAYS.items() if way != "horovod" or find_spec("horovod")}
-    return {way: train(forks, folder / way, count, "--parallel", way, *line) for way, count in here.items()}
+    here = {name: count for name, count in WORLD_SIZES.items() if name != "horovod" or find_spec("horovod")}
+    return {name: train(forks, folder / name, count, "--parallel", name, *line) for name, count in here.items()}
 
 
-@pytest.mark.parametrize("way", EACH)
-def test_weights_of_each_way_load_into_a_plain_module(trained: dict[str, Path], way: str) -> None:
-    state = torch.load(newest(trained[way]) / "model.pt", weights_only=True)
+@pytest.mark.parametrize("method", EACH)
+def test_weights_of_each_method_load_into_a_plain_module(trained: dict[str, Path], method: str) -> None:
+    state = torch.load(newest(trained[method]) / "model.pt", weights_only=True)
     model = vision_models.build_model("cnn", channels=1, size=8, num_classes=10, dropout=0.0)
     model.load_state_dict(state)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("other", EACH)
-@pytest.mark.parametrize("way", EACH)
-def test_weights_of_each_way_load_into_every_other(
-    forks: Forks, trained: dict[str, Path], tmp_path: Path, way: str, other: str
+@pytest.mark.parametrize("method", EACH)
+def test_weights_of_each_method_load_into_every_other(
+    forks: Forks, trained: dict[str, Path], tmp_path: Path, method: str, other: str
 ) -> None:
     """With next to no learning rate, what is evaluated after a step is what was loaded."""
-    line = ("--parallel", other, "--init-from", newest(trained[way]), "--max-steps", "1", "--lr", "1e-12", "--device", "cpu")
-    run = train(forks, tmp_path / "run", WAYS[other], *line)
-    assert evaluated(run)["eval/loss"] == pytest.approx(evaluated(trained[way])["eval/loss"], rel=1e-6)
-    assert evaluated(run)["eval/accuracy"] == evaluated(trained[way])["eval/accuracy"]
+    line = ("--parallel", other, "--max-steps", "1", "--lr", "1e-12", "--device", "cpu")
+    start = ("--init-from", newest(trained[method]))
+    run = train(forks, tmp_path / "run", WORLD_SIZES[other], *line, *start)
+    assert evaluated(run)["eval/loss"] == pytest.approx(evaluated(trained[method])["eval/loss"], rel=1e-6)
+    assert evaluated(run)["eval/accuracy"] == evaluated(trained[method])["eval/accuracy"]

@@ -20,10 +20,11 @@ from train.config import Config, load_config
 from train.errors import ConfigError
 from train.parallel import horovod
 
-DIGITS = ("train", "--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr", "0.02",
-          "--schedule", "constant", "--log-every-steps", "1", "--device", "cpu")
+DIGITS = ("train", "--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr",
+          "0.02", "--schedule", "constant", "--log-every-steps", "1", "--device", "cpu")
 HOROVOD = ("--parallel", "horovod")
 STEPS = ("--max-steps", "14")
+ENDLESS = ("--max-steps", "1000000", "--save-every-steps", "3")
 
 needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horovod here: make horovod builds it")
 
@@ -59,7 +60,8 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]
 def by_horovodrun(*arguments: str | Path) -> Job:
     """Its own code warns of what Python has removed since."""
     runner = Path(sys.executable).with_name("horovodrun")
-    return start(runner, "-np", "2", "--gloo", sys.executable, "-m", "train.main", *arguments, env={"PYTHONWARNINGS": "default"})
+    command = (runner, "-np", "2", "--gloo", sys.executable, "-m", "train.main")
+    return start(*command, *arguments, env={"PYTHONWARNINGS": "default"})
 
 
 def by_mpirun(*arguments: str | Path) -> Job:
@@ -76,8 +78,8 @@ def test_horovod_trains_to_the_weights_of_ddp_whoever_starts_it(
     with ended(how(*DIGITS, *HOROVOD, *STEPS, "--name", "run", "--run-dir", tmp_path)) as job:
         assert job.wait(280) == [0], job.output
     assert digest(tmp_path / "run") == digest(ddp)
-    told = result(tmp_path / "run")
-    assert (told["parallel"], told["world_size"]) == ("horovod", 2)
+    outcome = result(tmp_path / "run")
+    assert (outcome["parallel"], outcome["world_size"]) == ("horovod", 2)
 
 
 @needs_horovod
@@ -118,7 +120,7 @@ def newest(checkpoints: Path) -> int:
 
 @needs_horovod
 def test_horovod_rank_that_loses_the_other_ends_with_171_and_names_it(forks: Forks, tmp_path: Path) -> None:
-    line = (*DIGITS, *HOROVOD, "--max-steps", "1000000", "--save-every-steps", "3", "--run-dir", tmp_path, "--name", "run")
+    line = (*DIGITS, *HOROVOD, *ENDLESS, "--run-dir", tmp_path, "--name", "run")
     with forks.running(*line, world_size=2) as job:
         job.wait_until(lambda: list((tmp_path / "run" / "checkpoints").glob("step-*")), "a checkpoint")
         job.processes[1].signal("SIGKILL")
@@ -129,7 +131,7 @@ def test_horovod_rank_that_loses_the_other_ends_with_171_and_names_it(forks: For
 
 @needs_horovod
 def test_horovod_stops_on_request_with_a_checkpoint(forks: Forks, tmp_path: Path) -> None:
-    line = (*DIGITS, *HOROVOD, "--max-steps", "1000000", "--save-every-steps", "3", "--run-dir", tmp_path, "--name", "run")
+    line = (*DIGITS, *HOROVOD, *ENDLESS, "--run-dir", tmp_path, "--name", "run")
     with forks.running(*line, world_size=2) as job:
         job.wait_until(lambda: list((tmp_path / "run" / "checkpoints").glob("step-*")), "a checkpoint")
         job.processes[1].signal("SIGTERM")
@@ -153,7 +155,7 @@ def test_horovod_follows_one_process(forks: Forks, ddp: Path, alone: list[float]
         assert (digest(run) == digest(ddp)) == (name == "fp32")
 
 
-WAYS: dict[str, tuple[str, ...]] = {
+VARIANTS: dict[str, tuple[str, ...]] = {
     "accumulated": ("--accumulate", "4"),
     "adamw, clipped": ("--optimizer", "adamw", "--lr", "0.002", "--clip-norm", "0.5"),
     "fp16, accumulated and clipped": ("--precision", "fp16", "--accumulate", "2", "--clip-norm", "1"),
@@ -162,9 +164,11 @@ WAYS: dict[str, tuple[str, ...]] = {
 
 
 @needs_horovod
-@pytest.mark.parametrize("way", WAYS)
-def test_way_through_horovod_comes_to_the_weights_of_ddp_and_resumes_to_the_bit(forks: Forks, tmp_path: Path, way: str) -> None:
-    line = (*WAYS[way], *STEPS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variant_through_horovod_comes_to_the_weights_of_ddp_and_resumes_to_the_bit(
+    forks: Forks, tmp_path: Path, variant: str
+) -> None:
+    line = (*VARIANTS[variant], *STEPS)
     train(forks, tmp_path / "parts", 2, *HOROVOD, *line, "--max-steps", "8")
     parts = train(forks, tmp_path / "parts", 2, *HOROVOD, *line)
     whole = train(forks, tmp_path / "ddp", 2, *line)
@@ -186,19 +190,21 @@ def test_horovod_evaluates_exactly(forks: Forks, tmp_path: Path) -> None:
     """359 samples in three batches on two ranks: all numbers are those of one process."""
     line = (*HOROVOD, *STEPS, "--eval-batch-size", "150")
     run = train(forks, tmp_path / "run", 2, *line)
-    told = []
+    printed = []
     for count in (1, 2):
-        codes, output = forks.run("evaluate", *DIGITS[1:], *line, "--name", "run", "--run-dir", tmp_path, world_size=count)
+        evaluate = ("evaluate", *DIGITS[1:], *line, "--name", "run", "--run-dir", tmp_path)
+        codes, output = forks.run(*evaluate, world_size=count)
         assert codes == [0] * count, output
-        told.append(dict(re.findall(r" (accuracy|loss|samples) +([\d.]+)$", output, re.MULTILINE)))
+        printed.append(dict(re.findall(r" (accuracy|loss|samples) +([\d.]+)$", output, re.MULTILINE)))
     found = result(run)["metrics"]
-    assert told[0] == told[1] == {"accuracy": f"{found['accuracy']:.4f}", "loss": f"{found['loss']:.4f}", "samples": "359"}
+    expected = {"accuracy": f"{found['accuracy']:.4f}", "loss": f"{found['loss']:.4f}", "samples": "359"}
+    assert printed == [expected, expected]
 
 
 @needs_horovod
 def test_run_goes_on_from_horovod_to_ddp_and_back(forks: Forks, ddp: Path, tmp_path: Path) -> None:
-    for steps, way in (("5", "horovod"), ("10", "ddp"), ("14", "horovod")):
-        run = train(forks, tmp_path / "run", 2, "--parallel", way, "--max-steps", steps)
+    for steps, method in (("5", "horovod"), ("10", "ddp"), ("14", "horovod")):
+        run = train(forks, tmp_path / "run", 2, "--parallel", method, "--max-steps", steps)
     assert digest(run) == digest(ddp)
 
 
@@ -219,9 +225,13 @@ REFUSED = {
     "--compress=powersgd": "--compress must be none or fp16 with parallel horovod, got \"powersgd\".",
     "--sync-bn": "--sync-bn must be false with parallel horovod, got true. Horovod's own needs GPUs",
     "--compile": "--compile must be false with parallel horovod, got true.",
-    "--channels-last": "--channels-last must be false with parallel horovod, got true. It takes contiguous parameters only.",
+    "--channels-last": (
+        "--channels-last must be false with parallel horovod, got true. It takes contiguous parameters only."
+    ),
     "--static-graph": "--static-graph must be false with parallel horovod, got true.",
-    "--find-unused-parameters": "--find-unused-parameters must be false with parallel horovod, got true. Their weights would",
+    "--find-unused-parameters": (
+        "--find-unused-parameters must be false with parallel horovod, got true. Their weights would"
+    ),
 }
 
 
@@ -266,9 +276,11 @@ def hide_horovod() -> None:
 
 
 def test_horovod_that_is_not_installed_is_one_line(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*DIGITS, *HOROVOD, "--run-dir", tmp_path, world_size=2, preload="tests.parallel.test_horovod:hide_horovod")
+    line = (*DIGITS, *HOROVOD, "--run-dir", tmp_path)
+    codes, output = forks.run(*line, world_size=2, preload="tests.parallel.test_horovod:hide_horovod")
     assert codes == [2, 2]
-    assert "error: parallel horovod needs Horovod, which is not installed here. `make horovod` builds and installs it" in output
+    message = "parallel horovod needs Horovod, which is not installed here. `make horovod` builds and installs it"
+    assert f"error: {message}" in output
     assert "Traceback" not in output
 
 

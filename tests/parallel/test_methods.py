@@ -1,7 +1,8 @@
-"""How a model is trained by several ranks: every way of it follows the curve of one process, and resumes to the bit."""
+"""Several ranks train one model: every method and setting follows the curve of one process, and resumes to the bit."""
 
 import json
 import types
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from train.parallel import METHODS, method_name
 from train.parallel import model as models
 from train.parallel.warm_up import warm_up
 
-# A constant rate, since a cosine over fewer steps would be another curve; a small one, which does not magnify differences
+# A constant rate, since a cosine over fewer steps would be another curve; a small one, which does not magnify
+# differences
 DIGITS = ("--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr", "0.02",
           "--schedule", "constant", "--warmup-steps", "5", "--log-every-steps", "1")
 STEPS = 22
@@ -50,9 +52,9 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]
     return losses(train(forks, tmp_path_factory.mktemp("alone") / "run", 1))
 
 
-# Each way, and how far its loss may be from that of one process in fp32: sums in another order differ in the last of
-# fp32's 24 bits; bf16 keeps 8 bits, fp16 11. A pixel on the edge of a max pool can tip a single step by 1e-3.
-WAYS: dict[str, tuple[tuple[str, ...], float]] = {
+# Each variant, and how far its loss may be from that of one process in fp32: sums in another order differ in the last
+# of fp32's 24 bits; bf16 keeps 8 bits, fp16 11. A pixel on the edge of a max pool can tip a single step by 1e-3.
+VARIANTS: dict[str, tuple[tuple[str, ...], float]] = {
     "accumulated": (("--accumulate", "4"), 1e-3),
     "bf16": (("--precision", "bf16"), 3e-2),
     "fp16": (("--precision", "fp16"), 2e-2),
@@ -68,11 +70,11 @@ WAYS: dict[str, tuple[tuple[str, ...], float]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_way_follows_one_process_and_resumes_to_the_bit(
-    forks: Forks, alone: list[float], tmp_path: Path, way: str
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variant_follows_one_process_and_resumes_to_the_bit(
+    forks: Forks, alone: list[float], tmp_path: Path, variant: str
 ) -> None:
-    arguments, tolerance = WAYS[way]
+    arguments, tolerance = VARIANTS[variant]
     whole = train(forks, tmp_path / "whole", 2, *arguments)
     assert largest_difference(losses(whole), alone) < tolerance
     train(forks, tmp_path / "parts", 2, *arguments, "--max-steps", "13")
@@ -86,21 +88,21 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "adamw": ("--optimizer", "adamw", "--lr", "0.002"),
     "clipped": ("--clip-norm", "0.5"),
     "fsdp with adamw, clipped": ("--parallel", "fsdp", "--optimizer", "adamw", "--lr", "0.002", "--clip-norm", "0.5"),
-    "everything": ("--optimizer", "adamw", "--precision", "bf16", "--accumulate", "2", "--clip-norm", "1", "--lr", "0.002",
-                   "--label-smoothing", "0.1", "--augment", "--channels-last"),
+    "everything": ("--optimizer", "adamw", "--precision", "bf16", "--accumulate", "2", "--clip-norm", "1", "--lr",
+                   "0.002", "--label-smoothing", "0.1", "--augment", "--channels-last"),
 }
 
 
-@pytest.mark.parametrize("way", OTHERS)
-def test_other_curve_is_that_of_one_process_and_resumes_to_the_bit(forks: Forks, tmp_path: Path, way: str) -> None:
-    one = train(forks, tmp_path / "one", 1, *OTHERS[way])
-    whole = train(forks, tmp_path / "whole", 2, *OTHERS[way])
-    assert largest_difference(losses(whole), losses(one)) < (3e-2 if "bf16" in OTHERS[way] else 1e-3)
-    train(forks, tmp_path / "parts", 2, *OTHERS[way], "--max-steps", "13")
-    assert result(train(forks, tmp_path / "parts", 2, *OTHERS[way]))["digest"] == result(whole)["digest"]
+@pytest.mark.parametrize("variant", OTHERS)
+def test_other_curve_is_that_of_one_process_and_resumes_to_the_bit(forks: Forks, tmp_path: Path, variant: str) -> None:
+    one = train(forks, tmp_path / "one", 1, *OTHERS[variant])
+    whole = train(forks, tmp_path / "whole", 2, *OTHERS[variant])
+    assert largest_difference(losses(whole), losses(one)) < (3e-2 if "bf16" in OTHERS[variant] else 1e-3)
+    train(forks, tmp_path / "parts", 2, *OTHERS[variant], "--max-steps", "13")
+    assert result(train(forks, tmp_path / "parts", 2, *OTHERS[variant]))["digest"] == result(whole)["digest"]
 
 
-def test_way_resumes_with_dropout_to_the_bit(forks: Forks, tmp_path: Path) -> None:
+def test_training_resumes_with_dropout_to_the_bit(forks: Forks, tmp_path: Path) -> None:
     """fp16 on four ranks, with all that draws random numbers; four show DDP's buckets, which two do not."""
     line = ("--precision", "fp16", "--dropout", "0.3", "--augment", "--accumulate", "2", "--in-memory", "never",
             "--num-workers", "1")
@@ -119,7 +121,8 @@ def test_scaler_goes_on_with_its_scale(forks: Forks, tmp_path: Path) -> None:
 
 # Random numbers -------------------------------------------------------------------------------------------------
 
-SPY = ("train", "--workload", "tests.rigs.recording_workload:build", "--tensorboard=false", "--batch-size", "12", "--max-steps", "4")
+SPY = ("train", "--workload", "tests.rigs.recording_workload:build", "--tensorboard=false", "--batch-size", "12",
+       "--max-steps", "4")
 
 
 def spied(forks: Forks, tmp_path: Path, world_size: int, *arguments: str, name: str = "spy") -> Path:
@@ -165,9 +168,9 @@ def saved(run: Path, step: int) -> Any:
 
 
 def test_compression_is_another_arithmetic(forks: Forks, tmp_path: Path) -> None:
-    ways = {"none": (), "fp16": ("--compress", "fp16"), "bf16": ("--compress", "bf16"), "powersgd": POWERSGD}
+    hooks = {"none": (), "fp16": ("--compress", "fp16"), "bf16": ("--compress", "bf16"), "powersgd": POWERSGD}
     digests = {
-        result(train(forks, tmp_path / name, 2, "--max-steps", "6", *more))["digest"] for name, more in ways.items()
+        result(train(forks, tmp_path / name, 2, "--max-steps", "6", *more))["digest"] for name, more in hooks.items()
     }
     assert len(digests) == 4
 
@@ -183,8 +186,8 @@ def test_powersgd_remembers_for_each_rank_what_it_did_not_send(forks: Forks, tmp
 def test_powersgd_trains_a_model_of_more_than_one_bucket(forks: Forks, tmp_path: Path) -> None:
     """gloo took one bucket's message for another's, and aborted."""
     codes, output = forks.run(
-        "train", "--dataset", "digits", "--model", "cnn", "--image-size", "28", "--tensorboard=false", *POWERSGD[:-1], "12",
-        "--name", "run", "--run-dir", str(tmp_path), world_size=2,
+        "train", "--dataset", "digits", "--model", "cnn", "--image-size", "28", "--tensorboard=false", *POWERSGD[:-1],
+        "12", "--name", "run", "--run-dir", str(tmp_path), world_size=2,
     )
     assert codes == [0, 0], output
     assert result(tmp_path / "run")["step"] == 12
@@ -259,8 +262,8 @@ def test_sync_bn_on_a_cpu_is_refused(forks: Forks, tmp_path: Path, device: str) 
 
 def test_batch_is_split_as_printed(forks: Forks, tmp_path: Path) -> None:
     codes, output = forks.run(
-        "train", *DIGITS, "--max-steps", "11", "--batch-size", "256", "--accumulate", "2", "--lr", "0.1", "--lr-scaling",
-        "linear", "--lr-base-batch", "128", "--run-dir", tmp_path, world_size=2,
+        "train", *DIGITS, "--max-steps", "11", "--batch-size", "256", "--accumulate", "2", "--lr", "0.1",
+        "--lr-scaling", "linear", "--lr-base-batch", "128", "--run-dir", tmp_path, world_size=2,
     )
     assert codes == [0, 0], output
     assert "batch  256 global = 2 ranks x 128 in 2 parts, peak learning rate 0.2, 2 steps an epoch" in output
@@ -269,8 +272,10 @@ def test_batch_is_split_as_printed(forks: Forks, tmp_path: Path) -> None:
 def test_batch_that_the_ranks_do_not_divide_is_refused_with_the_nearest(forks: Forks, tmp_path: Path) -> None:
     codes, output = forks.run("train", *DIGITS, "--batch-size", "64", "--run-dir", tmp_path / "runs", world_size=3)
     assert codes == [2, 2, 2]
-    said = "batch_size must be a multiple of 3 (3 processes), got 64. Start 2 or 4 processes, or set --batch-size 63 or 66."
-    assert said in output
+    message = (
+        "batch_size must be a multiple of 3 (3 processes), got 64. Start 2 or 4 processes, or set --batch-size 63 or 66."
+    )
+    assert message in output
     assert not (tmp_path / "runs").exists()
 
 
@@ -283,7 +288,8 @@ def test_ddp_of_one_process_trains_as_without(forks: Forks, alone: list[float], 
 
 def test_dp_on_one_device_says_so_and_trains_as_without(forks: Forks, alone: list[float], tmp_path: Path) -> None:
     codes, output = forks.run(
-        "train", *DIGITS, "--max-steps", str(STEPS), "--parallel", "dp", "--device", "cpu", "--name", "run", "--run-dir", tmp_path
+        "train", *DIGITS, "--max-steps", str(STEPS), "--parallel", "dp", "--device", "cpu", "--name", "run",
+        "--run-dir", tmp_path
     )
     assert codes == [0], output
     assert output.count("dp     one device (cpu): trains as one process does without DataParallel") == 1
@@ -299,7 +305,8 @@ def test_dp_of_two_processes_is_refused(forks: Forks, tmp_path: Path) -> None:
 def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, **settings: Any) -> nn.Module:
     """A wrapped model on a machine with so many GPUs, made up here."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    group = types.SimpleNamespace(device=torch.device("cuda", 0), world_size=1, log=types.SimpleNamespace(info=lambda text: None))
+    log = types.SimpleNamespace(info=lambda text: None)
+    group = types.SimpleNamespace(device=torch.device("cuda", 0), world_size=1, log=log)
     method = METHODS["dp"](Config(parallel="dp", **settings), group)  # type: ignore[arg-type]
     method.refuse()
     return method.wrap(nn.Linear(2, 2))
@@ -381,6 +388,11 @@ def test_compile_without_headers_is_one_line(monkeypatch: pytest.MonkeyPatch, tm
 
 
 # Choosing -------------------------------------------------------------------------------------------------------
+
+
+def test_methods_are_the_choices_of_the_setting() -> None:
+    choices = typing.get_args(Config.model_fields["parallel"].annotation)
+    assert set(choices) == {"auto", *METHODS}
 
 
 def test_method_is_ddp_for_several_and_none_for_one() -> None:

@@ -1,4 +1,4 @@
-"""The ways to train on GPUs, by nccl: written where there was none, and never run so far. They skip without two GPUs."""
+"""The methods on GPUs, by nccl. Written on a machine without GPUs; the tests skip where there are not two."""
 
 from pathlib import Path
 
@@ -9,18 +9,19 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
 
 pytestmark = pytest.mark.gpu
-LINE = ("train", "--dataset", "digits", "--model", "cnn", "--device", "cuda", "--tensorboard=false", "--lr", "0.02", "--schedule",
-        "constant", "--log-every-steps", "1", "--save-every-steps", "6", "--name", "run")
+LINE = ("train", "--dataset", "digits", "--model", "cnn", "--device", "cuda", "--tensorboard=false", "--lr", "0.02",
+        "--schedule", "constant", "--log-every-steps", "1", "--save-every-steps", "6", "--name", "run")
 
 
 def train(forks: Forks, folder: Path, world_size: int, *more: str, steps: int = 20) -> list[float]:
-    codes, output = forks.run(*LINE, *more, "--max-steps", str(steps), "--run-dir", folder, world_size=world_size, timeout_s=240)
+    line = (*LINE, *more, "--max-steps", str(steps), "--run-dir", folder)
+    codes, output = forks.run(*line, world_size=world_size, timeout_s=240)
     assert codes == [0] * world_size, output
     return [line["train/loss"] for line in metrics(folder / "run") if "train/loss" in line]
 
 
 # How far the loss may be from that of one GPU in fp32; TF32 and other kernels may be taken for another shape of batch
-WAYS: dict[str, tuple[tuple[str, ...], float]] = {
+VARIANTS: dict[str, tuple[tuple[str, ...], float]] = {
     "ddp": (("--backend", "nccl"), 1e-2),
     "fp16 with its scaler": (("--precision", "fp16"), 3e-2),
     "bf16": (("--precision", "bf16"), 5e-2),
@@ -32,11 +33,11 @@ WAYS: dict[str, tuple[tuple[str, ...], float]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_way_on_two_gpus_follows_one_and_resumes_to_the_bit(forks: Forks, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variant_on_two_gpus_follows_one_and_resumes_to_the_bit(forks: Forks, tmp_path: Path, variant: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    settings, tolerance = WAYS[way]
+    settings, tolerance = VARIANTS[variant]
     alone = train(forks, tmp_path / "alone", 1, "--parallel", "none")
     whole = train(forks, tmp_path / "whole", 2, *settings, "--deterministic")
     assert max(abs(a - b) / b for a, b in zip(whole, alone, strict=True)) < tolerance

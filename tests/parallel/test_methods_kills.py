@@ -1,5 +1,5 @@
-"""Every way to train, and to start the processes, is killed with SIGKILL in the middle and ends with the weights and the curve
-of the run that nobody disturbed. Kills at random moments, by ddp, are in test_resume.py."""
+"""Every method and every launcher is killed with SIGKILL in the middle, and ends with the weights and the curve of the
+run that nobody disturbed. Kills at random moments, of ddp, are in test_resume.py."""
 
 import json
 import shutil
@@ -13,13 +13,14 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, ended, free_port, metrics, result, start
 
 # 8 steps an epoch, with dropout and data that are drawn anew in each epoch
-LINE = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--max-steps", "14", "--save-every-steps", "3",
-        "--log-every-steps", "1", "--tensorboard=false", "--progress=none", "--name", "run")
+LINE = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--max-steps", "14",
+        "--save-every-steps", "3", "--log-every-steps", "1", "--tensorboard=false", "--progress=none", "--name", "run")
 PATH = {"PYTHONPATH": str(ROOT)}
 
 
 def kill(rank: int | None, step: int) -> dict[str, str]:
-    """In that step of each incarnation, counted from 1; the warm-up makes two passes. None: whoever is told."""
+    """In that step of each incarnation, counted from 1; the warm-up makes two passes. None: the process that gets
+    it."""
     return {"PROBE": json.dumps({"where": "loss", "call": step + 2, "rank": rank, "signal": "SIGKILL"})}
 
 
@@ -30,9 +31,9 @@ def outcome(folder: Path) -> tuple[str, list[dict[str, Any]]]:
     return result(folder / "run")["digest"], lines
 
 
-# Ways to train --------------------------------------------------------------------------------------------------
+# Methods ---------------------------------------------------------------------------------------------------------
 
-WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
+VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "none": (1, ("--parallel", "none")),
     "dp on one device": (1, ("--parallel", "dp", "--device", "cpu")),
     "ddp": (2, ("--parallel", "ddp")),
@@ -42,13 +43,17 @@ WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
     "sent as bf16": (2, ("--compress", "bf16")),
     "sent by powersgd": (2, ("--compress", "powersgd", "--powersgd-start", "2", "--powersgd-rank", "2")),
     "fsdp": (2, ("--parallel", "fsdp")),
-    "fsdp in bf16 with adamw": (2, ("--parallel", "fsdp", "--precision", "bf16", "--optimizer", "adamw", "--lr", "0.01")),
+    "fsdp in bf16 with adamw": (
+        2, ("--parallel", "fsdp", "--precision", "bf16", "--optimizer", "adamw", "--lr", "0.01")
+    ),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_killed_way_ends_with_the_weights_of_the_undisturbed_run(forks: Forks, tmp_path: Path, way: str) -> None:
-    world_size, settings = WAYS[way]
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_killed_variant_ends_with_the_weights_of_the_undisturbed_run(
+    forks: Forks, tmp_path: Path, variant: str
+) -> None:
+    world_size, settings = VARIANTS[variant]
     line = (*LINE, *settings)
     codes, output = forks.run(*line, "--run-dir", tmp_path / "undisturbed", world_size=world_size)
     assert codes == [0] * world_size, output
@@ -63,7 +68,7 @@ def test_killed_way_ends_with_the_weights_of_the_undisturbed_run(forks: Forks, t
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "undisturbed")
 
 
-# Ways to start --------------------------------------------------------------------------------------------------
+# Launchers ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +96,10 @@ def test_ranks_that_met_by_a_url_are_killed_and_go_on(
 
 @pytest.mark.timeout(900)  # twice two interpreters that import torch
 def test_spawn_goes_on_by_itself_after_a_kill(undisturbed: Any, tmp_path: Path) -> None:
-    """In step 9, after the save of the evaluation at 8; what is left for the second attempt is shorter. `launch` with its
-    usual launcher is in test_resume.py."""
+    """In step 9, after the save of the evaluation at 8; the second attempt has fewer steps left than that.
+
+    `launch` with its usual launcher is in test_resume.py.
+    """
     command = (sys.executable, MAIN, "launch", "--launcher", "spawn", "--nproc", "2", *LINE[1:], "--run-dir", tmp_path)
     with ended(start(*command, env=PATH | kill(1, 9))) as job:
         assert job.wait(600) == [0], job.output
@@ -105,7 +112,8 @@ def test_spawn_goes_on_by_itself_after_a_kill(undisturbed: Any, tmp_path: Path) 
 def test_mpirun_that_lost_a_rank_goes_on_when_it_is_run_again(undisturbed: Any, tmp_path: Path) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("no mpirun here: apt install openmpi-bin")
-    command = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable, MAIN)
+    options = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2")
+    command = ("mpirun", *options, sys.executable, MAIN)
     with ended(start(*command, *LINE, "--run-dir", tmp_path, env=PATH | kill(1, 8))) as job:
         assert job.wait(300) != [0], job.output
     with ended(start(*command, *LINE, "--run-dir", tmp_path, env=PATH)) as job:

@@ -1,4 +1,4 @@
-"""Texts in every way to train: the curve of one process, and exact evaluation where the work does not come out even."""
+"""Texts by every method: the curve of one process, and exact evaluation where the ranks do not get equal work."""
 
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,11 @@ import pytest
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
 
-# 15 batches of 30 and a rest of 10, which is left out; 150 texts to evaluate on, in 3 batches: one more for rank 0 than for
-# rank 1, and the last of 30
-TEXT = ("train", "--workload", "text", "--tensorboard=false", "--progress=none", "--limit-train", "460", "--batch-size", "30",
-        "--eval-batch-size", "60", "--epochs", "1", "--optimizer", "adamw", "--lr", "0.003", "--schedule", "constant",
-        "--log-every-steps", "1", "--device", "cpu", "--name", "run")
+# 15 batches of 30 and a rest of 10, which is left out; 150 texts to evaluate on, in 3 batches: one more for rank 0
+# than for rank 1, and the last of 30
+TEXT = ("train", "--workload", "text", "--tensorboard=false", "--progress=none", "--limit-train", "460",
+        "--batch-size", "30", "--eval-batch-size", "60", "--epochs", "1", "--optimizer", "adamw", "--lr", "0.003",
+        "--schedule", "constant", "--log-every-steps", "1", "--device", "cpu", "--name", "run")
 STEPS = 15
 
 
@@ -34,8 +34,8 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]
     return losses
 
 
-# As in test_parallel.py: how far the loss may be from that of one process
-WAYS: dict[str, tuple[int, tuple[str, ...], float]] = {
+# As in test_methods.py: how far the loss may be from that of one process
+VARIANTS: dict[str, tuple[int, tuple[str, ...], float]] = {
     "dp": (1, ("--parallel", "dp"), 0.0),
     "ddp": (2, ("--parallel", "ddp"), 1e-3),
     "ddp in bf16": (2, ("--precision", "bf16"), 3e-2),
@@ -44,18 +44,18 @@ WAYS: dict[str, tuple[int, tuple[str, ...], float]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_texts_follow_one_process_and_are_evaluated_exactly(
-    forks: Forks, alone: list[float], tmp_path: Path, way: str
+    forks: Forks, alone: list[float], tmp_path: Path, variant: str
 ) -> None:
-    world_size, settings, tolerance = WAYS[way]
+    world_size, settings, tolerance = VARIANTS[variant]
     losses, outcome = train(forks, tmp_path, world_size, *settings)
     assert max(abs(a - b) / b for a, b in zip(losses, alone, strict=True)) <= tolerance
     # One process that reads the checkpoint counts every text once
     codes, output = forks.run("evaluate", *TEXT[1:], *settings, "--run-dir", tmp_path)
     assert codes == [0], output
-    told = dict(line.rsplit("  ", 1) for line in output.splitlines() if line.startswith("  ") and "  " in line.strip())
-    said = {name.strip(): value.strip() for name, value in told.items()}
-    assert said["samples"] == "150"
+    rows = [line.rsplit("  ", 1) for line in output.splitlines() if line.startswith("  ") and "  " in line.strip()]
+    printed = {name.strip(): value.strip() for name, value in rows}
+    assert printed["samples"] == "150"
     for name in ("accuracy", "macro f1"):
-        assert said[name] == f"{outcome['metrics'][name.replace(' ', '_')]:.4f}"
+        assert printed[name] == f"{outcome['metrics'][name.replace(' ', '_')]:.4f}"

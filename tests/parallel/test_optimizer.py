@@ -13,7 +13,8 @@ from train.parallel.optimizer import build_optimizer, peak_rate, rate_at, set_ra
 
 def rates(total_steps: int, steps_per_epoch: int = 10, **settings: Any) -> list[float]:
     config = Config(**{"lr": 0.4, **settings})
-    return [rate_at(config, step, total_steps=total_steps, steps_per_epoch=steps_per_epoch) for step in range(total_steps)]
+    counts = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
+    return [rate_at(config, step, **counts) for step in range(total_steps)]
 
 
 # Schedules ------------------------------------------------------------------------------------------------------

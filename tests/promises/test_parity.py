@@ -1,4 +1,4 @@
-"""The promise: any number of ranks trains as one does, and whoever starts them, the weights are the same to the bit."""
+"""The promise: any number of ranks trains as one does, and the weights are the same to the bit whoever starts them."""
 
 import shutil
 import sys
@@ -10,12 +10,12 @@ import pytest
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, Job, ended, free_port, metrics, rank_env, result, start
 
-# Without dropout, which each rank draws for itself, and without batch norm, which cnn has none of
+# Without dropout, which each rank draws for itself, and without batch norm, which cnn does not have
 CURVE = ("train", "--dataset", "digits", "--model", "cnn", "--lr", "0.08", "--batch-size", "64", "--epochs", "3",
          "--log-every-steps", "1", "--tensorboard=false")
 # The weights of two ranks, with all that draws random numbers
-LINE = ("train", "--dataset", "digits", "--model", "cnn", "--augment", "--dropout", "0.2", "--epochs", "1", "--seed", "3",
-        "--tensorboard=false", "--name", "run")
+LINE = ("train", "--dataset", "digits", "--model", "cnn", "--augment", "--dropout", "0.2", "--epochs", "1", "--seed",
+        "3", "--tensorboard=false", "--name", "run")
 
 
 def run(forks: Forks, run_dir: Path, world_size: int, *arguments: str) -> Path:
@@ -61,7 +61,8 @@ def reference(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     "arguments",
     [("--num-workers", "2", "--in-memory", "never"), ("--num-workers", "2", "--in-memory", "always"),
-     ("--num-workers", "0", "--in-memory", "never"), ("--num-workers", "1", "--in-memory", "never", "--prefetch-factor", "5"),
+     ("--num-workers", "0", "--in-memory", "never"),
+     ("--num-workers", "1", "--in-memory", "never", "--prefetch-factor", "5"),
      ("--save-every-steps", "7", "--log-every-steps", "3", "--eval-batch-size", "50"), ("--tensorboard=true",)],
     ids=" ".join,
 )
@@ -95,8 +96,8 @@ def by_torch_distributed_launch(*arguments: str) -> Job:
 
 
 def by_torch_distributed_launch_use_env(*arguments: str) -> Job:
-    return start(sys.executable, "-m", "torch.distributed.launch", "--use-env", "--nproc-per-node", "2", "--master-port",
-                 str(free_port()), "-m", "train.main", *arguments, env={"PYTHONWARNINGS": ""})
+    return start(sys.executable, "-m", "torch.distributed.launch", "--use-env", "--nproc-per-node", "2",
+                 "--master-port", str(free_port()), "-m", "train.main", *arguments, env={"PYTHONWARNINGS": ""})
 
 
 def by_spawn(*arguments: str) -> Job:
@@ -127,28 +128,28 @@ def by_mpirun(*arguments: str) -> Job:
     """Open MPI's own variables; it binds each process to a CPU of its own, if it is let."""
     if shutil.which("mpirun") is None:
         pytest.skip("no mpirun here: apt install openmpi-bin")
-    return start("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable, "-m",
-                 "train.main", *arguments)
+    return start("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable,
+                 "-m", "train.main", *arguments)
 
 
 def by_two_agents(*arguments: str) -> Job:
     job, port = Job(), free_port()
     for node in ("1", "0"):
-        start(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", node, "--nproc-per-node", "1",
-              "--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "train.main", *arguments,
+        start(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", node, "--nproc-per-node",
+              "1", "--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "train.main", *arguments,
               "--simulated-nodes", env={"PYTHONWARNINGS": ""}, job=job)
     return job
 
 
 def by_launch_in_pods(command: str, *arguments: str) -> Job:
-    """Kubeflow's variables count pods: RANK and WORLD_SIZE fit one process a pod alone, and `launch` leaves them out."""
+    """Kubeflow's variables count pods, so RANK and WORLD_SIZE fit one process a pod only: `launch` leaves them out."""
     assert command == "train"
     job, port = Job(), str(free_port())
     for node in ("1", "0"):
         pod = {"RANK": node, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PET_NODE_RANK": node,
                "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
-        start(sys.executable, MAIN, "launch", "--nproc=1", "--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1",
-              f"--master-port={port}", *arguments, "--simulated-nodes", env=pod, job=job)
+        start(sys.executable, MAIN, "launch", "--nproc=1", "--nnodes=2", f"--node-rank={node}",
+              "--master-addr=127.0.0.1", f"--master-port={port}", *arguments, "--simulated-nodes", env=pod, job=job)
     return job
 
 

@@ -38,7 +38,8 @@ def evaluated(forks: Forks, run: Path, world_size: int, *arguments: str) -> dict
 def test_evaluate_counts_the_same_on_any_number_of_ranks(forks: Forks, trained: Path, limit: str, batch: str) -> None:
     worlds = WORLDS if batch == "10" else (1, 4)
     outcomes = [
-        evaluated(forks, trained, world_size, "--limit-eval", limit, "--eval-batch-size", batch) for world_size in worlds
+        evaluated(forks, trained, world_size, "--limit-eval", limit, "--eval-batch-size", batch)
+        for world_size in worlds
     ]
     assert all(outcome["count"] == int(limit) for outcome in outcomes)
     assert all(outcome["metrics"] == outcomes[0]["metrics"] for outcome in outcomes)
@@ -65,12 +66,13 @@ def test_train_evaluates_the_same_on_any_number_of_ranks(forks: Forks, trained: 
     assert {name.removeprefix("eval/"): value for name, value in found[0].items()} == of_command
 
 
-SPY = ("--workload", "tests.rigs.recording_workload:build", "--name", "run", "--tensorboard=false", "--batch-size", "12",
-       "--eval-batch-size", "10", "--max-steps", "6")
+SPY = ("--workload", "tests.rigs.recording_workload:build", "--name", "run", "--tensorboard=false", "--batch-size",
+       "12", "--eval-batch-size", "10", "--max-steps", "6")
 
 
 def test_evaluation_by_several_ranks_is_of_one_model(forks: Forks, tmp_path: Path) -> None:
-    """Each rank's batch norm has statistics of its own after a step: those of rank 0 count, which the checkpoint holds."""
+    """Each rank's batch norm has statistics of its own after a step: those of rank 0 count, which the checkpoint
+    holds."""
     record = tmp_path / "record"
     codes, output = forks.run(
         "train", *SPY, "--options.model", "norm", "--options.record", record, "--run-dir", tmp_path, world_size=3
