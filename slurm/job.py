@@ -77,11 +77,11 @@ class Job:
         signal.signal(signal.SIGUSR2, self._on_warning)
         signal.signal(signal.SIGTERM, self._on_end)  # scancel, the time limit, or a requeue
 
-    def _on_warning(self, number: int, frame: FrameType | None) -> None:
+    def _on_warning(self, signum: int, frame: FrameType | None) -> None:
         say("the time is almost up, or a signal says so: saving, then requeued")
         self._stop()
 
-    def _on_end(self, number: int, frame: FrameType | None) -> None:
+    def _on_end(self, signum: int, frame: FrameType | None) -> None:
         self.ending = True
         self._stop()
 

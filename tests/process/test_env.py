@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ import pytest
 from train.errors import LaunchError
 from train.process.addresses import ephemeral_range, port_for
 from train.process.env import describe, how_to_start, outside_pod, read_env
+from train.process.launchers import LAUNCHERS
+from train.process.launchers.launcher import Launcher, adopt_names, count, given
+from train.process.placement import Found
 
 Env = dict[str, str]
 
@@ -488,6 +492,33 @@ def test_indexed_job_without_rank_is_single_with_a_warning():
     assert not launch.distributed
     assert "k8s/job.yaml" in "\n".join(launch.warnings)
     assert warning({"JOB_COMPLETION_INDEX": "1", **FULL}) == ""
+
+
+# --- a new launcher ---------------------------------------------------------------------------------------------------
+
+
+class Flux(Launcher):
+    """What a file in process/launchers/ may be like."""
+
+    def adopt(self, environ: Mapping[str, str]) -> Found | None:
+        if (size := count(environ, "FLUX_JOB_SIZE")) is None or size == 1:
+            return None
+        found = given(environ, "flux")
+        adopt_names(environ, found, {"RANK": "FLUX_TASK_RANK", "WORLD_SIZE": "FLUX_JOB_SIZE"}, "Flux")
+        return found
+
+    def run_name(self, environ: Mapping[str, str]) -> str | None:
+        return f"flux-{environ['FLUX_JOB_ID']}" if "FLUX_JOB_ID" in environ else None
+
+
+def test_new_launcher_is_one_class_in_the_table(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("train.process.env.LAUNCHERS", (*LAUNCHERS, Flux()))
+    task = {"FLUX_JOB_ID": "f7", "FLUX_JOB_SIZE": "4", "FLUX_TASK_RANK": "3"}
+    launch = read_env({**task, "MASTER_ADDR": "node0", "MASTER_PORT": "12345"})
+    assert (launch.rank, launch.world_size, launch.run_name, launch.launcher) == (3, 4, "flux-f7", "flux")
+    assert launch.origins["RANK"] == "Flux"
+    assert "MASTER_ADDR MASTER_PORT are not set" in refusal(task)
+    assert not read_env({"FLUX_JOB_SIZE": "1"}).distributed
 
 
 # --- imports ----------------------------------------------------------------------------------------------------------
