@@ -60,13 +60,13 @@ def test_file_that_leads_to_another_store_is_replaced(forks: Forks, tmp_path: Pa
     assert listener is not None
     port = listener.getsockname()[1]
     store = serve_store(listener, timeout_s=60)
-    publish_endpoint(tmp_path / "meeting", Endpoint("old", "elsewhere", ("127.0.0.1",), port))
+    publish_endpoint(tmp_path / "meeting", Endpoint("old", "elsewhere", ["127.0.0.1"], port))
     finish(forks, tmp_path / "meeting")
     assert not store.check(["rankup/generation"])  # nobody introduced itself there
 
 
 def test_file_of_an_earlier_run_is_no_endless_wait(forks: Forks, tmp_path: Path) -> None:
-    publish_endpoint(tmp_path / "meeting", Endpoint("old", "elsewhere", ("127.0.0.1",), 1))
+    publish_endpoint(tmp_path / "meeting", Endpoint("old", "elsewhere", ["127.0.0.1"], 1))
     job = start(forks, tmp_path / "meeting", 1, "--join-timeout-s", "2")
     assert job.wait() == [170]
     position = 0
@@ -116,7 +116,7 @@ def test_file_that_is_empty_is_taken(forks: Forks, tmp_path: Path) -> None:
 
 
 def test_notice_of_another_is_not_removed(tmp_path: Path) -> None:
-    own, other = Endpoint("a", "host", (), 1), Endpoint("b", "host", ("10.0.0.1",), 2)
+    own, other = Endpoint("a", "host", [], 1), Endpoint("b", "host", ["10.0.0.1"], 2)
     publish_endpoint(tmp_path / "meeting", other)
     remove_endpoint(tmp_path / "meeting", own)
     assert read_endpoint(tmp_path / "meeting") == other

@@ -5,7 +5,7 @@ import contextlib
 import json
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 # torch exports it under a condition that mypy does not follow
@@ -29,7 +29,7 @@ class Endpoint:
 
     token: str
     host: str
-    addresses: tuple[str, ...]
+    addresses: list[str]
     port: int
 
 
@@ -50,7 +50,7 @@ def serve(wait: Wait) -> tuple[Store, Endpoint]:
         time.sleep(0.1)
     listener = open_port(0)
     assert listener is not None  # any port will do
-    addresses = tuple(ip for name in interfaces() if (ip := address_of(name)) and not is_loopback(ip))
+    addresses = [ip for name in interfaces() if (ip := address_of(name)) and not is_loopback(ip)]
     endpoint = Endpoint(secrets.token_hex(8), log.host, addresses, listener.getsockname()[1])
     store = serve_store(listener, timeout_s=wait.timeout_s)
     store.set(keys.endpoint(endpoint.token), "here")
@@ -115,8 +115,7 @@ def read_endpoint(path: Path) -> Endpoint | None:
     if not text:  # as mktemp makes it
         return None
     try:
-        fields = json.loads(text)["rankup"]
-        return Endpoint(fields["token"], fields["host"], tuple(fields["addresses"]), fields["port"])
+        return Endpoint(**json.loads(text)["rankup"])
     except (ValueError, TypeError, LookupError):
         raise LaunchError(
             f"--init-method: {path} must be a new file, got one that holds something else. Name another, or remove it."
@@ -125,11 +124,8 @@ def read_endpoint(path: Path) -> Endpoint | None:
 
 def publish_endpoint(path: Path, endpoint: Endpoint) -> None:
     """Write the endpoint; a reader sees the old file or the whole new one. Raises LaunchError where that fails."""
-    fields = {
-        "token": endpoint.token, "host": endpoint.host, "addresses": endpoint.addresses, "port": endpoint.port
-    }
     try:
-        write_atomically(path, json.dumps({"rankup": fields}) + "\n")
+        write_atomically(path, json.dumps({"rankup": asdict(endpoint)}) + "\n")
     except OSError as error:
         raise LaunchError(f"--init-method: {path} must be writable for rank 0, got {error.strerror}.") from None
 
