@@ -19,14 +19,12 @@ from typing import Any
 from tqdm import tqdm
 
 from train.commands.compare_report import conditions_of_machine, sum_up, write_report
-from train.config import Config
 from train.config.options import CompareOptions
 from train.errors import ConfigError, Stopped
 from train.process.addresses import free_port
 from train.process.context import Context
 from train.process.log import Log
 from train.process.status import read_json, write_json
-from train.process.stop import StopRequest
 
 STEPS = 60  # of a run, where --max-steps does not say
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +86,7 @@ def compare(context: Context, options: CompareOptions) -> dict[str, Any]:
     reasons = {name: why for name in chosen if (why := _find_obstacle(VARIANTS[name].needs))}
     # The repeats are the outer loop: a machine that is busy for a while then slows all variants down alike
     todo = [(name, repeat) for repeat in range(options.repeats) for name in chosen]
-    runner = _Runner(config, words, directory, steps=steps, processes=options.processes, stop=context.stop)
+    runner = _Runner(context, words, directory, steps=steps, processes=options.processes)
     for name, repeat in _with_progress(todo, context.log):
         known = any(run["variant"] == name and (run["repeat"] == repeat or "reason" in run) for run in runs)
         if name in reasons or known:
@@ -136,11 +134,9 @@ def _with_progress(todo: list[tuple[str, int]], log: Log) -> Iterator[tuple[str,
 class _Runner:
     """Runs one variant after the other, each in processes of its own."""
 
-    def __init__(
-        self, config: Config, words: list[str], directory: Path, *, steps: int, processes: int, stop: StopRequest
-    ) -> None:
-        self.config, self.words, self.directory = config, words, directory
-        self.steps, self.processes, self.stop = steps, processes, stop
+    def __init__(self, context: Context, words: list[str], directory: Path, *, steps: int, processes: int) -> None:
+        self.batch_size, self.stop = context.config.batch_size, context.stop
+        self.words, self.directory, self.steps, self.processes = words, directory, steps, processes
 
     def run(self, name: str, repeat: int) -> dict[str, Any]:
         """What the run measured, or {"reason": why it failed}. Raises Stopped."""
@@ -185,7 +181,7 @@ class _Runner:
         per_s = result[f"{unit}_per_s"]
         return {
             "unit": unit, "per_s": per_s, "step_s": _step_times(run / "metrics.jsonl"),
-            "epoch_s": result["steps_per_epoch"] * self.config.batch_size / per_s,
+            "epoch_s": result["steps_per_epoch"] * self.batch_size / per_s,
             "peak_memory_mb": result["peak_memory_mb"], "metrics": result["metrics"], "digest": result["digest"],
             "world_size": result["world_size"], "hosts": result["hosts"],
         }

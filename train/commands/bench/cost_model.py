@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # DDP exchanges gradients in buckets: the first one is smaller than the rest
 BACKWARD = 2 / 3  # the backward pass's share of a step, during which DDP exchanges the buckets that are complete
 
@@ -36,17 +38,14 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 def fit(points: Sequence[tuple[float, float]]) -> CostModel:
     """The straight line through (bytes, seconds) with the least relative error, so that small messages count as much as
-    large ones. Neither latency nor time per byte can be below 0."""
-    weights = [1 / seconds**2 for _, seconds in points]
-    total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    covariance = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
-    variance = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    beta_s = max(0.0, covariance / variance) if variance else 0.0
-    alpha_s = max(0.0, mean_y - beta_s * mean_x)
-    errors = sorted(abs(alpha_s + beta_s * x - y) / y for x, y in points)
-    return CostModel(alpha_s, beta_s, errors[len(errors) // 2])
+    large ones. Neither latency nor time per byte can be below 0. `points`: of two sizes at least."""
+    sizes, times = np.array(points, dtype=float).T
+    beta_s, alpha_s = np.polyfit(sizes, times, 1, w=1 / times)
+    if beta_s < 0:  # noise: larger messages seem faster
+        beta_s, alpha_s = 0.0, np.average(times, weights=times**-2)
+    alpha_s = max(0.0, alpha_s)
+    error = np.median(np.abs(alpha_s + beta_s * sizes - times) / times)
+    return CostModel(float(alpha_s), float(beta_s), float(error))
 
 
 def fit_all_reduce(points: Sequence[tuple[float, float]], ranks: int) -> CostModel:

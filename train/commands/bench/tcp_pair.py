@@ -24,10 +24,12 @@ class TcpPair:
         self._connection = connection
 
     def send(self, message: torch.Tensor) -> None:
+        """Send all of it; returns once the kernel has it."""
         with _lost_peer():
             self._connection.sendall(_bytes_of(message))
 
     def receive(self, message: torch.Tensor) -> None:
+        """Fill `message` with what the other end sent."""
         with _lost_peer():
             _receive(self._connection, _bytes_of(message))
 

@@ -73,6 +73,7 @@ class _Doctor:
         self._stage_s = min(STAGE_S, self.config.step_timeout_s) + STAGE_S_PER_RANK * self.launch.world_size
 
     def run(self) -> int:
+        """All stages. Returns the exit code. Raises Stopped."""
         self._check_machine()
         try:
             self._check_master()
@@ -224,6 +225,7 @@ class _EndReporter(EndReporter):
         self._doctor = doctor
 
     def report_overdue(self, code: int, why: str, suspect: int | None) -> int:
+        """The watchdog ends this rank. Returns the code to leave with."""
         del code, suspect
         return self._doctor.overdue(why)
 

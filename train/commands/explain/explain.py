@@ -55,6 +55,7 @@ class Tracebacks:
         self._last_is_unknown = False
 
     def begin(self) -> None:
+        """The next lines are a traceback, up to its exception."""
         self.inside = True
 
     def end(self, unknown: Diagnosis | None) -> None:
