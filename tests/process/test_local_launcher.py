@@ -175,7 +175,7 @@ def test_rank_that_can_not_stop_does_not_keep_the_others_end(forks: Forks, tmp_p
 
 
 def test_hangup_does_not_end_a_launch_under_nohup(forks: Forks, tmp_path: Path) -> None:
-    """torch's launcher takes the signal over, whatever its caller had decided."""
+    """nohup has decided that the hang-up is ignored, and the launcher leaves it so."""
     with launching(forks, tmp_path, [["save", "save"]], preload="tests.rigs.fake_rank:use_under_nohup") as job:
         wait_for_file(tmp_path / "ready-0-1")
         job.processes[0].signal("SIGHUP")

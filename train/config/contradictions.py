@@ -32,7 +32,7 @@ class Contradiction:
 
 
 def contradictions(c: Settings) -> Iterator[Contradiction]:
-    """Those that these settings have."""
+    """Those that these settings have, one for each rule that they break."""
     yield from _of_method(c)
     yield from _of_device(c)
     if c.static_graph and c.accumulate > 1:
@@ -75,13 +75,11 @@ def _of_method(c: Settings) -> Iterator[Contradiction]:
     def refuse(field: str, allowed: str, why: str) -> Contradiction:
         return Contradiction((field, "parallel"), f"{allowed} with parallel {c.parallel}", why)
 
-    if c.parallel != "dp":
-        for field, given, nothing in (
-            ("device_ids", c.device_ids, "empty"), ("output_device", c.output_device is not None, "null")
-        ):
-            if given:
-                way_out = "Elsewhere each process has one device, see device."
-                yield Contradiction((field, "parallel"), f"{nothing} without parallel dp", way_out)
+    one_device = "Elsewhere each process has one device, see device."
+    if c.parallel != "dp" and c.device_ids:
+        yield Contradiction(("device_ids", "parallel"), "empty without parallel dp", one_device)
+    if c.parallel != "dp" and c.output_device is not None:
+        yield Contradiction(("output_device", "parallel"), "null without parallel dp", one_device)
     if c.parallel == "dp":
         if c.compile:
             yield refuse("compile", "false", "DataParallel copies the module in each step. Use ddp.")
