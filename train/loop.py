@@ -139,6 +139,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     optimizer = build_optimizer(plain, config, device)
     scaler = build_scaler(config, device)
     memory = load_training_state(group, method, plain, optimizer, scaler, run.checkpoint)
+    run.checkpoint = None  # its copy of all weights would stay in the memory of every rank
     model = method.wrap(compile_model(plain, device) if config.compile else plain)
     if method.replicates_state:
         _check_same_weights(group, plain)  # once wrapped: DDP has sent rank 0's to all

@@ -1,4 +1,4 @@
-"""Small file systems of one's own, in a mount namespace: by root, or by anybody where user namespaces are allowed."""
+"""Small file systems that only a test sees, in a mount namespace: for root, or where user namespaces are allowed."""
 
 import ctypes
 import os
@@ -13,13 +13,13 @@ UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user",
 
 @dataclass
 class Disk:
-    """A tmpfs, seen through the process that holds its namespace."""
+    """A tmpfs. `path` leads to it from outside, through /proc of the process that holds its namespace."""
 
     path: Path
     holder: subprocess.Popen[str]
 
     def resize(self, size: str) -> None:
-        """`size` as mount takes it: 3m."""
+        """Make it larger or smaller. `size` is written as for mount: 3m."""
         self._do(f"mount -o remount,size={size} {self._inner}")
 
     @property
@@ -36,7 +36,7 @@ class Disk:
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Disk]:
-    """A file system of that size. `folder` only lends its name."""
+    """A file system of that size, mounted over `folder` in the namespace of a process of its own."""
     folder.mkdir()
     with subprocess.Popen(
         [*UNSHARE, "sh"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -50,7 +50,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Disk]:
 
 
 def own_tmpfs(where: str, size: str) -> None:
-    """Mount a tmpfs that this process alone sees. It must have one thread only, as a forked one has."""
+    """Mount a tmpfs that this process alone sees. The process must have one thread only, as after a fork."""
     new_mounts, new_user, private = 0x20000, 0x10000000, 1 << 18 | 1 << 14
     libc = ctypes.CDLL(None, use_errno=True)
     user, group = os.geteuid(), os.getegid()

@@ -76,7 +76,10 @@ def publish(
             # Of the same step: damaged, or saved before its evaluation. A folder can't be renamed onto another one;
             # after a kill between the two renames the replaced one is found and used.
             replaced = target.with_name(f"{target.name}.replaced")
-            shutil.rmtree(target) if replaced.exists() else target.rename(replaced)
+            if replaced.exists():  # left by such a kill, and whole: it has to stay until the new one has its name
+                shutil.rmtree(target)
+            else:
+                target.rename(replaced)
         # Atomic within one file system: a reader sees no checkpoint or a whole one.
         staging.rename(target)
         _sync(directory)
