@@ -36,7 +36,7 @@ from train.run.resume import load_initial_weights, load_training_state
 from train.run.run_directory import RunDirectory, open_run_directory
 from train.run.sharded_checkpoint import check_shared
 from train.run.training import Training, save
-from train.workloads import load
+from train.workloads import Workload, load
 from train.workloads.batches import build_order, first_batch
 
 
@@ -148,16 +148,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
         workload.train, order.batches(progress.step, total_steps), device=device, stop=group.stop,
         num_workers=config.num_workers, prefetch_factor=config.prefetch_factor,
     )
-
-    def warm_up_loss() -> torch.Tensor:
-        with autocast(config, device):
-            return workload.loss(model, batch)
-
-    seed_everything(derive_seed(config.seed, -1, group.rank))
-    warm_up(
-        plain, warm_up_loss, unused_allowed=config.find_unused_parameters or config.static_graph,
-        graph_ends_in_parameters=method.graph_ends_in_parameters,
-    )
+    _warm_up(config, group, method, workload, plain, model, batch)
     optimizer = method.after_warm_up(plain, optimizer, memory)
 
     metrics = run.open_metrics(progress, workload.unit)
@@ -231,6 +222,20 @@ def _advise(config: Config, group: Group, method: Method) -> None:
     lines = machine_checks.before_training(config, group.launch)
     lines += advice.on_devices(group.launch, torch.accelerator.device_count() if counts else 0)
     advice.say(lines, group.launch, group.log.warning)
+
+
+def _warm_up(
+    config: Config, group: Group, method: Method, workload: Workload, plain: nn.Module, model: nn.Module, batch: Any
+) -> None:
+    def loss() -> torch.Tensor:
+        with autocast(config, group.device):
+            return workload.loss(model, batch)
+
+    seed_everything(derive_seed(config.seed, -1, group.rank))  # of no step: the run's own seeds are not used up
+    warm_up(
+        plain, loss, unused_allowed=config.find_unused_parameters or config.static_graph,
+        graph_ends_in_parameters=method.graph_ends_in_parameters,
+    )
 
 
 def _check_same_weights(group: Group, plain: nn.Module) -> None:

@@ -121,26 +121,26 @@ def test_scaler_goes_on_with_its_scale(forks: Forks, tmp_path: Path) -> None:
 
 # Random numbers -------------------------------------------------------------------------------------------------
 
-SPY = ("train", "--workload", "tests.rigs.recording_workload:build", "--tensorboard=false", "--batch-size", "12",
+RECORDED = ("train", "--workload", "tests.rigs.recording_workload:build", "--tensorboard=false", "--batch-size", "12",
        "--max-steps", "4")
 
 
-def spied(forks: Forks, tmp_path: Path, world_size: int, *arguments: str, name: str = "spy") -> Path:
+def recorded(forks: Forks, tmp_path: Path, world_size: int, *arguments: str, name: str = "run") -> Path:
     folder = tmp_path / f"record-{name}"
     codes, output = forks.run(
-        *SPY, "--options.record", folder, "--name", name, "--run-dir", tmp_path, *arguments, world_size=world_size
+        *RECORDED, "--options.record", folder, "--name", name, "--run-dir", tmp_path, *arguments, world_size=world_size
     )
     assert codes == [0] * world_size, output
     return folder
 
 
 def test_dropout_differs_by_rank_and_step_and_weights_do_not(forks: Forks, tmp_path: Path) -> None:
-    folder = spied(forks, tmp_path, 3, "--options.model", "dropout")
+    folder = recorded(forks, tmp_path, 3, "--options.model", "dropout")
     masks = [[entry["masks"][0] for entry in rank][2:] for rank in records(folder, "loss")]  # after the warm-up's two
     assert [len(rank) for rank in masks] == [4, 4, 4]
     assert len({tuple(mask) for rank in masks for mask in rank}) == 12
     assert len({entry["weights"] for rank in records(folder, "evaluate") for entry in rank}) == 1
-    again = spied(forks, tmp_path, 3, "--options.model", "dropout", name="again")
+    again = recorded(forks, tmp_path, 3, "--options.model", "dropout", name="again")
     assert records(again, "loss") == records(folder, "loss")
 
 
@@ -149,7 +149,7 @@ def test_dropout_differs_by_rank_and_step_and_weights_do_not(forks: Forks, tmp_p
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_gradients_are_sent_once_a_step(forks: Forks, tmp_path: Path, accumulate: int) -> None:
-    folder = spied(forks, tmp_path, 2, "--accumulate", str(accumulate))
+    folder = recorded(forks, tmp_path, 2, "--accumulate", str(accumulate))
     for rank in records(folder, "loss"):
         assert {entry["size"] for entry in rank[2:]} == {12 // 2 // accumulate}
         sent = [entry["sent"] for entry in rank[2:]]
@@ -211,14 +211,14 @@ def test_compression_of_one_process_is_nothing(forks: Forks, alone: list[float],
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_unused_parameter_is_named(forks: Forks, tmp_path: Path, world_size: int) -> None:
-    codes, output = forks.run(*SPY, "--options.model", "unused", "--run-dir", tmp_path, world_size=world_size)
+    codes, output = forks.run(*RECORDED, "--options.model", "unused", "--run-dir", tmp_path, world_size=world_size)
     assert codes == [2] * world_size
     assert "got none from other_head.weight, other_head.bias. Freeze them (requires_grad=False), or set" in output
     assert "Traceback" not in output
 
 
 def test_unused_parameter_is_named_by_fsdp(forks: Forks, tmp_path: Path) -> None:
-    line = (*SPY, "--options.model", "unused", "--parallel", "fsdp", "--run-dir", tmp_path)
+    line = (*RECORDED, "--options.model", "unused", "--parallel", "fsdp", "--run-dir", tmp_path)
     codes, output = forks.run(*line, world_size=2)
     assert codes == [2, 2], output
     assert "got none from other_head.weight, other_head.bias. Freeze them (requires_grad=False), or set" in output
@@ -226,7 +226,7 @@ def test_unused_parameter_is_named_by_fsdp(forks: Forks, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("switch", ["--find-unused-parameters", "--static-graph"])
 def test_unused_parameter_is_allowed_on_request(forks: Forks, tmp_path: Path, switch: str) -> None:
-    folder = spied(forks, tmp_path, 2, "--options.model", "unused", switch)
+    folder = recorded(forks, tmp_path, 2, "--options.model", "unused", switch)
     assert len({entry["weights"] for rank in records(folder, "evaluate") for entry in rank}) == 1
 
 

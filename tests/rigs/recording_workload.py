@@ -1,6 +1,6 @@
-"""A workload that writes down what each rank of it did: `--workload spy:build --options.record DIR`.
+"""A workload that writes down what each rank of it did: `--options.record DIR`.
 
-`options.model` chooses what is odd about the model. Each rank appends a line a call to DIR/rank-N.jsonl.
+`options.model` chooses what is odd about the model. Each rank appends one line for each call to DIR/rank-N.jsonl.
 """
 
 import json
@@ -65,16 +65,16 @@ def samples(count: int, seed: int) -> TensorSamples:
 def build(config: Config) -> Workload:
     options = config.options
     model = MODELS[options.get("model", "plain")]()
-    spy = Spy(Path(options["record"]) if "record" in options else None, options)
+    recorder = Recorder(Path(options["record"]) if "record" in options else None, options)
     if options.get("frozen_norm"):
         model[1].eval()  # as users do: the statistics of a pretrained batch norm stay what they are
     return Workload(
         model=model, train=samples(config.limit_train or 256, 1), evaluation=samples(config.limit_eval or 101, 2),
-        loss=spy.loss, evaluate=spy.evaluate, data_name="spied",
+        loss=recorder.loss, evaluate=recorder.evaluate, data_name="recorded",
     )
 
 
-class Spy:
+class Recorder:
     def __init__(self, folder: Path | None, options: dict[str, Any]) -> None:
         self.options, self.sent = options, 0
         self.file = None

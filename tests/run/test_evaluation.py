@@ -66,7 +66,7 @@ def test_train_evaluates_the_same_on_any_number_of_ranks(forks: Forks, trained: 
     assert {name.removeprefix("eval/"): value for name, value in found[0].items()} == of_command
 
 
-SPY = ("--workload", "tests.rigs.recording_workload:build", "--name", "run", "--tensorboard=false", "--batch-size",
+RECORDED = ("--workload", "tests.rigs.recording_workload:build", "--name", "run", "--tensorboard=false", "--batch-size",
        "12", "--eval-batch-size", "10", "--max-steps", "6")
 
 
@@ -75,7 +75,7 @@ def test_evaluation_by_several_ranks_is_of_one_model(forks: Forks, tmp_path: Pat
     holds."""
     record = tmp_path / "record"
     codes, output = forks.run(
-        "train", *SPY, "--options.model", "norm", "--options.record", record, "--run-dir", tmp_path, world_size=3
+        "train", *RECORDED, "--options.model", "norm", "--options.record", record, "--run-dir", tmp_path, world_size=3
     )
     assert codes == [0] * 3, output
     weights = {entry["weights"] for rank in records(record, "evaluate") for entry in rank}
@@ -87,7 +87,7 @@ def test_evaluation_by_several_ranks_is_of_one_model(forks: Forks, tmp_path: Pat
 def test_evaluation_leaves_frozen_parts_in_eval_mode(forks: Forks, tmp_path: Path) -> None:
     """model.train() afterwards would thaw them, and a resumed run would differ from an undisturbed one."""
     record = tmp_path / "record"
-    line = ("train", *SPY, "--schedule", "constant", "--options.model", "norm", "--options.frozen_norm", "true",
+    line = ("train", *RECORDED, "--schedule", "constant", "--options.model", "norm", "--options.frozen_norm", "true",
             "--run-dir", tmp_path)
     codes, output = forks.run(*line, "--name", "whole", "--limit-train", "24", "--options.record", record)
     assert codes == [0], output
@@ -102,7 +102,7 @@ def test_evaluation_leaves_frozen_parts_in_eval_mode(forks: Forks, tmp_path: Pat
 
 
 def test_evaluation_without_count_is_refused_in_one_line(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run("train", *SPY, "--options.no_count", "true", "--run-dir", tmp_path, world_size=2)
+    codes, output = forks.run("train", *RECORDED, "--options.no_count", "true", "--run-dir", tmp_path, world_size=2)
     assert codes == [2, 2]
     assert 'evaluate must return "count", the number of samples in the batch, got accuracy.' in output
     assert "Traceback" not in output
