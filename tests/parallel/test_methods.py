@@ -273,7 +273,8 @@ def test_batch_that_the_ranks_do_not_divide_is_refused_with_the_nearest(forks: F
     codes, output = forks.run("train", *DIGITS, "--batch-size", "64", "--run-dir", tmp_path / "runs", world_size=3)
     assert codes == [2, 2, 2]
     message = (
-        "batch_size must be a multiple of 3 (3 processes), got 64. Start 2 or 4 processes, or set --batch-size 63 or 66."
+        "batch_size must be a multiple of 3 (3 processes), got 64. "
+        "Start 2 or 4 processes, or set --batch-size 63 or 66."
     )
     assert message in output
     assert not (tmp_path / "runs").exists()

@@ -52,7 +52,8 @@ def test_hard_deadline_ends_a_process_and_says_where_it_was() -> None:
 
 
 def test_hard_deadline_that_is_cleared_ends_nothing() -> None:
-    assert run("exit.set_hard_deadline(0.2); exit.clear_hard_deadline(); time.sleep(0.6); exit.finish(5)").returncode == 5
+    code = "exit.set_hard_deadline(0.2); exit.clear_hard_deadline(); time.sleep(0.6); exit.finish(5)"
+    assert run(code).returncode == 5
 
 
 def test_one_module_ends_processes() -> None:
