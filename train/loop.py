@@ -16,8 +16,9 @@ from train.data.random_numbers import derive_seed, seed_everything
 from train.errors import Stopped
 from train.group.group import Group
 from train.group.join import join
-from train.parallel import METHODS, Method, method_name, start_method
+from train.parallel import load_method, method_name, start_method
 from train.parallel.describe import describe
+from train.parallel.method import Method
 from train.parallel.model import check_same_shapes, compile_model, prepare
 from train.parallel.optimizer import build_optimizer, rate_at, set_rate
 from train.parallel.precision import autocast, build_scaler
@@ -53,7 +54,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         torch.use_deterministic_algorithms(True)
 
     # Group ------------------------------------------------------------------------------------------------------
-    needs_group = METHODS[method_name(config, launch.world_size)].needs_process_group
+    needs_group = load_method(method_name(config, launch.world_size)).needs_process_group
     with (
         join(
             config, launch, log=log, stop=stop, status=StatusFile(run_dir, launch), needs_process_group=needs_group

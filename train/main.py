@@ -30,7 +30,6 @@ from train.config import load_config
 from train.config.command_line import Request, parse_args
 from train.config.help_text import help_text
 from train.config.options import LaunchOptions, RankOptions
-from train.data.sources import CHOICES
 from train.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, Stopped, UserError, exit_code
 from train.process import env, init_method
 from train.process.context import Context
@@ -38,6 +37,7 @@ from train.process.exit import finish
 from train.process.log import Log
 from train.process.placement import Launch
 from train.process.status import tell_torchrun
+from train.run.choices import CHOICES
 
 
 def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> int:

@@ -17,8 +17,8 @@ from train.config.options import Options
 from train.config.schema import nearest
 from train.config.settings import setting
 from train.config.yaml_text import parse_yaml
-from train.data.sources import CHOICES
 from train.errors import ConfigError
+from train.run.choices import CHOICES
 
 ROOT = Path(__file__).parents[2]
 

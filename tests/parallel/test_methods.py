@@ -2,7 +2,6 @@
 
 import json
 import types
-import typing
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,13 @@ from torch.utils import checkpoint as recompute
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
 from tests.rigs.recording_workload import records
-from train.config import Config
+from train.config import Config, load_config
 from train.errors import ConfigError
-from train.parallel import METHODS, method_name
+from train.parallel import METHODS, load_method, method_name
 from train.parallel import model as models
+from train.parallel.method import Method
 from train.parallel.warm_up import warm_up
+from train.run.choices import CHOICES
 
 # A constant rate, since a cosine over fewer steps would be another curve; a small one, which does not magnify
 # differences
@@ -308,7 +309,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, **settings: Any) -> nn.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     log = types.SimpleNamespace(info=lambda text: None)
     group = types.SimpleNamespace(device=torch.device("cuda", 0), world_size=1, log=log)
-    method = METHODS["dp"](Config(parallel="dp", **settings), group)  # type: ignore[arg-type]
+    method = load_method("dp")(Config(parallel="dp", **settings), group)  # type: ignore[arg-type]
     method.refuse()
     return method.wrap(nn.Linear(2, 2))
 
@@ -392,8 +393,13 @@ def test_compile_without_headers_is_one_line(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_methods_are_the_choices_of_the_setting() -> None:
-    choices = typing.get_args(Config.model_fields["parallel"].annotation)
-    assert set(choices) == {"auto", *METHODS}
+    for name in METHODS:
+        assert load_config({"parallel": name}, choices=CHOICES).parallel == name
+        assert issubclass(load_method(name), Method)
+    with pytest.raises(ConfigError, match=r'^--parallel must be one of auto, none, ddp, dp, fsdp, horovod, got "dpp"'):
+        load_config({"parallel": "dpp"}, choices=CHOICES)
+    with pytest.raises(ConfigError, match=r'^parallel must be one of auto, none, .*, got "dpp"\.$'):
+        load_method("dpp")
 
 
 def test_method_is_ddp_for_several_and_none_for_one() -> None:

@@ -22,10 +22,10 @@ from train.config.options import (
     ShowOptions,
     TrainOptions,
 )
-from train.data.sources import CHOICES
 from train.errors import FINISHED, LaunchError
 from train.process import env, findings
 from train.process.context import Context
+from train.run.choices import CHOICES
 
 
 def _train(context: Context, options: TrainOptions) -> int:

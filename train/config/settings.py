@@ -40,7 +40,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     workload: str = _result("images", "What is trained: images, text, or your own module:function.",
                             pattern=r"^(images|text|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$",
                             rule='"images", "text" or module:function')
-    # Its choices are the table in train/data/sources/: main.py hands them to whatever checks or prints settings.
+    # Its choices are the table in train/data/sources/: run/choices.py has them for whatever checks or prints settings.
     dataset: str = _result("fashion-mnist", "The images; digits ships with the program, fake is random.",
                            rule="the name of a data set")
     data_dir: str | None = setting(None, "Folder of the data; null: look in the usual places, then download.",
@@ -75,9 +75,11 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
         {}, "Free settings of your own workload: --options.key value.",
         rule="a mapping of words to finite numbers, texts, true, false, null, lists or mappings")
 
-    parallel: Literal["auto", "none", "dp", "ddp", "fsdp", "horovod"] = setting(
+    # Its choices are the table in train/parallel/, given in the same way.
+    parallel: str = setting(
         "auto",
-        "auto: ddp where there are several processes; dp: one process, all its GPUs; fsdp: parameters split too.")
+        "auto: ddp where there are several processes; dp: one process, all its GPUs; fsdp: parameters split too.",
+        rule="the name of a method")
     device_ids: str = _result("", "dp: the GPUs, in this order; empty: all that are visible.",
                               pattern=r"^(\d+(,\d+)*)?$", rule="numbers of GPUs, such as 1,0")
     output_device: int | None = _result(None, "dp: the GPU that gathers the outputs; null: the first.", unit="number",

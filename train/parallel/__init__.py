@@ -1,29 +1,30 @@
 """How several ranks train one model: the table of methods.
 
-A new method is one new file with a subclass of `Method`, and one line in `METHODS`. Its name is one more choice of the
-setting `parallel` too: `--help` prints the choices without importing torch.
+No torch here: the command line checks the setting `parallel` against this table before anything slow is imported.
 """
 
+from __future__ import annotations
+
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from train.config import Config
-from train.group.group import Group
-from train.parallel.data_parallel import DataParallelMethod
-from train.parallel.ddp import DDP
-from train.parallel.fsdp import FSDP
-from train.parallel.horovod import Horovod
-from train.parallel.method import Method
-from train.parallel.none import OneProcess
+from train.errors import ConfigError
 
-__all__ = ["METHODS", "Method", "method_name", "start_method"]
+if TYPE_CHECKING:
+    from train.group.group import Group
+    from train.parallel.method import Method
 
-METHODS: dict[str, type[Method]] = {
-    "none": OneProcess,
-    "ddp": DDP,
-    "dp": DataParallelMethod,
-    "fsdp": FSDP,
-    "horovod": Horovod,
+# `parallel` -> module in this folder, and the subclass of Method in it. A new method is a new file here and a line in
+# this table.
+METHODS = {
+    "none": "none:OneProcess",
+    "ddp": "ddp:DDP",
+    "dp": "data_parallel:DataParallelMethod",
+    "fsdp": "fsdp:FSDP",
+    "horovod": "horovod:Horovod",
 }
 
 
@@ -34,10 +35,20 @@ def method_name(config: Config, world_size: int) -> str:
     return config.parallel
 
 
+def load_method(name: str) -> type[Method]:
+    """The class of the method `name`. Raises ConfigError if there is none."""
+    if name not in METHODS:
+        # The command line has checked this already; a Config made by hand has not.
+        raise ConfigError(f'parallel must be one of auto, {", ".join(METHODS)}, got "{name}".')
+    module, _, method = METHODS[name].partition(":")
+    found: type[Method] = getattr(importlib.import_module(f"train.parallel.{module}"), method)
+    return found
+
+
 @contextmanager
 def start_method(config: Config, group: Group) -> Iterator[Method]:
     """The method in effect, up for the length of the block. Raises ConfigError, see `Method.refuse`, and JoinError."""
-    method = METHODS[method_name(config, group.world_size)](config, group)
+    method = load_method(method_name(config, group.world_size))(config, group)
     method.refuse()
     with method.running():
         yield method

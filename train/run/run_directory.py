@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from train.config import Config, changed_settings, to_yaml
-from train.data.sources import CHOICES
 from train.errors import UserError
 from train.group.group import Group
 from train.group.on_rank0 import on_rank0
@@ -24,6 +23,7 @@ from train.process.atomic_file import write_atomically
 from train.process.status import job_of, read_json
 from train.run import publish
 from train.run.checkpoint import Checkpoint, list_checkpoints, load_newest
+from train.run.choices import CHOICES
 from train.run.lease import Lease
 from train.run.metrics import Metrics
 from train.run.progress import Progress

@@ -11,8 +11,8 @@ from tests.rigs.kube import K8S, OVERLAYS, TRAINING, one, rendered
 from tests.rigs.kubeflow import command_line, environment, pods_of
 from train.config import check_world_size, load_config
 from train.config.command_line import parse_args
-from train.data.sources import CHOICES
 from train.process.env import outside_pod, read_env
+from train.run.choices import CHOICES
 
 
 def test_k8s_overlays_are_all_there() -> None:

@@ -26,7 +26,6 @@ SOURCES = {
     "digits": "digits",
     "fake": "fake",
 }
-CHOICES = {"dataset": tuple(SOURCES)}  # for what checks settings or prints them: config/ cannot import this room
 
 
 def _print_to_stderr(line: str) -> None:
