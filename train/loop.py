@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from train.config import Config, check_world_size
 from train.data.loader import open_loader
 from train.data.random_numbers import derive_seed, seed_everything
+from train.data.worker_loader import free_shared_memory
 from train.errors import Stopped
 from train.group.group import Group
 from train.group.join import join
@@ -144,11 +145,13 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     model = method.wrap(compile_model(plain, device) if config.compile else plain)
     if method.replicates_state:
         _check_same_weights(group, plain)  # once wrapped: DDP has sent rank 0's to all
-    batch = first_batch(config, group, workload, order)
+    free_bytes = free_shared_memory()  # before workers fill it
     loader = open_loader(
         workload.train, order.batches(progress.step, total_steps), device=device, stop=group.stop,
         num_workers=config.num_workers, prefetch_factor=config.prefetch_factor,
     )
+    # After the workers have started: they prepare the first batches during the warm-up.
+    batch = first_batch(config, group, workload, order, free_bytes=free_bytes)
     _warm_up(config, group, method, workload, plain, model, batch)
     optimizer = method.after_warm_up(plain, optimizer, memory)
 

@@ -6,7 +6,6 @@ from train.config import Config
 from train.data.batch import num_bytes, to_device
 from train.data.loader import uses_workers
 from train.data.order import Order
-from train.data.worker_loader import free_shared_memory
 from train.errors import DataError
 from train.group.group import Group
 from train.process import advice, machine_checks
@@ -33,11 +32,11 @@ def build_order(config: Config, group: Group, workload: Workload) -> Order:
     )
 
 
-def first_batch(config: Config, group: Group, workload: Workload, order: Order) -> Any:
+def first_batch(config: Config, group: Group, workload: Workload, order: Order, *, free_bytes: int) -> Any:
     """The first micro-batch of the first epoch, on the device. The warm-up uses it on every start, wherever it resumes.
 
-    Warns where /dev/shm looks too small for the batches that workers will put there, now that one shows its size. Call
-    it before the workers start to fill /dev/shm.
+    Warns where /dev/shm looks too small for the batches that workers will put there, now that one shows its size.
+    `free_bytes`: what was free there before workers began to fill it.
     """
     epoch, indices = next(order.batches(0, 1))
     batch = to_device(workload.train.batch(indices, epoch), group.device)
@@ -46,7 +45,7 @@ def first_batch(config: Config, group: Group, workload: Workload, order: Order) 
         num_samples = len(indices) + min(config.eval_batch_size, len(workload.evaluation))
         lines = advice.on_shared_memory(
             config, group.launch, batch_bytes=num_bytes(batch) * num_samples // len(indices),
-            free_bytes=free_shared_memory(), way_out=machine_checks.ENLARGE_SHM,
+            free_bytes=free_bytes, way_out=machine_checks.ENLARGE_SHM,
         )
         advice.say(lines, group.launch, group.log.warning)
     return batch
