@@ -64,7 +64,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def find_problem(path: Path) -> str:
-    """Why a checkpoint can't be used, or "" if every byte is as it was written. Its existence alone proves nothing."""
+    """Why a checkpoint can't be used, or "" if every byte is as it was written."""
     return _read_verified(path)[1]
 
 

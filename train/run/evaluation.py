@@ -32,12 +32,9 @@ PADDING = -2
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`metrics`: means over all samples, by name. `count`: the number of samples. `tables`: the sums that are tensors
-    of one dimension or more, such as a confusion matrix, on the CPU."""
-
-    metrics: dict[str, float]
-    count: int
-    tables: Sums
+    metrics: dict[str, float]  # means over all samples, by name
+    count: int  # of samples
+    tables: Sums  # the sums that are tensors of one dimension or more, such as a confusion matrix, on the CPU
 
 
 @torch.no_grad()
@@ -60,7 +57,8 @@ def evaluate(
             module.training = training
     if sums is None:
         return None
-    totals, tables = _add_over_ranks(group, *sums, num_rows=_num_batches(config, workload.evaluation))
+    rows, tables = (_add_over_ranks(group, part) for part in sums)
+    totals = {name: float(row.sum()) for name, row in rows.items()}
     names = ", ".join(totals)
     count = int(totals.pop("count", 0))
     if count < 1:
@@ -80,7 +78,7 @@ def _sums_of_rank(
     First the scalars, by name: float64 [number of batches of all ranks], zero for the batches of other ranks. Then the
     tensors, summed over this rank's batches.
     """
-    num_rows = _num_batches(config, workload.evaluation)
+    num_rows = num_batches(len(workload.evaluation), config.eval_batch_size)
     rows: Sums = {}
     tables: Sums = {}
     for number, _, batch in batches_of_rank(config, group, workload.evaluation, pad=pad):
@@ -99,18 +97,11 @@ def _sums_of_rank(
     return rows, tables
 
 
-def _add_over_ranks(group: Group, rows: Sums, tables: Sums, *, num_rows: int) -> tuple[dict[str, float], Sums]:
-    """The totals of all ranks, the same on each."""
+def _add_over_ranks(group: Group, sums: Sums) -> Sums:
+    """The sums of all ranks, the same on each."""
     # Rank 0 always has a batch. A rank without one does not know which sums there are.
-    found = {name: (tuple(table.shape), table.dtype) for name, table in tables.items()}
-    names, shapes = group.broadcast((sorted(rows), found))
-    totals = {}
-    for name in names:
-        row = rows.get(name, torch.zeros(num_rows, dtype=torch.float64))
-        totals[name] = float(group.sum(row).sum())
-    for name, (shape, dtype) in sorted(shapes.items()):
-        tables[name] = group.sum(tables.get(name, torch.zeros(shape, dtype=dtype)))
-    return totals, tables
+    found = group.broadcast({name: (tuple(value.shape), value.dtype) for name, value in sorted(sums.items())})
+    return {name: group.sum(sums.get(name, torch.zeros(shape, dtype=dtype))) for name, (shape, dtype) in found.items()}
 
 
 def batches_of_rank(
@@ -123,7 +114,7 @@ def batches_of_rank(
     first sample as a batch, with the number PADDING. It must not be counted.
     """
     numbered = list(evaluation_batches(len(samples), config.eval_batch_size, group.rank, group.world_size))
-    num_turns = -(-_num_batches(config, samples) // group.world_size)
+    num_turns = -(-num_batches(len(samples), config.eval_batch_size) // group.world_size)
     loader = open_loader(
         samples, [index for _, index in numbered], device=group.device, stop=group.stop, num_workers=config.num_workers,
         prefetch_factor=config.prefetch_factor,
@@ -143,8 +134,3 @@ def batches_of_rank(
                 yield PADDING, first, to_device(samples.batch(first, None), group.device)
     finally:
         loader.close()
-
-
-def _num_batches(config: Config, samples: Samples) -> int:
-    """Of all ranks together."""
-    return num_batches(len(samples), config.eval_batch_size)

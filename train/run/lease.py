@@ -58,11 +58,10 @@ class Lease:
         locked = self._take_lock()
         try:
             owner = self._owner()
-            if owner is not None and not owner.get("released"):
-                # The kernel has freed the lock of its own dead process; about another machine's it may know nothing
-                same_kernel = owner.get("kernel") == _kernel()
-                if not (locked and same_kernel) and self._alive(owner):
-                    raise UserError(self._refusal(owner))
+            # The kernel has freed the lock of its own dead process; about another machine's it may know nothing
+            surely_dead = locked and owner.get("kernel") == _kernel()
+            if owner and not owner.get("released") and not surely_dead and self._alive(owner):
+                raise UserError(self._refusal(owner))
             self._write()
         except BaseException:
             self._drop_lock()
@@ -82,17 +81,17 @@ class Lease:
     def check(self) -> None:
         """Raises PeerLost where another attempt took the run over: this one was frozen for longer than `life_s`."""
         if not self.is_ours():
-            raise PeerLost(f"another attempt owns {self.run_dir} by now ({_who(self._owner() or {})})")
+            raise PeerLost(f"another attempt owns {self.run_dir} by now ({_who(self._owner())})")
 
     def is_ours(self) -> bool:
         """Whether no other attempt has taken the run directory over: it would have written its token here."""
         owner = self._owner()
-        return owner is None or owner.get("token") == self.token
+        return not owner or owner.get("token") == self.token
 
-    def _owner(self) -> dict[str, Any] | None:
-        """The content of the lease as it was written last, or None where nothing can be read."""
+    def _owner(self) -> dict[str, Any]:
+        """The content of the lease as it was written last, or {} where nothing can be read."""
         owner = read_json(self.path)
-        return owner if isinstance(owner, dict) else None
+        return owner if isinstance(owner, dict) else {}
 
     def _take_lock(self) -> bool:
         """True if the kernel's lock is ours, False where there are no locks. Raises UserError if another has it."""
@@ -111,7 +110,7 @@ class Lease:
                     return False  # ENOLCK, EOPNOTSUPP: this file system has no locks
                 if time.monotonic() > until_s:
                     self._drop_lock()
-                    raise UserError(self._refusal(self._owner() or {})) from None
+                    raise UserError(self._refusal(self._owner())) from None
             time.sleep(0.1)
 
     def _drop_lock(self) -> None:
@@ -123,7 +122,7 @@ class Lease:
         """Watch for up to `life_s` whether the owner writes a new beat."""
         until_s = time.monotonic() + self.life_s
         while time.monotonic() < until_s:
-            now = self._owner() or {}
+            now = self._owner()
             if now.get("released"):  # it ends normally at this moment
                 return False
             if now.get("beat") != owner.get("beat") or now.get("token") != owner.get("token"):
@@ -132,19 +131,14 @@ class Lease:
         return False
 
     def _refusal(self, owner: dict[str, Any]) -> str:
-        return (
-            f"run_dir: {self.run_dir} is owned by a live attempt, {_who(owner)}. Wait for it, end it, or set another "
-            "--name."
-        )
+        text = f"run_dir: {self.run_dir} is owned by a live attempt, {_who(owner)}."
+        return f"{text} Wait for it, end it, or set another --name."
 
     def _write(self, beat: int = 0) -> None:
-        write_json(
-            self.path,
-            {
-                "token": self.token, "attempt": self.attempt, "host": host_name(), "pid": os.getpid(),
-                "kernel": _kernel(), "beat": beat,
-            },
-        )
+        write_json(self.path, {
+            "token": self.token, "attempt": self.attempt, "host": host_name(), "pid": os.getpid(),
+            "kernel": _kernel(), "beat": beat,
+        })
 
     def _beat(self) -> None:
         beat = 0
@@ -159,5 +153,3 @@ class Lease:
 
 def _who(owner: dict[str, Any]) -> str:
     return f"{owner.get('attempt', '?')} on {owner.get('host', '?')} (pid {owner.get('pid', '?')})"
-
-

@@ -83,45 +83,39 @@ def shares_of(events: Iterable[dict[str, Any]]) -> dict[str, float]:
     `data`: waiting for the batch. `communication`: while nothing was computed. `compute`: the rest. These three add up
     to 1. `overlapped`: communication that was hidden behind computing, and is part of `compute`.
     """
-    steps: Spans = []
-    data: Spans = []
-    talk: Spans = []
-    kernels: Spans = []
-    work: Spans = []
+    kinds: dict[str, Spans] = {"step": [], "data": [], "talk": [], "kernel": [], "work": []}
     for event in events:
         if event.get("ph") != "X":
             continue
         name, kind = event["name"], event.get("cat", "")
         span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
         if kind == "user_annotation" and name in ("step", "data"):
-            (steps if name == "step" else data).append(span)
+            kinds[name].append(span)
         elif name.startswith(COMMUNICATION):
-            talk.append(span)
+            kinds["talk"].append(span)
         elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
-            kernels.append(span)
+            kinds["kernel"].append(span)
         elif name.startswith("aten::"):
-            work.append(span)
+            kinds["work"].append(span)
+    steps, data, talk, kernels, work = kinds.values()
+    total = _length(steps)
+
+    def inside(spans: Spans) -> float:
+        """How long at least one of `spans` lasts while a step does: both lengths, less that of the two together."""
+        return _length(spans) + total - _length(spans + steps)
+
     busy = kernels or work  # where there is a GPU, the host only launches kernels
-    total = _length(steps, within=steps)
-    waiting = _length(data + kernels, within=steps) - _length(kernels, within=steps)
-    exposed = _length(talk + busy + data, within=steps) - _length(busy + data, within=steps)
+    waiting = inside(data + kernels) - inside(kernels)
+    exposed = inside(talk + busy + data) - inside(busy + data)
     found = {"data": waiting, "compute": total - waiting - exposed, "communication": exposed,
-             "overlapped": _length(talk, within=steps) - exposed}
+             "overlapped": inside(talk) - exposed}
     return {name: round(max(0.0, seconds) / max(total, 1e-9), 4) for name, seconds in found.items()}
 
 
-def _length(spans: Spans, *, within: Spans) -> float:
-    """How long at least one of `spans` lasts inside of `within`. The spans of `within` must not overlap."""
-    total = 0.0
-    ordered, limits = sorted(spans), sorted(within)
-    end, number = float("-inf"), 0
-    for first, last in ordered:
-        first = max(first, end)
+def _length(spans: Spans) -> float:
+    """How long at least one of `spans` lasts."""
+    total, end = 0.0, float("-inf")
+    for first, last in sorted(spans):
+        total += max(0.0, last - max(first, end))
         end = max(end, last)
-        while number < len(limits) and limits[number][1] <= first:
-            number += 1
-        for low, high in limits[number:]:
-            if low >= last:
-                break
-            total += max(0.0, min(last, high) - max(first, low))
     return total

@@ -79,12 +79,9 @@ class RunDirectory:
         if self.config.checkpoint_format == "sharded":
             self._save_shards(directory, state, tensors)
         else:
-
             def save_plain() -> None:
                 self._flush_metrics()
-                publish.save_checkpoint(
-                    directory, state, tensors, keep=self.config.keep, check_owner=self.check_owner
-                )
+                publish.save_checkpoint(directory, state, tensors, keep=self.config.keep, check_owner=self.check_owner)
 
             on_rank0(self.group, save_plain)
         if self.group.is_rank0:
@@ -156,15 +153,21 @@ def _find_earlier(config: Config, group: Group) -> tuple[bool, Checkpoint | None
     earlier = load_newest(directory / "checkpoints", group.log.warning)
     if earlier is not None:
         earlier.state.check_random_scheme(earlier.path)
-        _refuse_changes(config, earlier, directory)
+        if changes := changed_settings(earlier.state.config, config):
+            raise UserError(
+                f"{directory} was begun with other settings: {'; '.join(changes)}. Set them back to go on, or --fresh "
+                "to start anew, or another --name."
+            )
         if config.checkpoint_format != "sharded":
             earlier = earlier.as_plain()
     result_file = directory / "result.json"
     result = read_json(result_file) or {}
-    if earlier is not None and result.get("step") == earlier.step and _is_complete(earlier.state, config):
-        metrics = ", ".join(
-            f"{name} {value:.4f}" for name, value in sorted(result["metrics"].items()) if name in ("accuracy", "loss")
-        )
+    if (
+        earlier is not None and result.get("step") == earlier.step
+        and earlier.step >= (config.max_steps or config.epochs * earlier.state.steps_per_epoch)
+    ):
+        named = {name: value for name, value in result["metrics"].items() if name in ("accuracy", "loss")}
+        metrics = ", ".join(f"{name} {value:.4f}" for name, value in sorted(named.items()))
         group.log.info(
             f"{directory} is finished: {earlier.step} steps, {metrics}. More --epochs go on from there, --fresh starts "
             "anew, another --name leaves it."
@@ -174,19 +177,6 @@ def _find_earlier(config: Config, group: Group) -> tuple[bool, Checkpoint | None
     result_file.unlink(missing_ok=True)
     write_atomically(directory / "config.yaml", to_yaml(config, choices=CHOICES))
     return False, earlier
-
-
-def _is_complete(state: TrainingState, config: Config) -> bool:
-    return state.step >= (config.max_steps or config.epochs * state.steps_per_epoch)
-
-
-def _refuse_changes(config: Config, earlier: Checkpoint, directory: Path) -> None:
-    changes = changed_settings(earlier.state.config, config)
-    if changes:
-        raise UserError(
-            f"{directory} was begun with other settings: {'; '.join(changes)}. Set them back to go on, or --fresh to "
-            "start anew, or another --name."
-        )
 
 
 def _begun_by_this_launch(group: Group) -> bool:
