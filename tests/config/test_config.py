@@ -166,6 +166,7 @@ def test_yaml_empty_file_holds_no_settings(text, write):
         ('lr: 0.1\n"lr": 0.2\n', ['tiny.yaml:2: duplicate "lr", first on line 1.']),
         ("- lr\n", ["tiny.yaml:1: settings must be lines of `name: value`, got a list."]),
         ("\n\nlr 0.1\n", ["tiny.yaml:3: settings must be lines of `name: value`, got a single value."]),
+        ("5\n", ["tiny.yaml:1: settings must be lines of `name: value`, got a single value."]),
         ("lr: 0.1\n5: x\n", ["tiny.yaml:2: the name of a setting must be a word, got 5."]),
         ("? [a]\n: 1\n", ["tiny.yaml:1: the name of a setting must be a word, got no plain text."]),
         ("options: {a: {1: 2}}", ["tiny.yaml:1: the name of a setting must be a word, got 1."]),

@@ -8,7 +8,7 @@ once the ranks have met (`Method.refuse`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from train.config.settings import Settings
@@ -35,39 +35,35 @@ class Contradiction:
 def contradictions(c: Settings) -> Iterator[Contradiction]:
     """Those that these settings have, one for each rule that they break."""
     yield from _of_method(c)
-    yield from _of_device(c)
+    if c.device_ids and c.device not in ("auto", "cuda"):
+        yield Contradiction(("device_ids", "device"), f"empty with device {c.device}", "They number CUDA's devices.")
+    if c.sync_bn and c.device == "cpu":
+        yield Contradiction(("sync_bn", "device"), "false with device cpu",
+                            "torch's SyncBatchNorm needs an accelerator.")
+    if c.backend == "nccl" and c.device == "cpu":
+        yield Contradiction(("backend", "device"), "gloo or auto with device cpu", "nccl moves GPU memory only.")
     if c.static_graph and c.accumulate > 1:
-        yield Contradiction(
-            ("accumulate", "static_graph"), "1 with static_graph", "Under no_sync DDP asserts in its first static pass."
-        )
+        yield Contradiction(("accumulate", "static_graph"), "1 with static_graph",
+                            "Under no_sync DDP asserts in its first static pass.")
     if c.static_graph and c.find_unused_parameters:
-        yield Contradiction(
-            ("find_unused_parameters", "static_graph"), "false with static_graph",
-            "A static graph finds unused parameters by itself.",
-        )
+        yield Contradiction(("find_unused_parameters", "static_graph"), "false with static_graph",
+                            "A static graph finds unused parameters by itself.")
     if c.compress == "powersgd" and c.precision == "fp16":
-        yield Contradiction(
-            ("compress", "precision"), "another than powersgd with precision fp16",
-            "An fp16 overflow would stay in PowerSGD's error buffer.",
-        )
+        yield Contradiction(("compress", "precision"), "another than powersgd with precision fp16",
+                            "An fp16 overflow would stay in PowerSGD's error buffer.")
     if c.batch_size % c.accumulate != 0:
-        yield Contradiction(
-            ("batch_size", "accumulate"), f"a multiple of accumulate={c.accumulate}",
-            "Each step takes equal micro-batches.",
-        )
+        yield Contradiction(("batch_size", "accumulate"), f"a multiple of accumulate={c.accumulate}",
+                            "Each step takes equal micro-batches.")
     if 0 < c.max_steps <= c.warmup_steps:
-        yield Contradiction(
-            ("warmup_steps", "max_steps"), f"< max_steps={c.max_steps}", "The run would end before the warm-up does."
-        )
+        yield Contradiction(("warmup_steps", "max_steps"), f"< max_steps={c.max_steps}",
+                            "The run would end before the warm-up does.")
     first, _, last = c.profile.partition(":")
     if c.profile and not 0 < int(last) - int(first) <= MAX_PROFILED_STEPS:
         rule = f"FIRST:LAST with FIRST before LAST, at most {MAX_PROFILED_STEPS} steps"
         yield Contradiction(("profile",), rule, "Such as 10:20.")
     if c.workload == "images" and c.dataset == "imagefolder" and c.data_dir is None:
-        yield Contradiction(
-            ("data_dir", "dataset", "workload"), "a folder of class folders with dataset imagefolder",
-            "Set it with --data-dir.",
-        )
+        yield Contradiction(("data_dir", "dataset", "workload"), "a folder of class folders with dataset imagefolder",
+                            "Set it with --data-dir.")
 
 
 def _of_method(c: Settings) -> Iterator[Contradiction]:
@@ -100,8 +96,7 @@ def _of_method(c: Settings) -> Iterator[Contradiction]:
             yield refuse("find_unused_parameters", "false", "FSDP2 waits for every gradient. Freeze them, or use ddp.")
     if c.parallel == "horovod":
         if c.sync_bn:
-            why = "Horovod's own needs GPUs, torch's needs a group of them. Use ddp."
-            yield refuse("sync_bn", "false", why)
+            yield refuse("sync_bn", "false", "Horovod's own needs GPUs, torch's needs a group of them. Use ddp.")
         if c.find_unused_parameters:
             yield refuse("find_unused_parameters", "false", "Their weights would decay. Freeze them, or use ddp.")
         if c.compress in ("bf16", "powersgd"):
@@ -110,16 +105,6 @@ def _of_method(c: Settings) -> Iterator[Contradiction]:
         yield refuse("compress", "none", "Only ddp sends gradients through hooks.")
     if c.checkpoint_format == "sharded" and c.parallel != "fsdp":
         yield refuse("checkpoint_format", "plain", "Only fsdp splits what is saved.")
-
-
-def _of_device(c: Settings) -> Iterator[Contradiction]:
-    if c.device_ids and c.device not in ("auto", "cuda"):
-        yield Contradiction(("device_ids", "device"), f"empty with device {c.device}", "They number CUDA's devices.")
-    if c.sync_bn and c.device == "cpu":
-        way_out = "torch's SyncBatchNorm needs an accelerator."
-        yield Contradiction(("sync_bn", "device"), "false with device cpu", way_out)
-    if c.backend == "nccl" and c.device == "cpu":
-        yield Contradiction(("backend", "device"), "gloo or auto with device cpu", "nccl moves GPU memory only.")
 
 
 def check_world_size(config: Settings, world_size: int) -> None:
@@ -137,13 +122,9 @@ def check_world_size(config: Settings, world_size: int) -> None:
     fitting = sorted({*small, *(samples // w for w in small)})
     worlds = [w for w in fitting if w < world_size][-1:] + [w for w in fitting if w > world_size][:1]
     below = config.batch_size // per_process * per_process
-    batches = [b for b in (below, below + per_process) if b > 0]
+    batches = " or ".join(str(b) for b in (below, below + per_process) if b > 0)
     product = f"{world_size} processes" + (f" x accumulate={config.accumulate}" if config.accumulate > 1 else "")
     raise ConfigError(
         f"batch_size must be a multiple of {per_process} ({product}), got {config.batch_size}. "
-        f"Start {_either(worlds)} process{'' if worlds == [1] else 'es'}, or set --batch-size {_either(batches)}."
+        f"Start {' or '.join(map(str, worlds))} process{'' if worlds == [1] else 'es'}, or set --batch-size {batches}."
     )
-
-
-def _either(numbers: Sequence[int]) -> str:
-    return " or ".join(map(str, numbers))

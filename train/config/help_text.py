@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pydantic.fields import FieldInfo
 
 from train.config.options import OPTIONS, Options
-from train.config.schema import NO_CHOICES, Choices, bounds, default, facts, fields_of, flag, groups, kind
-from train.config.settings import Settings
+from train.config.schema import NO_CHOICES, Choices, bounds, facts, fields_of, flag, kind
+from train.config.settings import GROUPS, Settings
 from train.config.yaml_text import dump_value
 
 USAGE = "usage: python -m train.main COMMAND [--config FILE] [--SETTING VALUE ...]"
@@ -25,50 +25,51 @@ def help_text(
     width = min(width or shutil.get_terminal_size().columns, 120)
     rows: dict[str, list[tuple[str, str]]] = {
         "commands": [(name, " ".join((model.__doc__ or "").split())) for name, model in commands.items()],
-        "options": [
-            ("--config FILE", "Settings from a YAML file; flags outrank it."), ("--help", "This, and all settings."),
-        ],
+        "options": [("--config FILE", "Settings from a YAML file; flags outrank it."),
+                    ("--help", "This, and all settings.")],
     }
+    title = ""
     owners: dict[tuple[str, str], list[str]] = {}
     for command, model in commands.items():
         for name, field in fields_of(model).items():
             owners.setdefault(_option(name, field), []).append(command)
     rows["options"] += [(left, f"{', '.join(who)}: {right}") for (left, right), who in owners.items()]
-    for title, names in groups().items() if settings else ():
-        rows[title] = [_setting(name, choices) for name in names]
+    for name, field in Settings.model_fields.items() if settings else ():
+        title = GROUPS.get(name, title)
+        rows.setdefault(title, []).append(_setting(name, field, choices))
+    indent = " " * 29
     lines = [*textwrap.wrap(USAGE, width), *textwrap.wrap(NOTE, width)]
     for title, entries in rows.items():
         lines += ["", f"{title}:"]
         for left, right in entries:
-            # One space at least between the columns; a long left side gets a line of its own
-            fits = len(left) < 26
-            start = f"  {left}".ljust(29) if fits else " " * 29
-            lines += [] if fits else [f"  {left}"]
-            lines += textwrap.wrap(
-                right, max(width, 60), initial_indent=start, subsequent_indent=" " * 29, break_on_hyphens=False
-            )
+            if len(left) < 26:
+                start = f"  {left}".ljust(29)
+            else:  # a long left side gets a line of its own
+                lines.append(f"  {left}")
+                start = indent
+            lines += textwrap.wrap(right, max(width, 60), initial_indent=start, subsequent_indent=indent,
+                                   break_on_hyphens=False)
     return "\n".join(lines) + "\n"
 
 
 def _option(name: str, field: FieldInfo) -> tuple[str, str]:
     of, _, choices = kind(field)
     shown = "" if of is bool else f" {facts(field)['metavar'] or _metavar(of, choices)}"
-    rest = "" if default(field) in (None, False, "") else f" [default {default(field)}]"
+    rest = "" if field.default in (None, False, "") else f" [default {field.default}]"
     return flag(name) + shown, f"{field.description}{rest}"
 
 
-def _setting(name: str, choices: Choices) -> tuple[str, str]:
-    field = Settings.model_fields[name]
+def _setting(name: str, field: FieldInfo, choices: Choices) -> tuple[str, str]:
     of, _, declared = kind(field)
     known = tuple(choices.get(name, declared))
     if of is bool:
-        left = f"{flag(name)}, --no-{name.replace('_', '-')}" if default(field) else flag(name)
+        left = f"{flag(name)}, --no-{name.replace('_', '-')}" if field.default else flag(name)
     elif of is dict:
         left = f"{flag(name)}.NAME VALUE"
     else:
         left = f"{flag(name)} {_metavar(of, () if len(known) > 4 else known)}"
     parts = [", ".join(known) if len(known) > 4 else "", facts(field)["unit"], bounds(field)]
-    parts = [*filter(None, parts), f"default {dump_value(default(field))}"]
+    parts = [*filter(None, parts), f"default {dump_value(field.default)}"]
     return left, f"{field.description} [{', '.join(parts)}]"
 
 

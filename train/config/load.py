@@ -9,20 +9,8 @@ from typing import Any
 from pydantic import model_validator
 
 from train.config.contradictions import contradictions
-from train.config.schema import (
-    NO_CHOICES,
-    Choices,
-    bounds,
-    default,
-    facts,
-    flag,
-    from_text,
-    groups,
-    kind,
-    unknown,
-    validate,
-)
-from train.config.settings import Settings
+from train.config.schema import NO_CHOICES, Choices, bounds, facts, flag, from_text, kind, unknown, validate
+from train.config.settings import GROUPS, Settings
 from train.config.yaml_text import describe, dump_value, read_yaml, scalar
 from train.errors import ConfigError
 
@@ -48,12 +36,11 @@ def load_config(
     found = list(mistakes)
     values: dict[str, Any] = {}
     file_failed = False
-    if file is not None:
-        try:
-            values = read_yaml(file)
-        except ConfigError as error:
-            found.append(str(error))
-            file_failed = True
+    try:
+        values = read_yaml(file) if file is not None else {}
+    except ConfigError as error:
+        found.append(str(error))
+        file_failed = True
     for name in [name for name in values if name not in Config.model_fields]:
         found.append(f"{file}: {unknown(name, Config.model_fields, describe)}")
         del values[name]
@@ -96,7 +83,7 @@ def changed_settings(old: Mapping[str, Any], new: Config) -> list[str]:
     """What differs and affects the result, as `lr: 0.1 -> 0.2`. A setting that `old` does not know had its default."""
     changes = []
     for name, field in Config.model_fields.items():
-        before, after = old.get(name, default(field)), getattr(new, name)
+        before, after = old.get(name, field.default), getattr(new, name)
         if not facts(field)["affects_result"] or before == after:
             continue
         if isinstance(before, dict) and isinstance(after, dict):
@@ -115,12 +102,11 @@ def _shown(options: Mapping[str, Any], key: str) -> str:
 def to_yaml(config: Config, *, choices: Choices = NO_CHOICES) -> str:
     """All settings in their groups, each with its line of help, range and unit; `--config` reads it back equal."""
     lines: list[str] = []
-    for title, names in groups().items():
-        lines += ["", f"# {title}"]
-        for name in names:
-            field = Config.model_fields[name]
-            known = choices.get(name, kind(field)[2])
-            more = ", ".join(filter(None, [facts(field)["unit"], bounds(field), " | ".join(known)]))
-            line = f"{f'{name}: {dump_value(getattr(config, name))}':<36}  # {field.description}"
-            lines.append(line + (f" [{more}]" if more else ""))
+    for name, field in Config.model_fields.items():
+        if name in GROUPS:
+            lines += ["", f"# {GROUPS[name]}"]
+        known = choices.get(name, kind(field)[2])
+        more = ", ".join(filter(None, [facts(field)["unit"], bounds(field), " | ".join(known)]))
+        line = f"{f'{name}: {dump_value(getattr(config, name))}':<36}  # {field.description}"
+        lines.append(line + (f" [{more}]" if more else ""))
     return "\n".join(lines[1:]) + "\n"

@@ -30,8 +30,8 @@ class InitMethod(Options):
 class RankOptions(InitMethod):
     """Of the commands that run as ranks."""
 
-    rank: int | None = setting(None, "In place of RANK.", metavar="N")
-    world_size: int | None = setting(None, "In place of WORLD_SIZE.", metavar="N")
+    rank: int | None = setting(None, "In place of RANK.")
+    world_size: int | None = setting(None, "In place of WORLD_SIZE.")
 
 
 class MeasureOptions(Options):
@@ -94,7 +94,6 @@ class ExplainOptions(JsonOptions):
     log: str = setting("", "The log of a failed job, a run's directory, or - for standard input.", metavar="FILE")
 
     def mistakes(self) -> Iterator[str]:
-        """Options that are each right and cannot go together."""
         if not self.log:
             yield "--log must be a log file, a run's directory or - for standard input, got nothing."
 
@@ -124,7 +123,6 @@ class LaunchOptions(JsonOptions, MeasureOptions, InitMethod):
     max_restarts: int = setting(3, "Restarts after a lost rank, at most.", ge=0)
 
     def mistakes(self) -> Iterator[str]:
-        """Options that are each right and cannot go together."""
         if not 0 <= self.node_rank < self.nnodes:
             yield f"--node-rank must be from 0 to {self.nnodes - 1}, got {self.node_rank}."
         if self.init_method and (self.master_addr or self.master_port):

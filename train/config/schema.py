@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import SequenceMatcher
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from types import NoneType
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from train.config.settings import GROUPS, INT32_MAX, Settings
+from train.config.settings import INT32_MAX
 from train.config.yaml_text import describe, scalar
 
 SHOW_HINT = "(python -m train.main show lists all)"
-KIND_WORDS: dict[type, str] = {
-    int: "an integer", float: "a number", bool: "true or false", str: "a text", dict: "a mapping"
-}
-OUT_OF_RANGE = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+KIND_WORDS: dict[type, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}  # pydantic's names of bounds, in declarations and in errors
 
 # What people type who come from elsewhere, where no spelling distance leads to our word.
 SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "amp": "precision", "nproc_per_node": "nproc",
@@ -27,17 +27,6 @@ Model = TypeVar("Model", bound=BaseModel)
 # Setting -> its possible values, where a room above this one knows them.
 Choices = Mapping[str, Sequence[str]]
 NO_CHOICES: Choices = {}
-
-
-def groups() -> dict[str, list[str]]:
-    """Title -> names of its settings, in order."""
-    titles = {first: title for title, first in GROUPS.items()}
-    found: dict[str, list[str]] = {}
-    for name in Settings.model_fields:
-        if name in titles:
-            current = found.setdefault(titles[name], [])
-        current.append(name)
-    return found
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:
@@ -67,38 +56,27 @@ def flag(name: str) -> str:
 def kind(field: FieldInfo) -> tuple[type, bool, tuple[str, ...]]:
     """A field's scalar type, whether it may be null, and its choices (empty: any value)."""
     annotation: Any = field.annotation
-    inner = [a for a in get_args(annotation) if a is not type(None)]
     if get_origin(annotation) is Literal:
-        return str, False, tuple(inner)
-    if type(None) in get_args(annotation):
-        return inner[0], True, ()
-    of: Any = get_origin(annotation) or annotation
-    return of, False, ()
+        return str, False, get_args(annotation)
+    if NoneType in get_args(annotation):  # X | None, in this order
+        return get_args(annotation)[0], True, ()
+    return get_origin(annotation) or annotation, False, ()
 
 
 def bounds(field: FieldInfo) -> str:
     """A field's range, such as `>= 0 and < 1`; empty where it has none."""
     # An upper bound that is only the width of a counter is checked, but says nothing to a reader.
-    return " and ".join(f"{sign} {limit}" for sign, limit in limits(field).items() if limit != INT32_MAX)
+    return " and ".join(f"{SIGNS[key]} {limit}" for key, limit in _limits(field).items() if limit != INT32_MAX)
 
 
-def limits(field: FieldInfo) -> dict[str, float]:
-    """A field's bounds by their sign: {">=": 0, "<": 1}."""
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    found = ((sign, getattr(m, key, None)) for m in field.metadata for key, sign in signs.items())
-    return {sign: limit for sign, limit in found if limit is not None}
+def _limits(field: FieldInfo) -> dict[str, float]:
+    # Not from pydantic's error, which has 0.0 where the declaration has 0
+    return {key: getattr(limit, key) for limit in field.metadata for key in SIGNS if hasattr(limit, key)}
 
 
 def facts(field: FieldInfo) -> dict[str, Any]:
     """A field's unit, rule, metavar and affects_result."""
-    found = field.json_schema_extra
-    assert isinstance(found, dict)
-    return dict(found)
-
-
-def default(field: FieldInfo) -> Any:
-    """A field's default; a new object each time."""
-    return field.get_default(call_default_factory=True)
+    return cast(dict[str, Any], field.json_schema_extra)
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -133,18 +111,17 @@ def validate(
             if detail["loc"] and (name := str(detail["loc"][0])) not in wrong:
                 got = values[name]
                 text = shown[name] if name in shown and not isinstance(got, str) else describe(got)
-                wrong[name] = f"{label(name)} must be {_rule(fields[name], detail['type'])}, got {text}."
+                wrong[name] = f"{label(name)} must be {_rule(fields[name], detail)}, got {text}."
     return model.model_construct(**{name: value for name, value in values.items() if name not in wrong}), wrong
 
 
-def _rule(field: FieldInfo, error_type: str) -> str:
+def _rule(field: FieldInfo, detail: ErrorDetails) -> str:
     """What the value must be, said from its declaration: pydantic's own text never reaches the user."""
     of, optional, choices = kind(field)
-    if error_type == "finite_number":
+    if detail["type"] == "finite_number":
         return "finite"
-    if error_type in OUT_OF_RANGE:
-        sign = OUT_OF_RANGE[error_type]
-        return f"{sign} {limits(field)[sign]}"
+    for key in SIGNS.keys() & detail.get("ctx", {}).keys():
+        return f"{SIGNS[key]} {_limits(field)[key]}"
     if choices:
         return f"one of {', '.join(choices)}"
     rule = facts(field)["rule"] or f"{KIND_WORDS[of]} {bounds(field)}".strip()

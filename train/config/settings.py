@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
 WEEK_S = 7 * 24 * 3600
 INT32_MAX = 2**31 - 1  # steps, samples: what a 32-bit counter holds
+Natural = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 
 
 def setting(
@@ -28,6 +30,7 @@ def setting(
 
 
 _result = partial(setting, result=True)
+_path = partial(setting, min_length=1, rule="a path")
 
 
 def _deadline(default: float, what: str) -> Any:
@@ -43,33 +46,26 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     # Its choices are the table in train/data/sources/: run/choices.py has them for whatever checks or prints settings.
     dataset: str = _result("fashion-mnist", "The images; digits ships with the program, fake is random.",
                            rule="the name of a data set")
-    data_dir: str | None = setting(None, "Folder of the data; null: look in the usual places, then download.",
-                                   min_length=1, rule="a path")
+    data_dir: str | None = _path(None, "Folder of the data; null: look in the usual places, then download.")
     model: str = _result("cnn", "cnn, mlp, or a torchvision classifier such as resnet18.", pattern=r"^[A-Za-z]\w*$",
                          rule="cnn, mlp or the name of a torchvision classifier")
     image_size: int | None = _result(None, "Scale images to this height and width; null: as they are.",
                                      unit="pixels", ge=8, le=1024)
     max_seq_len: int = _result(128, "text: longer texts are cut to this.", unit="tokens", ge=4, le=65_536)
-    bert_dir: str | None = setting(
-        None, "text: folder of a BERT, config, vocabulary and weights; null: a small encoder.", min_length=1,
-        rule="a path")
+    bert_dir: str | None = _path(None, "text: folder of a BERT, config, vocabulary and weights; null: a small encoder.")
     bert_download: bool = setting(False, "text: bert_dir may be a name at the Hugging Face hub, downloaded once.")
-    length_pool: int = _result(50, "Batches from which samples of like length are put together; 0: any lengths.",
-                               unit="batches", ge=0, le=INT32_MAX)
-    labels_file: str | None = setting(None, "text: file of the labels, one a line; null: those of the training data.",
-                                      min_length=1, rule="a path")
+    length_pool: Natural = _result(50, "Batches from which samples of like length are put together; 0: any lengths.",
+                                   unit="batches")
+    labels_file: str | None = _path(None, "text: file of the labels, one a line; null: those of the training data.")
     eval_split: Literal["dev", "test"] = setting("dev", "text: which part to evaluate on, where there are both.")
     max_bad_lines: float = setting(0.01, "text: share of a file's lines that may be bad; they are left out.",
                                    unit="fraction", ge=0, lt=1)
-    init_from: str | None = _result(None, "Start from these weights: a checkpoint or a state dict.", min_length=1,
-                                    rule="a path")
+    init_from: str | None = _path(None, "Start from these weights: a checkpoint or a state dict.", result=True)
     dropout: float = _result(0.0, "Share of activations dropped in training.", unit="fraction", ge=0, lt=1)
     augment: bool = _result(False, "Random shifts and flips of the training images.")
-    limit_train: int = _result(0, "Use only the first so many training samples; 0: all.", unit="samples", ge=0,
-                               le=INT32_MAX)
-    limit_eval: int = _result(0, "Evaluate on only the first so many samples; 0: all.", unit="samples", ge=0,
-                              le=INT32_MAX)
-    fake_samples: int = _result(1024, "How many images the dataset fake has.", unit="samples", ge=1, le=INT32_MAX)
+    limit_train: Natural = _result(0, "Use only the first so many training samples; 0: all.", unit="samples")
+    limit_eval: Natural = _result(0, "Evaluate on only the first so many samples; 0: all.", unit="samples")
+    fake_samples: Count = _result(1024, "How many images the dataset fake has.", unit="samples")
     fake_classes: int = _result(10, "How many classes the dataset fake has.", unit="classes", ge=2, le=100_000)
     options: dict[str, Any] = _result(
         {}, "Free settings of your own workload: --options.key value.",
@@ -85,23 +81,21 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     output_device: int | None = _result(None, "dp: the GPU that gathers the outputs; null: the first.", unit="number",
                                         ge=0, le=1023)
     seed: int = _result(0, "Seed of weights, order and augmentation.", unit="number", ge=0, le=2**32 - 1)
-    batch_size: int = _result(64, "Global batch: samples per step over all processes.", unit="samples", ge=1,
-                              le=INT32_MAX)
-    accumulate: int = _result(1, "Micro-batches per step, to fit a large batch in little memory.", unit="micro-batches",
-                              ge=1, le=INT32_MAX)
-    epochs: int = setting(3, "Passes over the training data; may grow when resumed.", unit="epochs", ge=1, le=INT32_MAX)
-    max_steps: int = setting(0, "End after so many steps in all; 0: by epochs.", unit="steps", ge=0, le=INT32_MAX)
+    batch_size: Count = _result(64, "Global batch: samples per step over all processes.", unit="samples")
+    accumulate: Count = _result(1, "Micro-batches per step, to fit a large batch in little memory.",
+                                unit="micro-batches")
+    epochs: Count = setting(3, "Passes over the training data; may grow when resumed.", unit="epochs")
+    max_steps: Natural = setting(0, "End after so many steps in all; 0: by epochs.", unit="steps")
     optimizer: Literal["sgd", "adamw"] = _result("sgd", "SGD with momentum, or AdamW.")
     lr: float = _result(0.08, "Learning rate, before lr_scaling and schedule.", unit="per step", gt=0, le=1000)
     momentum: float = _result(0.9, "Momentum of SGD.", unit="fraction", ge=0, lt=1)
     weight_decay: float = _result(2e-4, "Weight decay; never on norms and biases.", unit="per step", ge=0, le=1000)
     lr_scaling: Literal["none", "linear", "sqrt"] = _result(
         "none", "Scale lr with batch_size / lr_base_batch; combine with warmup_steps.")
-    lr_base_batch: int = _result(64, "The global batch that lr was chosen for.", unit="samples", ge=1, le=INT32_MAX)
+    lr_base_batch: Count = _result(64, "The global batch that lr was chosen for.", unit="samples")
     schedule: Literal["constant", "step", "cosine"] = _result("cosine", "How lr falls after the warm-up.")
-    warmup_steps: int = _result(0, "Raise lr linearly over the first steps.", unit="steps", ge=0, le=INT32_MAX)
-    step_epochs: int = _result(1, "schedule step: multiply lr by step_gamma each so many epochs.", unit="epochs",
-                               ge=1, le=INT32_MAX)
+    warmup_steps: Natural = _result(0, "Raise lr linearly over the first steps.", unit="steps")
+    step_epochs: Count = _result(1, "schedule step: multiply lr by step_gamma each so many epochs.", unit="epochs")
     step_gamma: float = _result(0.1, "schedule step: the factor.", unit="factor", gt=0, le=1)
     label_smoothing: float = _result(0.0, "Label smoothing of the loss.", unit="fraction", ge=0, lt=1)
     clip_norm: float = _result(0.0, "Clip the global norm of the gradient to this; 0: off.", unit="norm", ge=0)
@@ -126,8 +120,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     num_workers: int = setting(0, "DataLoader workers of each process, for data not in memory.", unit="processes",
                                ge=0, le=1024)
     prefetch_factor: int = setting(2, "Batches that each worker prepares ahead.", unit="batches", ge=1, le=1024)
-    eval_batch_size: int = setting(512, "Samples at a time in evaluation, per process.", unit="samples", ge=1,
-                                   le=INT32_MAX)
+    eval_batch_size: Count = setting(512, "Samples at a time in evaluation, per process.", unit="samples")
 
     join_timeout_s: float = _deadline(120.0, "all processes to join")
     download_timeout_s: float = _deadline(600.0, "finding or downloading the data")
@@ -139,18 +132,16 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     name: str = setting("", "Folder of this run in run_dir; empty: the job's name, or dataset and model, or workload.",
                         pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]{0,199})?$",
                         rule="at most 200 letters, digits and . _ - beginning with a letter, digit or _")
-    run_dir: str = setting("runs", "Folder of all runs, where rank 0 finds it again.", min_length=1, rule="a path")
+    run_dir: str = _path("runs", "Folder of all runs, where rank 0 finds it again.")
     fresh: bool = setting(False, "Start anew although the run has checkpoints.")
     checkpoint_format: Literal["plain", "sharded"] = setting(
         "plain", "plain: rank 0 writes all; sharded, with fsdp: each rank its part, on storage that all nodes share.")
     keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", ge=1, le=1_000_000)
-    save_every_steps: int = setting(0, "Save each so many steps; 0: after each epoch.", unit="steps", ge=0,
-                                    le=INT32_MAX)
-    evaluate_every_epochs: int = setting(1, "Evaluate each so many epochs and at the end.", unit="epochs", ge=1,
-                                         le=INT32_MAX)
+    save_every_steps: Natural = setting(0, "Save each so many steps; 0: after each epoch.", unit="steps")
+    evaluate_every_epochs: Count = setting(1, "Evaluate each so many epochs and at the end.", unit="epochs")
     report_every_s: float = setting(5.0, "One progress line each so many seconds where there is no bar.", unit="s",
                                     gt=0, le=WEEK_S)
-    log_every_steps: int = setting(50, "Write metrics each so many steps.", unit="steps", ge=1, le=INT32_MAX)
+    log_every_steps: Count = setting(50, "Write metrics each so many steps.", unit="steps")
     profile: str = setting("",
                            "Trace these steps with torch.profiler, as 10:20: from the end of step 10 to that of 20.",
                            pattern=r"^(\d{1,9}:\d{1,9})?$", rule="FIRST:LAST, such as 10:20")
@@ -167,9 +158,9 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
         return value
 
 
-# title: the group's first field
-GROUPS = {"what is trained": "workload", "how it is trained": "parallel", "loading": "in_memory",
-          "deadlines": "join_timeout_s", "the run": "name"}
+# The first setting of each group -> the group's title
+GROUPS = {"workload": "what is trained", "parallel": "how it is trained", "in_memory": "loading",
+          "join_timeout_s": "deadlines", "name": "the run"}
 
 
 def _is_plain(value: Any, *, levels: int) -> bool:

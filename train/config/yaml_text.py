@@ -19,18 +19,18 @@ from train.errors import ConfigError
 
 _CORE = "tag:yaml.org,2002:"
 _NUMBER = r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
-# Type -> what its text looks like, the characters that it begins with (PyYAML looks there first), how to read it
-_SCALARS: dict[str, tuple[str, list[str], Callable[[str], Any]]] = {
-    "null": (r"(?:null|Null|NULL|~|)\Z", ["~", "n", "N", ""], lambda text: None),
-    "bool": (r"(?:true|True|TRUE|false|False|FALSE)\Z", list("tTfF"), lambda text: text.lower() == "true"),
-    "int": (r"[-+]?[0-9]+\Z", list("-+0123456789"), int),
-    "float": (_NUMBER, list("-+.0123456789"), lambda text: float(text.lower().replace(".i", "i").replace(".n", "n"))),
+# Type -> what its text looks like, and how to read it
+_SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "null": (r"(?:null|Null|NULL|~|)\Z", lambda text: None),
+    "bool": (r"(?:true|True|TRUE|false|False|FALSE)\Z", lambda text: text.lower() == "true"),
+    "int": (r"[-+]?[0-9]+\Z", int),
+    "float": (_NUMBER, lambda text: float(text.lower().replace(".i", "i").replace(".n", "n"))),
 }
 
 
 def scalar(text: str) -> Any:
     """The value of a text without quotes: None, bool, int, float, or the text itself."""
-    for pattern, _, read in _SCALARS.values():
+    for pattern, read in _SCALARS.values():
         if re.match(pattern, text):
             try:
                 return read(text)
@@ -88,8 +88,8 @@ def _unknown_tag(loader: _Loader, node: yaml.Node) -> None:
 
 _add: Any = _Loader.add_constructor  # its types are narrower than what it takes
 _Dumper.add_representer(str, _represent_text)
-for _name, (_pattern, _first, _) in _SCALARS.items():
-    _Loader.add_implicit_resolver(_CORE + _name, re.compile(_pattern), _first)
+for _name, (_pattern, _) in _SCALARS.items():
+    _Loader.add_implicit_resolver(_CORE + _name, re.compile(_pattern), None)  # None: whatever it begins with
     _add(_CORE + _name, lambda loader, node: scalar(loader.construct_scalar(node)))
 _add(_CORE + "str", _Loader.construct_scalar)
 # Deep and in one go: PyYAML then refuses an alias that contains itself, and reads each other alias once
@@ -108,7 +108,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
         root = loader.get_single_node()
         if root is None or root.tag == _CORE + "null":
             return {}
-        if isinstance(root, yaml.SequenceNode) or root.tag == _CORE + "str":
+        if not isinstance(root, yaml.MappingNode):
             kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
             raise ConfigError(f"{where}:{_line(root)}: settings must be lines of `name: value`, got {kind}.")
         values: dict[str, Any] = loader.construct_document(root)
