@@ -1,5 +1,6 @@
 """CPUs and memory as they are granted to the container, not as the machine has them."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,11 @@ def files(root: Path, contents: dict[str, str]) -> Path:
     ],
     ids=["v2", "v2-unlimited", "v2-affinity-less", "v2-parent", "v1", "v1-container", "v1-unlimited", "no-cgroup"],
 )
-def test_cpu_quota_is_the_least_granted(tmp_path: Path, contents: dict[str, str], affinity: int, expected: float):
-    assert cpu_quota(files(tmp_path, contents), num_affine=affinity) == expected
+def test_cpu_quota_is_the_least_granted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: dict[str, str], affinity: int, expected: float
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)))
+    assert cpu_quota(files(tmp_path, contents)) == expected
 
 
 def test_cpu_quota_of_this_machine_is_positive():

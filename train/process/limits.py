@@ -11,10 +11,10 @@ from pathlib import Path, PurePosixPath
 ROOT = Path("/")
 
 
-def cpu_quota(root: Path = ROOT, *, num_affine: int | None = None) -> float | None:
+def cpu_quota(root: Path = ROOT) -> float | None:
     """CPUs granted to this process (1.5 is possible): the least of its groups' quotas and its affinity.
 
-    None where neither is known. `num_affine` replaces the affinity, for tests.
+    None where neither is known.
     """
     grants = []
     for folder, version in _groups("cpu", root):
@@ -25,9 +25,9 @@ def cpu_quota(root: Path = ROOT, *, num_affine: int | None = None) -> float | No
             period = read(folder / "cpu.cfs_period_us").strip() or "100000"
         if quota not in ("max", "-1"):  # these mean no limit, in v2 and v1
             grants.append(int(quota) / int(period))
-    if num_affine is None and hasattr(os, "sched_getaffinity"):
-        num_affine = len(os.sched_getaffinity(0))
-    return min([*grants, *([] if num_affine is None else [float(num_affine)])], default=None)
+    if hasattr(os, "sched_getaffinity"):
+        grants.append(float(len(os.sched_getaffinity(0))))
+    return min(grants, default=None)
 
 
 def memory_limit(root: Path = ROOT) -> int | None:

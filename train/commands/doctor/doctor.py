@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TextIO
 
 import torch
 
@@ -43,7 +42,8 @@ def doctor(context: Context, options: DoctorOptions) -> int:
     prints one line of JSON in place of the table. Raises Stopped.
     """
     config, log = context.config, context.log
-    with _stdout_for_json(options.as_json) as json_out:
+    json_out = sys.stdout if options.as_json else None
+    with contextlib.redirect_stdout(sys.stderr if options.as_json else sys.stdout):
         try:
             launch = context.launch
             env.check_loopback(launch, config.simulated_nodes)
@@ -53,14 +53,6 @@ def doctor(context: Context, options: DoctorOptions) -> int:
             return Report(log, rank=0, world_size=1, json_out=json_out).refuse(str(error))
         report = Report(log, rank=launch.rank, world_size=launch.world_size, json_out=json_out)
         return _Doctor(context, report).run()
-
-
-@contextlib.contextmanager
-def _stdout_for_json(as_json: bool) -> Iterator[TextIO | None]:
-    """Standard output if JSON goes there; everything else then goes to standard error."""
-    json_out = sys.stdout if as_json else None
-    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
-        yield json_out
 
 
 class _Doctor:
@@ -84,8 +76,8 @@ class _Doctor:
                     self._join(group)
                     self._check_group(group)
                 else:
-                    text = "a single process: nothing was checked that needs several ranks"
-                    self.report.add(Finding("joined", NOTE, text))
+                    seen = "a single process: nothing was checked that needs several ranks"
+                    self.report.add(Finding("joined", NOTE, seen))
                 self.stage = "report"
                 group.watch.enter("report", self._stage_s)
                 return self.report.end_together(group, self.run_dir / "doctor" / "report.json")
@@ -94,11 +86,6 @@ class _Doctor:
         except Exception as error:
             self.report.add(self._explain(error))
             return self.report.end_alone(printed_elsewhere=getattr(error, "printed_elsewhere", False))
-
-    def overdue(self, why: str) -> int:
-        """A stage took longer than its deadline: print what was found, and return the doctor's own exit code."""
-        self.report.add(_hang(self.stage, why))
-        return self.report.end_alone()
 
     # What this process sees of its own machine -----------------------------------------------------------------
 
@@ -177,22 +164,19 @@ class _Doctor:
 
     def _check_group(self, group: Group) -> None:
         facts = self.report.facts
-
-        def extend_deadline() -> None:
-            group.watch.enter("links", self._stage_s)
-
-        stages: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
-            ("versions", lambda: group_checks.versions(group)),
-            ("collective", lambda: group_checks.collective(group)),
-            ("links", lambda: group_checks.links(group, facts, after_round=extend_deadline)),
-            ("ranks", lambda: group_checks.ranks(group, facts)),
-            ("clocks", lambda: group_checks.clocks(group)),
-            ("storage", lambda: group_checks.shared_disk(group, self.run_dir)),
-        )
-        for stage, check in stages:
+        # The deadline of the links begins anew after each round of them
+        checks: dict[str, Iterator[Finding]] = {
+            "versions": group_checks.versions(group),
+            "collective": group_checks.collective(group),
+            "links": group_checks.links(group, facts, after_round=lambda: group.watch.enter("links", self._stage_s)),
+            "ranks": group_checks.ranks(group, facts),
+            "clocks": group_checks.clocks(group),
+            "storage": group_checks.shared_disk(group, self.run_dir),
+        }
+        for stage, findings in checks.items():
             self.stage = stage
             group.watch.enter(stage, self._stage_s)
-            self.report.add(*check())
+            self.report.add(*findings)  # a generator: the check runs here
 
     def _explain(self, error: Exception) -> Finding:
         """The finding that an error of the current stage means."""
@@ -200,11 +184,10 @@ class _Doctor:
         if isinstance(error, PeerLost) and error.nobody_died:  # another rank's deadline passed before this one's
             return _hang(stage, text)
         if isinstance(error, PeerLost):
-            remedy = "Read what that rank printed last."
-            return Finding(stage, UNFIT, text, "a rank that dies ends all others.", remedy)
+            return Finding(stage, UNFIT, text, "a rank that dies ends all others.", "Read what that rank printed last.")
         if not isinstance(error, UserError | JoinError):
-            remedy = "Run `train` to see the error where it happens."
-            return Finding(stage, INCOMPLETE, reason(error), "the check itself failed.", remedy)
+            return Finding(stage, INCOMPLETE, reason(error), "the check itself failed.",
+                           "Run `train` to see the error where it happens.")
         if stage == "joined" and isinstance(error, UserError):
             # Two mistakes of the user show while ranks meet: a port that can't be used, and ranks that differ
             stage = "port" if isinstance(error, LaunchError) else "versions"
@@ -227,7 +210,8 @@ class _EndReporter(EndReporter):
     def report_overdue(self, code: int, why: str, suspect: int | None) -> int:
         """The watchdog ends this rank. Returns the code to leave with."""
         del code, suspect
-        return self._doctor.overdue(why)
+        self._doctor.report.add(_hang(self._doctor.stage, why))
+        return self._doctor.report.end_alone()
 
 
 def _hang(stage: str, why: str) -> Finding:

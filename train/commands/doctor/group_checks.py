@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ MAX_CLOCK_SKEW_S = 2.0
 MAX_TAKEN = 0.1  # of a GPU's memory, by other processes
 MAX_NAMED = 4  # links in one report: with one bad switch there would be hundreds
 CLOCK_TRIES = 5
-SAME_TORCH = "Install the same torch on all nodes."
 
 
 def devices(launch: Launch) -> Iterator[Finding]:
@@ -59,31 +58,29 @@ def devices(launch: Launch) -> Iterator[Finding]:
         )
 
 
-def versions(group: Group) -> Iterable[Finding]:
+def versions(group: Group) -> Iterator[Finding]:
     """Versions that joining does not compare: of nccl, CUDA and Python, and the kind of CPU."""
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]
-    own = {
-        "nccl": ".".join(map(str, nccl)), "Python": platform.python_version(), "CPU": cpu_model(),
-        "CUDA": torch.version.cuda or "",
+    same_torch = "Install the same torch on all nodes."
+    unreadable = "workers and checkpoints may differ in what they can read."
+    compared = {
+        "nccl": (".".join(map(str, nccl)), UNFIT, "nccl of two versions fails or hangs when it connects.", same_torch),
+        "CUDA": (torch.version.cuda or "", UNFIT, "torch was built for two versions of CUDA.", same_torch),
+        "Python": (platform.python_version(), WARNING, unreadable, "Install the same Python."),
+        "CPU": (cpu_model(), NOTE, "", ""),
     }
-    gathered = group.gather(own)
-    levels = {
-        "nccl": (UNFIT, "nccl of two versions fails or hangs when it connects.", SAME_TORCH),
-        "CUDA": (UNFIT, "torch was built for two versions of CUDA.", SAME_TORCH),
-        "Python": (WARNING, "workers and checkpoints may differ in what they can read.", "Install the same Python."),
-        "CPU": (NOTE, "", ""),
-    }
-    for name, (level, why, remedy) in levels.items():
+    gathered = group.gather({name: own for name, (own, *_) in compared.items()})
+    for name, (_, level, why, remedy) in compared.items():
         holders: dict[str, list[int]] = {}
-        for rank, values in enumerate(gathered):
-            holders.setdefault(values[name], []).append(rank)
+        for rank, versions_there in enumerate(gathered):
+            holders.setdefault(versions_there[name], []).append(rank)
         if len(holders) > 1 and group.is_rank0:
             seen = ", ".join(f"{value or 'none'} on {ranges(who)}" for value, who in holders.items())
             weights = "; weights are the same to the bit on one kind of CPU only" if name == "CPU" else ""
             yield Finding("versions", level, f"{name} differs: {seen}{weights}", why, remedy)
 
 
-def collective(group: Group) -> Iterable[Finding]:
+def collective(group: Group) -> Iterator[Finding]:
     """Whether each collective that training uses gives the right numbers."""
     wrong = link_speed.check_collectives(group.rank, group.world_size, group.device)
     if wrong:
@@ -97,7 +94,7 @@ def collective(group: Group) -> Iterable[Finding]:
         yield Finding("collective", OK, "all_reduce, broadcast and all_gather give the right numbers")
 
 
-def links(group: Group, facts: dict[str, Any], after_round: Callable[[], None]) -> Iterable[Finding]:
+def links(group: Group, facts: dict[str, Any], after_round: Callable[[], None]) -> Iterator[Finding]:
     """Latency and bandwidth of the links. Writes all of them to `facts` on rank 0."""
     own = link_speed.measure_links(group.rank, group.hosts, group.device, after_round=after_round)
     gathered = group.gather([asdict(link) for link in own])
@@ -132,7 +129,7 @@ def links(group: Group, facts: dict[str, Any], after_round: Callable[[], None]) 
         )
 
 
-def ranks(group: Group, facts: dict[str, Any]) -> Iterable[Finding]:
+def ranks(group: Group, facts: dict[str, Any]) -> Iterator[Finding]:
     """How long the same piece of work takes on each rank. Writes the seconds to `facts` on rank 0."""
     times = group.gather(link_speed.compute_s(group.device))
     if not group.is_rank0:
@@ -150,7 +147,7 @@ def ranks(group: Group, facts: dict[str, Any]) -> Iterable[Finding]:
         )
 
 
-def clocks(group: Group) -> Iterable[Finding]:
+def clocks(group: Group) -> Iterator[Finding]:
     """How far each rank's clock is from rank 0's."""
     # All leave a barrier at about the same time, so their clocks should agree then. A rank that waits for a CPU leaves
     # late: the smallest difference of several tries is nearest to the clocks' own.
@@ -172,7 +169,7 @@ def clocks(group: Group) -> Iterable[Finding]:
     )
 
 
-def shared_disk(group: Group, run_dir: Path) -> Iterable[Finding]:
+def shared_disk(group: Group, run_dir: Path) -> Iterator[Finding]:
     """Whether all ranks see the run's directory of rank 0."""
     path = run_dir / "doctor" / "seen"
     if group.is_rank0:

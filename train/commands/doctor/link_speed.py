@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -76,13 +77,10 @@ def plan(hosts: Sequence[str]) -> list[tuple[list[tuple[int, int]], bool]]:
     for rank, host in enumerate(hosts):
         nodes.setdefault(host, []).append(rank)
     firsts = [ranks[0] for ranks in nodes.values()]
-    between = [(pairs, True) for pairs, _ in zip(rounds(firsts), range(MAX_ROUNDS), strict=False) if pairs]
-    inside: list[list[tuple[int, int]]] = []
-    for ranks in nodes.values():
-        for number, (pairs, _) in enumerate(zip(rounds(ranks), range(MAX_ROUNDS), strict=False)):
-            inside += [[]] * (number + 1 - len(inside))
-            inside[number] = inside[number] + pairs
-    return between + [(pairs, False) for pairs in inside if pairs]
+    between = [(pairs, True) for pairs in islice(rounds(firsts), MAX_ROUNDS)]
+    of_each_node = [islice(rounds(ranks), MAX_ROUNDS) for ranks in nodes.values()]
+    inside = [(list(chain(*parts)), False) for parts in zip_longest(*of_each_node, fillvalue=[])]
+    return [(pairs, is_between) for pairs, is_between in between + inside if pairs]
 
 
 def measure_links(

@@ -9,22 +9,9 @@ from typing import Any, TextIO
 
 from train.group.group import Group
 from train.group.members import ranges
-from train.process.atomic_file import write_atomically
-from train.process.findings import (
-    CODES,
-    INCOMPLETE,
-    NOTE,
-    OK,
-    UNFIT,
-    VERDICTS,
-    WARNING,
-    Finding,
-    as_json,
-    exit_code,
-    line,
-    merge,
-)
+from train.process.findings import INCOMPLETE, UNFIT, VERDICTS, WARNING, Finding, exit_code, line, merge
 from train.process.log import Log
+from train.process.status import write_json
 
 
 class Report:
@@ -57,11 +44,11 @@ class Report:
             else:
                 for finding, ranks in merge(everything):
                     # Rank 0's own findings were printed as they were found
-                    if ranks[0] != 0 and finding.level not in (OK, NOTE):
+                    if ranks[0] != 0 and finding.is_problem:
                         self._log.info(line(finding, ranks=f"rank {ranges(ranks)} on {finding.host}"))
                 self._print_verdict(everything)
             with contextlib.suppress(OSError):  # a disk that can't be written has its own finding
-                write_atomically(path, json.dumps(as_json(everything, self._all_facts()), indent=2) + "\n")
+                write_json(path, self._as_json(everything))
         return exit_code(everything)
 
     def end_alone(self, *, printed_elsewhere: bool = False) -> int:
@@ -74,20 +61,19 @@ class Report:
         elif self._rank == 0:
             self._print_verdict(self.findings)
         elif not printed_elsewhere:
-            # Other ranks than 0 print nothing as they find it
-            print_problems([each for each in self.findings if each.level not in (OK, NOTE)], self._log)
+            self._print_problems()
         return exit_code(self.findings)
 
     def refuse(self, text: str) -> int:
         """The report if the environment describes no launch that could work. Returns the exit code."""
         why = "no process group can be formed with it."
         self.findings = [Finding("environment", UNFIT, each, why, host=self._log.host) for each in text.splitlines()]
-        if self._json_out is not None:
+        if self._json_out is None:
+            self._print_problems()
+        else:
             self.facts = {}
             self._print_json(self.findings)
-        else:
-            print_problems(self.findings, self._log)
-        return CODES[UNFIT]
+        return exit_code(self.findings)
 
     def _print_verdict(self, findings: list[Finding]) -> None:
         stages = len({finding.stage for finding in findings})
@@ -96,17 +82,26 @@ class Report:
         verdict = VERDICTS[exit_code(findings)] + (f" ({problems})" if problems else "")
         self._log.info(f"doctor: {verdict}: {stages} stages in {time.monotonic() - self._began_s:.1f} s")
 
+    def _print_problems(self) -> None:
+        # For a rank that has printed nothing so far
+        for finding in self.findings:
+            if finding.is_problem:
+                self._log.warning(line(finding))
+        self._log.warning(f"doctor: {VERDICTS[exit_code(self.findings)]}")
+
     def _print_json(self, findings: list[Finding]) -> None:
         assert self._json_out is not None
-        self._json_out.write(json.dumps(as_json(findings, self._all_facts())) + "\n")
+        self._json_out.write(json.dumps(self._as_json(findings)) + "\n")
         self._json_out.flush()
 
-    def _all_facts(self) -> dict[str, Any]:
-        return {**self.facts, "seconds": round(time.monotonic() - self._began_s, 2)} if self.facts else {}
-
-
-def print_problems(findings: list[Finding], log: Log) -> None:
-    """On any rank: the findings, and the verdict that follows from them."""
-    for finding in findings:
-        log.warning(line(finding))
-    log.warning(f"doctor: {VERDICTS[exit_code(findings)]}")
+    def _as_json(self, findings: list[Finding]) -> dict[str, Any]:
+        """The verdict, the facts, and each finding once with its ranks; good ones only where rank 0 has them."""
+        code = exit_code(findings)
+        facts = {**self.facts, "seconds": round(time.monotonic() - self._began_s, 2)} if self.facts else {}
+        kept = []
+        for finding, ranks in merge(findings):
+            if finding.is_problem or 0 in ranks:
+                fields = asdict(finding)
+                del fields["rank"]
+                kept.append({**fields, "ranks": ranks})
+        return {"verdict": VERDICTS[code], "exit_code": code, **facts, "findings": kept}

@@ -6,8 +6,8 @@ An exception that is not in the table is quoted and never guessed at. No torch h
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from train.commands.explain.faults import DIED, HARMLESS, faults_in, known_faults
@@ -46,30 +46,13 @@ LOOKS_BAD = re.compile(
 )
 
 
+@dataclass(slots=True)
 class Tracebacks:
     """The tracebacks of one source, such as one rank: the lines of several ranks mix in one log."""
 
-    def __init__(self) -> None:
-        self.inside = False
-        self.unknown: list[Diagnosis] = []
-        self._last_is_unknown = False
-
-    def begin(self) -> None:
-        """The next lines are a traceback, up to its exception."""
-        self.inside = True
-
-    def end(self, unknown: Diagnosis | None) -> None:
-        """The traceback ended with its exception; `unknown`: how to quote it if it is not in the table."""
-        self.inside = False
-        self._last_is_unknown = unknown is not None
-        if unknown is not None and len(self.unknown) < MAX_UNKNOWN:
-            self.unknown.append(unknown)
-
-    def chain(self) -> None:
-        """The next exception stands for the last one: Python prints both tracebacks for one failure."""
-        if self._last_is_unknown and self.unknown:
-            self.unknown.pop()
-            self._last_is_unknown = False
+    inside: bool = False  # the next lines are a traceback, up to its exception
+    unknown: list[Diagnosis] = field(default_factory=list)  # exceptions that are not in the table
+    last_is_unknown: bool = False
 
 
 class LogParser:
@@ -91,12 +74,17 @@ class LogParser:
             self._count(known)
         if BEGIN.match(line.text):
             if len(self._tracebacks) < MAX_KEPT:
-                self._tracebacks.setdefault(line.source, Tracebacks()).begin()
+                self._tracebacks.setdefault(line.source, Tracebacks()).inside = True
         elif tracebacks is not None and CHAIN.match(line.text):
-            tracebacks.chain()
+            # The next exception stands for the last one: Python prints both tracebacks for one failure
+            if tracebacks.last_is_unknown and tracebacks.unknown:
+                tracebacks.unknown.pop()
+                tracebacks.last_is_unknown = False
         elif tracebacks is not None and inside:
             if EXCEPTION.match(line.text):
-                tracebacks.end(None if known else _unknown(line, number))
+                tracebacks.inside, tracebacks.last_is_unknown = False, known is None
+                if known is None and len(tracebacks.unknown) < MAX_UNKNOWN:
+                    tracebacks.unknown.append(_unknown(line, number))
         elif known is None and LOOKS_BAD.match(line.text):
             self._last_bad = _unknown(line, number)
 
@@ -113,7 +101,11 @@ class LogParser:
         found = _judged([*self._known.values(), *unknown])
         if self._last_bad is not None and all(diagnosis.harmless for diagnosis in found):
             found.append(self._last_bad)
-        return sorted(_without_repeats(found), key=lambda diagnosis: (diagnosis.order, diagnosis.line))
+        # Each fault once for each rank; an unknown exception once for each rank and text
+        once: dict[tuple[str, int | None, str], Diagnosis] = {}
+        for diagnosis in sorted(found, key=lambda diagnosis: (diagnosis.order, diagnosis.line)):
+            once.setdefault((diagnosis.name or diagnosis.seen, diagnosis.rank, diagnosis.host), diagnosis)
+        return list(once.values())
 
 
 def diagnose(lines: Iterable[str]) -> list[Diagnosis]:
@@ -126,7 +118,7 @@ def diagnose(lines: Iterable[str]) -> list[Diagnosis]:
 
 def _known(line: LogLine, number: int) -> Diagnosis | None:
     """The fault nearest to the root cause that this line shows."""
-    matches = list(faults_in(line.text))
+    matches = faults_in(line.text)
     if not matches:
         return None
     fault, groups = matches[0]
@@ -157,16 +149,6 @@ def _judged(diagnoses: list[Diagnosis]) -> list[Diagnosis]:
     if any(not diagnosis.harmless and diagnosis.name not in doubtful for diagnosis in diagnoses):
         return diagnoses
     return [replace(d, harmless=True, order=HARMLESS) if d.name in doubtful else d for d in diagnoses]
-
-
-def _without_repeats(diagnoses: Iterable[Diagnosis]) -> Iterator[Diagnosis]:
-    """Each fault once for each rank; an unknown exception once for each rank and text."""
-    seen = set()
-    for diagnosis in diagnoses:
-        key = (diagnosis.name or diagnosis.seen, diagnosis.rank, diagnosis.host)
-        if key not in seen:
-            seen.add(key)
-            yield diagnosis
 
 
 def format_report(diagnoses: list[Diagnosis]) -> str:

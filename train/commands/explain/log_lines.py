@@ -3,13 +3,14 @@
 A log is read line by line, so its size does not matter: one of 10 GB needs no more memory than one of 10 KB.
 """
 
-import json
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from train.process.status import read_json
 
 MAX_LINE = 1500  # characters: the rest of a longer line is not looked at
 MAX_PREFIXES = 5  # docker compose, a time stamp, srun's label, torchrun's and ours have been seen on one line
@@ -51,7 +52,7 @@ def split_prefixes(text: str) -> LogLine:
     for _ in range(MAX_PREFIXES):
         piped = "| " in rest[:90]
         candidates = [pattern for begin, pattern in PREFIXES if (rest[:1] in begin if begin else piped)]
-        found = next((match for pattern in candidates if (match := pattern.match(rest))), None)
+        found = next(filter(None, (pattern.match(rest) for pattern in candidates)), None)
         if found is None or not rest:
             break
         names = found.groupdict()
@@ -97,8 +98,5 @@ def _read_run(directory: Path) -> Iterator[str]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; an empty one if there is none, since a failed run may have left anything."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    found = read_json(path)
     return found if isinstance(found, dict) else {}
