@@ -55,8 +55,7 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def evaluate(model: nn.Module, batch: Any) -> Sums:
-    """Sums, not means: added over all batches and processes, and then divided by the count. Any other name is welcome.
-    """
+    """Sums, not means: added over all batches and ranks, then divided by the count. Any other name is welcome."""
     features, labels = batch
     logits = model(features)
     return {
