@@ -1,7 +1,7 @@
 """Batches on their way to the device: made by the training process itself, or ahead of it by worker processes."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -10,31 +10,6 @@ from train.data.order import BatchIndex
 from train.data.samples import Samples
 from train.data.worker_loader import WorkerLoader
 from train.process.stop import StopRequest
-
-
-class BatchLoader(Protocol):
-    """The batches of this rank, in order."""
-
-    def next(self) -> Any | None:
-        """The next batch on the device, or None if a stop was requested while waiting for it.
-
-        Raises StopIteration at the end, DataError for an unreadable sample, PeerLost if a worker process died.
-        """
-
-    def close(self) -> None:
-        """Let the workers end, if there are any. Does not wait for them."""
-
-
-def open_loader(
-    samples: Samples, batches: Iterable[BatchIndex], *, device: torch.device, stop: StopRequest, num_workers: int,
-    prefetch_factor: int,
-) -> BatchLoader:
-    """A loader of these batches of `samples`: with workers where `uses_workers` says so."""
-    if uses_workers(samples, num_workers):
-        return WorkerLoader(
-            samples, batches, device=device, stop=stop, num_workers=num_workers, prefetch_factor=prefetch_factor
-        )
-    return DirectLoader(samples, batches, device=device)
 
 
 class DirectLoader:
@@ -50,6 +25,21 @@ class DirectLoader:
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+BatchLoader = DirectLoader | WorkerLoader  # the batches of this rank, in order
+
+
+def open_loader(
+    samples: Samples, batches: Iterable[BatchIndex], *, device: torch.device, stop: StopRequest, num_workers: int,
+    prefetch_factor: int,
+) -> BatchLoader:
+    """A loader of these batches of `samples`: with workers where `uses_workers` says so."""
+    if not uses_workers(samples, num_workers):
+        return DirectLoader(samples, batches, device=device)
+    return WorkerLoader(
+        samples, batches, device=device, stop=stop, num_workers=num_workers, prefetch_factor=prefetch_factor
+    )
 
 
 def uses_workers(samples: Samples, num_workers: int) -> bool:

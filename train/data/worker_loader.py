@@ -4,10 +4,12 @@ Workers live and die with their parent alone. They ignore the signals that a job
 """
 
 import contextlib
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -48,7 +50,7 @@ class WorkerLoader:
             batch_size=None,  # each index is a whole batch already
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
-            worker_init_fn=_WorkerStart(os.getpid()),
+            worker_init_fn=functools.partial(_start_worker, os.getpid()),
             generator=torch.Generator().manual_seed(0),  # its base seed must not be drawn from the model's random state
             pin_memory=device.type == "cuda",
             # Python 3.14 starts processes from a server of its own by default: workers would not be our children, and
@@ -81,8 +83,6 @@ class WorkerLoader:
                     # A dead worker's connection breaks before its exit code can be read, and the code says why it died.
                     multiprocessing.connection.wait([worker.sentinel for worker in self._workers], timeout=5.0)
                 raise _explained(item, [worker.exitcode for worker in self._workers])
-            if isinstance(item, DataError):
-                raise item
             return to_device(item, self.device)
         return None
 
@@ -106,10 +106,7 @@ class WorkerLoader:
 
 def free_shared_memory() -> int:
     """Bytes free in /dev/shm, through which workers send their batches."""
-    if not os.path.isdir("/dev/shm"):
-        return sys.maxsize
-    system = os.statvfs("/dev/shm")
-    return system.f_bavail * system.f_frsize
+    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else sys.maxsize
 
 
 class _Batches(Dataset[Any]):
@@ -143,21 +140,15 @@ def _shared(batch: Any) -> Any:
     return batch
 
 
-class _WorkerStart:
+def _start_worker(parent: int, worker: int) -> None:
     """Runs first in each worker: it ignores the signals that are meant for the loop, and dies with the loop."""
-
-    def __init__(self, parent: int) -> None:
-        self.parent = parent
-
-    def __call__(self, worker: int) -> None:
-        for name in SIGNALS:
-            if hasattr(signal, name):
-                # A batch system signals the whole process group. If workers died of it, the loop could not save.
-                signal.signal(getattr(signal, name), signal.SIG_IGN)
-        if hasattr(signal, "pthread_sigmask"):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _stop_signals())
-        die_with_parent(self.parent)
-        torch.set_num_threads(1)  # the workers are the parallelism; more threads would take the loop's cores
+    for number in _stop_signals():
+        # A batch system signals the whole process group. If workers died of it, the loop could not save.
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _stop_signals())
+    die_with_parent(parent)
+    torch.set_num_threads(1)  # the workers are the parallelism; more threads would take the loop's cores
 
 
 def _stop_signals() -> list[signal.Signals]:

@@ -13,18 +13,8 @@ from torch import nn
 
 from train.config import Config
 from train.errors import ConfigError, DataError
-from train.workloads.bert_files import (
-    LAYOUT,
-    VOCABULARY,
-    WEIGHTS,
-    find_folder,
-    need_transformers,
-    one_line,
-    read_json,
-    read_text,
-    read_weights,
-    weight_files,
-)
+from train.workloads import bert_files
+from train.workloads.bert_files import LAYOUT, one_line, read_json, read_text
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 TOKENIZED_AT_ONCE = 1000  # texts: enough for its threads, and not a second copy of all texts in memory
@@ -125,8 +115,8 @@ def build_bert(
     random, by the seed alone. Raises ConfigError and DataError, one line that names the file.
     """
     assert config.bert_dir is not None
-    need_transformers()
-    folder = find_folder(config.bert_dir, download=config.bert_download, pretrained=pretrained)
+    bert_files.need_transformers()
+    folder = bert_files.find_folder(config.bert_dir, download=config.bert_download, pretrained=pretrained)
     shape = _shape(folder, config.dropout)
     tokenizer = WordPieceTokenizer(folder, max_seq_len=config.max_seq_len)
     if tokenizer.size > shape.vocab_size:
@@ -153,7 +143,7 @@ def build_bert(
         notes.append(
             f"lr {config.lr:g} is far above what suits a trained BERT, 1e-5 to 5e-5 with adamw: train/configs/bert.yaml"
         )
-    contents = b"".join((folder / name).read_bytes() for name in VOCABULARY if (folder / name).exists())
+    contents = b"".join((folder / name).read_bytes() for name in bert_files.VOCABULARY if (folder / name).exists())
     model = Bert(encoder, head, dropout=config.dropout, pad=tokenizer.pad)
     return tokenizer, model, notes, hashlib.sha256(contents).hexdigest()[:8]
 
@@ -184,13 +174,13 @@ def _load_weights(encoder: nn.Module, folder: Path) -> list[str]:
     Raises DataError where one of the encoder's weights is missing, unknown or of another shape: transformers itself
     would go on with random numbers there.
     """
-    name = next((name for name in WEIGHTS if weight_files(folder, name)), None)
+    name = next((name for name in bert_files.WEIGHTS if bert_files.weight_files(folder, name)), None)
     if name is None:
         raise DataError(f"{folder}: must hold weights, got none. {LAYOUT}")
     path = folder / name
     given: dict[str, torch.Tensor] = {}
-    for part in weight_files(folder, name):
-        given |= read_weights(part)
+    for part in bert_files.weight_files(folder, name):
+        given |= bert_files.read_weights(part)
     own = encoder.state_dict()
     known, heads = _encoder_weights(given)
     missing = [key for key in own if key not in known]

@@ -74,16 +74,9 @@ def build(config: Config) -> Workload:
     )
     evaluation = _samples(test, config, augment=False)
     return Workload(
-        model=model,
-        train=samples,
-        evaluation=evaluation,
-        loss=task.loss,
-        evaluate=task.evaluate,
-        predict=task.predict,
-        data_name=train.name,
-        data_origin=train.origin,
-        classes=train.classes,
-        unit="images",
+        model=model, train=samples, evaluation=evaluation,
+        loss=task.loss, evaluate=task.evaluate, predict=task.predict,
+        data_name=train.name, data_origin=train.origin, classes=train.classes, unit="images",
         input_name=lambda index: test.paths[index] if isinstance(test, FileSet) else f"test/{index}",
         open_input=lambda path: _open_input(path, channels=channels, size=size),
         pictures=lambda model, sums, device: _pictures(task, model, evaluation, sums, device, train.classes),

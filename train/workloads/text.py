@@ -1,28 +1,22 @@
 """Classification of texts, Chinese included: by a small encoder of characters, or by a BERT from a local folder."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from train.config import Config
 from train.data import Samples
-from train.data.sources.texts import TextSet, load_texts, read_lines
-from train.workloads.bert import build_bert
+from train.data.sources.texts import load_texts, read_lines
+from train.workloads.bert import WordPieceTokenizer, build_bert
 from train.workloads.class_scores import class_scores, macro_f1, report
 from train.workloads.classification import Classification
 from train.workloads.pictures import confusion_picture
 from train.workloads.text_encoder import CharacterTokenizer, TextEncoder
 from train.workloads.workload import Sums, Workload
 
-
-class Tokenizer(Protocol):
-    """Texts -> the token numbers of each, at most `max_seq_len`, and how many texts were cut to that."""
-
-    pad: int  # the token that fills a batch up
-
-    def __call__(self, texts: Sequence[str]) -> tuple[list[list[int]], int]: ...
+Tokenizer = CharacterTokenizer | WordPieceTokenizer
 
 
 class TextSamples:
@@ -60,9 +54,6 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
     num_classes = len(found.classes)
     tokenizer, model, notes, digest = _model(config, num_classes, found.characters, pretrained=pretrained)
 
-    def samples(part: TextSet) -> TextSamples:
-        return TextSamples(part.texts, part.labels, tokenizer)
-
     def open_input(path: str) -> tuple[Samples, Callable[[int], str]]:
         lines = read_lines(path)
         return TextSamples(lines, [0] * len(lines), tokenizer), lambda index: lines[index]
@@ -75,19 +66,15 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         values = {"classes": class_scores(confusion, found.classes), "confusion": confusion.tolist()}
         return report(confusion, found.classes), values
 
-    train, evaluation = samples(found.train), samples(found.evaluation)
+    train, evaluation = (TextSamples(part.texts, part.labels, tokenizer) for part in (found.train, found.evaluation))
     for part, path in ((train, found.train.path), (evaluation, found.evaluation.path)):
         if part.num_cut:
             longer = f"{part.num_cut:,} of {len(part):,} texts are longer than max_seq_len={config.max_seq_len}"
             notes.append(f"{path}: {longer}: cut")
     task = Classification(num_classes=num_classes, label_smoothing=config.label_smoothing)
     return Workload(
-        model=model,
-        train=train,
-        evaluation=evaluation,
-        loss=task.loss,
-        evaluate=task.evaluate,
-        predict=task.predict,
+        model=model, train=train, evaluation=evaluation,
+        loss=task.loss, evaluate=task.evaluate, predict=task.predict,
         # With digests: two ranks whose files differ in one character would train with two vocabularies.
         data_name=f"{found.name}-{found.digest}{digest}",
         data_origin=f"{found.train.path} and {found.evaluation.path.name}",

@@ -17,13 +17,8 @@ def build_model(name: str, *, channels: int, size: int, num_classes: int, dropou
     if name == "cnn":
         return cnn(channels=channels, size=size, num_classes=num_classes, dropout=dropout)
     if name == "mlp":
-        return nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(channels * size * size, 256),
-            nn.ReLU(),
-            nn.Dropout(dropout),
-            nn.Linear(256, num_classes),
-        )
+        hidden = nn.Linear(channels * size * size, 256)
+        return nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Dropout(dropout), nn.Linear(256, num_classes))
     return _torchvision(name, channels=channels, size=size, num_classes=num_classes, dropout=dropout)
 
 
@@ -37,16 +32,10 @@ def cnn(*, channels: int, size: int, num_classes: int, dropout: float) -> nn.Mod
     if side == 0:
         raise ConfigError(f"model cnn needs images of at least 4 x 4, got {size} x {size}. Set --image-size.")
     return nn.Sequential(
-        nn.Conv2d(channels, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Dropout(dropout),
-        nn.Linear(32 * side * side, 256),
-        nn.ReLU(),
+        nn.Conv2d(channels, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Dropout(dropout),
+        nn.Linear(32 * side * side, 256), nn.ReLU(),
         nn.Linear(256, num_classes),
     )
 
@@ -103,18 +92,14 @@ def _dry_run(model: nn.Module, *, channels: int, size: int) -> None:
 
 
 def _first_convolution_for(model: nn.Module, channels: int) -> None:
-    """Replace the first convolution by one for `channels` input channels, with torch's own initial weights.
+    """Make the first convolution one of `channels` input channels, with torch's own initial weights.
 
     Raises ConfigError if there is none.
     """
-    for path, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            parent_path, _, name = path.rpartition(".")
-            replacement = nn.Conv2d(
-                channels, module.out_channels, module.kernel_size,  # type: ignore[arg-type]
-                module.stride, module.padding, module.dilation, 1,  # type: ignore[arg-type]
-                module.bias is not None, module.padding_mode,
-            )
-            setattr(model.get_submodule(parent_path) if parent_path else model, name, replacement)
+            module.in_channels = channels
+            module.weight = nn.Parameter(torch.empty(module.out_channels, channels, *module.kernel_size))
+            module.reset_parameters()
             return
     raise ConfigError(f"the model must begin with a convolution to take {channels} channels. Use RGB images.")

@@ -1,7 +1,5 @@
 """Where downloaded data are kept when the user names no place."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

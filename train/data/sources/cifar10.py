@@ -1,7 +1,5 @@
 """CIFAR-10 in torchvision's layout. Its files are pickles, which can run code: none is opened unless its md5 fits."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

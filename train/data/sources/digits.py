@@ -1,7 +1,5 @@
 """The handwritten digits that ship with the program, 8 x 8 pixels: samples/make_digits.py made them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from train.config import Config

@@ -1,7 +1,5 @@
 """Made-up images with something to learn, for trying a launch where no data is at hand."""
 
-from __future__ import annotations
-
 import torch
 
 from train.config import Config

@@ -1,7 +1,5 @@
 """Fashion-MNIST: 70,000 pictures of clothes (Xiao et al. 2017), the default. It has a substitute without a network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from train.config import Config

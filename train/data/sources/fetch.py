@@ -4,8 +4,6 @@ Ranks that download at the same time can corrupt the data: one reads what anothe
 do it is not enough, because other jobs on the node may want the same data. So a lock on a file decides.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -4,8 +4,6 @@ An IDX file is a big-endian header (two zero bytes, a type byte, the number of d
 dimension) followed by the values. http://yann.lecun.com/exdb/mnist describes it; only unsigned bytes are read here.
 """
 
-from __future__ import annotations
-
 import gzip
 import math
 import os

@@ -1,7 +1,5 @@
 """Any folder of class folders with images: listed here, decoded one at a time by FileSet.load."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Mapping

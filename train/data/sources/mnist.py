@@ -1,7 +1,5 @@
 """MNIST: 70,000 handwritten digits (LeCun et al. 1998)."""
 
-from __future__ import annotations
-
 from train.config import Config
 from train.data.sources.fetch import Say
 from train.data.sources.mnist_family import Family, locate, read_halves

@@ -1,7 +1,5 @@
 """MNIST and its relatives, four IDX files each: where the files may be, and how they become an ImageSet."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

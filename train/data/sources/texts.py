@@ -1,7 +1,5 @@
 """Labelled texts: one `label<TAB>text` a line, or CSV, in files train, dev and test of one folder."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io
@@ -9,12 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from train.config import Config
 from train.errors import DataError
-
-if TYPE_CHECKING:
-    from train.config import Config
 
 SAMPLE = Path(__file__).parents[2] / "samples" / "texts"
 ENDINGS = (".txt", ".tsv", ".csv")
