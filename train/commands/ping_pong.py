@@ -4,33 +4,24 @@ Half of a round trip stands for one way: no clock of two machines is exact enoug
 """
 
 import time
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 
-class Peer(Protocol):
-    """The other end of a connection. Messages are tensors of any dtype."""
+class Peer(NamedTuple):
+    """The other end of a connection. `send` takes a tensor of any dtype; `receive` fills one with what was sent."""
 
-    def send(self, message: torch.Tensor) -> None: ...
-
-    def receive(self, message: torch.Tensor) -> None:
-        """Fill `message` with what the other end sent."""
+    send: Callable[[torch.Tensor], Any]
+    receive: Callable[[torch.Tensor], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class TorchPeer:
+def torch_peer(rank: int) -> Peer:
     """Another rank of the process group. The backend is the one that the group has for the message's device."""
-
-    rank: int
-
-    def send(self, message: torch.Tensor) -> None:
-        dist.send(message, dst=self.rank)
-
-    def receive(self, message: torch.Tensor) -> None:
-        dist.recv(message, src=self.rank)
+    return Peer(partial(dist.send, dst=rank), partial(dist.recv, src=rank))
 
 
 def ping_pong(peer: Peer, message: torch.Tensor, *, first: bool) -> None:

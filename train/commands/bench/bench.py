@@ -4,19 +4,21 @@ Measures on the group that the launcher started. One process alone has nobody to
 """
 
 import json
+import re
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from train.commands.bench import cost_model
-from train.commands.bench.collectives import POINT_TO_POINT, SOCKETS, Budget, Row, measure
+from train.commands.bench.collectives import POINT_TO_POINT, SOCKETS, Row, measure
 from train.commands.bench.job import describe_job
 from train.commands.bench.report import write_report
 from train.config.options import BenchOptions
-from train.errors import ConfigError, UserError
+from train.errors import ConfigError
 from train.group.device import pick_backend
 from train.group.join import join
+from train.group.on_rank0 import on_rank0
 from train.process.context import Context
 from train.process.status_file import StatusFile
 
@@ -24,7 +26,7 @@ FORECAST_RANKS = (2, 8, 64, 512)
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
-def bench(context: Context, options: BenchOptions) -> dict[str, Any]:
+def bench(context: Context, options: BenchOptions) -> None:
     """Measure, print, and write `bench.json`, `bench.md` and `bench.png` to the context's directory.
 
     Raises ConfigError for sizes that are no numbers, UserError for a model that can't be built, and JoinError and
@@ -37,21 +39,13 @@ def bench(context: Context, options: BenchOptions) -> dict[str, Any]:
     status = StatusFile(context.run_dir, context.launch, shared=False)
     with join(config, context.launch, log=log, stop=context.stop, status=status) as group:
         group.watch.enter("setup", config.setup_timeout_s)
-        job, mistake = {}, ""
-        if group.is_rank0:
-            try:
-                job = describe_job(config, group, options.step_ms)
-            except UserError as error:
-                mistake = str(error)
-        # The other ranks wait here: they must hear of a mistake too
-        job, mistake = group.broadcast((job, mistake))
-        if mistake:
-            raise UserError(mistake, printed_elsewhere=not group.is_rank0)
+        job = on_rank0(group, lambda: describe_job(config, group, options.step_ms))
         rows = []
         if group.world_size > 1:
-            budget = Budget(options.iterations, options.seconds, timeout_s=config.step_timeout_s + options.seconds)
-            backend = pick_backend(config.backend, group.device)
-            rows = measure(group, sizes, spec=backend, budget=budget, note=log.info)
+            rows = measure(
+                group, sizes, spec=pick_backend(config.backend, group.device), samples=options.iterations,
+                seconds=options.seconds, timeout_s=config.step_timeout_s + options.seconds,
+            )
         outcome = {
             "ranks": group.world_size, "hosts": sorted(set(group.hosts)), "device": str(group.device.type),
             "torch": torch.__version__, "job": job, "collectives": [asdict(row) for row in rows],
@@ -61,17 +55,15 @@ def bench(context: Context, options: BenchOptions) -> dict[str, Any]:
             log.info(write_report(outcome, rows, context.run_dir))
             if options.as_json:
                 print(json.dumps(outcome), flush=True)
-    return outcome
 
 
 def parse_size(word: str) -> int:
     """ "64K" -> 65536 bytes. Raises ConfigError."""
-    number, unit = word.strip().upper().removesuffix("IB").removesuffix("B"), ""
-    if number[-1:] in UNITS and number[-1:]:
-        number, unit = number[:-1], number[-1]
-    if not number.isdecimal() or not 4 <= int(number) * UNITS[unit] <= 2**40:
+    found = re.fullmatch(r"(\d+)([KMG]?)(I?B)?", word.strip().upper())
+    size = int(found[1]) * UNITS[found[2]] if found else 0
+    if not 4 <= size <= 2**40:
         raise ConfigError(f'--sizes must be numbers of bytes such as 1K,1M,64M, at least 4, got "{word}".')
-    return int(number) * UNITS[unit]
+    return size
 
 
 def expectation(rows: list[Row], job: dict[str, Any], ranks: int) -> dict[str, Any]:

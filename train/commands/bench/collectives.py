@@ -5,7 +5,7 @@ Point to point is measured over a plain TCP connection too, for comparison.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from train.commands.bench.cost_model import bus_factor
-from train.commands.bench.tcp_pair import TcpPair, tcp_pair
-from train.commands.ping_pong import Peer, TorchPeer, ping_pong, wait_for_device
+from train.commands.bench.tcp_pair import tcp_pair
+from train.commands.ping_pong import Peer, ping_pong, torch_peer, wait_for_device
 from train.group.group import Group
 from train.process.limits import memory_left
 
@@ -45,30 +45,13 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """How much to measure: `samples` of each size at most, `seconds` for everything, `timeout_s` for one size."""
-
-    samples: int
-    seconds: float
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Subject:
     """What is measured. `peer`: the other end of point to point, None on ranks that are no end of it."""
 
     operation: str
     backend: str
     device: torch.device
-    peer: Peer | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """A subject with buffers of one size: the call, and a check of what the first call left in the buffers."""
-
-    call: Callable[[], Any]
-    check: Callable[[], None]
+    peer: Peer | None
 
 
 def backends(spec: str, device: torch.device) -> list[tuple[str, torch.device]]:
@@ -84,8 +67,8 @@ def backends(spec: str, device: torch.device) -> list[tuple[str, torch.device]]:
     return [("gloo", torch.device("cpu")), *own]
 
 
-def largest_size(group: Group, device: torch.device) -> int:
-    """Bytes of the largest message whose buffers every rank can hold: a power of two, at least 1 KiB. Collective."""
+def default_sizes(group: Group, device: torch.device) -> list[int]:
+    """1 KiB, 4 KiB, 16 KiB, ... bytes, as long as every rank can hold the buffers. Collective."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
@@ -93,69 +76,56 @@ def largest_size(group: Group, device: torch.device) -> int:
         available = psutil.virtual_memory().available
         free = min(available, available if left is None else left)
         free //= max(1, group.launch.local_world_size or group.world_size)
-    kib = group.min(min(free // 4096, LARGEST // 1024))  # two buffers, and as much again stays free
-    return 1024 << max(0, kib.bit_length() - 1)
-
-
-def sizes_up_to(largest: int) -> list[int]:
-    """1 KiB, 4 KiB, 16 KiB, ... up to `largest` bytes."""
-    sizes = [1024]
-    while sizes[-1] * 4 <= largest:
-        sizes.append(sizes[-1] * 4)
-    return sizes
+    largest = max(1024, group.min(min(free // 4, LARGEST)))  # two buffers, and as much again stays free
+    return [size for size in (1024 * 4**power for power in range(16)) if size <= largest]
 
 
 def measure(
-    group: Group, sizes: Sequence[int], *, spec: str, budget: Budget, note: Callable[[str], None] = lambda text: None
+    group: Group, sizes: Sequence[int], *, spec: str, samples: int, seconds: float, timeout_s: float
 ) -> list[Row]:
     """Point to point over a plain connection, then each operation on each backend. Collective: every rank calls it.
 
-    `sizes`: in bytes; empty takes all from 1 KiB on. `spec`: the group's backend as torch was given it. Each operation
-    has an equal share of the budget's seconds; sizes that would take longer are left out. `note` gets a line on each
-    operation. Raises RuntimeError if an exchange gives a wrong result.
+    `sizes`: in bytes; empty takes all from 1 KiB on. `spec`: the group's backend as torch was given it. `samples`: of
+    each size, at most. Each operation has an equal share of `seconds`; sizes that would take longer are left out.
+    `timeout_s`: of one size. Raises RuntimeError if an exchange gives a wrong result.
     """
     rows: list[Row] = []
-    group.watch.enter("measure", budget.timeout_s)
-    with tcp_pair(group, budget.timeout_s) as (pair, problem):
+    last = group.world_size - 1
+    peer = torch_peer(last - group.rank) if group.rank in (0, last) else None
+    group.watch.enter("measure", timeout_s)
+    with tcp_pair(group, timeout_s) as (pair, problem):
+        all_backends = backends(spec, group.device)
+        subjects = [Subject(operation, *backend, peer) for backend in all_backends for operation in OPERATIONS]
         if problem:
-            note(f"no plain connection to compare with: {problem}")
-        subjects = list(_subjects(group, spec, pair, plain=not problem))
+            group.log.info(f"no plain connection to compare with: {problem}")
+        else:
+            subjects.insert(0, Subject(POINT_TO_POINT, SOCKETS, torch.device("cpu"), pair))
         for subject in subjects:
-            until_s = time.monotonic() + budget.seconds / len(subjects)
-            for size in sizes or sizes_up_to(largest_size(group, subject.device)):
-                group.watch.enter("measure", budget.timeout_s)
-                row = _measure_size(group, subject, size, budget.samples, until_s)
+            until_s = time.monotonic() + seconds / len(subjects)
+            for size in sizes or default_sizes(group, subject.device):
+                group.watch.enter("measure", timeout_s)
+                row = _measure_size(group, subject, size, samples, until_s)
                 if row is None:
                     break
                 rows.append(row)
-            note(f"{subject.operation} on {subject.backend}: up to {rows[-1].size} bytes")
+            group.log.info(f"{subject.operation} on {subject.backend}: up to {rows[-1].size} bytes")
     return rows
-
-
-def _subjects(group: Group, spec: str, pair: TcpPair | None, *, plain: bool) -> Iterator[Subject]:
-    if plain:
-        yield Subject(POINT_TO_POINT, SOCKETS, torch.device("cpu"), pair)
-    last = group.world_size - 1
-    peer = TorchPeer(last if group.rank == 0 else 0) if group.rank in (0, last) else None
-    for backend, device in backends(spec, group.device):
-        for operation in OPERATIONS:
-            yield Subject(operation, backend, device, peer if operation == POINT_TO_POINT else None)
 
 
 def _measure_size(group: Group, subject: Subject, size: int, samples: int, until_s: float) -> Row | None:
     """One size, or None if no time is left for it. All ranks decide alike: each number is agreed on first."""
-    exchange = _prepare(group, subject, size)
+    call, check = _prepare(group, subject, size)
     group.watch.wait_for_others(True)
-    exchange.call()
-    exchange.check()
-    once_s = group.max(max(1, round(1e6 * _timed(group, subject, exchange, 1)))) / 1e6
+    call()
+    check()
+    once_s = group.max(max(1, round(1e6 * _timed(group, subject.device, call, 1)))) / 1e6
     left_s = until_s - time.monotonic()
     calls = min(MAX_CALLS, max(1, int(SAMPLE_S / once_s)))
     if group.max(int(once_s * calls * MIN_SAMPLES > left_s and size > 1024)):
         return None
     # Half of the time that is left: larger sizes need theirs
     count = group.max(min(samples, max(MIN_SAMPLES, int(left_s / 2 / (once_s * calls)))))
-    own = [_timed(group, subject, exchange, calls) for _ in range(count)]
+    own = [_timed(group, subject.device, call, calls) for _ in range(count)]
     times = sorted(map(max, zip(*group.gather(own), strict=True)))
     group.watch.wait_for_others(False)
     median_s, p95_s = statistics.median(times), times[round(0.95 * (len(times) - 1))]
@@ -166,18 +136,21 @@ def _measure_size(group: Group, subject: Subject, size: int, samples: int, until
     return Row(subject.operation, subject.backend, size, count, median_s, p95_s, bandwidth, bus, median_s / p95_s)
 
 
-def _timed(group: Group, subject: Subject, exchange: Exchange, calls: int) -> float:
+def _timed(group: Group, device: torch.device, call: Callable[[], Any], calls: int) -> float:
     """Seconds of one call on this rank: the mean of `calls` without a pause, as nccl-tests does; all begin together."""
     group.barrier()
     began_s = time.perf_counter()
     for _ in range(calls):
-        exchange.call()
-    wait_for_device(subject.device)
+        call()
+    wait_for_device(device)
     return (time.perf_counter() - began_s) / calls
 
 
-def _prepare(group: Group, subject: Subject, size: int) -> Exchange:
-    """Buffers of `size` bytes, counted as nccl-tests counts them: of an all-gather it is the size of its result."""
+def _prepare(group: Group, subject: Subject, size: int) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """A call with buffers of `size` bytes, and a check of what the first call left in them.
+
+    Sizes are counted as nccl-tests counts them: of an all-gather it is the size of its result.
+    """
     rank, ranks, device = group.rank, group.world_size, subject.device
     count = max(1, size // 4)  # float32
 
@@ -194,7 +167,7 @@ def _prepare(group: Group, subject: Subject, size: int) -> Exchange:
         part = torch.full((each,), rank + 1.0, device=device)
         whole = torch.zeros(each * ranks, device=device)
         right = torch.arange(1.0, ranks + 1, device=device).repeat_interleave(each)
-        return Exchange(lambda: ALL_GATHER(whole, part), lambda: must_equal(whole, right))
+        return lambda: ALL_GATHER(whole, part), lambda: must_equal(whole, right)
     if subject.operation == "all-reduce":
         summed = torch.full((count,), rank + 1.0, device=device)
 
@@ -202,12 +175,12 @@ def _prepare(group: Group, subject: Subject, size: int) -> Exchange:
             must_equal(summed, torch.full_like(summed, ranks * (ranks + 1) / 2))
             summed.zero_()  # each further call adds the sums up: they would overflow
 
-        return Exchange(lambda: dist.all_reduce(summed), check_sum)
+        return lambda: dist.all_reduce(summed), check_sum
     pattern = torch.arange(count, device=device).remainder_(1009).float()
     buffer = pattern.clone() if rank == 0 else torch.zeros_like(pattern)
     if subject.operation == "broadcast":
-        return Exchange(lambda: dist.broadcast(buffer, src=0), lambda: must_equal(buffer, pattern))
-    if subject.peer is None:
-        return Exchange(lambda: None, lambda: None)
+        return lambda: dist.broadcast(buffer, src=0), lambda: must_equal(buffer, pattern)
     peer = subject.peer
-    return Exchange(lambda: ping_pong(peer, buffer, first=rank == 0), lambda: must_equal(buffer, pattern))
+    if peer is None:
+        return lambda: None, lambda: None
+    return lambda: ping_pong(peer, buffer, first=rank == 0), lambda: must_equal(buffer, pattern)

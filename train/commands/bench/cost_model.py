@@ -36,23 +36,20 @@ def bus_factor(operation: str, ranks: int) -> float:
     return {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": (ranks - 1) / ranks}.get(operation, 1.0)
 
 
-def fit(points: Sequence[tuple[float, float]]) -> CostModel:
-    """The straight line through (bytes, seconds) with the least relative error, so that small messages count as much as
-    large ones. Neither latency nor time per byte can be below 0. `points`: of two sizes at least."""
+def fit_all_reduce(points: Sequence[tuple[float, float]], ranks: int) -> CostModel:
+    """The link on which an all-reduce along a ring of `ranks` takes these (bytes, seconds), of two sizes at least.
+
+    The straight line with the least relative error, so that small messages count as much as large ones. Neither latency
+    nor time per byte can be below 0.
+    """
     sizes, times = np.array(points, dtype=float).T
     beta_s, alpha_s = np.polyfit(sizes, times, 1, w=1 / times)
     if beta_s < 0:  # noise: larger messages seem faster
         beta_s, alpha_s = 0.0, np.average(times, weights=times**-2)
     alpha_s = max(0.0, alpha_s)
     error = np.median(np.abs(alpha_s + beta_s * sizes - times) / times)
-    return CostModel(float(alpha_s), float(beta_s), float(error))
-
-
-def fit_all_reduce(points: Sequence[tuple[float, float]], ranks: int) -> CostModel:
-    """The link on which an all-reduce along a ring of `ranks` takes these (bytes, seconds)."""
-    line = fit(points)
     hops = 2 * (ranks - 1)
-    return CostModel(line.alpha_s / hops, line.beta_s * ranks / hops, line.error)
+    return CostModel(float(alpha_s / hops), float(beta_s * ranks / hops), float(error))
 
 
 def ring_s(link: CostModel, ranks: int, size: float) -> float:

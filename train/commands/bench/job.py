@@ -8,7 +8,7 @@ from torch import nn
 
 from train.commands.ping_pong import wait_for_device
 from train.config import Config
-from train.data.loader import open_loader
+from train.data.loader import DirectLoader
 from train.data.order import Order
 from train.data.random_numbers import derive_seed, seed_everything
 from train.group.group import Group
@@ -67,23 +67,17 @@ def _measure_step_s(config: Config, group: Group, workload: Workload, model: nn.
     batch_size = min(batch_size, len(workload.train))
     order = Order(len(workload.train), batch_size, config.seed)
     optimizer = build_optimizer(model, config, group.device)
-    loader = open_loader(
-        workload.train, order.batches(0, WARM_STEPS + STEPS), device=group.device, stop=group.stop, num_workers=0,
-        prefetch_factor=2,
-    )
+    loader = DirectLoader(workload.train, order.batches(0, WARM_STEPS + STEPS), device=group.device)
     times = []
-    try:
-        model.train()
-        for _ in range(WARM_STEPS + STEPS):
-            batch = loader.next()
-            began_s = time.perf_counter()
-            with autocast(config, group.device):
-                loss = workload.loss(model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            wait_for_device(group.device)
-            times.append(time.perf_counter() - began_s)
-    finally:
-        loader.close()
+    model.train()
+    for _ in range(WARM_STEPS + STEPS):
+        batch = loader.next()
+        began_s = time.perf_counter()
+        with autocast(config, group.device):
+            loss = workload.loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        wait_for_device(group.device)
+        times.append(time.perf_counter() - began_s)
     return statistics.median(times[WARM_STEPS:])

@@ -21,7 +21,6 @@ ASSUMED = (
 def write_report(outcome: dict[str, Any], rows: list[Row], run_dir: Path) -> str:
     """Write `bench.json`, `bench.md` and, if anything was measured, `bench.png`. Returns the text for the terminal."""
     text = "\n".join([*format_rows(rows), *format_meaning(outcome)])
-    files = ["bench.json", "bench.md"]
     write_json(run_dir / "bench.json", outcome)
     (run_dir / "bench.md").write_text(f"{text}\n", encoding="utf-8")
     if rows:
@@ -31,8 +30,7 @@ def write_report(outcome: dict[str, Any], rows: list[Row], run_dir: Path) -> str
         }
         title = f"bus bandwidth, {_place(outcome)}"
         line_chart(curves, title, labels=("bytes", "bytes/s"), path=run_dir / "bench.png")
-        files.append("bench.png")
-    return f"{text}\n{run_dir}/: {', '.join(files)}"
+    return f"{text}\n{run_dir}/: bench.json, bench.md{', bench.png' if rows else ''}"
 
 
 def format_rows(rows: Sequence[Row]) -> list[str]:
@@ -99,14 +97,10 @@ def _bytes(count: float) -> str:
 
 def _rate(bytes_a_second: float) -> str:
     """In powers of ten, as network cards are labelled."""
-    for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s")):
-        if bytes_a_second >= factor:
-            return f"{bytes_a_second / factor:.3g} {unit}"
-    return f"{bytes_a_second / 1e3:.3g} kB/s"
+    power, unit = (9, "GB/s") if bytes_a_second >= 1e9 else (6, "MB/s") if bytes_a_second >= 1e6 else (3, "kB/s")
+    return f"{bytes_a_second / 10**power:.3g} {unit}"
 
 
 def _time(seconds: float) -> str:
-    for factor, unit in ((1, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    power, unit = (0, "s") if seconds >= 1 else (3, "ms") if seconds >= 1e-3 else (6, "us")
+    return f"{seconds * 10**power:.3g} {unit}"

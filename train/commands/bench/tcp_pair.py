@@ -3,10 +3,12 @@
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
+from train.commands.ping_pong import Peer
 from train.group.group import Group
 from train.group.network import address_of, address_of_host_name
 
@@ -14,32 +16,12 @@ CONNECT_S = 10.0
 CHUNK = 2**20  # bytes of one recv: larger ones made no difference
 
 
-class TcpPair:
-    """One end of the connection, as `ping_pong` wants it. Messages are tensors in host memory.
-
-    Both calls raise RuntimeError if the other end is gone, in words by which the group recognises a lost peer.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-
-    def send(self, message: torch.Tensor) -> None:
-        """Send all of it; returns once the kernel has it."""
-        with _lost_peer():
-            self._connection.sendall(_bytes_of(message))
-
-    def receive(self, message: torch.Tensor) -> None:
-        """Fill `message` with what the other end sent."""
-        with _lost_peer():
-            _receive(self._connection, _bytes_of(message))
-
-
 @contextlib.contextmanager
-def tcp_pair(group: Group, timeout_s: float) -> Iterator[tuple[TcpPair | None, str]]:
+def tcp_pair(group: Group, timeout_s: float) -> Iterator[tuple[Peer | None, str]]:
     """This rank's end of the connection, and the problem if there is no connection. Collective: every rank calls it.
 
     The connection uses the interface that gloo uses. Ranks between the first and the last have no end of it.
-    `timeout_s`: of one send or receive.
+    `timeout_s`: of one send or receive. Messages are tensors in host memory.
     """
     with contextlib.ExitStack() as stack:
         listener, connection, problem = None, None, ""
@@ -65,20 +47,18 @@ def tcp_pair(group: Group, timeout_s: float) -> Iterator[tuple[TcpPair | None, s
             # Otherwise the kernel holds small messages back, to send several of them in one packet
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         problem = next(filter(None, group.gather(problem)), "")  # all ranks must decide alike whether to use it
-        yield TcpPair(connection) if connection is not None and not problem else None, problem
+        yield _peer(connection) if connection is not None and not problem else None, problem
 
 
-@contextlib.contextmanager
-def _lost_peer() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RuntimeError(f"plain connection closed by peer: {error}") from error
+def _peer(connection: socket.socket) -> Peer:
+    def exchange(how: Callable[[memoryview], None], message: torch.Tensor) -> None:
+        try:
+            how(message.numpy().data.cast("B"))  # the tensor's own memory: what is received arrives in the tensor
+        except OSError as error:
+            # In words by which the group recognises a lost peer
+            raise RuntimeError(f"plain connection closed by peer: {error}") from error
 
-
-def _bytes_of(message: torch.Tensor) -> memoryview:
-    """The tensor's own memory: what is received into it arrives in the tensor."""
-    return message.numpy().data.cast("B")
+    return Peer(partial(exchange, connection.sendall), partial(exchange, partial(_receive, connection)))
 
 
 def _receive(connection: socket.socket, message: memoryview) -> None:

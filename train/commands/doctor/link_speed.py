@@ -14,7 +14,7 @@ from itertools import chain, islice, zip_longest
 import torch
 import torch.distributed as dist
 
-from train.commands.ping_pong import TorchPeer, best_round_trip_s, wait_for_device
+from train.commands.ping_pong import best_round_trip_s, torch_peer, wait_for_device
 
 PINGS, PING_BYTES = 20, 8  # latency: round trips of this size
 FIRST_BYTES, MAX_BYTES, GROWTH = 64 * 2**10, 16 * 2**20, 4  # bandwidth: larger and larger messages,
@@ -100,7 +100,7 @@ def measure_links(
 
 def _measure_link(other: int, device: torch.device, *, first: bool) -> tuple[float, float]:
     """Latency in s and bandwidth in bytes/s. The rank with `first` decides when to stop: their times differ."""
-    peer = TorchPeer(other)
+    peer = torch_peer(other)
     ping = torch.zeros(PING_BYTES, dtype=torch.uint8, device=device)
     ping_s = best_round_trip_s(peer, ping, first=first, count=PINGS)
     size = FIRST_BYTES
