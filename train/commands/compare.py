@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +22,6 @@ from train.config.options import CompareOptions
 from train.errors import ConfigError, Stopped
 from train.process.addresses import free_port
 from train.process.context import Context
-from train.process.log import Log
 from train.process.status import read_json, write_json
 
 STEPS = 60  # of a run, where --max-steps does not say
@@ -70,12 +68,12 @@ die_with_parent(int(sys.argv[1]))
 os.execvp(sys.argv[2], sys.argv[2:])"""
 
 
-def compare(context: Context, options: CompareOptions) -> dict[str, Any]:
+def compare(context: Context, options: CompareOptions) -> None:
     """Run what has not run yet, and write compare.json, compare.md and compare.png in the comparison's own directory.
 
     Raises ConfigError, and Stopped if a stop was requested.
     """
-    config = context.config
+    config, log = context.config, context.log
     directory = Path(config.run_dir) / (config.name or "compare")
     own = ("--fresh=", "--name=", "--run_dir=")  # of the comparison, not of the trainings that it starts
     words = [word for word in context.request.words() if not word.startswith(own)]
@@ -86,20 +84,24 @@ def compare(context: Context, options: CompareOptions) -> dict[str, Any]:
     reasons = {name: why for name in chosen if (why := _find_obstacle(VARIANTS[name].needs))}
     # The repeats are the outer loop: a machine that is busy for a while then slows all variants down alike
     todo = [(name, repeat) for repeat in range(options.repeats) for name in chosen]
-    runner = _Runner(context, words, directory, steps=steps, processes=options.processes)
-    for name, repeat in _with_progress(todo, context.log):
+    bar = tqdm(todo, unit="run", disable=None)  # on a terminal; elsewhere a line for each run
+    for number, (name, repeat) in enumerate(bar, 1):
+        bar.set_description(name)
+        if bar.disable:
+            log.info(f"run {number}/{len(todo)}: {name}, repeat {repeat + 1}")
         known = any(run["variant"] == name and (run["repeat"] == repeat or "reason" in run) for run in runs)
         if name in reasons or known:
             continue
-        runs.append({"variant": name, "repeat": repeat, **runner.run(name, repeat)})
+        run_dir = directory / "runs" / f"{name}-{repeat}"
+        found = _run(context, name, run_dir, [*words, "--max-steps", str(steps)], processes=options.processes)
+        runs.append({"variant": name, "repeat": repeat, **found})
         write_json(directory / "compare.json", {"conditions": conditions, "runs": runs})
     reasons |= {run["variant"]: run["reason"] for run in runs if "reason" in run}
     outcome = {
         "conditions": conditions, "unit": next((run["unit"] for run in runs if "unit" in run), "samples"),
         "variants": sum_up(runs, [name for name in chosen if name not in reasons]), "missing": reasons, "runs": runs,
     }
-    context.log.info(write_report(outcome, directory, repeats=options.repeats))
-    return outcome
+    log.info(write_report(outcome, directory, repeats=options.repeats))
 
 
 def _choose(only: str) -> list[str]:
@@ -121,77 +123,56 @@ def _earlier_runs(directory: Path, conditions: dict[str, Any], *, fresh: bool) -
     return list(earlier["runs"]) if earlier else []
 
 
-def _with_progress(todo: list[tuple[str, int]], log: Log) -> Iterator[tuple[str, int]]:
-    """On a terminal a progress bar over all runs, elsewhere a line for each run."""
-    bar = tqdm(todo, unit="run", disable=not sys.stderr.isatty())
-    for number, (name, repeat) in enumerate(bar, 1):
-        bar.set_description(name)
-        if bar.disable:
-            log.info(f"run {number}/{len(todo)}: {name}, repeat {repeat + 1}")
-        yield name, repeat
+def _run(context: Context, name: str, run: Path, words: list[str], *, processes: int) -> dict[str, Any]:
+    """Train the variant in processes of its own, in the directory `run`. Raises Stopped.
+
+    Returns what the run measured, or {"reason": why it failed}.
+    """
+    variant, output = VARIANTS[name], run.parents[1] / f"{run.name}.log"
+    own = ["--run-dir", str(run.parent), "--name", run.name, "--log-every-steps", "1", "--fresh",
+           "--evaluate-every-epochs", "1000000", "--tensorboard=false", "--progress", "none"]
+    command, env = _command(variant, processes)
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH", "")])])
+    with output.open("w") as file:
+        words = [*command, *words, *variant.settings, *own]
+        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=env)
+        while process.poll() is None:
+            if context.stop.requested:
+                process.terminate()
+                process.wait()
+                raise Stopped(f"{context.stop.signal_name}: the comparison stopped in {name}. "
+                              "The same command goes on from there.")
+            time.sleep(0.05)
+    if process.returncode != 0:
+        lines = [line for line in output.read_text(errors="replace").splitlines() if "error" in line.lower()]
+        why = lines[0] if lines else f"code {process.returncode}"
+        return {"reason": f"{why} (exit code {process.returncode}, {output.name})"}
+    return _measured(run, context.config.batch_size)
 
 
-class _Runner:
-    """Runs one variant after the other, each in processes of its own."""
-
-    def __init__(self, context: Context, words: list[str], directory: Path, *, steps: int, processes: int) -> None:
-        self.batch_size, self.stop = context.config.batch_size, context.stop
-        self.words, self.directory, self.steps, self.processes = words, directory, steps, processes
-
-    def run(self, name: str, repeat: int) -> dict[str, Any]:
-        """What the run measured, or {"reason": why it failed}. Raises Stopped."""
-        run = self.directory / "runs" / f"{name}-{repeat}"
-        output = self.directory / f"{run.name}.log"
-        own = ["--run-dir", str(run.parent), "--name", run.name, "--max-steps", str(self.steps), "--log-every-steps",
-               "1", "--fresh", "--evaluate-every-epochs", "1000000", "--tensorboard=false", "--progress", "none"]
-        variant = VARIANTS[name]
-        command, env = self._command(variant)
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH", "")])])
-        with output.open("w") as file:
-            words = [*command, *self.words, *variant.settings, *own]
-            process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=env)
-            while process.poll() is None:
-                if self.stop.requested:
-                    process.terminate()
-                    process.wait()
-                    raise Stopped(
-                        f"{self.stop.signal_name}: the comparison stopped in {name}. The same command goes on from "
-                        "there."
-                    )
-                time.sleep(0.05)
-        if process.returncode != 0:
-            lines = [line for line in output.read_text(errors="replace").splitlines() if "error" in line.lower()]
-            why = lines[0] if lines else f"code {process.returncode}"
-            return {"reason": f"{why} (exit code {process.returncode}, {output.name})"}
-        return self._measured(run)
-
-    def _command(self, variant: Variant) -> tuple[list[str], dict[str, str]]:
-        """The command up to the settings, and the environment. All of its processes end when this one does."""
-        program, env = ["-m", "train.main"], dict(os.environ)
-        if variant.distributed and variant.launcher != "launch":
-            values = {"{nproc}": str(self.processes), "{port}": str(free_port())}
-            launcher = [values.get(word, word) for word in LAUNCHERS[variant.launcher]]
-            return [sys.executable, "-c", START_TIED, str(os.getpid()), *launcher, *program, "train"], env
-        start = ["launch", "--nproc", str(self.processes), "--max-restarts", "0"] if variant.distributed else ["train"]
-        return [sys.executable, *program, *start], {**env, "RANKUP_PARENT": str(os.getpid())}
-
-    def _measured(self, run: Path) -> dict[str, Any]:
-        result = read_json(run / "result.json") or {}
-        unit = next(name for name in result if name.endswith("_per_s")).removesuffix("_per_s")
-        per_s = result[f"{unit}_per_s"]
-        return {
-            "unit": unit, "per_s": per_s, "step_s": _step_times(run / "metrics.jsonl"),
-            "epoch_s": result["steps_per_epoch"] * self.batch_size / per_s,
-            "peak_memory_mb": result["peak_memory_mb"], "metrics": result["metrics"], "digest": result["digest"],
-            "world_size": result["world_size"], "hosts": result["hosts"],
-        }
+def _command(variant: Variant, processes: int) -> tuple[list[str], dict[str, str]]:
+    """The command up to the settings, and the environment. All of its processes end when this one does."""
+    program, env = ["-m", "train.main"], dict(os.environ)
+    if variant.distributed and variant.launcher != "launch":
+        values = {"{nproc}": str(processes), "{port}": str(free_port())}
+        launcher = [values.get(word, word) for word in LAUNCHERS[variant.launcher]]
+        return [sys.executable, "-c", START_TIED, str(os.getpid()), *launcher, *program, "train"], env
+    start = ["launch", "--nproc", str(processes), "--max-restarts", "0"] if variant.distributed else ["train"]
+    return [sys.executable, *program, *start], {**env, "RANKUP_PARENT": str(os.getpid())}
 
 
-def _step_times(path: Path) -> list[float]:
-    """Seconds between the ends of neighbouring steps. Steps without a logged neighbour are left out."""
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
+def _measured(run: Path, batch_size: int) -> dict[str, Any]:
+    """"step_s": seconds between the ends of neighbouring steps. Steps without a logged neighbour are left out."""
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     times = {entry["step"]: entry["time"] for entry in entries if "train/loss" in entry}
-    return [round(times[step] - times[step - 1], 4) for step in sorted(times) if step - 1 in times]
+    result = read_json(run / "result.json") or {}
+    unit = next(name for name in result if name.endswith("_per_s")).removesuffix("_per_s")
+    per_s = result[f"{unit}_per_s"]
+    return {
+        "unit": unit, "per_s": per_s, "epoch_s": result["steps_per_epoch"] * batch_size / per_s,
+        "step_s": [round(times[step] - times[step - 1], 4) for step in sorted(times) if step - 1 in times],
+        **{name: result[name] for name in ("peak_memory_mb", "metrics", "digest", "world_size", "hosts")},
+    }
 
 
 def _find_obstacle(need: str) -> str:

@@ -1,7 +1,6 @@
 """The command `evaluate`: a checkpoint on the test data, exactly, with any number of ranks."""
 
 import json
-from typing import Any
 
 from train.commands.checkpoint_model import open_checkpoint
 from train.config.options import EvaluateOptions
@@ -12,10 +11,10 @@ from train.run.evaluation import evaluate
 from train.run.result import evaluation_table
 
 
-def evaluate_checkpoint(context: Context, options: EvaluateOptions) -> dict[str, Any]:
+def evaluate_checkpoint(context: Context, options: EvaluateOptions) -> None:
     """Evaluate, print the table on rank 0, and write `evaluation.json` beside the run's other outputs.
 
-    Returns what is in the file. Raises Stopped if any rank was asked to stop, and what `open_checkpoint` raises.
+    Raises Stopped if any rank was asked to stop, and what `open_checkpoint` raises.
     """
     with open_checkpoint(context, options.checkpoint) as opened:
         group, workload, checkpoint = opened.group, opened.workload, opened.checkpoint
@@ -24,13 +23,12 @@ def evaluate_checkpoint(context: Context, options: EvaluateOptions) -> dict[str,
             raise Stopped(f"{context.stop.signal_name or 'another rank'}: evaluation stopped, nothing to save.")
         digest = weights.digest(workload.model.state_dict())
         text, details = workload.report(result.tables) if workload.report else ("", {})
-        outcome = {
-            "checkpoint": str(checkpoint.path), "step": checkpoint.step, "metrics": result.metrics,
-            "count": result.count, "digest": digest, "world_size": group.world_size, **details,
-        }
         if group.is_rank0:
+            outcome = {
+                "checkpoint": str(checkpoint.path), "step": checkpoint.step, "metrics": result.metrics,
+                "count": result.count, "digest": digest, "world_size": group.world_size, **details,
+            }
             path = context.run_dir / "evaluation.json"
             path.write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
             table = evaluation_table(result, step=checkpoint.step, digest=digest)
             context.log.info("\n".join(filter(None, [str(checkpoint.path), table, text])))
-    return outcome

@@ -20,8 +20,8 @@ from train.process.context import Context
 from train.run.evaluation import batches_of_rank
 
 
-def predict(context: Context, options: PredictOptions) -> int:
-    """Write a line for each sample, in the samples' order, whatever the number of ranks. Returns their number.
+def predict(context: Context, options: PredictOptions) -> None:
+    """Write a line for each sample, in the samples' order, whatever the number of ranks.
 
     Raises UserError for input or output that can't be used, Stopped, and what `open_checkpoint` raises.
     """
@@ -33,7 +33,6 @@ def predict(context: Context, options: PredictOptions) -> int:
         lines = [(name_of(index), label, probability) for index, label, probability in rows]
         on_rank0(opened.group, lambda: _write(output, lines))
         context.log.info(f"{len(rows)} predictions in {output}")
-    return len(rows)
 
 
 def _open_samples(opened: CheckpointModel, path: str) -> tuple[Samples, Callable[[int], str]]:

@@ -9,26 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.config import check_world_size, to_yaml
-from train.config.options import (
-    BenchOptions,
-    CompareOptions,
-    DoctorOptions,
-    EvaluateOptions,
-    ExplainOptions,
-    ExportOptions,
-    LaunchOptions,
-    PredictOptions,
-    ShowOptions,
-    TrainOptions,
-)
+from train.config import check_world_size, options, to_yaml
 from train.errors import FINISHED, LaunchError
 from train.process import env, findings
 from train.process.context import Context
 from train.run.choices import CHOICES
 
 
-def _train(context: Context, options: TrainOptions) -> int:
+def _train(context: Context, given: options.TrainOptions) -> int:
     from train.loop import train
 
     check_world_size(context.config, context.launch.world_size)
@@ -37,28 +25,28 @@ def _train(context: Context, options: TrainOptions) -> int:
     return FINISHED
 
 
-def _evaluate(context: Context, options: EvaluateOptions) -> int:
+def _evaluate(context: Context, given: options.EvaluateOptions) -> int:
     from train.commands.evaluate import evaluate_checkpoint
 
     _start_rank(context)
-    evaluate_checkpoint(context, options)
+    evaluate_checkpoint(context, given)
     return FINISHED
 
 
-def _predict(context: Context, options: PredictOptions) -> int:
+def _predict(context: Context, given: options.PredictOptions) -> int:
     from train.commands.predict import predict
 
     _start_rank(context)
-    predict(context, options)
+    predict(context, given)
     return FINISHED
 
 
-def _bench(context: Context, options: BenchOptions) -> int:
+def _bench(context: Context, given: options.BenchOptions) -> int:
     from train.commands.bench.bench import bench
 
     context = context.in_folder("bench")
     _start_rank(context)
-    bench(context, options)
+    bench(context, given)
     return FINISHED
 
 
@@ -71,28 +59,28 @@ def _start_rank(context: Context) -> None:
         context.log.info(env.describe(context.launch))
 
 
-def _launch(context: Context, options: LaunchOptions) -> int:
+def _launch(context: Context, given: options.LaunchOptions) -> int:
     from train.process.local_launcher import launch
 
     _refuse_ranks(context, f"launch must be started by hand, once a node, got RANK and WORLD_SIZE from "
                            f"{context.launch.launcher}, which starts the processes already. "
-                           f"Use the command {options.command} there.")
-    return launch(context, options)
+                           f"Use the command {given.command} there.")
+    return launch(context, given)
 
 
-def _export(context: Context, options: ExportOptions) -> int:
+def _export(context: Context, given: options.ExportOptions) -> int:
     from train.commands.export import export
 
     _refuse_ranks(context)
-    export(context, options)
+    export(context, given)
     return FINISHED
 
 
-def _compare(context: Context, options: CompareOptions) -> int:
+def _compare(context: Context, given: options.CompareOptions) -> int:
     from train.commands.compare import compare
 
     _refuse_ranks(context)
-    compare(context, options)
+    compare(context, given)
     return FINISHED
 
 
@@ -102,22 +90,22 @@ def _refuse_ranks(context: Context, text: str = "") -> None:
                                   f"got RANK and WORLD_SIZE from {context.launch.launcher}.")
 
 
-def _doctor(context: Context, options: DoctorOptions) -> int:
+def _doctor(context: Context, given: options.DoctorOptions) -> int:
     from train.commands.doctor.doctor import doctor
 
-    return doctor(context, options)
+    return doctor(context, given)
 
 
-def _explain(context: Context, options: ExplainOptions) -> int:
+def _explain(context: Context, given: options.ExplainOptions) -> int:
     """Say what a log shows: 20 if it shows a fault, 0 if nothing is wrong with it."""
     from train.commands.explain.explain import explain_log
 
-    text, faulty = explain_log(Path(options.log), as_json=options.as_json)
+    text, faulty = explain_log(Path(given.log), as_json=given.as_json)
     print_whole(f"{text}\n")
     return findings.CODES[findings.UNFIT] if faulty else FINISHED
 
 
-def _show(context: Context, options: ShowOptions) -> int:
+def _show(context: Context, given: options.ShowOptions) -> int:
     print_whole(to_yaml(context.config, choices=CHOICES))
     return FINISHED
 
