@@ -18,11 +18,9 @@ from train.errors import Stopped
 from train.group.group import Group
 from train.group.join import join
 from train.parallel import load_method, method_name, start_method
-from train.parallel.describe import describe
 from train.parallel.method import Method
-from train.parallel.model import check_same_shapes, compile_model, prepare
-from train.parallel.optimizer import build_optimizer, rate_at, set_rate
-from train.parallel.precision import autocast, build_scaler
+from train.parallel.model import autocast, check_same_shapes, compile_model, prepare
+from train.parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
 from train.parallel.warm_up import warm_up
 from train.process import advice, machine_checks
 from train.process.env import Launch
@@ -31,9 +29,9 @@ from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
 from train.run import weights
 from train.run.evaluation import evaluate
+from train.run.metrics import Speed
 from train.run.profiler import Profiler
-from train.run.progress import Speed
-from train.run.result import write_result
+from train.run.result import describe, write_result
 from train.run.resume import load_initial_weights, load_training_state
 from train.run.run_directory import RunDirectory, open_run_directory
 from train.run.sharded_checkpoint import check_shared
@@ -156,9 +154,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     optimizer = method.after_warm_up(plain, optimizer, memory)
 
     metrics = run.open_metrics(progress, workload.unit)
-    log.start_progress(
-        kind=config.progress, total_steps=total_steps, step=progress.step, every_s=config.report_every_s
-    )
+    log.start_progress(kind=config.progress, total_steps=total_steps, step=progress.step, every_s=config.report_every_s)
     return Training(
         config=config, group=group, method=method, run=run, workload=workload, plain=plain, model=model, whole=whole,
         optimizer=optimizer, scaler=scaler, loader=loader, steps_per_epoch=order.steps_per_epoch,

@@ -14,7 +14,7 @@ from train.config.options import PredictOptions
 from train.data import Samples
 from train.errors import Stopped, UserError
 from train.group.on_rank0 import on_rank0
-from train.parallel.precision import autocast
+from train.parallel.model import autocast
 from train.process.atomic_file import staged
 from train.process.context import Context
 from train.run.evaluation import batches_of_rank

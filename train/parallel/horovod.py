@@ -66,9 +66,7 @@ class Horovod(Method):
             try:
                 horovod.init()
             except (RuntimeError, ValueError) as error:
-                raise JoinError(
-                    f"all ranks reached each other, but Horovod could not connect them: {error}"
-                ) from None
+                raise JoinError(f"all ranks reached each other, but Horovod could not connect them: {error}") from None
             assert (horovod.rank(), horovod.size()) == (group.rank, group.world_size)
             group.barrier()
         yield

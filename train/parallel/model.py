@@ -1,7 +1,8 @@
-"""The plain model: on its device, compiled, and the same on all ranks."""
+"""The plain model: on its device, in its precision, compiled, and the same on all ranks."""
 
 import shutil
 import sysconfig
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -22,6 +23,13 @@ def prepare(model: nn.Module, config: Config, device: torch.device) -> nn.Module
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)
     return model
+
+
+def autocast(config: Config, device: torch.device) -> AbstractContextManager[None]:
+    """Around a forward pass: torch picks the type of each operation, and weights stay in fp32. Nothing with fp32."""
+    if config.precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision])
 
 
 def compile_model(model: nn.Module, device: torch.device) -> nn.Module:

@@ -32,6 +32,11 @@ def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> t
     return torch.optim.SGD(groups, lr=peak_rate(config), momentum=config.momentum, fused=fused_sgd)
 
 
+def build_scaler(config: Config, device: torch.device) -> torch.amp.GradScaler:
+    """fp16 loses small gradients unless the loss is scaled up; with other precisions the scaler does nothing."""
+    return torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+
+
 def peak_rate(config: Config) -> float:
     """`lr`, multiplied by how many times the global batch is `lr_base_batch`, by the square root of that, or by 1.
 

@@ -22,8 +22,7 @@ from train.data.loader import open_loader
 from train.data.order import evaluation_batches, num_batches
 from train.errors import UserError
 from train.group.group import Group
-from train.parallel.model import share_buffers
-from train.parallel.precision import autocast
+from train.parallel.model import autocast, share_buffers
 from train.workloads import Sums, Workload
 
 # In place of a batch's number: it is there to pass the time with, and was counted already
@@ -38,9 +37,7 @@ class Result:
 
 
 @torch.no_grad()
-def evaluate(
-    config: Config, group: Group, workload: Workload, model: nn.Module, *, pad: bool = False
-) -> Result | None:
+def evaluate(config: Config, group: Group, workload: Workload, model: nn.Module, *, pad: bool = False) -> Result | None:
     """Evaluate `model`, the plain module: a DDP wrapper would wait for ranks that have no batch left.
 
     All ranks take part and get the same result, or None if a stop was requested on any of them. `pad`: see

@@ -1,4 +1,4 @@
-"""The numbers of a run: `metrics.jsonl` for programs, TensorBoard for people. Rank 0 alone writes them."""
+"""The numbers of a run: where it stands, `metrics.jsonl` for programs, TensorBoard for people. Rank 0 alone writes."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,38 @@ import torch
 
 from train.errors import disk_error
 from train.process.atomic_file import write_atomically
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run stands. `evaluated`: the last step whose evaluation is complete, `metrics`: its outcome."""
+
+    step: int = 0
+    evaluated: int = 0
+    metrics: dict[str, float] | None = None
+
+
+@dataclass(slots=True)
+class Speed:
+    """Samples per second of training alone: a clock that stands still during set-up, evaluation and saves."""
+
+    batch_size: int
+    first_step: int
+    _trained_s: float = 0.0
+    _began_s: float | None = field(default_factory=time.monotonic)  # None while it stands still
+
+    def pause(self) -> None:
+        self._trained_s, self._began_s = self._seconds(), None
+
+    def resume(self) -> None:
+        self._began_s = time.monotonic()
+
+    def at(self, step: int) -> float:
+        """The mean since this attempt began, with `step` steps of the run done."""
+        return (step - self.first_step) * self.batch_size / max(self._seconds(), 1e-9)
+
+    def _seconds(self) -> float:
+        return self._trained_s + (time.monotonic() - self._began_s if self._began_s is not None else 0.0)
 
 
 class Metrics:

@@ -1,4 +1,4 @@
-"""The end of a run that succeeded: pictures, `result.json`, and the table."""
+"""What a run says at its start, and the end of one that succeeded: pictures, `result.json`, and the table."""
 
 import platform
 import sys
@@ -7,12 +7,33 @@ from typing import Any
 import psutil
 import torch
 
+from train.config import Config
+from train.data.order import Order
 from train.errors import disk_error
+from train.group.group import Group
 from train.parallel import method_name
+from train.parallel.optimizer import peak_rate
 from train.process.status import write_json
 from train.run import weights
 from train.run.evaluation import Result
 from train.run.training import Training
+from train.workloads import Workload
+
+
+def describe(config: Config, group: Group, workload: Workload, order: Order, *, method: str) -> str:
+    """What is about to be trained, and how, in three lines: data, model, batch. `method`: its name in METHODS."""
+    origin = f", {workload.data_origin}" if workload.data_origin else ""
+    name = config.model if config.workload == "images" else config.workload
+    num_parameters = sum(parameter.numel() for parameter in workload.model.parameters())
+    together = "" if method == "none" else f", {method}"
+    split = f" = {group.world_size} ranks x {config.batch_size // group.world_size}" if group.world_size > 1 else ""
+    split += f" in {config.accumulate} parts" if config.accumulate > 1 else ""
+    return (
+        f"data   {workload.data_name}, {len(workload.train):,} + {len(workload.evaluation):,} samples{origin}\n"
+        f"model  {name}, {num_parameters:,} parameters, {config.precision} on {group.device}{together}\n"
+        f"batch  {config.batch_size} global{split}, peak learning rate {peak_rate(config):g}, "
+        f"{order.steps_per_epoch} steps an epoch"
+    )
 
 
 def write_result(t: Training, *, seconds: float) -> None:

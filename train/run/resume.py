@@ -15,7 +15,7 @@ from train.group.on_rank0 import on_rank0
 from train.parallel.method import Method
 from train.run import weights
 from train.run.checkpoint import Checkpoint
-from train.run.progress import Progress
+from train.run.metrics import Progress
 from train.run.sharded_checkpoint import FOLDER, read_shards_into
 
 

@@ -25,8 +25,7 @@ from train.run import publish
 from train.run.checkpoint import Checkpoint, list_checkpoints, load_newest
 from train.run.choices import CHOICES
 from train.run.lease import Lease
-from train.run.metrics import Metrics
-from train.run.progress import Progress
+from train.run.metrics import Metrics, Progress
 from train.run.sharded_checkpoint import FOLDER, write_shards
 from train.run.training_state import TrainingState
 

@@ -10,9 +10,8 @@ from train.config import Config
 from train.data.loader import BatchLoader
 from train.group.group import Group
 from train.parallel.method import Method
-from train.run.metrics import Metrics
+from train.run.metrics import Metrics, Progress, Speed
 from train.run.profiler import Profiler
-from train.run.progress import Progress, Speed
 from train.run.run_directory import RunDirectory
 from train.run.training_state import TrainingState
 from train.workloads import Workload

@@ -12,9 +12,8 @@ from train.data.loader import DirectLoader
 from train.data.order import Order
 from train.data.random_numbers import derive_seed, seed_everything
 from train.group.group import Group
-from train.parallel.model import prepare
+from train.parallel.model import autocast, prepare
 from train.parallel.optimizer import build_optimizer
-from train.parallel.precision import autocast
 from train.workloads import Workload, load
 
 WARM_STEPS, STEPS = 3, 10  # the first steps allocate memory and choose kernels
