@@ -22,7 +22,7 @@ from train.parallel.method import Method
 from train.parallel.model import autocast, check_same_shapes, compile_model, prepare
 from train.parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
 from train.parallel.warm_up import warm_up
-from train.process import advice, machine_checks
+from train.process import machine_checks
 from train.process.env import Launch
 from train.process.log import Log
 from train.process.status_file import StatusFile
@@ -220,8 +220,8 @@ def _advise(config: Config, group: Group, method: Method) -> None:
     """Say what is likely to be slow or to fail later."""
     counts = group.device.type != "cpu" and method.one_device_per_rank
     lines = machine_checks.before_training(config, group.launch)
-    lines += advice.on_devices(group.launch, torch.accelerator.device_count() if counts else 0)
-    advice.say(lines, group.launch, group.log.warning)
+    lines += machine_checks.idle_devices(group.launch, torch.accelerator.device_count() if counts else 0)
+    machine_checks.warn_once_a_node(lines, group.launch, group.log.warning)
 
 
 def _warm_up(

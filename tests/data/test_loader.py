@@ -22,7 +22,7 @@ from train.data.batch import num_bytes
 from train.data.loader import BatchLoader, open_loader
 from train.data.order import BatchIndex, Order
 from train.errors import DataError
-from train.process import advice
+from train.process import machine_checks
 from train.process.placement import Launch
 from train.process.stop import StopRequest
 
@@ -303,8 +303,8 @@ def node(ranks: int | None) -> Launch:
     ],
 )
 def test_more_threads_than_cpus_are_said(threads: int, ranks: int | None, cpus: float | None, said: str) -> None:
-    lines = advice.on_cpus(Config(num_threads=threads), node(ranks), cpus)
-    assert (len(lines) == 1 and said in lines[0]) if said else lines == []
+    line = machine_checks.crowded_cpus(Config(num_threads=threads), node(ranks), cpus)
+    assert said in line if said else line == ""
 
 
 def test_threads_beyond_the_cpus_are_said_by_a_job(forks: Forks, tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_threads_beyond_the_cpus_are_said_by_a_job(forks: Forks, tmp_path: Path)
     ("ranks", "devices", "said"), [(1, 0, 0), (1, 1, 0), (1, 8, 1), (8, 8, 0), (None, 8, 0), (2, 4, 1)]
 )
 def test_idle_devices_are_said(ranks: int | None, devices: int, said: int) -> None:
-    lines = advice.on_devices(node(ranks), devices)
+    lines = machine_checks.idle_devices(node(ranks), devices)
     assert len(lines) == said
     if said:
         assert f"{devices - (ranks or 0)} will stay idle" in lines[0]
@@ -329,5 +329,5 @@ def test_advice_is_given_once_a_node() -> None:
     said: list[str] = []
     for local_rank in (0, 1):
         launch = Launch(local_rank, local_rank, 2, 2, 1, 0, "127.0.0.1", 0, "python", None, {}, ())
-        advice.say(["a line"], launch, said.append)
+        machine_checks.warn_once_a_node(["a line"], launch, said.append)
     assert said == ["a line"]

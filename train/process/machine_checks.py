@@ -3,22 +3,23 @@
 The limits take milliseconds to check: every training looks at them first. The doctor runs all checks.
 """
 
+import math
 import os
 import resource
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from train.config import Config
-from train.process import advice
 from train.process.addresses import is_loopback
 from train.process.findings import NOTE, OK, UNFIT, WARNING, Finding
 from train.process.limits import cpu_quota, memory_limit, oom_kills
 from train.process.placement import Launch
 
 MIB = 2**20
+LEAST_CPU = 0.75  # of a CPU for each thread: a thread of ours waits now and then, so a little less is no loss
 LEAST_MEMORY = 1024 * MIB  # for each rank: torch and the smallest model take about half of it
 LEAST_SHM, SHM_PER_WORKER = 32 * MIB, 32 * MIB
 LEAST_DISK = 1024 * MIB  # a few checkpoints of a middle-sized model
@@ -30,24 +31,25 @@ ENLARGE_SHM = "Enlarge it (docker run --shm-size=1g, shm_size in compose, an emp
 
 def limits(config: Config, launch: Launch, *, root: Path = Path("/")) -> Iterator[Finding]:
     """CPUs, memory and open files that this process may use; in a container they are fewer than the machine's."""
-    cpus = cpu_quota(root)
-    crowded = advice.on_cpus(config, launch, cpus)
-    for text in crowded:
-        yield Finding("limits", WARNING, text, "threads that wait for a CPU make every step of all ranks slower.")
-    if not crowded and cpus is not None:
-        yield Finding("limits", OK, f"{cpus:g} CPUs for {launch.local_world_size or 1} x {config.num_threads} threads")
+    cpus, ranks = cpu_quota(root), launch.local_world_size or 1
+    crowded = crowded_cpus(config, launch, cpus)
+    if crowded:
+        yield Finding("limits", WARNING, crowded, "threads that wait for a CPU make every step of all ranks slower.")
+    elif cpus is not None:
+        yield Finding("limits", OK, f"{cpus:g} CPUs for {ranks} x {config.num_threads} threads")
     memory = memory_limit(root)
-    if memory is not None and memory < LEAST_MEMORY * (launch.local_world_size or 1):
+    if memory is not None and memory < LEAST_MEMORY * ranks:
         yield Finding(
-            "limits", WARNING, f"{memory / MIB:.0f} MiB of memory for {launch.local_world_size or 1} ranks",
+            "limits", WARNING, f"{memory / MIB:.0f} MiB of memory for {ranks} ranks",
             "a process that needs more is killed without a word: exit code 137, and no traceback.",
             "Allow 1 GiB a rank or more (compose: MEMORY=4g; elsewhere the memory limit of the job).",
         )
     # Without a limit the kernel counts for the whole machine: any process, at any time
     if memory is not None and (killed := oom_kills(root)):
-        count, were = ("1 process", "was") if killed == 1 else (f"{killed} processes", "were")
+        were = "was" if killed == 1 else "were"
         yield Finding(
-            "limits", WARNING, f"{count} of this container or job {were} killed because the memory was not enough",
+            "limits", WARNING,
+            f"{_processes(killed)} of this container or job {were} killed because the memory was not enough",
             "the next run of the same size ends the same way: exit code 137, and no traceback.",
             "Raise the memory limit, or lower --batch-size or --num-workers.",
         )
@@ -78,9 +80,8 @@ def shared_memory(config: Config, *, folder: str = "/dev/shm") -> Iterator[Findi
     if free >= least:
         yield Finding("memory", OK, seen)
         return
-    left = ""
-    if total >= least:
-        left = f" It is full: look what lies there (ls -la {folder}), and remove what ended jobs left."
+    full = f" It is full: look what lies there (ls -la {folder}), and remove what ended jobs left."
+    left = full if total >= least else ""
     yield Finding(
         "memory", WARNING, seen,
         'workers end with "Bus error" or "No space left on device (28)", and nccl with "unhandled system error".',
@@ -153,3 +154,64 @@ def before_training(config: Config, launch: Launch) -> list[str]:
     """A line for each limit that will be in the way of this training."""
     found = [finding for finding in limits(config, launch) if finding.level == WARNING]
     return [f"{each.seen}: {each.why} {each.remedy}" if each.remedy else each.seen for each in found]
+
+
+def crowded_cpus(config: Config, launch: Launch, cpus: float | None) -> str:
+    """What to say if this node's ranks have more threads than CPUs; "" if they do not.
+
+    `cpus`: those that this process may use, None: unknown.
+    """
+    ranks = launch.local_world_size or 1
+    wanted = ranks * config.num_threads
+    if cpus is None or (wanted <= math.ceil(cpus) and wanted * LEAST_CPU <= cpus):
+        return ""
+    if wanted == 1:
+        return (
+            f"1 process of 1 thread, but only {cpus:g} CPUs to use (the container's limit): it will often stand still. "
+            "Allow more CPUs."
+        )
+    share = max(1, math.floor(cpus) // ranks)
+    way_out = f"Set --num-threads {share}" if share < config.num_threads else "Start fewer processes here"
+    return (
+        f"{_processes(ranks)} x {config.num_threads} threads on this node, but only {cpus:g} CPUs to use (affinity, or "
+        f"the container's limit): they will wait for each other. {way_out}, or allow more CPUs."
+    )
+
+
+def idle_devices(launch: Launch, num_devices: int) -> list[str]:
+    """Accelerators that no rank will use: so it looks when somebody gave the number of nodes for that of ranks."""
+    ranks = launch.local_world_size
+    if ranks is None or num_devices <= ranks:
+        return []
+    return [
+        f"{num_devices} devices on this node, but only {_processes(ranks)}: {num_devices - ranks} will stay idle. "
+        f"Start {num_devices} (launch --nproc {num_devices}, torchrun --nproc-per-node {num_devices}), or show fewer "
+        "in CUDA_VISIBLE_DEVICES."
+    ]
+
+
+def small_shared_memory(config: Config, launch: Launch, *, batch_bytes: int, free_bytes: int) -> list[str]:
+    """Whether /dev/shm has room for the batches that the workers of all ranks of this node prepare ahead.
+
+    `batch_bytes`: of one training batch and one evaluation batch together, as the training workers keep theirs while an
+    evaluation runs.
+    """
+    ranks = launch.local_world_size or 1
+    ahead = ranks * config.num_workers * config.prefetch_factor
+    if ahead * batch_bytes <= free_bytes:
+        return []
+    return [
+        f"/dev/shm has {free_bytes / MIB:.1f} MiB free, but {_processes(ranks)} x {config.num_workers} workers x "
+        f"{config.prefetch_factor} batches may need {ahead * batch_bytes / MIB:.1f} MiB: they would end with a bus "
+        f"error. {ENLARGE_SHM}, or set fewer --num-workers."
+    ]
+
+
+def warn_once_a_node(lines: list[str], launch: Launch, warn: Callable[[str], None]) -> None:
+    """Each line once for a node, not once for a rank."""
+    for line in lines if launch.local_rank == 0 else []:
+        warn(line)
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"

@@ -8,7 +8,7 @@ from train.data.loader import uses_workers
 from train.data.order import Order
 from train.errors import DataError
 from train.group.group import Group
-from train.process import advice, machine_checks
+from train.process import machine_checks
 from train.workloads.workload import Workload
 
 
@@ -43,9 +43,8 @@ def first_batch(config: Config, group: Group, workload: Workload, order: Order, 
     if uses_workers(workload.train, config.num_workers):
         # The training workers keep their batches there while those of an evaluation add theirs
         num_samples = len(indices) + min(config.eval_batch_size, len(workload.evaluation))
-        lines = advice.on_shared_memory(
-            config, group.launch, batch_bytes=num_bytes(batch) * num_samples // len(indices),
-            free_bytes=free_bytes, way_out=machine_checks.ENLARGE_SHM,
+        lines = machine_checks.small_shared_memory(
+            config, group.launch, batch_bytes=num_bytes(batch) * num_samples // len(indices), free_bytes=free_bytes
         )
-        advice.say(lines, group.launch, group.log.warning)
+        machine_checks.warn_once_a_node(lines, group.launch, group.log.warning)
     return batch

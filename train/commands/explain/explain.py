@@ -17,7 +17,6 @@ from train.errors import ConfigError
 MAX_SEEN = 300  # characters of a line that are quoted
 MAX_KEPT = 500  # findings of one log: a log of any size needs a few megabytes of memory
 MAX_UNKNOWN = 50  # unknown exceptions of one source
-UNKNOWN_REMEDY = "It is not in the table of known faults. The last lines of its traceback say where it happened."
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,11 @@ class LogParser:
     def diagnoses(self) -> list[Diagnosis]:
         """What was found, the root cause first and what is harmless last."""
         unknown = [diagnosis for source in self._tracebacks.values() for diagnosis in source.unknown][:MAX_KEPT]
-        found = _judged([*self._known.values(), *unknown])
+        found = [*self._known.values(), *unknown]
+        # A doubtful sign is trouble only beside other trouble; alone it is harmless
+        doubtful = {fault.name for fault in known_faults() if fault.doubtful}
+        if all(d.harmless or d.name in doubtful for d in found):
+            found = [replace(d, harmless=True, order=HARMLESS) for d in found]
         if self._last_bad is not None and all(diagnosis.harmless for diagnosis in found):
             found.append(self._last_bad)
         # Each fault once for each rank; an unknown exception once for each rank and text
@@ -139,16 +142,9 @@ def _unknown(line: LogLine, number: int) -> Diagnosis:
     return Diagnosis(
         title="an error that is not known here", seen=line.text.strip()[:MAX_SEEN], line=number, rank=line.rank,
         host=line.host, why="this is the last line of its traceback, or the last line that looks like an error.",
-        remedy=UNKNOWN_REMEDY, order=DIED,
+        remedy="It is not in the table of known faults. The last lines of its traceback say where it happened.",
+        order=DIED,
     )
-
-
-def _judged(diagnoses: list[Diagnosis]) -> list[Diagnosis]:
-    """A doubtful sign is trouble only beside other trouble; alone it is harmless."""
-    doubtful = {fault.name for fault in known_faults() if fault.doubtful}
-    if any(not diagnosis.harmless and diagnosis.name not in doubtful for diagnosis in diagnoses):
-        return diagnoses
-    return [replace(d, harmless=True, order=HARMLESS) if d.name in doubtful else d for d in diagnoses]
 
 
 def format_report(diagnoses: list[Diagnosis]) -> str:
