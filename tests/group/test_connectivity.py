@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from train.errors import LaunchError
-from train.group import connectivity
+from train.group import network
 from train.group.connectivity import choose_interface
 from train.group.members import Member
 from train.process.log import Log
@@ -16,11 +16,11 @@ MACHINE = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.5", "ib0"
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connectivity, "interfaces", lambda: list(MACHINE))
-    monkeypatch.setattr(connectivity, "address_of", lambda name: MACHINE.get(name, ""))
-    monkeypatch.setattr(connectivity, "interface_of", lambda ip: {v: k for k, v in MACHINE.items()}.get(ip))
+    monkeypatch.setattr(network, "interfaces", lambda: list(MACHINE))
+    monkeypatch.setattr(network, "address_of", lambda name: MACHINE.get(name, ""))
+    monkeypatch.setattr(network, "interface_of", lambda ip: {v: k for k, v in MACHINE.items()}.get(ip))
     own = {"10": "10.0.0.5"}
-    monkeypatch.setattr(connectivity, "local_ip_towards", lambda ip: own.get(ip.partition(".")[0], "192.168.50.5"))
+    monkeypatch.setattr(network, "local_ip_towards", lambda ip: own.get(ip.partition(".")[0], "192.168.50.5"))
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "x")  # so that what the code sets is undone
         monkeypatch.delenv(name)

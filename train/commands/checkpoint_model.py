@@ -10,9 +10,8 @@ import torch
 from train.config import Config
 from train.data.random_numbers import derive_seed, seed_everything
 from train.errors import UserError
-from train.group.group import Group
+from train.group.group import Group, on_rank0
 from train.group.join import join
-from train.group.on_rank0 import on_rank0
 from train.parallel.model import prepare
 from train.process.context import Context
 from train.process.log import Log

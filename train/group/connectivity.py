@@ -13,16 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from train.errors import FINISHED, JOIN_FAILED, USER_MISTAKE, JoinError, LaunchError, UserError
-from train.group import keys
+from train.group import keys, network
 from train.group.members import Meeting, Member
-from train.group.network import (
-    address_of,
-    address_of_host_name,
-    interface_of,
-    interfaces,
-    local_ip_towards,
-    try_connect,
-)
 from train.process.addresses import is_loopback
 from train.process.log import Log
 
@@ -36,11 +28,7 @@ HINT = (
     "gloo and nccl use any high port between the nodes: open them all, or narrow net.ipv4.ip_local_port_range on every "
     "node and open that range; or name another interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
 )
-PROBLEMS = {
-    "refused": "was refused by",
-    "silent": "got no answer from",
-    "route": "has no route to",
-}
+PROBLEMS = {"refused": "was refused by", "silent": "got no answer from", "route": "has no route to"}
 
 
 def check_connectivity(meeting: Meeting, rank: int, *, log: Log) -> None:
@@ -91,8 +79,7 @@ def _read(meeting: Meeting, key: str, until_s: float) -> dict[str, Any] | None:
 
 
 def _listen(members: Sequence[Member], rank: int, log: Log) -> tuple[socket.socket | None, dict[str, Any]]:
-    """Listen as gloo will: on the interface's own address, on a port that the system picks. Returns what to publish
-    too."""
+    """Listen as gloo will: on the interface's own address, on a port the system picks. Also returns what to publish."""
     try:
         interface, ip = choose_interface(members, rank, log)
         listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
@@ -107,7 +94,7 @@ def _listen(members: Sequence[Member], rank: int, log: Log) -> tuple[socket.sock
 
 
 def _try_route(me: Member, peer: Member, address: Mapping[str, Any]) -> dict[str, Any]:
-    tried = try_connect(address["ip"], address["port"], timeout_s=TRY_S)
+    tried = network.try_connect(address["ip"], address["port"], timeout_s=TRY_S)
     if tried.problem is None:
         return {"code": FINISHED, "text": ""}
     what = PROBLEMS.get(tried.problem, f"failed ({tried.detail}) to connect to")
@@ -141,20 +128,20 @@ def choose_interface(members: Sequence[Member], rank: int, log: Log) -> tuple[st
     Raises LaunchError where the user's choice has no address here.
     """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if named and not address_of(named):
-        usable = ", ".join(name for name in interfaces() if address_of(name))
-        problem = "that has an address" if named in interfaces() else "that exists"
+    if named and not network.address_of(named):
+        usable = ", ".join(name for name in network.interfaces() if network.address_of(name))
+        problem = "that has an address" if named in network.interfaces() else "that exists"
         raise LaunchError(
             f"GLOO_SOCKET_IFNAME must name an interface {problem} on {log.host}, got {named}. There are: {usable}. "
             "Unset, the one that routes to the master is taken."
         )
     own = _own_address(members, rank)
-    routed = interface_of(own) or ""
+    routed = network.interface_of(own) or ""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         if routed and not os.environ.get(name):
             os.environ[name] = routed
     chosen = named or routed
-    address = address_of(chosen) if chosen else address_of_host_name()
+    address = network.address_of(chosen) if chosen else network.address_of_host_name()
     log.debug(f"interface {chosen or '(by host name)'}, address {address}; the route to the master starts at {own}")
     return chosen, address
 
@@ -164,12 +151,11 @@ def _own_address(members: Sequence[Member], rank: int) -> str:
     own = members[rank].local_ip
     if own and not is_loopback(own):
         return own
-    # A rank beside the master's store sees a loopback address: take the one others reached it at, or route to one of
-    # them
+    # A rank beside the master's store sees a loopback address: take the one others reached it at, or route to one
     others = [member for member in members if member.rank != rank]
     for other in others:
         # Behind a Service the address that answered is the Service's, and no interface of this machine has it
-        if other.master_ip and not is_loopback(other.master_ip) and interface_of(other.master_ip):
+        if other.master_ip and not is_loopback(other.master_ip) and network.interface_of(other.master_ip):
             return other.master_ip
     far = [m.local_ip for m in others if m.local_ip and not is_loopback(m.local_ip)]
-    return local_ip_towards(far[0]) if far else "127.0.0.1"
+    return network.local_ip_towards(far[0]) if far else "127.0.0.1"

@@ -3,7 +3,6 @@
 import contextlib
 import time
 
-# torch exports it under a condition that mypy does not follow
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from train.errors import STOPPED

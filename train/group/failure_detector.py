@@ -1,11 +1,9 @@
-"""Which rank caused the end: what each rank reported of its own end, and its signs of life, read from the shared
-store."""
+"""Which rank caused the end: read from the reports and the signs of life that the ranks leave in the shared store."""
 
 import json
 import time
 from dataclasses import dataclass
 
-# torch exports it under a condition that mypy does not follow
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from train.errors import FINISHED, PEER_LOST, root_cause, worth_restarting
@@ -39,8 +37,8 @@ def find_suspects(store: Store, world_size: int, *, myself: int, waiting: bool) 
     first_beats: dict[int, str] = {}
     began_s = time.monotonic()
     while True:
-        ends = ends_of(store, world_size, myself=myself)
-        if named := failed_first(ends):
+        ends = _ends_of(store, world_size, myself=myself)
+        if named := _failed_first(ends):
             return named
         silent = []
         for rank in (rank for rank in others if ends[rank] is None):
@@ -55,7 +53,7 @@ def find_suspects(store: Store, world_size: int, *, myself: int, waiting: bool) 
         time.sleep(0.1)
     if silent:
         return [Suspect(rank, "gave no sign of life") for rank in silent]
-    if named := reported_by_peers(ends):
+    if named := _reported_by_peers(ends):
         return named
     return _behind(store, others) or ([] if waiting else [Suspect(myself, "the others wait for it", alive=True)])
 
@@ -67,7 +65,7 @@ def _behind(store: Store, others: list[int]) -> list[Suspect]:
     return [Suspect(r, f"is alive, in {beats[r]['phase']} at step {beats[r]['step']}", alive=True) for r in busy]
 
 
-def ends_of(store: Store, world_size: int, *, myself: int) -> dict[int, End | None]:
+def _ends_of(store: Store, world_size: int, *, myself: int) -> dict[int, End | None]:
     """What the other ranks have reported of their end so far, None for one that has not."""
     ends: dict[int, End | None] = {}
     for rank in (rank for rank in range(world_size) if rank != myself):
@@ -76,7 +74,13 @@ def ends_of(store: Store, world_size: int, *, myself: int) -> dict[int, End | No
     return ends
 
 
-def failed_first(ends: dict[int, End | None]) -> list[Suspect]:
+def named_by_ends(store: Store, world_size: int, *, myself: int) -> list[Suspect]:
+    """The suspects that the ends reported so far name."""
+    ends = _ends_of(store, world_size, myself=myself)
+    return _failed_first(ends) or _reported_by_peers(ends)
+
+
+def _failed_first(ends: dict[int, End | None]) -> list[Suspect]:
     """The ranks whose end is of their own making.
 
     A rank that only lost another names that one as its suspect, and may end with that one's code.
@@ -89,7 +93,7 @@ def failed_first(ends: dict[int, End | None]) -> list[Suspect]:
     return sorted(found, key=lambda s: (s.end.code if s.end else 0, s.rank))
 
 
-def reported_by_peers(ends: dict[int, End | None]) -> list[Suspect]:
+def _reported_by_peers(ends: dict[int, End | None]) -> list[Suspect]:
     """The suspect named by the first rank that reported one."""
     for rank, end in ends.items():
         if end is not None and end.suspect is not None:

@@ -1,5 +1,4 @@
-"""Meeting by a file: rank 0 serves its store on a free port and writes the address into the file, which the others
-read."""
+"""Meeting by a file: rank 0 serves its store on a free port, and leaves the address in the file for the others."""
 
 import contextlib
 import json
@@ -8,18 +7,18 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# torch exports it under a condition that mypy does not follow
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from train.errors import JoinError, LaunchError
 from train.group import keys
-from train.group.network import address_of, interfaces, try_connect
-from train.group.store import Client, connect_store, open_port, serve_store
+from train.group.network import Connection, address_of, interfaces, try_connect
+from train.group.store import connect_store, open_port, serve_store
 from train.group.waiting import Wait
 from train.process.addresses import is_loopback
 from train.process.atomic_file import write_atomically
 
 ANSWER_S = 10.0  # for a store that is alive
+STUCK = "somebody at the address in {} accepts connections and does not answer. Remove the file"
 EARLIER_S = 5.0  # rank 0 of the last attempt may still be on its way out
 
 
@@ -37,7 +36,7 @@ def serve(wait: Wait) -> tuple[Store, Endpoint]:
     """Start the store, and publish where. Raises JoinError where another job is about to meet by this file, and
     LaunchError where the file can't be used."""
     path, log = Path(wait.launch.file), wait.log
-    wait.stuck_in = _stuck_in(wait)
+    wait.stuck_in = STUCK.format(wait.address)
     until_s = time.monotonic() + EARLIER_S
     while (earlier := read_endpoint(path)) is not None:
         if _client_of(earlier, log.host) is None:
@@ -58,13 +57,13 @@ def serve(wait: Wait) -> tuple[Store, Endpoint]:
     return store, endpoint
 
 
-def connect(wait: Wait) -> Client:
-    """Become a client of the store whose address is in the file. Raises JoinError.
+def connect(wait: Wait) -> tuple[TCPStore, Connection]:
+    """A client of the store whose address is in the file, and the route there. Raises JoinError.
 
     The file is read again until rank 0 has written its own address: an earlier run may have left another.
     """
     path = Path(wait.launch.file)
-    wait.stuck_in = _stuck_in(wait)
+    wait.stuck_in = STUCK.format(wait.address)
     while True:
         endpoint = read_endpoint(path)
         if endpoint is not None and (client := _client_of(endpoint, wait.log.host)):
@@ -80,11 +79,7 @@ def connect(wait: Wait) -> Client:
         wait.pause()
 
 
-def _stuck_in(wait: Wait) -> str:
-    return f"somebody at the address in {wait.address} accepts connections and does not answer. Remove the file"
-
-
-def _client_of(endpoint: Endpoint, host: str) -> Client | None:
+def _client_of(endpoint: Endpoint, host: str) -> tuple[TCPStore, Connection] | None:
     """A client of the store at that endpoint, or None where nobody answers, or another store than the one that
     published it (its port may be another job's by now). `host`: this machine's name."""
     for address in (*(("127.0.0.1",) if endpoint.host == host else ()), *endpoint.addresses):
@@ -94,7 +89,7 @@ def _client_of(endpoint: Endpoint, host: str) -> Client | None:
         try:
             store = connect_store(address, endpoint.port, timeout_s=ANSWER_S)
             if store.check([keys.endpoint(endpoint.token)]):
-                return Client(store, tried.local_ip, tried.master_ip)
+                return store, tried
         except RuntimeError:  # torch's own errors: no store, or one that is just ending
             continue
     return None
@@ -104,8 +99,7 @@ def _client_of(endpoint: Endpoint, host: str) -> Client | None:
 
 
 def read_endpoint(path: Path) -> Endpoint | None:
-    """The endpoint in the file; None where there is none yet. Raises LaunchError where the file holds something
-    else."""
+    """The endpoint in the file; None where there is none yet. Raises LaunchError where something else is in it."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train.errors import UserError
+from train.errors import PeerLost, UserError
 from train.group.ends import EndReporter
 from train.group.members import Meeting
 from train.group.watchdog import Watchdog
@@ -107,3 +107,21 @@ class Group:
         self.watch.wait_for_others(True)
         call()
         self.watch.wait_for_others(False)
+
+
+def on_rank0(group: Group, work: Callable[[], Any]) -> Any:
+    """Call `work` on rank 0 and return its result, which is pickled, on all ranks. All ranks call this.
+
+    UserError and PeerLost of `work` are raised on all ranks: one that waited for rank 0's result would otherwise wait
+    until a deadline. Any other error is a fault: it ends rank 0, and the others lose their peer.
+    """
+    outcome: tuple[str, Any] = ("", None)
+    if group.is_rank0:
+        try:
+            outcome = ("", work())
+        except (UserError, PeerLost) as error:
+            outcome = (type(error).__name__, str(error))
+    kind, value = group.broadcast(outcome)
+    if not kind:
+        return value
+    raise (PeerLost if kind == "PeerLost" else UserError)(value, printed_elsewhere=not group.is_rank0)

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-# torch exports it under a condition that mypy does not follow
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from train.config import Config
@@ -54,8 +52,7 @@ def join(
     config: Config, launch: Launch, *, log: Log, stop: StopRequest, status: StatusFile,
     needs_process_group: bool = False,
 ) -> Iterator[Group]:
-    """Be one of the group for the length of the block. `needs_process_group`: a rank alone gets torch's process group
-    too.
+    """Be one of the group for the length of the block. `needs_process_group`: even a rank alone gets torch's group.
 
     Raises JoinError (170) if it does not come together, PeerLost (171) if it falls apart, UserError (2) where ranks
     differ, and whatever the block raises; each is reported to the other ranks first.
@@ -66,15 +63,14 @@ def join(
             try_routes(group)
             form(config, group)
             check_devices(group)
-        elif needs_process_group:
-            form_alone(config, group)
+        elif needs_process_group:  # with a store in memory, which reaches nobody and needs no port
+            backend = pick_backend(config.backend, group.device)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         yield group
 
 
 @contextlib.contextmanager
-def starting(
-    config: Config, launch: Launch, *, stop: StopRequest, ends: EndReporter, log: Log
-) -> Iterator[Group]:
+def starting(config: Config, launch: Launch, *, stop: StopRequest, ends: EndReporter, log: Log) -> Iterator[Group]:
     """A group of which only this rank is known yet; the block takes the steps `meet`, `try_routes` and `form` itself.
 
     However the block ends, that end is explained, reported to the ranks that have been met by then, and bounded.
@@ -154,12 +150,6 @@ def form(config: Config, group: Group) -> None:
         ) from None
 
 
-def form_alone(config: Config, group: Group) -> None:
-    """torch's process group of one rank, which reaches nobody and needs no port."""
-    backend = pick_backend(config.backend, group.device)
-    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-
-
 def check_devices(group: Group) -> None:
     """Raises LaunchError where two ranks use one GPU: nccl would report "Duplicate GPU detected" much later, and gloo
     would just be slow."""
@@ -178,10 +168,8 @@ def check_devices(group: Group) -> None:
 
 def fingerprint(config: Config, backend: str) -> dict[str, str]:
     """What has to be the same on all ranks, by name. Paths may differ from node to node, and so may what is shown."""
-    own = {
-        "data_dir", "labels_file", "run_dir", "tensorboard", "progress", "report_every_s", "num_workers",
-        "prefetch_factor",
-    }
+    own = {"data_dir", "labels_file", "run_dir", "tensorboard", "progress", "report_every_s", "num_workers",
+           "prefetch_factor"}
     settings = {f"setting {k}": json.dumps(v) for k, v in config.model_dump().items() if k not in own}
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):  # all rooms of train/
@@ -226,7 +214,7 @@ def _explain(group: Group, error: BaseException) -> BaseException:
         return Stopped(f"rank {end.rank} on {end.host} left: {end.why}")
     return PeerLost(
         f"lost a peer at step {group.step}: {describe(suspects, group.hosts)}",
-        code=root_exit_code(suspects, PEER_LOST) if suspects else PEER_LOST,
+        code=root_exit_code(suspects, PEER_LOST),
         suspect=suspects[0].rank if suspects else None,
         nobody_died=all(suspect.alive for suspect in suspects),
     )

@@ -1,5 +1,4 @@
-"""The roster: ranks as they introduce themselves to each other, and what to say of missing, double and different
-ones."""
+"""The roster: how ranks introduce themselves, and what to say of missing, double and different ones."""
 
 import json
 import time
@@ -7,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-# torch exports it under a condition that mypy does not follow
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from train.group import keys

@@ -61,14 +61,12 @@ def explain_connection(attempt: Connection, host: str, port: int) -> str:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether `host` resolves to an address of this machine. True where it does not resolve: that is another
-    message."""
+    """Whether `host` resolves to an address of this machine. True where it resolves to none: others report that."""
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except (socket.gaierror, UnicodeError):
         return True
-    own = {address.address.split("%")[0] for addresses in psutil.net_if_addrs().values() for address in addresses}
-    return any(address in own or ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in found)
+    return any(interface_of(str(ip)) or ipaddress.ip_address(str(ip).split("%")[0]).is_loopback for ip in found)
 
 
 def interfaces() -> list[str]:

@@ -13,11 +13,10 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-# torch exports these under a condition that mypy does not follow
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from train.errors import JOIN_FAILED, USER_MISTAKE, JoinError, UserError
@@ -94,9 +93,9 @@ class _Joiner:
 
     def reach_store(self) -> Store:
         """A client of the store. Raises JoinError at the deadline."""
-        client = file_rendezvous.connect(self.wait) if self.launch.file else store.connect(self.wait)
-        self.me = replace(self.me, local_ip=client.local_ip, master_ip=client.master_ip)
-        return client.store
+        client, route = file_rendezvous.connect(self.wait) if self.launch.file else store.connect(self.wait)
+        self.me = replace(self.me, local_ip=route.local_ip, master_ip=route.master_ip)
+        return client
 
     def introduce(self, raw: Store, root: Store) -> Meeting:
         """Be one of the roster of the newest generation until that is decided. Raises JoinError and UserError."""
@@ -184,8 +183,8 @@ class Host(_Joiner):
         if differences := describe_differences(members):
             raise self._refuse(differences, code=USER_MISTAKE)
         members = [replace(member, fingerprint={}) for member in members]  # compared, and by far the longest part
-        fields = [json.loads(member.to_json()) for member in members]
-        self.generation.set(keys.VERDICT, json.dumps({"attempt": self.attempt, "members": fields}))
+        verdict = {"attempt": self.attempt, "members": [asdict(member) for member in members]}
+        self.generation.set(keys.VERDICT, json.dumps(verdict))
         return members
 
     def _refuse(self, text: str, *, code: int = JOIN_FAILED) -> Exception:
@@ -224,8 +223,7 @@ class Guest(_Joiner):
             self.wait.pause()
 
     def _read_verdict(self, verdict: dict[str, Any]) -> list[Member] | None:
-        """The members if this rank is one of them; None if it belongs to the next generation. Raises the error of
-        all."""
+        """The members if this rank is one of them; None if it is not, so far. Raises the error of all."""
         me = self.me
         if "members" not in verdict:
             if me.token in verdict["tokens"]:
@@ -236,9 +234,7 @@ class Guest(_Joiner):
         members = [Member(**fields) for fields in verdict["members"]]
         if me.rank < len(members) and members[me.rank].token == me.token:
             return members
-        holder = f"{len(members)} ranks"
-        if me.rank < len(members):
-            holder = f"rank {me.rank} on {members[me.rank].place}"
+        holder = f"rank {me.rank} on {members[me.rank].place}" if me.rank < len(members) else f"{len(members)} ranks"
         self.wait.problem = (
             f"the group at {self.wait.address} was complete before this rank came, with {holder}: two processes with "
             "one rank, another job on this port, or an earlier attempt that does not end"

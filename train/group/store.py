@@ -5,24 +5,15 @@ import os
 import socket
 import time
 from datetime import timedelta
-from typing import NamedTuple
 
 # torch exports it under a condition that mypy does not follow
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from train.errors import JoinError, LaunchError
-from train.group.network import explain_connection, is_own_address, port_holder, try_connect
+from train.group.network import Connection, explain_connection, is_own_address, port_holder, try_connect
 from train.group.waiting import Wait
 
 PORT_PATIENCE_S = 5.0  # the process of the last attempt may still be on its way out
-
-
-class Client(NamedTuple):
-    """A connection to the store, this rank's own address on the route there, and the address that answered."""
-
-    store: TCPStore
-    local_ip: str
-    master_ip: str
 
 
 def serve(wait: Wait) -> TCPStore:
@@ -42,8 +33,8 @@ def serve(wait: Wait) -> TCPStore:
     return serve_store(listener, timeout_s=wait.timeout_s)
 
 
-def connect(wait: Wait) -> Client:
-    """Become a client of the master's store. Raises JoinError.
+def connect(wait: Wait) -> tuple[TCPStore, Connection]:
+    """A client of the master's store, and the route there. Raises JoinError.
 
     Name, port and store may all come up after us (a Service in Kubernetes, a container that is started later): each is
     tried again until the deadline, and the message names the last problem.
@@ -62,7 +53,7 @@ def connect(wait: Wait) -> Client:
             try:
                 store = connect_store(host, port, timeout_s=wait.left_s)
                 wait.stage = ""
-                return Client(store, tried.local_ip, tried.master_ip)
+                return store, tried
             except RuntimeError:
                 pass  # the problem is said already
         else:
@@ -76,8 +67,7 @@ def connect(wait: Wait) -> Client:
 
 
 def open_port(port: int) -> socket.socket | None:
-    """Listen on all addresses, or None while another process has the port. Raises LaunchError where nobody may open
-    it."""
+    """Listen on all addresses; None while another process has the port. Raises LaunchError where nobody may."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     # An earlier attempt that closed its connections first leaves the port in TIME_WAIT for a minute

@@ -12,23 +12,12 @@ import threading
 import time
 from typing import Any
 
-# torch exports it under a condition that mypy does not follow
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from train.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
 from train.group import keys
 from train.group.ends import EndReporter
-from train.group.failure_detector import (
-    BEAT_S,
-    LOOK_S,
-    Suspect,
-    describe,
-    ends_of,
-    failed_first,
-    find_suspects,
-    reported_by_peers,
-    root_exit_code,
-)
+from train.group.failure_detector import BEAT_S, LOOK_S, Suspect, describe, find_suspects, named_by_ends, root_exit_code
 from train.process import health
 from train.process.exit import clear_hard_deadline, leave, set_hard_deadline, within
 from train.process.log import Log
@@ -113,8 +102,7 @@ class Watchdog:
             self._beats.join(BEAT_S)
 
     def exit_within(self, code: int) -> None:
-        """This rank is about to end with `code`: end it after LEAVING_S at the latest, however long its teardown
-        takes."""
+        """This rank is about to end with `code`: LEAVING_S later it ends, however long its teardown takes."""
         self._leaving = code
         self.enter("leaving", LEAVING_S)
 
@@ -138,8 +126,8 @@ class Watchdog:
                 failed = self.store.check([keys.FAILED])
                 if failed:
                     # Kept, because rank 0 may take the store with it before a collective breaks here
-                    ends = ends_of(self.store, self.world_size, myself=self.rank)
-                    self._reported = failed_first(ends) or reported_by_peers(ends) or self._reported
+                    named = named_by_ends(self.store, self.world_size, myself=self.rank)
+                    self._reported = named or self._reported
             except RuntimeError:
                 failed = True  # the store's process is gone
             failed_since_s = (failed_since_s or time.monotonic()) if failed else 0.0

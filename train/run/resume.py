@@ -10,8 +10,7 @@ from torch import nn
 
 from train.config import Config
 from train.errors import UserError
-from train.group.group import Group
-from train.group.on_rank0 import on_rank0
+from train.group.group import Group, on_rank0
 from train.parallel.method import Method
 from train.run import weights
 from train.run.checkpoint import Checkpoint

@@ -17,8 +17,7 @@ import torch
 
 from train.config import Config, changed_settings, to_yaml
 from train.errors import UserError
-from train.group.group import Group
-from train.group.on_rank0 import on_rank0
+from train.group.group import Group, on_rank0
 from train.process.atomic_file import write_atomically
 from train.process.status import job_of, read_json
 from train.run import publish

@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
 from train.errors import UserError, disk_error
-from train.group.group import Group
-from train.group.on_rank0 import on_rank0
+from train.group.group import Group, on_rank0
 from train.group.watchdog import Watchdog
 
 FOLDER = "shards"

@@ -18,7 +18,7 @@ from train.config.options import BenchOptions
 from train.errors import ConfigError
 from train.group.device import pick_backend
 from train.group.join import join
-from train.group.on_rank0 import on_rank0
+from train.group.group import on_rank0
 from train.process.context import Context
 from train.process.status_file import StatusFile
 
