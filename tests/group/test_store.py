@@ -1,5 +1,6 @@
 """The port and the store behind it."""
 
+import os
 import socket
 from collections.abc import Iterator
 
@@ -42,10 +43,10 @@ def test_a_port_that_an_earlier_connection_still_holds_is_opened():
 @pytest.mark.parametrize("number", [1, 13])
 def test_a_port_that_nobody_may_open_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch, number: int):
     def refuse(self: socket.socket, address: object) -> None:
-        raise OSError(number, "Permission denied")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(socket.socket, "bind", refuse)
-    with pytest.raises(LaunchError, match=r"MASTER_PORT=80 can't be opened: Permission denied\."):
+    with pytest.raises(LaunchError, match=rf"MASTER_PORT=80 can't be opened: {os.strerror(number)}\. "):
         open_port(80)
 
 

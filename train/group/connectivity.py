@@ -151,7 +151,7 @@ def _own_address(members: Sequence[Member], rank: int) -> str:
     own = members[rank].local_ip
     if own and not is_loopback(own):
         return own
-    # A rank beside the master's store sees a loopback address: take the one others reached it at, or route to one
+    # A rank beside the master's store sees a loopback address: take the one others reached, or the one towards them
     others = [member for member in members if member.rank != rank]
     for other in others:
         # Behind a Service the address that answered is the Service's, and no interface of this machine has it

@@ -24,27 +24,20 @@ class Connection:
 def try_connect(host: str, port: int, *, timeout_s: float) -> Connection:
     """Connect once and close. Tells apart what torch reports with one text: no such name, refused, no answer.
 
-    `timeout_s` is for each address of the name; the resolver itself has no bound.
+    `timeout_s` is for each address of the name, and the last one's problem counts; the resolver itself has no bound.
     """
     try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.create_connection((host, port), timeout_s) as sock:
+            return Connection(None, "", sock.getsockname()[0], sock.getpeername()[0])
     except (socket.gaierror, UnicodeError) as error:
         return Connection("name", str(getattr(error, "strerror", None) or error))
-    last = Connection("other", "no address")
-    for family, kind, protocol, _, address in addresses:
-        with socket.socket(family, kind, protocol) as sock:
-            sock.settimeout(timeout_s)
-            try:
-                sock.connect(address)
-                return Connection(None, "", sock.getsockname()[0], sock.getpeername()[0])
-            except TimeoutError:
-                last = Connection("silent")
-            except ConnectionRefusedError:
-                last = Connection("refused")
-            except OSError as error:
-                unreachable = error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
-                last = Connection("route" if unreachable else "other", error.strerror or str(error))
-    return last
+    except TimeoutError:
+        return Connection("silent")
+    except ConnectionRefusedError:
+        return Connection("refused")
+    except OSError as error:
+        unreachable = error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
+        return Connection("route" if unreachable else "other", error.strerror or str(error))
 
 
 def explain_connection(attempt: Connection, host: str, port: int) -> str:
@@ -61,7 +54,7 @@ def explain_connection(attempt: Connection, host: str, port: int) -> str:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether `host` resolves to an address of this machine. True where it resolves to none: others report that."""
+    """Whether `host` resolves to an address of this machine. True if it does not resolve: others report that."""
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except (socket.gaierror, UnicodeError):

@@ -223,7 +223,7 @@ class Guest(_Joiner):
             self.wait.pause()
 
     def _read_verdict(self, verdict: dict[str, Any]) -> list[Member] | None:
-        """The members if this rank is one of them; None if it is not, so far. Raises the error of all."""
+        """The members if this rank is one of them; None if it waits for a next generation. Raises the error of all."""
         me = self.me
         if "members" not in verdict:
             if me.token in verdict["tokens"]:

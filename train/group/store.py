@@ -68,23 +68,17 @@ def connect(wait: Wait) -> tuple[TCPStore, Connection]:
 
 def open_port(port: int) -> socket.socket | None:
     """Listen on all addresses; None while another process has the port. Raises LaunchError where nobody may."""
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    # An earlier attempt that closed its connections first leaves the port in TIME_WAIT for a minute
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if family == socket.AF_INET6:
-        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
     try:
-        listener.bind(("", port))
-        listener.listen(4096)  # all ranks of a large job come at once
-        return listener
+        # It sets SO_REUSEADDR: an earlier attempt that closed its connections first leaves the port in TIME_WAIT for a
+        # minute. The backlog is for a large job, whose ranks all come at once
+        return socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=dual)
     except OSError as error:
-        listener.close()
         if error.errno == errno.EADDRINUSE:
             return None
-        raise LaunchError(
-            f"MASTER_PORT={port} can't be opened: {error.strerror}. Choose one from 1024 to 32767."
-        ) from None
+        why = os.strerror(error.errno or 0)
+        raise LaunchError(f"MASTER_PORT={port} can't be opened: {why}. Choose one from 1024 to 32767.") from None
 
 
 def port_in_use(port: int, host: str) -> JoinError:
