@@ -17,8 +17,8 @@ from train.commands.bench.report import write_report
 from train.config.options import BenchOptions
 from train.errors import ConfigError
 from train.group.device import pick_backend
-from train.group.join import join
 from train.group.group import on_rank0
+from train.group.join import join
 from train.process.context import Context
 from train.process.status_file import StatusFile
 
