@@ -13,10 +13,7 @@ BatchIndex = tuple[int | None, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which samples each rank sees at each step. The last partial global batch of an epoch is left out.
-
-    `batch_size` is global and must be a multiple of world_size * accumulate.
-    """
+    """`batch_size` is global, a multiple of world_size * accumulate. An epoch's last partial batch is left out."""
 
     num_samples: int
     batch_size: int

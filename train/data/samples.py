@@ -1,8 +1,4 @@
-"""Samples: what a workload trains on, batch by batch.
-
-Augmentation draws from a hash of (seed, epoch, sample), so that neither the world size, nor a restart, nor a number of
-workers changes a pixel.
-"""
+"""Samples: what a workload trains on, batch by batch. random_numbers.py says what their augmentation depends on."""
 
 from typing import Any, Protocol
 

@@ -34,10 +34,9 @@ def find_folder(name: str, *, download: bool, pretrained: bool) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if folder.exists():
-        raise DataError(f"bert_dir must be a folder, got {folder}, a file. {LAYOUT}")
-    if not HUB_NAME.fullmatch(name):
-        raise DataError(f"bert_dir must be a folder, got {folder}, which is not there. {LAYOUT}")
+    if folder.exists() or not HUB_NAME.fullmatch(name):
+        problem = "a file" if folder.exists() else "which is not there"
+        raise DataError(f"bert_dir must be a folder, got {folder}, {problem}. {LAYOUT}")
     if not download:
         raise DataError(
             f"bert_dir must be a folder, got {name}, which is not one here. Nothing is downloaded unasked: if this is "

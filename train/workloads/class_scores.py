@@ -23,10 +23,9 @@ def class_scores(confusion: torch.Tensor, classes: tuple[str, ...]) -> list[dict
 
 def macro_f1(confusion: torch.Tensor) -> float:
     """The mean F1 of the classes that are in the data or were predicted, each with the same weight; int64 [C, C]."""
-    matrix = confusion.double()
-    both = matrix.sum(0) + matrix.sum(1)
-    seen = both > 0
-    return float((2 * matrix.diagonal()[seen] / both[seen]).mean()) if seen.any() else 0.0
+    both = confusion.sum(0) + confusion.sum(1)
+    scores = 2 * confusion.diagonal().double() / both
+    return float(scores[both > 0].mean()) if both.any() else 0.0
 
 
 def report(confusion: torch.Tensor, classes: tuple[str, ...]) -> str:

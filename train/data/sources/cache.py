@@ -25,14 +25,9 @@ def cache_roots() -> list[Path]:
     """RANKUP_CACHE alone if it is set; otherwise XDG_CACHE_HOME/rankup or ~/.cache/rankup, then one in /tmp."""
     if wanted := cache_folder():
         return [Path(wanted)]
-    roots = []
-    if os.environ.get("XDG_CACHE_HOME"):
-        roots.append(Path(os.environ["XDG_CACHE_HOME"]) / "rankup")
-    else:
-        home = Path(os.path.expanduser("~"))
-        # For a user without a home directory ~ stays as it is.
-        if home.is_absolute():
-            roots.append(home / ".cache" / "rankup")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    # For a user without a home directory ~ stays as it is.
+    roots = [] if base.startswith("~") else [Path(base) / "rankup"]
     return [*roots, Path(tempfile.gettempdir()) / f"rankup-{os.geteuid()}"]
 
 

@@ -73,8 +73,7 @@ def _apt(package: str, place: str, folder: str) -> None:
     archives = list(root.glob("*.deb"))
     if len(archives) != 1:
         _fail(f"apt-get download {package} left {len(archives)} packages")
-    failure = _call(["dpkg", "-x", str(archives[0]), str(root / "unpacked")], root)
-    if failure:
+    if failure := _call(["dpkg", "-x", str(archives[0]), str(root / "unpacked")], root):
         _fail(failure)
     found = root / "unpacked" / place
     if not found.is_dir():
@@ -108,13 +107,8 @@ def size_of(folder: Path) -> int:
 def _end_with_parent() -> None:
     # Not sys.stdin: the interpreter aborts at its end if a thread still holds the lock of that buffer.
     os.read(0, 1)
-    _end_group()
-
-
-def _end_group() -> NoReturn:
     # This process leads a group of its own: apt-get and its children end with it.
     os.killpg(os.getpgrp(), signal.SIGKILL)
-    raise AssertionError("unreachable")
 
 
 def _fail(reason: str) -> NoReturn:

@@ -176,11 +176,10 @@ def _remove_abandoned(root: Path, prefix: str) -> None:
 def _from_anywhere(remote: Remote, temporary: Path, *, timeout_s: float, say: Say) -> Path:
     """Try torchvision's sources, then the Debian package; return the checked folder. Raises NotFetched."""
     start = time.monotonic()
-    use_apt = remote.package is not None and shutil.which("apt-get") and shutil.which("dpkg")
     say(f"downloading {remote.title} to {temporary.parent} (once, at most {timeout_s:g} s)")
     tasks = [("torchvision", [remote.torchvision, json.dumps(dict(remote.attributes))])]
-    if use_apt:
-        tasks.append(("apt", [str(remote.package), remote.place]))
+    if remote.package and shutil.which("apt-get") and shutil.which("dpkg"):
+        tasks.append(("apt", [remote.package, remote.place]))
     reasons = []
     for number, (source, arguments) in enumerate(tasks, start=1):
         folder = temporary / source

@@ -56,9 +56,9 @@ def _read(file: BinaryIO, path: Path, expect: Kind, *, most: int) -> torch.Tenso
         raise DataError(f"{path}: truncated, it holds {len(head)} bytes and no IDX header. {DAMAGED}")
     magic = struct.unpack(">I", head)[0]
     if magic != MAGIC[expect]:
-        for kind, other in MAGIC.items():
-            if magic == other:
-                raise DataError(f"{path}: holds {kind} where {expect} are expected. Are two files swapped or misnamed?")
+        other: Kind = "labels" if expect == "images" else "images"
+        if magic == MAGIC[other]:
+            raise DataError(f"{path}: holds {other} where {expect} are expected. Are two files swapped or misnamed?")
         raise DataError(f"{path}: is no IDX file of {expect} (it starts with {head!r}). {DAMAGED}")
     rank = magic & 0xFF
     sizes = file.read(4 * rank)
@@ -94,8 +94,6 @@ def write_idx(path: str | os.PathLike[str], values: torch.Tensor) -> None:
 
     The same values give the same bytes: the gzip header carries neither name nor time.
     """
-    assert values.dtype == torch.uint8, values.dtype
-    assert values.dim() in (1, 3), values.shape
     magic = MAGIC["images" if values.dim() == 3 else "labels"]
     content = struct.pack(f">I{values.dim()}I", magic, *values.shape) + values.contiguous().numpy().tobytes()
     path = Path(path)

@@ -41,7 +41,17 @@ def locate(family: Family, *, data_dir: str | None, timeout_s: float, say: Say) 
     Debian's place, then in the cache, then downloaded to the cache.
     Raises NotFetched if no source gives the set, DataError for a folder that holds something else, or half of it.
     """
-    remote = _remote(family)
+
+    def check(folder: Path) -> None:
+        for train, count in family.counts.items():
+            found = len(read_half(folder / "raw", family, train=train))
+            if found != count:
+                raise DataError(f"{folder / 'raw'}: {FILES[train][0]} holds {found} images, not {count}.")
+
+    remote = Remote(
+        family.title, family.folder, family.folder, check, package=family.debian_package,
+        place=str(family.debian_dir or "").lstrip("/"), package_folder="raw", attributes=family.attributes or {},
+    )
     if data_dir is not None:
         root = Path(data_dir).expanduser()
         others = visible(root)
@@ -59,20 +69,6 @@ def locate(family: Family, *, data_dir: str | None, timeout_s: float, say: Say) 
         if there is not None and (folder := find_files(there, family)) is not None:
             return folder
     return fetch(remote, writable_cache(), timeout_s=timeout_s, say=say) / "raw"
-
-
-def _remote(family: Family) -> Remote:
-    def check(folder: Path) -> None:
-        for train, count in family.counts.items():
-            found = len(read_half(folder / "raw", family, train=train))
-            if found != count:
-                raise DataError(f"{folder / 'raw'}: {FILES[train][0]} holds {found} images, not {count}.")
-
-    place = str(family.debian_dir).lstrip("/") if family.debian_dir else ""
-    return Remote(
-        family.title, family.folder, family.folder, check, package=family.debian_package, place=place,
-        package_folder="raw", attributes=family.attributes or {},
-    )
 
 
 def find_files(root: Path, family: Family) -> Path | None:
@@ -125,7 +121,4 @@ def read_half(folder: Path, family: Family, *, train: bool) -> ImageSet:
 
 def _file(folder: Path, name: str) -> Path | None:
     # The plain file first: where both are there, it needs no unpacking.
-    for path in (folder / name, folder / f"{name}.gz"):
-        if path.is_file():
-            return path
-    return None
+    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
