@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         stop = stop or StopRequest().install()
         if isinstance(found, Launch) and request.command not in ("show", "explain"):  # they only print
             _prepare_process(found, log, stop)
-        return COMMANDS[request.command](Context(config, request, found, log, stop), request.options)
+        return COMMANDS[request.command](Context(config, request, found, log, stop), request.options) or FINISHED
     except BaseException as error:
         return _report(error, log)
 

@@ -30,17 +30,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Settings and launcher of one row. `distributed`: several processes. `needs`: a key of `_find_obstacle`."""
+    """Settings and launcher of one row. `needs`: a key of `_find_obstacle`."""
 
-    settings: tuple[str, ...] = ()
-    distributed: bool = True
+    settings: tuple[str, ...]
     needs: str = ""
-    launcher: str = "launch"  # or a key of LAUNCHERS
+    launcher: str = "launch"  # or "train", which is one process, or a key of LAUNCHERS
 
 
 VARIANTS = {
-    "none": Variant(("--parallel", "none"), distributed=False),
-    "dp": Variant(("--parallel", "dp"), distributed=False, needs="gpus"),
+    "none": Variant(("--parallel", "none"), launcher="train"),
+    "dp": Variant(("--parallel", "dp"), needs="gpus", launcher="train"),
     "ddp": Variant(("--parallel", "ddp")),
     "ddp-spawn": Variant(("--parallel", "ddp", "--launcher", "spawn")),
     "ddp-torchrun": Variant(("--parallel", "ddp"), launcher="torchrun"),
@@ -153,12 +152,12 @@ def _run(context: Context, name: str, run: Path, words: list[str], *, processes:
 def _command(variant: Variant, processes: int) -> tuple[list[str], dict[str, str]]:
     """The command up to the settings, and the environment. All of its processes end when this one does."""
     program, env = ["-m", "train.main"], dict(os.environ)
-    if variant.distributed and variant.launcher != "launch":
+    if variant.launcher in LAUNCHERS:
         values = {"{nproc}": str(processes), "{port}": str(free_port())}
         launcher = [values.get(word, word) for word in LAUNCHERS[variant.launcher]]
         return [sys.executable, "-c", START_TIED, str(os.getpid()), *launcher, *program, "train"], env
-    start = ["launch", "--nproc", str(processes), "--max-restarts", "0"] if variant.distributed else ["train"]
-    return [sys.executable, *program, *start], {**env, "RANKUP_PARENT": str(os.getpid())}
+    several = ["--nproc", str(processes), "--max-restarts", "0"] if variant.launcher == "launch" else []
+    return [sys.executable, *program, variant.launcher, *several], {**env, "RANKUP_PARENT": str(os.getpid())}
 
 
 def _measured(run: Path, batch_size: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The commands by name: each gets the context and its own options, and returns its exit code.
+"""The commands by name: each gets the context and its own options, and returns its exit code, or None for success.
 
 Each imports what it needs inside, so that only those pay for torch that use it.
 """
@@ -16,38 +16,34 @@ from train.process.context import Context
 from train.run.choices import CHOICES
 
 
-def _train(context: Context, given: options.TrainOptions) -> int:
+def _train(context: Context, given: options.TrainOptions) -> None:
     from train.loop import train
 
     check_world_size(context.config, context.launch.world_size)
     _start_rank(context)
     train(context.config, context.launch, run_dir=context.run_dir, log=context.log, stop=context.stop)
-    return FINISHED
 
 
-def _evaluate(context: Context, given: options.EvaluateOptions) -> int:
+def _evaluate(context: Context, given: options.EvaluateOptions) -> None:
     from train.commands.evaluate import evaluate_checkpoint
 
     _start_rank(context)
     evaluate_checkpoint(context, given)
-    return FINISHED
 
 
-def _predict(context: Context, given: options.PredictOptions) -> int:
+def _predict(context: Context, given: options.PredictOptions) -> None:
     from train.commands.predict import predict
 
     _start_rank(context)
     predict(context, given)
-    return FINISHED
 
 
-def _bench(context: Context, given: options.BenchOptions) -> int:
+def _bench(context: Context, given: options.BenchOptions) -> None:
     from train.commands.bench.bench import bench
 
     context = context.in_folder("bench")
     _start_rank(context)
     bench(context, given)
-    return FINISHED
 
 
 def _start_rank(context: Context) -> None:
@@ -68,20 +64,18 @@ def _launch(context: Context, given: options.LaunchOptions) -> int:
     return launch(context, given)
 
 
-def _export(context: Context, given: options.ExportOptions) -> int:
+def _export(context: Context, given: options.ExportOptions) -> None:
     from train.commands.export import export
 
     _refuse_ranks(context)
     export(context, given)
-    return FINISHED
 
 
-def _compare(context: Context, given: options.CompareOptions) -> int:
+def _compare(context: Context, given: options.CompareOptions) -> None:
     from train.commands.compare import compare
 
     _refuse_ranks(context)
     compare(context, given)
-    return FINISHED
 
 
 def _refuse_ranks(context: Context, text: str = "") -> None:
@@ -105,9 +99,8 @@ def _explain(context: Context, given: options.ExplainOptions) -> int:
     return findings.CODES[findings.UNFIT] if faulty else FINISHED
 
 
-def _show(context: Context, given: options.ShowOptions) -> int:
+def _show(context: Context, given: options.ShowOptions) -> None:
     print_whole(to_yaml(context.config, choices=CHOICES))
-    return FINISHED
 
 
 def print_whole(text: str) -> None:
@@ -118,7 +111,7 @@ def print_whole(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-COMMANDS: dict[str, Callable[[Context, Any], int]] = {
+COMMANDS: dict[str, Callable[[Context, Any], int | None]] = {
     "train": _train, "evaluate": _evaluate, "predict": _predict, "export": _export, "show": _show, "doctor": _doctor,
     "explain": _explain, "compare": _compare, "bench": _bench, "launch": _launch,
 }

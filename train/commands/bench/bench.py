@@ -74,9 +74,8 @@ def expectation(rows: list[Row], job: dict[str, Any], ranks: int) -> dict[str, A
     backend = rows[-1].backend if rows else ""  # the accelerator's own, where there is one: it is measured last
     points = [(row.size, row.median_s) for row in rows if row.operation == "all-reduce" and row.backend == backend]
     if len(points) < 2:
-        alone = "one process alone has no link to measure: start several"
-        why = alone if ranks == 1 else "a line needs two sizes at least"
-        return {"link": None, "expected": [], "missing": why}
+        alone, short = "one process alone has no link to measure: start several", "a line needs two sizes at least"
+        return {"link": None, "expected": [], "missing": alone if ranks == 1 else short}
     link = cost_model.fit_all_reduce(points, ranks)
     size, step_s = job["gradient_bytes"], job["step_s"]
     return {

@@ -49,15 +49,13 @@ def gradient_bytes(parameters: list[nn.Parameter], compress: str, rank: int) -> 
     """
     total = 0
     for parameter in parameters:
-        whole = parameter.numel() * parameter.element_size()
+        count, width = parameter.numel(), parameter.element_size()
         if compress in ("fp16", "bf16"):
-            total += parameter.numel() * 2
+            width = 2
         elif compress == "powersgd" and parameter.dim() > 1:
             rows = parameter.shape[0]
-            factors = (rows + parameter.numel() // rows) * rank * parameter.element_size()
-            total += min(whole, factors)
-        else:
-            total += whole
+            count = min(count, (rows + count // rows) * rank)
+        total += count * width
     return total
 
 
