@@ -51,8 +51,7 @@ class JoinError(RuntimeError):
     code = JOIN_FAILED
 
     def __init__(self, text: str, *, printed_elsewhere: bool = False, stage: str = "") -> None:
-        """`printed_elsewhere`: another rank prints the same text, this one only writes it to its log.
-        `stage`: "port" or "store" where it failed at that and not at the other ranks."""
+        """`stage`: "port" or "store" where it failed at that and not at the other ranks."""
         super().__init__(text)
         self.printed_elsewhere, self.stage = printed_elsewhere, stage
 
@@ -92,9 +91,7 @@ def root_cause(codes: Sequence[int], *, stopped: bool = False, rest_stopped: boo
         return STOPPED
     # These explain little, so any other code (137, 139, ...) is the cause. A rank that was stopped alone did not wait
     # for the others, which then lost it or could not join.
-    weak = [PEER_LOST, JOIN_FAILED, STOPPED]
-    if rest_stopped:
-        weak = [STOPPED, PEER_LOST, JOIN_FAILED]
+    weak = [STOPPED, PEER_LOST, JOIN_FAILED] if rest_stopped else [PEER_LOST, JOIN_FAILED, STOPPED]
     return max(failed, key=lambda code: weak.index(code) if code in weak else len(weak), default=FINISHED)
 
 

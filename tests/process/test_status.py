@@ -3,17 +3,13 @@
 from pathlib import Path
 
 from train.errors import FAULT, FINISHED, JOIN_FAILED, PEER_LOST, STOPPED, USER_MISTAKE
-from train.process.status import (
-    End,
-    attempt_of,
-    job_of,
-    new_attempt,
-    read_json,
-    state_of,
-    write_end,
-    write_json,
-    write_summary,
-)
+from train.process.placement import Launch
+from train.process.status import End, attempt_of, job_of, new_attempt, read_json, state_of, write_json
+from train.process.status_file import StatusFile
+
+
+def status_file(run_dir: Path) -> StatusFile:
+    return StatusFile(run_dir, Launch(world_size=3, attempt="a-1"))
 
 
 def test_attempts_of_one_job_share_its_part_of_the_id() -> None:
@@ -31,7 +27,7 @@ def test_every_code_but_two_is_a_failure() -> None:
 def test_end_of_a_rank_is_kept_for_its_attempt(tmp_path: Path) -> None:
     end = End(1, "node0", "failed", 171, "lost rank 0", 7, suspect=0)
     assert End.from_json(end.to_json()) == end
-    write_end(tmp_path, "a-1", end)
+    status_file(tmp_path).write_end(end)
     written = read_json(tmp_path / "status" / "a-1" / "rank-1.json")
     assert (written["attempt"], written["code"], written["suspect"], written["step"]) == ("a-1", 171, 0, 7)
 
@@ -42,14 +38,14 @@ def test_summary_names_the_cause_and_not_the_ranks_that_lost_it(tmp_path: Path) 
         End(0, "a", "failed", 171, "lost a peer", 3),
         End(1, "b", "failed", 2, "a mistake", 3),
     ]
-    write_summary(tmp_path, "attempt", state="failed", world_size=3, ends=ends)
+    status_file(tmp_path).write_summary("failed", ends)
     summary = read_json(tmp_path / "status.json")
-    assert (summary["attempt"], summary["code"], summary["why"]) == ("attempt", 2, "a mistake")
+    assert (summary["attempt"], summary["code"], summary["why"]) == ("a-1", 2, "a mistake")
     assert list(summary["ranks"]) == ["0", "1", "2"]
 
 
 def test_summary_of_a_run_that_has_just_begun_has_no_code(tmp_path: Path) -> None:
-    write_summary(tmp_path, "attempt", state="running", world_size=3, ends=[])
+    status_file(tmp_path).write_summary("running", [])
     summary = read_json(tmp_path / "status.json")
     assert (summary["state"], summary["code"], summary["why"]) == ("running", None, "")
 

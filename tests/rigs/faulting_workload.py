@@ -119,11 +119,11 @@ def impatient() -> None:
 
 def stuck_disk() -> None:
     """Call it first in a process: rank 1 hangs when it writes its end into `status/`."""
-    from train.process import status_file
+    from train.process.status_file import StatusFile
 
     impatient()
     if os.environ["RANK"] == "1":
-        status_file.write_end = lambda *values: time.sleep(1000)
+        StatusFile.write_end = lambda *values: time.sleep(1000)
 
 
 def build(config: Config) -> Workload:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 # The kernel hands these out to outgoing connections, so that a port among them may be taken at any moment.
 DEFAULT_EPHEMERAL = range(32768, 61000)
-_EPHEMERAL_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # torchrun's default too. The nodes of a launch by hand must agree on a port without talking to each other first.
 PORT_OF_LAUNCH = 29400
 # Services one meets on cluster nodes: Webmin, node agents, memcached, Ollama, RabbitMQ, API servers, the default of a
@@ -24,7 +23,7 @@ _TAKEN |= set(range(27000, 27020))
 _PORTS = [port for port in range(10000, 30000) if port not in _TAKEN]
 
 
-def ephemeral_range(file: Path = _EPHEMERAL_FILE) -> range:
+def ephemeral_range(file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> range:
     """This machine's ports for outgoing connections; Linux's default where the file cannot be read."""
     try:
         first, last = (int(number) for number in file.read_text().split())

@@ -15,13 +15,9 @@ from train.process.addresses import ephemeral_range
 from train.process.launchers import LAUNCHERS
 from train.process.launchers.kubeflow import outside_pod
 from train.process.launchers.launcher import given
-from train.process.placement import FIVE, NAMES, Found, Launch, check, check_loopback, describe, how_to_start, single
+from train.process.placement import FIVE, NAMES, Found, Launch, check, check_loopback, describe, how_to_start
 
 __all__ = ["Launch", "cache_folder", "check_loopback", "describe", "how_to_start", "outside_pod", "read_env"]
-
-WHO_SETS_THEM = (
-    "torchrun, `python -m train.main launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
-)
 
 
 def read_env(environ: Mapping[str, str]) -> Launch:
@@ -30,13 +26,12 @@ def read_env(environ: Mapping[str, str]) -> Launch:
     Beside it only /proc's port range and the parent's process id are read. Raises LaunchError with every mistake, one
     on a line.
     """
-    names = (launcher.run_name(environ) for launcher in LAUNCHERS)
-    run_name = next((name for name in names if name is not None), None)
+    run_name = next(filter(None, (launcher.run_name(environ) for launcher in LAUNCHERS)), None)
     found = _explicit(environ) if "RANK" in environ else _adopted(environ)
     ours = _ours(environ, found)
     if found.launcher == "python":
-        return replace(single(run_name, found.warnings), **ours)
-    launch = replace(check(found, run_name, who_sets_them=WHO_SETS_THEM), file=environ.get("RANKUP_FILE", ""), **ours)
+        return Launch(run_name=run_name, warnings=tuple(found.warnings), **ours)
+    launch = replace(check(found, run_name), file=environ.get("RANKUP_FILE", ""), **ours)
     ports = ephemeral_range()
     if not launch.file and launch.origins["MASTER_PORT"] == "environment" and launch.master_port in ports:
         warning = (

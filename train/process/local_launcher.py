@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from train.config import check_world_size
-from train.config.command_line import Request
 from train.config.options import OPTIONS, LaunchOptions
 from train.config.schema import fields_of
 from train.errors import FAULT, FINISHED, PEER_LOST, root_cause, worth_restarting
@@ -45,35 +44,28 @@ def launch(context: Context, options: LaunchOptions) -> int:
         context = context.in_folder(options.command)
     # `launch` understands the URL for its ranks: they get what it stands for
     met = init_method.parse_url(options.init_method) if options.init_method else {}
+    passed_on = [name for name in fields_of(OPTIONS[options.command]) if name != "init_method"]
+    arguments = [options.command, *context.request.words(options=passed_on)]
     job = new_attempt()
     for restart in range(options.max_restarts + 1):
         attempt = attempt_of(job, restart)
-        meeting = {"MASTER_ADDR": options.master_addr or "127.0.0.1", "MASTER_PORT": str(_port(options)), **met}
+        # Several nodes must agree on one. On a single node each attempt takes another: the last may still hold its own
+        port = options.master_port or (PORT_OF_LAUNCH if options.nnodes > 1 else free_port())
+        meeting = {"MASTER_ADDR": options.master_addr or "127.0.0.1", "MASTER_PORT": str(port), **met}
         killed_before = oom_kills()
         environments = _environments(options, meeting, attempt, restart)
-        codes = _attempt(options.launcher, _arguments(context.request, options), environments, stop, log)
+        codes = _attempt(options.launcher, arguments, environments, stop, log)
         code = root_cause(list(codes.values()), stopped=stop.requested)
         if code == FINISHED and options.node_rank == 0:
             code = _confirmed(context.run_dir, attempt, log)
         if not worth_restarting(code):
             break
         if restart == options.max_restarts:
-            ended = f"{_ended(codes, killed_before)}; gave up after {options.max_restarts} restarts"
-            log.warning(f"{ended}, exit code {code}")
+            gave_up = f"gave up after {options.max_restarts} restarts, exit code {code}"
+            log.warning(f"{_ended(codes, killed_before)}; {gave_up}")
             break
         log.info(f"{_ended(codes, killed_before)}; starting again ({restart + 1} of {options.max_restarts})")
     return code
-
-
-def _port(options: LaunchOptions) -> int:
-    """Several nodes must agree on one. On a single node each attempt takes another: the last may still hold its own."""
-    return options.master_port or (PORT_OF_LAUNCH if options.nnodes > 1 else free_port())
-
-
-def _arguments(request: Request, options: LaunchOptions) -> list[str]:
-    """The line of one rank: its command, the settings as they were given, and the options that `launch` passes on."""
-    passed_on = [name for name in fields_of(OPTIONS[options.command]) if name != "init_method"]
-    return [options.command, *request.words(options=passed_on)]
 
 
 def _attempt(

@@ -49,18 +49,15 @@ class Log:
         """A line for the user: rank 0 prints it, every rank writes it to its file."""
         if self.rank == 0:
             self._print(text, sys.stdout)
-        self._keep(text)
+        self.debug(text)
 
     def warning(self, text: str) -> None:
         """A line that every rank prints, as it is about this rank alone."""
         self._print(text, sys.stderr)
-        self._keep(text)
+        self.debug(text)
 
     def debug(self, text: str) -> None:
         """A line for the rank's file only."""
-        self._keep(text)
-
-    def _keep(self, text: str) -> None:
         if self.file is not None:
             stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
             with contextlib.suppress(OSError):  # a full disk is reported by the next save, which loses something

@@ -9,24 +9,30 @@ from train.process.addresses import host_mistake, is_loopback
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FIVE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NAMES = (*FIVE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+WHO_SETS_THEM = (
+    "torchrun, `python -m train.main launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Who this process is and where its group meets. Counts that the launcher does not give are None."""
+    """Who this process is and where its group meets; by default one process that no launcher started.
 
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int | None
-    num_nodes: int | None
-    node_rank: int | None
-    master_addr: str
-    master_port: int  # 0 only for a single process, which listens nowhere
-    launcher: str  # "python" (none), "environment" (by hand), or the one that env.py recognised: only for messages
-    run_name: str | None  # named by the scheduler's job, so that a requeued job resumes the same run
-    origins: dict[str, str]  # variable -> who set it
-    warnings: tuple[str, ...]
+    Counts that the launcher does not give are None.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int | None = 1
+    num_nodes: int | None = 1
+    node_rank: int | None = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0  # 0 only for a single process, which listens nowhere
+    launcher: str = "python"  # or "environment" (by hand), or the one that env.py recognised: only for messages
+    run_name: str | None = None  # named by the scheduler's job, so that a requeued job resumes the same run
+    origins: dict[str, str] = field(default_factory=lambda: dict.fromkeys(FIVE, "default"))  # variable -> who set it
+    warnings: tuple[str, ...] = ()
     restart_count: int = 0  # restarts by torchrun or launch; the requeues of a scheduler are not among them
     agent_store: bool = False  # torch's agent already listens on master_port: rank 0 connects to it like the others
     file: str = ""  # where rank 0 writes its address, in place of master_addr and master_port
@@ -62,17 +68,11 @@ class Found:
             self.values[name], self.origins[name] = str(value), origin
 
 
-def single(run_name: str | None, warnings: list[str]) -> Launch:
-    """The launch of one process that no launcher started."""
-    origins = dict.fromkeys(FIVE, "default")
-    return Launch(0, 0, 1, 1, 1, 0, "127.0.0.1", 0, "python", run_name, origins, tuple(warnings))
-
-
-def check(found: Found, run_name: str | None, *, who_sets_them: str) -> Launch:
+def check(found: Found, run_name: str | None) -> Launch:
     """Turn strings into a Launch. Raises LaunchError with all mistakes, one on a line."""
     mistakes: list[str] = []
     if missing := [name for name in REQUIRED if name not in found.values]:
-        mistakes.append(_incomplete(found.values, missing, who_sets_them))
+        mistakes.append(_incomplete(found.values, missing))
     found.add("LOCAL_RANK", 0, "default")  # torchrun sets it per process; PyTorchJob, which sets RANK per pod, does not
     numbers = {name: _number(name, found, mistakes) for name in NAMES if name != "MASTER_ADDR"}
     mistakes += _contradictions(numbers)
@@ -83,27 +83,22 @@ def check(found: Found, run_name: str | None, *, who_sets_them: str) -> Launch:
         mistakes.append(f"MASTER_ADDR {rule}, got {host!r}. Give the name or address of rank 0's machine.")
     if mistakes:
         raise LaunchError("\n".join(mistakes))
-
-    def given(name: str) -> int:
-        number = numbers[name]
-        assert number is not None, name  # missing ones were refused above
-        return number
-
-    world_size, local_world_size = given("WORLD_SIZE"), numbers["LOCAL_WORLD_SIZE"]
+    given = {name: number for name, number in numbers.items() if number is not None}  # has all that must be there
+    world_size, local_world_size = given["WORLD_SIZE"], numbers["LOCAL_WORLD_SIZE"]
     num_nodes = numbers["GROUP_WORLD_SIZE"]
     if num_nodes is None and local_world_size is not None:
         num_nodes = -(-world_size // local_world_size)  # exact where all nodes run as many processes as this one
     elif num_nodes is None and world_size == 1:
         num_nodes = 1
     return Launch(
-        rank=given("RANK"),
-        local_rank=given("LOCAL_RANK"),
+        rank=given["RANK"],
+        local_rank=given["LOCAL_RANK"],
         world_size=world_size,
         local_world_size=world_size if num_nodes == 1 and local_world_size is None else local_world_size,
         num_nodes=num_nodes,
         node_rank=0 if num_nodes == 1 else numbers["GROUP_RANK"],
         master_addr=found.values["MASTER_ADDR"],
-        master_port=given("MASTER_PORT"),
+        master_port=given["MASTER_PORT"],
         launcher=found.launcher,
         run_name=run_name,
         origins={name: found.origins[name] for name in NAMES if name in found.origins},
@@ -113,11 +108,11 @@ def check(found: Found, run_name: str | None, *, who_sets_them: str) -> Launch:
     )
 
 
-def _incomplete(values: dict[str, str], missing: list[str], who_sets_them: str) -> str:
+def _incomplete(values: dict[str, str], missing: list[str]) -> str:
     shown = {name: value if re.fullmatch(r"[!-~]+", value) else repr(value) for name, value in values.items()}
     given = " ".join(f"{name}={value}" for name, value in shown.items())
     gap = f"{' '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
-    return f"{given} but {gap}. {who_sets_them} For a single process unset {' '.join(values)}."
+    return f"{given} but {gap}. {WHO_SETS_THEM} For a single process unset {' '.join(values)}."
 
 
 def _empty(name: str) -> str:

@@ -18,6 +18,8 @@ from train import errors
 from train.process.atomic_file import write_atomically
 
 UNDECIDED = "undecided"  # the state of a rank that still looks for the rank that it lost
+# Keeps a victim from being named the root cause: torchrun's summary takes the earliest time, which has whole seconds,
+# then the lowest rank; and for a rank that left no file the time at which the others had ended.
 VICTIM_LATER_S = 3
 
 
@@ -74,30 +76,6 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def write_end(run_dir: Path, attempt: str, end: End) -> None:
-    """Write one rank's own file. Raises OSError."""
-    write_json(run_dir / "status" / attempt / f"rank-{end.rank}.json", {"attempt": attempt, **asdict(end)})
-
-
-def write_summary(run_dir: Path, attempt: str, *, state: str, world_size: int, ends: list[End]) -> None:
-    """Write `status.json`. Rank 0 does: at the start with state "running", at the end with how each rank ended.
-
-    Its code and reason are those of the rank that ended the run, not of the ranks that lost that rank. Raises OSError.
-    """
-    code = errors.root_cause([end.code for end in ends])
-    cause = next((end for end in ends if end.code == code), None)
-    summary = {
-        "attempt": attempt,
-        "state": state,
-        "world_size": world_size,
-        "code": cause.code if cause else None,
-        "why": cause.why if cause else "",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "ranks": {str(end.rank): asdict(end) for end in sorted(ends, key=lambda end: end.rank)},
-    }
-    write_json(run_dir / "status.json", summary)
-
-
 def tell_torchrun(error: BaseException) -> None:
     """Write the error file that torchrun's summary shows; without one it says "error_file: <N/A>" (pytorch 113546)."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -109,17 +87,9 @@ def tell_torchrun(error: BaseException) -> None:
             get_error_handler().record_exception(error)
             victim = isinstance(error, errors.JoinError | errors.PeerLost)
             if victim or error.__traceback__ is None:
-                _correct(Path(path), later_s=VICTIM_LATER_S if victim else 0)
-
-
-def _correct(path: Path, *, later_s: int) -> None:
-    """Have the summary show our text, which names the lost rank, in place of the exception that torch has recorded.
-
-    `later_s` keeps a victim from being named the root cause. The summary takes the earliest time, which has whole
-    seconds, then the lowest rank; and for a rank that left no file the time at which the others had ended.
-    """
-    record = json.loads(path.read_text(encoding="utf-8"))
-    more = record["message"]["extraInfo"]
-    more["py_callstack"] = record["message"]["message"]
-    more["timestamp"] = str(int(more["timestamp"]) + later_s)
-    write_json(path, record)
+                # The summary shall show our text, which names the lost rank, in place of what torch has recorded
+                record = json.loads(Path(path).read_text(encoding="utf-8"))
+                more = record["message"]["extraInfo"]
+                more["py_callstack"] = record["message"]["message"]
+                more["timestamp"] = str(int(more["timestamp"]) + (VICTIM_LATER_S if victim else 0))
+                write_json(Path(path), record)

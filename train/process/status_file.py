@@ -1,11 +1,14 @@
 """What one attempt may write of its end into a run directory that other attempts may use too."""
 
 import contextlib
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
-from train.process.env import Launch
-from train.process.status import End, new_attempt, read_json, write_end, write_summary
+from train.errors import root_cause
+from train.process.placement import Launch
+from train.process.status import End, new_attempt, read_json, write_json
 
 
 class Owner(Protocol):
@@ -31,14 +34,30 @@ class StatusFile:
 
     def write_end(self, end: End) -> None:
         """How this rank ended."""
+        path = self.run_dir / "status" / self.attempt / f"rank-{end.rank}.json"
         with contextlib.suppress(OSError):  # a full disk must not hide the reason that is being reported
-            write_end(self.run_dir, self.attempt, end)
+            write_json(path, {"attempt": self.attempt, **asdict(end)})
 
     def write_summary(self, state: str, ends: list[End]) -> None:
-        """Write `status.json`, on rank 0 and where that is allowed."""
-        if self.rank == 0 and self._may_write():
-            with contextlib.suppress(OSError):
-                write_summary(self.run_dir, self.attempt, state=state, world_size=self.world_size, ends=ends)
+        """Write `status.json`, on rank 0 and where that is allowed: at the start "running", then how each rank ended.
+
+        Its code and reason are those of the rank that ended the run, not of the ranks that lost that rank.
+        """
+        if self.rank != 0 or not self._may_write():
+            return
+        code = root_cause([end.code for end in ends])
+        cause = next((end for end in ends if end.code == code), None)
+        summary = {
+            "attempt": self.attempt,
+            "state": state,
+            "world_size": self.world_size,
+            "code": cause.code if cause else None,
+            "why": cause.why if cause else "",
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "ranks": {str(end.rank): asdict(end) for end in sorted(ends, key=lambda end: end.rank)},
+        }
+        with contextlib.suppress(OSError):
+            write_json(self.run_dir / "status.json", summary)
 
     def _may_write(self) -> bool:
         """Only the owner writes. Before ownership is settled, overwrite only what a finished attempt left: a second

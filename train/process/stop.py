@@ -53,19 +53,15 @@ class StopRequest:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self.install_handlers()
-        threading.Thread(target=self._read, name="stop-request", daemon=True).start()
-        return self
-
-    def install_handlers(self) -> None:
-        """Handlers that do nothing: without any, a signal would end the process and never reach the wake-up socket."""
+        # Handlers that do nothing: without any, a signal would end the process and never reach the socket
         for name in SIGNALS:
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), lambda signum, frame: None)
+        threading.Thread(target=self._read, name="stop-request", daemon=True).start()
+        return self
 
     def print_through(self, log: Log) -> None:
-        """What is said from now on goes the way of this rank's other lines; before its rank is known it goes to
-        stderr."""
+        """Print through the log of this rank from now on. Before the rank is known, lines go to stderr."""
         self._log = log
 
     def finish_step_first(self) -> None:

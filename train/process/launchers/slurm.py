@@ -12,6 +12,8 @@ from train.process.placement import Found
 # Slurm numbers the batch shell, salloc's interactive shell and the like from here on: steps, but not tasks of ours.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 MAX_HOSTS = 65536
+_RANGE = r"[0-9]{1,18}(?:-[0-9]{1,18})?"
+_HOST = rf"(?:[^,\[\]\s]|\[{_RANGE}(?:,{_RANGE})*\])+"  # gpu-[1,3]-ib
 
 
 class Slurm(Launcher):
@@ -135,34 +137,20 @@ def expand_nodelist(nodelist: str) -> list[str]:
     Raises LaunchError if the list is malformed or names more than 65536 hosts. In Python, because Slurm's own command
     for it does not exist inside containers.
     """
+    bad = LaunchError(f"a host list must look like n[1-3,7],m05, got {nodelist!r}. Set MASTER_ADDR to rank 0's host.")
+    if not re.fullmatch(rf",*{_HOST}(,+{_HOST})*,*", nodelist.strip()):
+        raise bad
     hosts: list[str] = []
-    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[,\[\]]", nodelist.strip()):
-        if item == ",":
-            continue
-        parts = re.split(r"\[([^\[\]]*)\]", item)  # text, range, text, range, ..., text
-        choices = [_expand_ranges(p, nodelist) if i % 2 else [p] for i, p in enumerate(parts)]
-        if any(set(text) & set("[] \t") for text in parts[::2]):
-            raise _bad_nodelist(nodelist)
+    for item in re.findall(_HOST, nodelist):
+        choices: list[list[str]] = []
+        for text, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]+)\]", item):
+            choices.append([text] if text else [])
+            for first, last in re.findall(r"([0-9]+)(?:-([0-9]+))?", ranges):
+                span = range(int(first), int(last or first) + 1)
+                if not 0 < len(span) <= MAX_HOSTS:
+                    raise bad
+                choices[-1] += [str(number).zfill(len(first)) for number in span]
         hosts += ["".join(names) for names in itertools.islice(itertools.product(*choices), MAX_HOSTS + 1)]
         if len(hosts) > MAX_HOSTS:
-            raise _bad_nodelist(nodelist)
-    if not hosts:
-        raise _bad_nodelist(nodelist)
+            raise bad
     return hosts
-
-
-def _expand_ranges(ranges: str, nodelist: str) -> list[str]:
-    numbers: list[str] = []
-    for item in ranges.split(","):
-        found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", item)
-        if not found:
-            raise _bad_nodelist(nodelist)
-        first, last = found[1], found[2] or found[1]
-        if not 0 <= int(last) - int(first) < MAX_HOSTS:
-            raise _bad_nodelist(nodelist)
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return numbers
-
-
-def _bad_nodelist(nodelist: str) -> LaunchError:
-    return LaunchError(f"a host list must look like n[1-3,7],m05, got {nodelist!r}. Set MASTER_ADDR to rank 0's host.")
