@@ -75,7 +75,6 @@ def _explicit(environ: Mapping[str, str]) -> Found:
         found.launcher = "torchrun"
         found.parent_pid = os.getppid()  # a torchrun that is killed leaves its workers running
     if found.launcher != "environment":
-        found.has_agent = True
         found.hint = (
             f"Start {'`launch`' if found.launcher == 'launch' else 'torchrun'} on every node with the same --nnodes, "
             "--master-addr and --master-port, and --node-rank 0, 1, ..."

@@ -46,7 +46,7 @@ def report(rank: int, state: Callable[[], dict[str, Any]], ended: threading.Even
     threading.Thread(target=write, name="health", daemon=True).start()
 
 
-def judge(folder: Path, *, healthy_step_s: float = HEALTHY_STEP_S) -> tuple[bool, str]:
+def judge(folder: Path, *, healthy_step_s: float) -> tuple[bool, str]:
     """Whether every rank that reports to `folder` makes progress, and one line that says where each stands."""
     verdicts = [_judge_rank(path, healthy_step_s) for path in sorted(folder.glob("rank-*.json"))]
     if not verdicts:
@@ -67,9 +67,7 @@ def _judge_rank(path: Path, healthy_step_s: float) -> tuple[bool, str]:
 
 
 if __name__ == "__main__":
-    healthy, line = judge(
-        Path(os.environ.get("RANKUP_HEALTH_DIR", "/tmp/rankup-health")),
-        healthy_step_s=float(os.environ.get("RANKUP_HEALTHY_STEP_S", HEALTHY_STEP_S)),
-    )
+    folder = Path(os.environ.get("RANKUP_HEALTH_DIR", "/tmp/rankup-health"))
+    healthy, line = judge(folder, healthy_step_s=float(os.environ.get("RANKUP_HEALTHY_STEP_S", HEALTHY_STEP_S)))
     print(line)
     sys.exit(not healthy)

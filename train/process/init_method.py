@@ -13,9 +13,6 @@ from pathlib import Path
 
 from train.errors import LaunchError
 
-# With a file no address is known yet: these pass the checks of the five variables, and nobody opens the port
-PLACEHOLDERS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-
 
 def environment(
     environ: Mapping[str, str], *, url: str, rank: int | None = None, world_size: int | None = None
@@ -42,10 +39,9 @@ def parse_url(url: str) -> dict[str, str]:
         path = Path(urllib.request.url2pathname(parts.path))
         if not path.parent.is_dir() or path.is_dir():
             raise LaunchError(f"--init-method must name a file in a folder that exists and all ranks see, got {path}.")
-        return {**PLACEHOLDERS, "RANKUP_FILE": str(path)}
+        # No address is known yet: these pass the checks of the five variables, and nobody opens the port
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANKUP_FILE": str(path)}
     address = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/@]+):([0-9]+)/?", parts.netloc + parts.path)
     if parts.scheme == "tcp" and address and not parts.query:
         return {"MASTER_ADDR": address[1].strip("[]"), "MASTER_PORT": address[2]}
-    raise LaunchError(
-        f"--init-method must be tcp://HOST:PORT or file:///PATH, got {url}. For env:// leave it out."
-    )
+    raise LaunchError(f"--init-method must be tcp://HOST:PORT or file:///PATH, got {url}. For env:// leave it out.")

@@ -159,17 +159,14 @@ def _ended(codes: dict[int, int], killed_before: int | None) -> str:
         return text
     now = oom_kills()
     if now is None or killed_before is None:
-        doubt = "if nobody sent it, the memory was not enough, or the limit of the container or job"
-        return f"{text} (137 is SIGKILL: {doubt})"
-    if (count := now - killed_before) > 0:
-        return (
-            f"{text} (137 is SIGKILL: {count} out-of-memory kill{'s were' if count > 1 else ' was'} counted in this "
-            "container or job meanwhile: give it more memory, or lower --num-workers or --batch-size)"
-        )
-    return (
-        f"{text} (137 is SIGKILL: no out-of-memory kill was counted in this container or job: somebody sent it, or the "
-        "machine itself ran out)"
-    )
+        cause = "if nobody sent it, the memory was not enough, or the limit of the container or job"
+    elif (count := now - killed_before) > 0:
+        cause = f"{count} out-of-memory kill{'s were' if count > 1 else ' was'} counted in this container or job "
+        cause += "meanwhile: give it more memory, or lower --num-workers or --batch-size"
+    else:
+        cause = "no out-of-memory kill was counted in this container or job: somebody sent it, or the machine itself "
+        cause += "ran out"
+    return f"{text} (137 is SIGKILL: {cause})"
 
 
 def _confirmed(run_dir: Path, attempt: str, log: Log) -> int:

@@ -26,8 +26,7 @@ class Log:
     """Lines of one rank: all go to `logs/rank-N.log`, and to the terminal what the rank and the kind of line allow."""
 
     def __init__(self, *, rank: int = 0, world_size: int = 1) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
         self.host = host_name()
         self.prefix = f"[{self.host} r{rank}/{world_size}] " if world_size > 1 else ""
         self.file: TextIO | None = None
@@ -70,8 +69,6 @@ class Log:
         stream.write("".join(f"{self.prefix}{line}\n" for line in text.splitlines()))
         stream.flush()
 
-    # Progress -------------------------------------------------------------------------------------------------
-
     def start_progress(self, *, kind: str, total_steps: int, step: int, every_s: float) -> None:
         """Begin to show steps: as a bar on a terminal, elsewhere as a line every `every_s` seconds. Rank 0 only.
 
@@ -79,11 +76,10 @@ class Log:
         """
         self._every_s, self._reported_s = every_s, time.monotonic()
         self._kind = kind if kind != "auto" else ("bar" if sys.stderr.isatty() else "lines")
-        if self.rank != 0 or self._kind != "bar":
-            return
-        from tqdm import tqdm
+        if self.rank == 0 and self._kind == "bar":
+            from tqdm import tqdm
 
-        self._bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, leave=False)
+            self._bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, leave=False)
 
     def progress(self, step: int, text: str) -> None:
         """Show that `step` steps are done; `text`: how it goes, such as the loss."""

@@ -57,7 +57,6 @@ class Found:
     values: dict[str, str]
     origins: dict[str, str]
     warnings: list[str] = field(default_factory=list)
-    has_agent: bool = False  # torchrun or `launch` started this process
     parent_pid: int | None = None
     has_horovod_rendezvous: bool = False
     hint: str = ""
@@ -91,20 +90,13 @@ def check(found: Found, run_name: str | None) -> Launch:
     elif num_nodes is None and world_size == 1:
         num_nodes = 1
     return Launch(
-        rank=given["RANK"],
-        local_rank=given["LOCAL_RANK"],
-        world_size=world_size,
+        rank=given["RANK"], local_rank=given["LOCAL_RANK"], world_size=world_size,
         local_world_size=world_size if num_nodes == 1 and local_world_size is None else local_world_size,
-        num_nodes=num_nodes,
-        node_rank=0 if num_nodes == 1 else numbers["GROUP_RANK"],
-        master_addr=found.values["MASTER_ADDR"],
-        master_port=given["MASTER_PORT"],
-        launcher=found.launcher,
-        run_name=run_name,
+        num_nodes=num_nodes, node_rank=0 if num_nodes == 1 else numbers["GROUP_RANK"],
+        master_addr=found.values["MASTER_ADDR"], master_port=given["MASTER_PORT"],
+        launcher=found.launcher, run_name=run_name, hint=found.hint, warnings=tuple(found.warnings),
         origins={name: found.origins[name] for name in NAMES if name in found.origins},
-        warnings=tuple(found.warnings),
         has_horovod_rendezvous=found.has_horovod_rendezvous,
-        hint=found.hint,
     )
 
 

@@ -48,11 +48,8 @@ class StatusFile:
         code = root_cause([end.code for end in ends])
         cause = next((end for end in ends if end.code == code), None)
         summary = {
-            "attempt": self.attempt,
-            "state": state,
-            "world_size": self.world_size,
-            "code": cause.code if cause else None,
-            "why": cause.why if cause else "",
+            "attempt": self.attempt, "state": state, "world_size": self.world_size,
+            "code": cause.code if cause else None, "why": cause.why if cause else "",
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "ranks": {str(end.rank): asdict(end) for end in sorted(ends, key=lambda end: end.rank)},
         }

@@ -56,21 +56,16 @@ class RankCounter(Launcher):
 
 
 OPEN_MPI = RankCounter(
-    name="open mpi",
-    title="Open MPI",
-    prefix="OMPI_COMM_WORLD_",
+    name="open mpi", title="Open MPI", prefix="OMPI_COMM_WORLD_",
     job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     set_address="Give mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT=<a free port>.",
     hint="mpirun has to start all ranks at once; its -x passes MASTER_ADDR and MASTER_PORT on.",
     ends_with_parent=True,  # an mpirun that is killed leaves its processes running
 )
 HOROVODRUN = RankCounter(
-    name="horovodrun",
-    title="horovodrun",
-    prefix="HOROVOD_",
-    job=("HOROVOD_GLOO_RENDEZVOUS_PORT",),
+    name="horovodrun", title="horovodrun", prefix="HOROVOD_",
+    job=("HOROVOD_GLOO_RENDEZVOUS_PORT",), has_horovod_rendezvous=True,
     set_address="Set MASTER_ADDR=<rank 0's host> and MASTER_PORT=<a free port> before it.",
-    has_horovod_rendezvous=True,
 )
 
 

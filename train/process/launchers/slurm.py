@@ -64,7 +64,7 @@ class Slurm(Launcher):
         tasks, nodes = _tasks(environ), _nodes(environ)
         if _step(environ) is None or tasks is None:
             return
-        if found.has_agent:
+        if found.launcher != "environment":  # torchrun or `launch` started this process
             _refuse_multiplied(environ, found, tasks, nodes)
         elif (environ.get("SLURM_PROCID"), str(tasks)) == (environ["RANK"], environ.get("WORLD_SIZE")):
             found.add("LOCAL_RANK", environ.get("SLURM_LOCALID"), "Slurm step")
