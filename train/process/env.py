@@ -19,6 +19,10 @@ from train.process.placement import FIVE, NAMES, Found, Launch, check, check_loo
 
 __all__ = ["Launch", "cache_folder", "check_loopback", "describe", "how_to_start", "outside_pod", "read_env"]
 
+WHO_SETS_THEM = (
+    "torchrun, `python -m train.main launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
+)
+
 
 def read_env(environ: Mapping[str, str]) -> Launch:
     """Who is this process? `environ` is os.environ or a test's mapping.
@@ -31,7 +35,7 @@ def read_env(environ: Mapping[str, str]) -> Launch:
     ours = _ours(environ, found)
     if found.launcher == "python":
         return Launch(run_name=run_name, warnings=tuple(found.warnings), **ours)
-    launch = replace(check(found, run_name), file=environ.get("RANKUP_FILE", ""), **ours)
+    launch = replace(check(found, run_name, who_sets_them=WHO_SETS_THEM), file=environ.get("RANKUP_FILE", ""), **ours)
     ports = ephemeral_range()
     if not launch.file and launch.origins["MASTER_PORT"] == "environment" and launch.master_port in ports:
         warning = (

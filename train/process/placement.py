@@ -9,9 +9,6 @@ from train.process.addresses import host_mistake, is_loopback
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FIVE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NAMES = (*FIVE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-WHO_SETS_THEM = (
-    "torchrun, `python -m train.main launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +64,11 @@ class Found:
             self.values[name], self.origins[name] = str(value), origin
 
 
-def check(found: Found, run_name: str | None) -> Launch:
+def check(found: Found, run_name: str | None, *, who_sets_them: str) -> Launch:
     """Turn strings into a Launch. Raises LaunchError with all mistakes, one on a line."""
     mistakes: list[str] = []
     if missing := [name for name in REQUIRED if name not in found.values]:
-        mistakes.append(_incomplete(found.values, missing))
+        mistakes.append(_incomplete(found.values, missing, who_sets_them))
     found.add("LOCAL_RANK", 0, "default")  # torchrun sets it per process; PyTorchJob, which sets RANK per pod, does not
     numbers = {name: _number(name, found, mistakes) for name in NAMES if name != "MASTER_ADDR"}
     mistakes += _contradictions(numbers)
@@ -100,11 +97,11 @@ def check(found: Found, run_name: str | None) -> Launch:
     )
 
 
-def _incomplete(values: dict[str, str], missing: list[str]) -> str:
+def _incomplete(values: dict[str, str], missing: list[str], who_sets_them: str) -> str:
     shown = {name: value if re.fullmatch(r"[!-~]+", value) else repr(value) for name, value in values.items()}
     given = " ".join(f"{name}={value}" for name, value in shown.items())
     gap = f"{' '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
-    return f"{given} but {gap}. {WHO_SETS_THEM} For a single process unset {' '.join(values)}."
+    return f"{given} but {gap}. {who_sets_them} For a single process unset {' '.join(values)}."
 
 
 def _empty(name: str) -> str:
