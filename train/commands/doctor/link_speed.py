@@ -141,7 +141,6 @@ def slow_links(links: Sequence[LinkSpeed], *, least: float, apart: float) -> lis
         kind = [link for link in links if link.between_nodes is between]
         if kind:
             median = statistics.median(link.bandwidth for link in kind)
-            found += [
-                k for k in kind if k.bandwidth < least or (k.bandwidth * apart < median and k.bandwidth < 10 * least)
-            ]
+            limit = max(least, min(median / apart, 10 * least))
+            found += [link for link in kind if link.bandwidth < limit]
     return sorted(found, key=lambda link: link.bandwidth)

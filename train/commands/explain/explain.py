@@ -54,69 +54,54 @@ class Tracebacks:
     last_is_unknown: bool = False
 
 
-class LogParser:
-    """Collects what one log shows, line by line."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, int | None, str], Diagnosis] = {}
-        self._tracebacks: dict[str, Tracebacks] = {}
-        self._last_bad: Diagnosis | None = None
-
-    def feed(self, number: int, raw: str) -> None:
-        """Take in line `number`, counted from 1."""
-        line = split_prefixes(raw)
-        tracebacks = self._tracebacks.get(line.source)
-        inside = tracebacks is not None and tracebacks.inside
-        # An indented line in a traceback is source code: it may name errors that did not happen
-        known = None if inside and line.text.startswith("  ") else _known(line, number)
-        if known is not None:
-            self._count(known)
-        if BEGIN.match(line.text):
-            if len(self._tracebacks) < MAX_KEPT:
-                self._tracebacks.setdefault(line.source, Tracebacks()).inside = True
-        elif tracebacks is not None and CHAIN.match(line.text):
-            # The next exception stands for the last one: Python prints both tracebacks for one failure
-            if tracebacks.last_is_unknown and tracebacks.unknown:
-                tracebacks.unknown.pop()
-                tracebacks.last_is_unknown = False
-        elif tracebacks is not None and inside:
-            if EXCEPTION.match(line.text):
-                tracebacks.inside, tracebacks.last_is_unknown = False, known is None
-                if known is None and len(tracebacks.unknown) < MAX_UNKNOWN:
-                    tracebacks.unknown.append(_unknown(line, number))
-        elif known is None and LOOKS_BAD.match(line.text):
-            self._last_bad = _unknown(line, number)
-
-    def _count(self, known: Diagnosis) -> None:
-        key = (known.name, known.rank, known.host)
-        if key in self._known:
-            self._known[key] = replace(self._known[key], times=self._known[key].times + 1)
-        elif len(self._known) < MAX_KEPT:
-            self._known[key] = known
-
-    def diagnoses(self) -> list[Diagnosis]:
-        """What was found, the root cause first and what is harmless last."""
-        unknown = [diagnosis for source in self._tracebacks.values() for diagnosis in source.unknown][:MAX_KEPT]
-        found = [*self._known.values(), *unknown]
-        # A doubtful sign is trouble only beside other trouble; alone it is harmless
-        doubtful = {fault.name for fault in known_faults() if fault.doubtful}
-        if all(d.harmless or d.name in doubtful for d in found):
-            found = [replace(d, harmless=True, order=HARMLESS) for d in found]
-        if self._last_bad is not None and all(diagnosis.harmless for diagnosis in found):
-            found.append(self._last_bad)
-        # Each fault once for each rank; an unknown exception once for each rank and text
-        once: dict[tuple[str, int | None, str], Diagnosis] = {}
-        for diagnosis in sorted(found, key=lambda diagnosis: (diagnosis.order, diagnosis.line)):
-            once.setdefault((diagnosis.name or diagnosis.seen, diagnosis.rank, diagnosis.host), diagnosis)
-        return list(once.values())
-
-
 def diagnose(lines: Iterable[str]) -> list[Diagnosis]:
     """The faults that these lines show, the root cause first, harmless ones last. Empty: nothing wrong was found."""
-    parser = LogParser()
+    known: dict[tuple[str, int | None, str], Diagnosis] = {}
+    sources: dict[str, Tracebacks] = {}
+    last_bad: Diagnosis | None = None
     for number, raw in enumerate(lines, 1):
-        parser.feed(number, raw)
-    return parser.diagnoses()
+        line = split_prefixes(raw)
+        source = sources.get(line.source)
+        inside = source is not None and source.inside
+        # An indented line in a traceback is source code: it may name errors that did not happen
+        fault = None if inside and line.text.startswith("  ") else _known(line, number)
+        if fault is not None:
+            key = (fault.name, fault.rank, fault.host)
+            if key in known:
+                known[key] = replace(known[key], times=known[key].times + 1)
+            elif len(known) < MAX_KEPT:
+                known[key] = fault
+        if BEGIN.match(line.text):
+            if len(sources) < MAX_KEPT:
+                sources.setdefault(line.source, Tracebacks()).inside = True
+        elif source is not None and CHAIN.match(line.text):
+            # The next exception stands for the last one: Python prints both tracebacks for one failure
+            if source.last_is_unknown and source.unknown:
+                source.unknown.pop()
+                source.last_is_unknown = False
+        elif source is not None and inside:
+            if EXCEPTION.match(line.text):
+                source.inside, source.last_is_unknown = False, fault is None
+                if fault is None and len(source.unknown) < MAX_UNKNOWN:
+                    source.unknown.append(_unknown(line, number))
+        elif fault is None and LOOKS_BAD.match(line.text):
+            last_bad = _unknown(line, number)
+    unknown = [diagnosis for source in sources.values() for diagnosis in source.unknown][:MAX_KEPT]
+    return _from_the_root([*known.values(), *unknown], last_bad)
+
+
+def _from_the_root(found: list[Diagnosis], last_bad: Diagnosis | None) -> list[Diagnosis]:
+    """`found` without repeats, the root cause first. `last_bad`: the last line that looked like an error."""
+    # A doubtful sign is trouble only beside other trouble; alone it is harmless
+    doubtful = {fault.name for fault in known_faults() if fault.doubtful}
+    if all(d.harmless or d.name in doubtful for d in found):
+        found = [replace(d, harmless=True, order=HARMLESS) for d in found]
+        found += [last_bad] if last_bad is not None else []
+    # Each fault once for each rank; an unknown exception once for each rank and text
+    once: dict[tuple[str, int | None, str], Diagnosis] = {}
+    for diagnosis in sorted(found, key=lambda diagnosis: (diagnosis.order, diagnosis.line)):
+        once.setdefault((diagnosis.name or diagnosis.seen, diagnosis.rank, diagnosis.host), diagnosis)
+    return list(once.values())
 
 
 def _known(line: LogLine, number: int) -> Diagnosis | None:

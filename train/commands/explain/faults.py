@@ -19,7 +19,7 @@ class Fault(BaseModel, frozen=True, extra="forbid"):
     contains: tuple[str, ...]
     title: str
     why: str
-    remedy: str
+    remedy: str = ""
     example: str
     pattern: re.Pattern[str] | None = None
     doubtful: bool = False
