@@ -51,9 +51,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         found = _read_environment(request)
         if isinstance(found, Launch):
             log = Log(rank=found.rank, world_size=found.world_size)
-        config = load_config(
-            request.settings, file=request.config_file, mistakes=request.mistakes, choices=CHOICES
-        )
+        config = load_config(request.settings, file=request.config_file, mistakes=request.mistakes, choices=CHOICES)
         if request.command is None:
             raise ConfigError(f"a command is missing: {', '.join(COMMANDS)}.")
         stop = stop or StopRequest().install()
@@ -116,8 +114,7 @@ def _report(error: BaseException, log: Log) -> int:
 
 def entry(stop: StopRequest | None = None) -> NoReturn:
     """Run the command line and end the process with its code, see `train.process.exit`."""
-    code = main(stop=stop or StopRequest().install())
-    finish(code)
+    finish(main(stop=stop or StopRequest().install()))
 
 
 if __name__ == "__main__":

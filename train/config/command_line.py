@@ -22,6 +22,8 @@ from train.config.yaml_text import describe
 # one, in a flag's name for a dash, which Fire would turn into an underscore.
 MISSING = DASH = "\0"
 
+Fields = Mapping[str, FieldInfo]
+
 
 @dataclass(frozen=True)
 class Request:
@@ -41,7 +43,7 @@ class Request:
         """The settings as words of another command line, and those of `options` that are not the default."""
         file = ["--config", self.config_file] if self.config_file else []
         own = self.options.model_dump(by_alias=True, exclude_defaults=True)
-        texts = {name: str(value).lower() if value is True else value for name, value in own.items() if name in options}
+        texts = {name: "true" if value is True else value for name, value in own.items() if name in options}
         return file + [f"--{name}={text}" for name, text in (self.settings | texts).items()]
 
 
@@ -53,23 +55,22 @@ def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = O
     """
     if {"-h", "--help"} & set(argv):
         return Request(help=True)
-    known = {name: of for model in commands.values() for name, of in fields_of(model).items()}
-    words, flags = _record(argv, known, commands)
+    fields = Settings.model_fields | {name: of for model in commands.values() for name, of in fields_of(model).items()}
+    words, flags = _record(argv, fields, commands)
     flags.pop("local_rank", None)
     mistakes: list[str] = []
     settings: dict[str, str] = {}
     given: dict[str, str] = {}
     file: str | None = None
     for name, text in flags.items():
-        of = known.get(name) or Settings.model_fields.get(name)
         if name == "options":
             mistakes.append("--options must be --options.NAME VALUE, such as --options.width 64.")
-        elif name.removeprefix("no_") != name and _is_switch(name[3:], known):
+        elif name.startswith("no_") and _is_switch(name[3:], fields):
             mistakes.append(f"{flag(name)} must be given without a value, got {describe(text)}.")
-        elif of is None and name != "config" and not re.match(r"options\..", name):
-            names = [*Settings.model_fields, *known, "config", "help"]
+        elif name not in fields and name != "config" and not re.match(r"options\..", name):
+            names = [*fields, "config", "help"]
             mistakes.append(unknown(name, names, lambda n: describe(n if n.startswith("-") else flag(n))))
-        elif text == MISSING and not _is_switch(name, known):
+        elif text == MISSING and not _is_switch(name, fields):
             head = flag(name)
             mistakes.append(f"{head} must be followed by a value. (One that begins with a dash: {head}=-x)")
         elif name == "config":
@@ -77,7 +78,8 @@ def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = O
             if not text:
                 mistakes.append("--config must be a file's name, got nothing.")
         else:
-            (given if name in known else settings)[name] = "true" if text == MISSING else text
+            known = settings if name.partition(".")[0] in Settings.model_fields else given
+            known[name] = "true" if text == MISSING else text
     command = words[0] if words else None
     if command is not None and command not in commands:
         near = nearest(command, commands)
@@ -96,9 +98,7 @@ def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = O
     return Request(command, settings, file, options, mistakes=mistakes)
 
 
-def _record(
-    argv: Sequence[str], known: Mapping[str, FieldInfo], commands: Collection[str]
-) -> tuple[list[str], dict[str, str]]:
+def _record(argv: Sequence[str], fields: Fields, commands: Collection[str]) -> tuple[list[str], dict[str, str]]:
     """The words of a line, and its flags: name -> text, MISSING where none follows."""
     import fire  # here, since it costs 50 ms, which a module that only needs Request shall not pay
     from fire.decorators import SetParseFn
@@ -111,12 +111,12 @@ def _record(
 
     # Fire obeys flags of its own behind the last "--", and takes a lone "-" for the end of a call: with these two words
     # at the end a user's "-- --interactive" and "--input -" mean nothing special.
-    line = [*_exact(argv, known, commands), "--", f"--separator={MISSING}"]
+    line = [*_exact(argv, fields, commands), "--", f"--separator={MISSING}"]
     fire.Fire(record, command=line, serialize=lambda _: None)
     return recorded[0]
 
 
-def _exact(argv: Sequence[str], known: Mapping[str, FieldInfo], commands: Collection[str]) -> Iterator[str]:
+def _exact(argv: Sequence[str], fields: Fields, commands: Collection[str]) -> Iterator[str]:
     """The line with each flag in the form that leaves Fire nothing to guess.
 
     Fire takes the word behind a flag for its value, even a switch's; a missing value for True; and a leading "no" for
@@ -132,15 +132,15 @@ def _exact(argv: Sequence[str], known: Mapping[str, FieldInfo], commands: Collec
             name = head[2:]
         elif head.startswith("--"):
             name = head[2:].replace("-", "_") or head
-        if not equals and name.startswith("no_") and _is_switch(name[3:], known):
+        if not equals and name.startswith("no_") and _is_switch(name[3:], fields):
             name, equals, text = name[3:], "=", "false"
         elif not equals:
             # No command is called true or false, so such a word behind a switch can only be its value. A command behind
             # a name that nobody knows is the command, so that one mistake does not cause another.
-            if _is_switch(name, known):
+            if _is_switch(name, fields):
                 alone = following not in ("true", "false")
             else:
-                takes_value = name in known or name in Settings.model_fields or name in ("config", "local_rank")
+                takes_value = name in (*fields, "config", "local_rank")
                 alone = _is_flag(following) or (following in commands and not takes_value)
             equals, text = ("=", MISSING) if alone else ("", "")
         yield f"--{name.replace('-', DASH)}{equals}{text}"
@@ -151,9 +151,8 @@ def _is_flag(word: str) -> bool:
     return re.match(r"--|-[a-zA-Z]", word) is not None
 
 
-def _is_switch(name: str, known: Mapping[str, FieldInfo]) -> bool:
-    of = known.get(name) or Settings.model_fields.get(name)
-    return of is not None and kind(of)[0] is bool
+def _is_switch(name: str, fields: Fields) -> bool:
+    return name in fields and kind(fields[name])[0] is bool
 
 
 def _as_flag(word: str) -> str:

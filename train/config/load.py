@@ -86,17 +86,14 @@ def changed_settings(old: Mapping[str, Any], new: Config) -> list[str]:
         before, after = old.get(name, field.default), getattr(new, name)
         if not facts(field)["affects_result"] or before == after:
             continue
-        if isinstance(before, dict) and isinstance(after, dict):
+        if isinstance(before, dict):
             for key in sorted(before.keys() | after.keys()):
                 if before.get(key, ...) != after.get(key, ...):
-                    changes.append(f"{name}.{key}: {_shown(before, key)} -> {_shown(after, key)}")
+                    texts = [dump_value(side[key]) if key in side else "(not set)" for side in (before, after)]
+                    changes.append(f"{name}.{key}: {' -> '.join(texts)}")
         else:
             changes.append(f"{name}: {dump_value(before)} -> {dump_value(after)}")
     return changes
-
-
-def _shown(options: Mapping[str, Any], key: str) -> str:
-    return dump_value(options[key]) if key in options else "(not set)"
 
 
 def to_yaml(config: Config, *, choices: Choices = NO_CHOICES) -> str:
