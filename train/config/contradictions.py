@@ -17,6 +17,18 @@ from train.errors import ConfigError
 
 MAX_PROFILED_STEPS = 100  # a trace holds some hundred lines for each step
 
+# Method -> the switches that it does not have, and why
+_ONLY_DDP = {"compile": "The two together are not tried here. Use ddp.",
+             "channels_last": "It takes contiguous parameters only. Use ddp.",
+             "static_graph": "It is a setting of ddp."}
+NOT_WITH = {
+    "dp": {"compile": "DataParallel copies the module in each step. Use ddp.",
+           "sync_bn": "Its threads are no ranks. Use ddp."},
+    "fsdp": _ONLY_DDP | {"find_unused_parameters": "FSDP2 waits for every gradient. Freeze them, or use ddp."},
+    "horovod": _ONLY_DDP | {"sync_bn": "Horovod's own needs GPUs, torch's needs a group of them. Use ddp.",
+                            "find_unused_parameters": "Their weights would decay. Freeze them, or use ddp."},
+}
+
 
 @dataclass(frozen=True)
 class Contradiction:
@@ -77,30 +89,13 @@ def _of_method(c: Settings) -> Iterator[Contradiction]:
         yield Contradiction(("device_ids", "parallel"), "empty without parallel dp", one_device)
     if c.parallel != "dp" and c.output_device is not None:
         yield Contradiction(("output_device", "parallel"), "null without parallel dp", one_device)
-    if c.parallel == "dp":
-        if c.compile:
-            yield refuse("compile", "false", "DataParallel copies the module in each step. Use ddp.")
-        if c.sync_bn:
-            yield refuse("sync_bn", "false", "Its threads are no ranks. Use ddp.")
-    if c.parallel in ("fsdp", "horovod"):
-        if c.compile:
-            yield refuse("compile", "false", "The two together are not tried here. Use ddp.")
-        if c.channels_last:
-            yield refuse("channels_last", "false", "It takes contiguous parameters only. Use ddp.")
-        if c.static_graph:
-            yield refuse("static_graph", "false", "It is a setting of ddp.")
-    if c.parallel == "fsdp":
-        if c.precision == "fp16":
-            yield refuse("precision", "fp32 or bf16", "Each rank would scale by the overflows of its own part.")
-        if c.find_unused_parameters:
-            yield refuse("find_unused_parameters", "false", "FSDP2 waits for every gradient. Freeze them, or use ddp.")
-    if c.parallel == "horovod":
-        if c.sync_bn:
-            yield refuse("sync_bn", "false", "Horovod's own needs GPUs, torch's needs a group of them. Use ddp.")
-        if c.find_unused_parameters:
-            yield refuse("find_unused_parameters", "false", "Their weights would decay. Freeze them, or use ddp.")
-        if c.compress in ("bf16", "powersgd"):
-            yield refuse("compress", "none or fp16", "Horovod sums neither bf16 nor PowerSGD's factors. Use ddp.")
+    for field, why in NOT_WITH.get(c.parallel, {}).items():
+        if getattr(c, field):
+            yield refuse(field, "false", why)
+    if c.parallel == "fsdp" and c.precision == "fp16":
+        yield refuse("precision", "fp32 or bf16", "Each rank would scale by the overflows of its own part.")
+    if c.parallel == "horovod" and c.compress in ("bf16", "powersgd"):
+        yield refuse("compress", "none or fp16", "Horovod sums neither bf16 nor PowerSGD's factors. Use ddp.")
     if c.compress != "none" and c.parallel not in ("auto", "ddp", "horovod"):
         yield refuse("compress", "none", "Only ddp sends gradients through hooks.")
     if c.checkpoint_format == "sharded" and c.parallel != "fsdp":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
@@ -31,20 +31,13 @@ NO_CHOICES: Choices = {}
 
 def nearest(name: str, names: Collection[str]) -> str | None:
     """The name most like `name`, or None. A word of a longer name counts too: stpes -> max_steps."""
-    wanted = name.replace("-", "_").lower()
-    if SYNONYMS.get(wanted) in names:
-        return SYNONYMS[wanted]
-
-    def alike(a: str) -> float:
-        return SequenceMatcher(None, wanted, a).ratio()
-
-    def score(candidate: str) -> tuple[float, float]:
-        plain = candidate.replace("-", "_")
-        whole = alike(plain)
-        return max(whole, *(0.9 * alike(word) for word in plain.split("_"))), whole
-
-    best = max(names, key=score, default=None)
-    return best if best is not None and score(best)[0] >= 0.6 else None
+    known = {candidate.replace("-", "_"): candidate for candidate in names}
+    for candidate in names:
+        for word in candidate.replace("-", "_").split("_"):
+            known.setdefault(word, candidate)
+    known |= {foreign: ours for foreign, ours in SYNONYMS.items() if ours in names}
+    found = get_close_matches(name.replace("-", "_").lower(), known, n=1)
+    return known[found[0]] if found else None
 
 
 def flag(name: str) -> str:
