@@ -71,8 +71,7 @@ def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = O
             names = [*fields, "config", "help"]
             mistakes.append(unknown(name, names, lambda n: describe(n if n.startswith("-") else flag(n))))
         elif text == MISSING and not _is_switch(name, fields):
-            head = flag(name)
-            mistakes.append(f"{head} must be followed by a value. (One that begins with a dash: {head}=-x)")
+            mistakes.append(f"{flag(name)} must be followed by a value. (One that begins with a dash: {flag(name)}=-x)")
         elif name == "config":
             file = text
             if not text:
@@ -103,17 +102,15 @@ def _record(argv: Sequence[str], fields: Fields, commands: Collection[str]) -> t
     import fire  # here, since it costs 50 ms, which a module that only needs Request shall not pay
     from fire.decorators import SetParseFn
 
-    recorded: list[tuple[list[str], dict[str, str]]] = []
-
     @SetParseFn(str)  # type: ignore[untyped-decorator]
-    def record(*words: str, **flags: str) -> None:
-        recorded.append((list(words), {name.replace(DASH, "-"): text for name, text in flags.items()}))
+    def record(*words: str, **flags: str) -> tuple[list[str], dict[str, str]]:
+        return list(words), {name.replace(DASH, "-"): text for name, text in flags.items()}
 
     # Fire obeys flags of its own behind the last "--", and takes a lone "-" for the end of a call: with these two words
     # at the end a user's "-- --interactive" and "--input -" mean nothing special.
     line = [*_exact(argv, fields, commands), "--", f"--separator={MISSING}"]
-    fire.Fire(record, command=line, serialize=lambda _: None)
-    return recorded[0]
+    recorded: tuple[list[str], dict[str, str]] = fire.Fire(record, command=line, serialize=lambda _: None)
+    return recorded
 
 
 def _exact(argv: Sequence[str], fields: Fields, commands: Collection[str]) -> Iterator[str]:

@@ -1,8 +1,7 @@
 """Settings that are each right and cannot go together, with one another or with the number of processes.
 
-The rules on `parallel` are here and not beside the methods in train/parallel/, because a method's file imports torch.
-`show`, `--help` and the launcher refuse a contradiction too, without torch. What a method refuses by itself, it refuses
-once the ranks have met (`Method.refuse`).
+The rules on `parallel` are here and not beside the methods in train/parallel/: those files import torch, which `show`
+and the launcher do without. What a method refuses by itself, it refuses once the ranks have met (`Method.refuse`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pydantic.fields import FieldInfo
 
@@ -42,9 +42,8 @@ def help_text(
     for title, entries in rows.items():
         lines += ["", f"{title}:"]
         for left, right in entries:
-            if len(left) < 26:
-                start = f"  {left}".ljust(29)
-            else:  # a long left side gets a line of its own
+            start = f"  {left}".ljust(29)
+            if len(left) >= 26:  # a long left side gets a line of its own
                 lines.append(f"  {left}")
                 start = indent
             lines += textwrap.wrap(right, max(width, 60), initial_indent=start, subsequent_indent=indent,
@@ -61,7 +60,7 @@ def _option(name: str, field: FieldInfo) -> tuple[str, str]:
 
 def _setting(name: str, field: FieldInfo, choices: Choices) -> tuple[str, str]:
     of, _, declared = kind(field)
-    known = tuple(choices.get(name, declared))
+    known = choices.get(name, declared)
     if of is bool:
         left = f"{flag(name)}, --no-{name.replace('_', '-')}" if field.default else flag(name)
     elif of is dict:
@@ -73,5 +72,5 @@ def _setting(name: str, field: FieldInfo, choices: Choices) -> tuple[str, str]:
     return left, f"{field.description} [{', '.join(parts)}]"
 
 
-def _metavar(of: type, choices: tuple[str, ...]) -> str:
+def _metavar(of: type, choices: Sequence[str]) -> str:
     return "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X", str: "TEXT"}.get(of, "VALUE")
