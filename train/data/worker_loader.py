@@ -48,8 +48,7 @@ class WorkerLoader:
             _Batches(samples),
             sampler=iter(batches),
             batch_size=None,  # each index is a whole batch already
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
+            num_workers=num_workers, prefetch_factor=prefetch_factor,
             worker_init_fn=functools.partial(_start_worker, os.getpid()),
             generator=torch.Generator().manual_seed(0),  # its base seed must not be drawn from the model's random state
             pin_memory=device.type == "cuda",

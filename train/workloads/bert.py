@@ -39,9 +39,8 @@ class WordPieceTokenizer:
         except DataError:
             raise
         except Exception as error:  # the library raises plain Exceptions
-            raise DataError(
-                f"{self.path}: must be a vocabulary of word pieces, got: {one_line(error)}. {LAYOUT}"
-            ) from None
+            problem = f"must be a vocabulary of word pieces, got: {one_line(error)}"
+            raise DataError(f"{self.path}: {problem}. {LAYOUT}") from None
         self.size = max(vocabulary.values()) + 1
         self.tokenizer.encode_special_tokens = True  # "[PAD]" in a text is text, not padding
         self.tokenizer.no_truncation()
@@ -71,9 +70,7 @@ def _from_vocab_txt(folder: Path) -> tuple[Any, dict[str, int]]:
     given = folder / "tokenizer_config.json"
     options = read_json(given) if given.exists() else {}
     tokenizer = BertWordPieceTokenizer(
-        vocabulary,
-        lowercase=options.get("do_lower_case", True),
-        strip_accents=options.get("strip_accents"),
+        vocabulary, lowercase=options.get("do_lower_case", True), strip_accents=options.get("strip_accents"),
         handle_chinese_chars=options.get("tokenize_chinese_chars", True),
     )
     return tokenizer._tokenizer, vocabulary  # the wrapper does not pass encode_special_tokens on

@@ -78,13 +78,9 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         # With digests: two ranks whose files differ in one character would train with two vocabularies.
         data_name=f"{found.name}-{found.digest}{digest}",
         data_origin=f"{found.train.path} and {found.evaluation.path.name}",
-        classes=found.classes,
-        unit="texts",
-        input_name=lambda index: found.evaluation.texts[index],
-        open_input=open_input,
-        pictures=pictures,
+        classes=found.classes, unit="texts", input_name=lambda index: found.evaluation.texts[index],
+        open_input=open_input, pictures=pictures, report=tables,
         derived=lambda sums: {"macro_f1": macro_f1(sums["confusion"])},
-        report=tables,
         notes=[*found.train.notes, *found.evaluation.notes, *notes],
     )
 

@@ -61,9 +61,8 @@ def load_texts(config: Config) -> Texts:
     other = "test" if config.eval_split == "dev" else "dev"
     evaluation_path = _file(folder, config.eval_split) or _file(folder, other)
     if evaluation_path is None:
-        raise DataError(
-            f"{folder}: must hold texts to evaluate on, got no dev or test beside {train_path.name}. {LAYOUT}"
-        )
+        problem = f"must hold texts to evaluate on, got no dev or test beside {train_path.name}"
+        raise DataError(f"{folder}: {problem}. {LAYOUT}")
     classes = _classes(Path(config.labels_file)) if config.labels_file else ()
     train, found = _read(train_path, classes, config.max_bad_lines)
     classes = classes or tuple(sorted(set(found)))
@@ -73,11 +72,8 @@ def load_texts(config: Config) -> Texts:
     counts = Counter(character for text in train.texts for character in text)
     digest = hashlib.sha256(repr((train.texts, found, classes)).encode("utf-8", "surrogatepass")).hexdigest()[:8]
     return Texts(
-        _labelled(train, found, classes, config.limit_train),
-        _labelled(evaluation, labels, classes, config.limit_eval),
-        classes,
-        "texts" if config.data_dir is None else folder.resolve().name,
-        digest,
+        _labelled(train, found, classes, config.limit_train), _labelled(evaluation, labels, classes, config.limit_eval),
+        classes, "texts" if config.data_dir is None else folder.resolve().name, digest,
         tuple(sorted(counts, key=lambda character: (-counts[character], character))),
     )
 
