@@ -54,10 +54,9 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
 
     # Group ------------------------------------------------------------------------------------------------------
     needs_group = load_method(method_name(config, launch.world_size)).needs_process_group
+    status = StatusFile(run_dir, launch)
     with (
-        join(
-            config, launch, log=log, stop=stop, status=StatusFile(run_dir, launch), needs_process_group=needs_group
-        ) as group,
+        join(config, launch, log=log, stop=stop, status=status, needs_process_group=needs_group) as group,
         start_method(config, group) as method,
         open_run_directory(config, group) as run,
     ):
@@ -111,7 +110,11 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     """Data, model and optimizer: new, or as they were at the run's checkpoint. Raises UserError where that can't be."""
     log, device = group.log, group.device
     group.watch.enter("setup", config.setup_timeout_s)
-    _advise(config, group, method)
+    # What is likely to be slow, or to fail later
+    num_devices = torch.accelerator.device_count() if device.type != "cpu" and method.one_device_per_rank else 0
+    lines = machine_checks.before_training(config, group.launch)
+    lines += machine_checks.idle_devices(group.launch, num_devices)
+    machine_checks.warn_once_a_node(lines, group.launch, log.warning)
     if config.checkpoint_format == "sharded":
         check_shared(run.path / "checkpoints", group)
 
@@ -214,14 +217,6 @@ def save_and_stop(t: Training) -> Stopped:
     where = f"saved at step {step}" if step else "at step 0, nothing to save,"
     again = f"The same command{' without --fresh' if t.config.fresh else ''} goes on from it."
     return Stopped(f"{reason}: {where} of {t.total_steps}. {again}")
-
-
-def _advise(config: Config, group: Group, method: Method) -> None:
-    """Say what is likely to be slow or to fail later."""
-    counts = group.device.type != "cpu" and method.one_device_per_rank
-    lines = machine_checks.before_training(config, group.launch)
-    lines += machine_checks.idle_devices(group.launch, torch.accelerator.device_count() if counts else 0)
-    machine_checks.warn_once_a_node(lines, group.launch, group.log.warning)
 
 
 def _warm_up(

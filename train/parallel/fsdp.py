@@ -9,13 +9,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -23,8 +17,8 @@ from train.errors import ConfigError
 from train.parallel.method import Method, keep_kernels, parameter_names, rekeyed
 
 # Gathered on rank 0, on the CPU, one tensor at a time: no device has to hold the whole model
-GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
-SHARDS = StateDictOptions(cpu_offload=True)
+GATHERED = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+SHARDS = dcp_state.StateDictOptions(cpu_offload=True)
 
 
 class FSDP(Method):
@@ -59,30 +53,31 @@ class FSDP(Method):
 
     def full_state_dict(self, plain: nn.Module) -> dict[str, torch.Tensor]:
         """Whole tensors on rank 0's CPU; empty on the others."""
-        return cast(dict[str, torch.Tensor], get_model_state_dict(plain, options=GATHERED))
+        return cast(dict[str, torch.Tensor], dcp_state.get_model_state_dict(plain, options=GATHERED))
 
     def optimizer_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Whole tensors by the names of the parameters, on rank 0's CPU; empty on the others."""
-        return get_optimizer_state_dict(plain, optimizer, options=GATHERED)
+        return dcp_state.get_optimizer_state_dict(plain, optimizer, options=GATHERED)
 
     def load_optimizer_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Each rank takes its slices of the whole tensors, whatever the number of ranks was."""
         names = dict(enumerate(parameter_names(plain, optimizer)))
         named = rekeyed(keep_kernels(state, optimizer), names)
-        set_optimizer_state_dict(plain, optimizer, named, options=StateDictOptions(full_state_dict=True))
+        options = dcp_state.StateDictOptions(full_state_dict=True)
+        dcp_state.set_optimizer_state_dict(plain, optimizer, named, options=options)
 
     # Shards, for sharded checkpoints --------------------------------------------------------------------------
 
     def local_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
         """({"model": {name: DTensor}, "optimizer": {name: {key: DTensor}}}, the optimizer's state without tensors)."""
-        state: dict[str, Any] = get_optimizer_state_dict(plain, optimizer, options=SHARDS)
+        state: dict[str, Any] = dcp_state.get_optimizer_state_dict(plain, optimizer, options=SHARDS)
         tensors: dict[str, Any] = {}
         values: dict[str, Any] = {}
         for name, entries in state["state"].items():
             for key, value in entries.items():
                 kind = tensors if isinstance(value, torch.Tensor) else values
                 kind.setdefault(name, {})[key] = value
-        shards = {"model": get_model_state_dict(plain, options=SHARDS), "optimizer": tensors}
+        shards = {"model": dcp_state.get_model_state_dict(plain, options=SHARDS), "optimizer": tensors}
         return shards, {"state": values, "param_groups": state["param_groups"]}
 
     def load_local_state(
@@ -92,8 +87,8 @@ class FSDP(Method):
         names = shards["optimizer"].keys() | rest["state"].keys()
         state = {name: {**rest["state"].get(name, {}), **shards["optimizer"].get(name, {})} for name in names}
         whole: dict[str, Any] = {"state": state, "param_groups": rest["param_groups"]}
-        set_model_state_dict(plain, shards["model"])
-        set_optimizer_state_dict(plain, optimizer, whole)
+        dcp_state.set_model_state_dict(plain, shards["model"])
+        dcp_state.set_optimizer_state_dict(plain, optimizer, whole)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -48,7 +48,6 @@ class Lease:
         self._lock: IO[str] | None = None
         self._released = threading.Event()
         self._writing = threading.Lock()  # no beat may be written over the release
-        self._held = False
 
     def __enter__(self) -> "Lease":
         """Take the run directory over from an owner that is gone.
@@ -66,7 +65,6 @@ class Lease:
         except BaseException:
             self._drop_lock()
             raise
-        self._held = True
         threading.Thread(target=self._beat, name="lease", daemon=True).start()
         return self
 
@@ -74,7 +72,7 @@ class Lease:
         self._released.set()
         # The file stays, marked as released: a successor need not watch for a heartbeat before it starts
         with contextlib.suppress(OSError), self._writing:
-            if self._held and self.is_ours():
+            if self.is_ours():
                 write_json(self.path, {"token": self.token, "attempt": self.attempt, "released": True})
         self._drop_lock()
 

@@ -1,6 +1,5 @@
 """What a run says at its start, and the end of one that succeeded: pictures, `result.json`, and the table."""
 
-import platform
 import sys
 from typing import Any
 
@@ -17,6 +16,7 @@ from train.process.status import write_json
 from train.run import weights
 from train.run.evaluation import Result
 from train.run.training import Training
+from train.run.training_state import versions
 from train.workloads import Workload
 
 
@@ -49,24 +49,15 @@ def write_result(t: Training, *, seconds: float) -> None:
     if not group.is_rank0:
         return
     result = {
-        "attempt": group.attempt,
-        "run": str(run.path),
-        "step": progress.step,
-        "steps_per_epoch": t.steps_per_epoch,
-        "metrics": progress.metrics or {},
-        f"{workload.unit}_per_s": round(t.speed.at(progress.step), 1),
-        "seconds": round(seconds, 1),
-        "peak_memory_mb": round(max(peaks)),
-        "world_size": group.world_size,
-        "hosts": sorted(set(group.hosts)),
-        "digest": weights.digest(state),
-        "data": workload.data_name,
-        "parallel": method_name(config, group.world_size),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "attempt": group.attempt, "run": str(run.path), "step": progress.step, "steps_per_epoch": t.steps_per_epoch,
+        "metrics": progress.metrics or {}, f"{workload.unit}_per_s": round(t.speed.at(progress.step), 1),
+        "seconds": round(seconds, 1), "peak_memory_mb": round(max(peaks)),
+        "world_size": group.world_size, "hosts": sorted(set(group.hosts)),
+        "digest": weights.digest(state), "data": workload.data_name,
+        "parallel": method_name(config, group.world_size), "versions": versions(),
     }
     if any(shares):
         result["profile"] = {"steps": [t.profiler.first, t.profiler.last], "ranks": shares}
-    assert run.metrics is not None
     run.check_owner()
     if workload.pictures is not None and config.tensorboard and run.tables:
         if t.whole is not t.plain:

@@ -38,7 +38,8 @@ class RunDirectory:
     finished: bool
     checkpoint: Checkpoint | None
     lease: Lease | None = field(repr=False)
-    metrics: Metrics | None = None
+    # Writes nothing until `open_metrics`
+    metrics: Metrics = field(default_factory=lambda: Metrics(None, step=0, evaluated=0, tensorboard=False))
     tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
 
     @property
@@ -51,34 +52,29 @@ class RunDirectory:
         What a killed attempt wrote past its last checkpoint is cut off: those steps are done again. Raises UserError on
         all ranks where rank 0 can't write.
         """
-        step, evaluated = progress.step, progress.evaluated
-        self.metrics = Metrics(None, step=step, evaluated=evaluated, tensorboard=False, unit=unit)
-
         def open_files() -> None:
             self.metrics = Metrics(
-                self.path, step=step, evaluated=evaluated, tensorboard=self.config.tensorboard, unit=unit
+                self.path, step=progress.step, evaluated=progress.evaluated, tensorboard=self.config.tensorboard,
+                unit=unit,
             )
 
+        self.metrics.unit = unit
         on_rank0(self.group, open_files)
         return self.metrics
-
-    def close(self) -> None:
-        """Close the metrics: TensorBoard's writer holds up to two minutes of values in memory. Raises UserError."""
-        if self.metrics is not None:
-            self.metrics.close()
 
     def save(self, state: TrainingState, tensors: dict[str, Any]) -> None:
         """Write one checkpoint. All ranks call this, rank 0 publishes, and all raise UserError if that failed.
 
         `tensors`: on rank 0 the plain state dict of the model; with checkpoint_format sharded each rank's part of the
-        model's and the optimizer's tensors, and `state.optimizer` holds the rest.
+        model's and the optimizer's tensors, and `state.optimizer` holds the rest. Metrics are flushed first: a resumed
+        run does not repeat the saved steps, so their metrics must survive a kill.
         """
         directory = self.path / "checkpoints"
         if self.config.checkpoint_format == "sharded":
             self._save_shards(directory, state, tensors)
         else:
             def save_plain() -> None:
-                self._flush_metrics()
+                self.metrics.flush()
                 publish.save_checkpoint(directory, state, tensors, keep=self.config.keep, check_owner=self.check_owner)
 
             on_rank0(self.group, save_plain)
@@ -90,14 +86,9 @@ class RunDirectory:
         assert self.lease is not None
         self.lease.check()
 
-    def _flush_metrics(self) -> None:
-        """Before a save: a resumed run does not repeat the saved steps, so their metrics must survive a kill."""
-        assert self.metrics is not None
-        self.metrics.flush()
-
     def _save_shards(self, directory: Path, state: TrainingState, tensors: dict[str, Any]) -> None:
         def begin() -> str:
-            self._flush_metrics()
+            self.metrics.flush()
             return publish.create_staging(directory, state.step, self.group.attempt).name
 
         staging = directory / on_rank0(self.group, begin)
@@ -138,9 +129,9 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
             yield run
         except BaseException:
             with contextlib.suppress(UserError):  # the reason for leaving is the other error
-                run.close()
+                run.metrics.close()
             raise
-        run.close()
+        run.metrics.close()  # TensorBoard's writer holds up to two minutes of values in memory
 
 
 def _find_earlier(config: Config, group: Group) -> tuple[bool, Checkpoint | None]:

@@ -18,6 +18,7 @@ from train.errors import UserError
 # Raise it when a field is added, removed or changes its meaning. A checkpoint of another format is refused, because
 # guessing what a missing field was would change the weights of the resumed run without a word.
 FORMAT = 1
+WAY_OUT = "Go on with the version of this program that wrote it, or set --fresh to start anew, or another --name."
 # How random numbers are drawn. No generator's state is saved: each step, epoch and sample derives its own seed. So a
 # run that is resumed under another scheme would draw other numbers and end with other weights.
 RANDOM_SCHEME = (
@@ -27,7 +28,7 @@ RANDOM_SCHEME = (
 TENSOR_FIELDS = ("optimizer", "scaler", "compressor")
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "python": platform.python_version()}
 
 
@@ -48,7 +49,7 @@ class TrainingState:
     data: str
     config: dict[str, Any]
     world_size: int
-    versions: dict[str, str] = field(default_factory=_versions)
+    versions: dict[str, str] = field(default_factory=versions)
     random: str = RANDOM_SCHEME
     # Who wrote it. `start` names the start of a job whose containers are started again.
     attempt: str
@@ -70,10 +71,7 @@ class TrainingState:
         values = json.loads(files["state.json"])
         found = values.pop("format", None)
         if found != FORMAT:
-            raise UserError(
-                f"checkpoint: {path} must be of format {FORMAT}, got format {found}. Go on with the version of this "
-                "program that wrote it, or set --fresh to start anew, or another --name."
-            )
+            raise UserError(f"checkpoint: {path} must be of format {FORMAT}, got format {found}. {WAY_OUT}")
         return cls(**values, **unpack(files["training.pt"]))
 
     def check_random_scheme(self, path: Path) -> None:
@@ -81,8 +79,7 @@ class TrainingState:
         if self.random != RANDOM_SCHEME:
             raise UserError(
                 f"checkpoint: {path} must draw random numbers by the scheme of this program ({RANDOM_SCHEME}), got "
-                f"another scheme ({self.random}). Go on with the version of this program that wrote it, or set --fresh "
-                "to start anew, or another --name."
+                f"another scheme ({self.random}). {WAY_OUT}"
             )
 
 
