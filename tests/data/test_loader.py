@@ -203,6 +203,34 @@ def test_workers_die_when_the_job_fails(forks: Forks, tmp_path: Path) -> None:
         assert psutil.wait_procs(workers, timeout=30)[1] == []
 
 
+def test_worker_that_hangs_in_fork_is_started_anew(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*train(tmp_path / "undisturbed"))
+    assert codes == [0], output
+    codes, output = forks.run(*train(tmp_path / "run"), preload="tests.data.test_loader:hang_in_fork")
+    assert codes == [0], output
+    assert "hangs in fork" in output
+    assert result(tmp_path / "run")["digest"] == result(tmp_path / "undisturbed")["digest"]
+
+
+def hang_in_fork() -> None:
+    """In the process of a rank: one worker of the training and one of an evaluation never return from os.fork."""
+    from train.data import worker_loader
+
+    worker_loader.START_S = 1.0
+    forked = 0
+
+    def count() -> None:
+        nonlocal forked
+        forked += 1
+
+    def hang() -> None:
+        if forked in (2, 6):
+            os.write(2, b"hangs in fork\n")
+            time.sleep(600)
+
+    os.register_at_fork(before=count, after_in_child=hang)
+
+
 def test_killed_worker_ends_all_ranks_as_worth_a_retry(forks: Forks, tmp_path: Path) -> None:
     order = probe("data", 3, rank=1, signal="SIGKILL")
     codes, output = forks.run(*train(tmp_path / "run"), world_size=2, env=order)

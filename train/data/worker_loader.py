@@ -4,15 +4,19 @@ Workers live and die with their parent alone. They ignore the signals that a job
 """
 
 import contextlib
+import copy
 import functools
+import itertools
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.process
 import os
 import queue
 import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -30,6 +34,14 @@ SHM_FULL = (
     f"/dev/shm must hold the batches of all DataLoader workers, got no space left on it. {ENLARGE_SHM}, or set "
     "--num-workers 0."
 )
+# Python 3.14 starts processes from a server of its own by default: workers would not be our children, and the loop
+# below could not tell which of them died.
+FORKS = sys.platform == "linux"
+CONTEXT: Any = multiprocessing.get_context("fork" if FORKS else None)
+# CPython 3.11 can deadlock a child inside os.fork: it waits for a lock of the interpreter that another thread held at
+# that moment, and gloo's threads take this lock for an instant after a collective. One of about 1,300 workers hung like
+# that on a busy machine. A worker that lives and has not begun within this time is started anew.
+START_S = 10.0
 
 
 class WorkerLoader:
@@ -44,22 +56,27 @@ class WorkerLoader:
         num_workers: int, prefetch_factor: int,
     ) -> None:
         self.device, self.stop = device, stop
-        loader: DataLoader[Any] = DataLoader(
-            _Batches(samples),
-            sampler=iter(batches),
-            batch_size=None,  # each index is a whole batch already
-            num_workers=num_workers, prefetch_factor=prefetch_factor,
-            worker_init_fn=functools.partial(_start_worker, os.getpid()),
-            generator=torch.Generator().manual_seed(0),  # its base seed must not be drawn from the model's random state
-            pin_memory=device.type == "cuda",
-            # Python 3.14 starts processes from a server of its own by default: workers would not be our children, and
-            # the loop below could not tell which of them died.
-            multiprocessing_context="fork" if sys.platform == "linux" else None,
-        )
-        others = set(multiprocessing.active_children())
-        with _signals_held():
-            iterator = iter(loader)
-        self._workers = [child for child in multiprocessing.active_children() if child not in others]
+        (kept,) = itertools.tee(batches, 1)  # a copy begins with the first batch again
+        while True:
+            started = CONTEXT.Semaphore(0)
+            loader: DataLoader[Any] = DataLoader(
+                _Batches(samples),
+                sampler=copy.copy(kept),
+                batch_size=None,  # each index is a whole batch already
+                num_workers=num_workers, prefetch_factor=prefetch_factor,
+                worker_init_fn=functools.partial(_start_worker, os.getpid(), started),
+                generator=torch.Generator().manual_seed(0),  # its base seed must not come from the model's random state
+                pin_memory=device.type == "cuda",
+                multiprocessing_context=CONTEXT,
+            )
+            others = set(multiprocessing.active_children())
+            with _signals_held():
+                iterator = iter(loader)
+            self._workers = [child for child in multiprocessing.active_children() if child not in others]
+            if not FORKS or _have_started(self._workers, started):
+                break
+            for worker in self._workers:
+                worker.kill()
         # One place: the workers hold prefetch_factor batches each already, and each batch here costs memory too.
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)
         self._closed = threading.Event()
@@ -139,7 +156,19 @@ def _shared(batch: Any) -> Any:
     return batch
 
 
-def _start_worker(parent: int, worker: int) -> None:
+def _have_started(workers: Collection[multiprocessing.process.BaseProcess], started: Any) -> bool:
+    """Whether all workers have begun within START_S. One that has died counts: who waits for its batches reports it."""
+    until_s = time.monotonic() + START_S
+    for _ in workers:
+        while not started.acquire(timeout=0.1):
+            if not all(worker.is_alive() for worker in workers):
+                return True
+            if time.monotonic() > until_s:
+                return False
+    return True
+
+
+def _start_worker(parent: int, started: Any, worker: int) -> None:
     """Runs first in each worker: it ignores the signals that are meant for the loop, and dies with the loop."""
     for number in _stop_signals():
         # A batch system signals the whole process group. If workers died of it, the loop could not save.
@@ -148,6 +177,7 @@ def _start_worker(parent: int, worker: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _stop_signals())
     die_with_parent(parent)
     torch.set_num_threads(1)  # the workers are the parallelism; more threads would take the loop's cores
+    started.release()
 
 
 def _stop_signals() -> list[signal.Signals]:
