@@ -138,6 +138,25 @@ def test_stopped_rank_is_found_by_its_deadline_and_the_job_goes_on_after_a_resta
     assert result(run)["digest"] == undisturbed, output
 
 
+def test_rank_that_gives_no_sign_is_found_long_before_a_deadline(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    order = probe("loss", 6, 2, signal="SIGSTOP")
+    line = train(run, "--step-timeout-s=1000")
+    preload = "tests.group.test_deadlines:accept_little_silence"
+    with forks.running(*line, world_size=WORLD, env=order, preload=preload) as job:
+        for rank in (0, 1):
+            assert job.processes[rank].ended.wait(240), job.output
+            assert job.processes[rank].code == 171, job.output
+        assert "waited in vain" in job.output
+        assert_named(job, run, 2, among=[0, 1])
+
+
+def accept_little_silence() -> None:
+    from train.group import watchdog
+
+    watchdog.NO_SIGN_S = 5.0
+
+
 def test_rank_that_is_the_last_to_find_out_names_itself(forks: Forks, tmp_path: Path) -> None:
     """When it looks for a culprit, the ranks that waited for it have left, and the store has ended with rank 0."""
     run = tmp_path / "run"

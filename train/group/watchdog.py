@@ -30,6 +30,11 @@ UNNOTICED_S = 10.0
 # A blocked collective cannot notice the failure itself, so wait only briefly: its other side may be a third rank that
 # has not noticed either, and while the group forms, gloo's passive side just waits to be called.
 UNNOTICED_WAITING_S = 1.0
+# gloo was seen to wait without end for a rank that was killed while something was being sent to it. So each rank looks
+# at the beats of the next rank, at every fourth of its own. While it waits in a collective, it does not accept that
+# rank's silence for longer than this. Long, because a machine with too much to do may look dead for a while.
+NO_SIGN_S = 30.0
+LOOK_AT_NEXT = 4
 # How long a last word may take: the store may be the very thing that hangs, or be in use by the thread that hangs.
 LAST_WORD_S = 5.0
 # How long a rank that failed may take to find the cause, to report it and to leave.
@@ -118,6 +123,8 @@ class Watchdog:
     def _beat(self) -> None:
         assert self.store is not None
         count, failed_since_s = 0, 0.0
+        next_rank = keys.beat((self.rank + 1) % self.world_size)
+        next_beat, next_beat_s = b"", time.monotonic()
         while not self._quiet.wait(BEAT_S):
             count += 1
             try:
@@ -128,12 +135,18 @@ class Watchdog:
                     # Kept, because rank 0 may take the store with it before a collective breaks here
                     named = named_by_ends(self.store, self.world_size, myself=self.rank)
                     self._reported = named or self._reported
+                if count % LOOK_AT_NEXT == 0 and self.store.check([next_rank]):
+                    beat = self.store.get(next_rank)
+                    if beat != next_beat:
+                        next_beat, next_beat_s = beat, time.monotonic()
             except RuntimeError:
                 failed = True  # the store's process is gone
             failed_since_s = (failed_since_s or time.monotonic()) if failed else 0.0
             patience_s = UNNOTICED_WAITING_S if self._waiting or self.phase == "join" else UNNOTICED_S
             if failed and time.monotonic() - failed_since_s > patience_s and not self._quiet.is_set():
                 self._leave(f"lost a peer at step {self.ends.step}")
+            if self._waiting and time.monotonic() - next_beat_s > NO_SIGN_S and not self._quiet.is_set():
+                self._leave(f"waited in vain at step {self.ends.step}")
 
     def _watch_clock(self) -> None:
         armed_s = 0.0
