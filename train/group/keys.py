@@ -14,8 +14,8 @@ the newest.
 4. From here on all keys stand below `members(generation)`. To try the routes each rank sets `listener(rank)`, reads its
    neighbour's, connects to it and sets `report(rank)`; rank 0 reads all reports and sets ROUTES, which all read.
 5. torch forms the process group, with keys of its own in the same place.
-6. While they work each rank sets `beat(rank)` twice a second, and reads FAILED. Only a rank that lost a peer reads the
-   beats.
+6. While they work each rank sets `beat(rank)` twice a second, reads FAILED, and now and then the beat of the next rank.
+   Only a rank that lost a peer reads the beats of all.
 7. A rank that ends sets `end(rank)`, and FAILED if the others can't go on without it.
 """
 
