@@ -5,12 +5,13 @@ and where it stands. The other looks at the clock, and uses nothing that could b
 (SIGSTOP, a frozen node) does neither: the other ranks find it.
 """
 
+import contextlib
 import faulthandler
 import functools
 import json
 import threading
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -47,6 +48,14 @@ LOCKED_GRACE_S = 60.0
 REARM_S = 5.0
 
 
+class Keeper(Protocol):
+    """Has the state that this process alone holds, and can write it to where the next attempt finds it."""
+
+    def keep(self) -> None:
+        """Write the state of the last finished step. Called once, from a thread of its own, while the main thread may
+        be blocked in a collective or be in the middle of a step."""
+
+
 class Watchdog:
     """The phase this rank is in, its deadline, and what the other ranks last reported."""
 
@@ -67,6 +76,9 @@ class Watchdog:
         self._waiting = False  # inside a collective: the others are to blame, not this rank
         self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
         self._leave_lock = threading.Lock()
+        self._keeper: Keeper | None = None
+        self._keep_timeout_s = 0.0
+        self._keep_lock = threading.Lock()
         stop.guarded = True
         threading.Thread(target=self._watch_clock, name="deadlines", daemon=True).start()
         health.report(self.rank, self.state, self._ended)
@@ -99,6 +111,11 @@ class Watchdog:
         self.host_of_store = "the launcher's agent on node 0" if agent_store else f"rank 0 on {hosts[0]}"
         self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
         self._beats.start()
+
+    def protect(self, keeper: Keeper, *, timeout_s: float) -> None:
+        """From now on call `keeper.keep()` before this process ends because of a lost peer or a deadline. It gets
+        `timeout_s` seconds."""
+        self._keeper, self._keep_timeout_s = keeper, timeout_s
 
     def end_beats(self) -> None:
         """No more beats: the store may go from now on."""
@@ -169,12 +186,13 @@ class Watchdog:
         """Dump the stacks, name the suspect, tell the others, and end this process at once."""
         with self._leave_lock:  # two threads may find a reason; the second never gets here
             set_hard_deadline(LOOK_S + LAST_WORD_S + LOCKED_GRACE_S)
+            otherwise = JOIN_FAILED if self.phase == "join" else PEER_LOST
             if self._leaving is None and self.log.file is not None:
                 faulthandler.dump_traceback(self.log.file.fileno())
             suspects = self.suspects(overdue=overdue) if self._leaving is None else []
             if self._leaving is not None:
                 return  # the loop noticed by itself, and may know more
-            code = root_exit_code(suspects, JOIN_FAILED if self.phase == "join" else PEER_LOST)
+            code = root_exit_code(suspects, otherwise)
             suspect = suspects[0].rank if suspects else None
             why = what if self.world_size == 1 else f"{what}: {describe(suspects, self.hosts)}"
             self.log.warning(f"{why}. The stacks of all threads are in logs/rank-{self.rank}.log (exit code {code})")
@@ -186,29 +204,47 @@ class Watchdog:
             leave(code, last_word, timeout_s=LAST_WORD_S)
 
     def suspects(self, *, overdue: bool = False) -> list[Suspect]:
-        """Report that this rank is a victim, and find out whose; the most likely suspect first.
+        """Report that this rank lost a peer, keep what it holds, and find out which; the most likely suspect first.
 
         `overdue`: this rank's own deadline has passed. Takes LOOK_S at most, since a store whose process is stopped
         would hold us without end. Over the connection of the beats: it breaks with the process that holds the store,
         where a new one would be tried again and again, or meet the store of the next attempt.
         """
+        waiting = self._waiting  # a new phase resets it
+        if self.store is not None:
+            within(LAST_WORD_S, self._report_loss)  # first: who has not noticed yet wakes up while this rank writes
+        self._keep()
         if self.store is None:
             return []
-        found = within(LOOK_S, lambda: self._look_for_suspects(overdue))
+        found = within(LOOK_S, lambda: self._look_for_suspects(waiting, overdue))
         return found if found is not None else [Suspect(0, f"the store of {self.host_of_store} does not answer")]
 
-    def _look_for_suspects(self, overdue: bool) -> list[Suspect]:
+    def _report_loss(self) -> None:
+        """With that the culprit is the only one that reported nothing."""
         assert self.store is not None
         victim = End(self.rank, self.log.host, UNDECIDED, PEER_LOST, "a peer was lost", self.ends.step)
-        try:
-            # With that the culprit is the only one that reported nothing, and who has not noticed yet wakes up
+        with contextlib.suppress(RuntimeError):  # torch's own errors: the store's process is gone
             self.store.set(keys.end(self.rank), victim.to_json())
             self.store.set(keys.FAILED, str(self.rank))
-            return find_suspects(self.store, self.world_size, myself=self.rank, waiting=self._waiting)
+
+    def _keep(self) -> None:
+        """Have the keeper write, once. A second caller waits for the first: the process must not end meanwhile."""
+        with self._keep_lock:
+            keeper, self._keeper = self._keeper, None
+            if keeper is None:
+                return
+            self.enter("rescue", self._keep_timeout_s + LEAVING_S)
+            within(self._keep_timeout_s, keeper.keep)
+            self.enter("leaving", LEAVING_S)
+
+    def _look_for_suspects(self, waiting: bool, overdue: bool) -> list[Suspect]:
+        assert self.store is not None
+        try:
+            return find_suspects(self.store, self.world_size, myself=self.rank, waiting=waiting)
         except RuntimeError:
             if self._reported:
                 return self._reported
-            if overdue and not self._waiting:
+            if overdue and not waiting:
                 # This rank is the one that takes too long: those that waited for it have left, and the store with them
                 return [Suspect(self.rank, "the others have left")]
             return [Suspect(0, f"the store of {self.host_of_store} is gone")]
