@@ -1,7 +1,9 @@
 """Real containers for tests: a compose project for each test, killed from outside as by a crash, then removed."""
 
+import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -14,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from tests.rigs.jobs import FOREIGN, MAIN, ROOT, ended, result, start
+from tests.rigs.jobs import FOREIGN, MAIN, ROOT, ended, environ_of, result, start
 
 IN_CI = os.environ.get("CI") == "true"
 # What a user's shell or .env may set for compose.yaml
@@ -60,6 +62,21 @@ def wait_for(what: str, condition: Callable[[], Any], *, timeout_s: float = 300,
         assert time.monotonic() < until_s, f"not within {timeout_s} s: {what}\n{log()}"
         time.sleep(0.05)
     return value
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """The rank of a process that trains; None for any other process, and for one that has just ended."""
+    with contextlib.suppress(psutil.Error):
+        named = re.fullmatch(r"rank (\d+)", process.name())
+        if named:  # a supervisor's rank: it is forked, so it has the server's command line. Its workers have its name
+            parent = process.parent()
+            return int(named[1]) if parent is not None and parent.name() != process.name() else None
+        words = process.cmdline()
+        others = {"launch", "supervise", "torch.distributed.run"} & set(words)
+        if "train" in words and not others and "python" in Path(words[0]).name:
+            number = environ_of(process.pid).get("RANK", "")
+            return int(number) if number else None
+    return None
 
 
 class Project:
@@ -119,18 +136,12 @@ class Project:
     def ranks(self, node: str) -> list[psutil.Process]:
         """The processes of this node that train, as the host sees them; the oldest first."""
         init = self.state(node)["Pid"]
-        found = []
-        for process in psutil.Process(init).children(recursive=True) if init else []:
-            try:
-                if "train" in process.cmdline() and "launch" not in process.cmdline():
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        children = psutil.Process(init).children(recursive=True) if init else []
+        return [process for process in children if rank_of(process) is not None]
 
     def kill_rank(self, node: str, *, step: int = 0) -> None:
-        """SIGKILL for one process that trains, at this step of the run "job": its container ends by itself then. The
-        process is looked up before that step: the engine's answer may take longer than the rest of the run."""
+        """SIGKILL for one process that trains, at this step of the run "job". The process is looked up before that
+        step: the engine's answer may take longer than the rest of the run."""
         rank = wait_for(f"a rank in {node}", lambda: self.ranks(node), log=self.logs)[0]
         self.wait_for_step("job", step)
         rank.send_signal(signal.SIGKILL)

@@ -1,6 +1,5 @@
 """A real Slurm for tests: slurm/local.sh's two nodes of namespaces, jobs on them, and what they leave running."""
 
-import contextlib
 import fcntl
 import itertools
 import json
@@ -17,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from tests.rigs.containers import clean_environment, wait_for
+from tests.rigs.containers import clean_environment, rank_of, wait_for
 from tests.rigs.jobs import ROOT, environ_of
 
 LOCAL, DDP = ROOT / "slurm" / "local.sh", ROOT / "slurm" / "ddp.sbatch"
@@ -175,17 +174,18 @@ class SlurmJob:
 
     # Its ranks and its run -----------------------------------------------------------------------------------------
 
-    def ranks(self, node: str = "") -> list[psutil.Process]:
-        """The processes that train, on one node or on all, in the order of their ranks."""
+    def processes(self, node: str = "") -> list[psutil.Process]:
+        """The processes of this job's steps, on one node or on all."""
         found = []
         for process in self.cluster.processes():
             env = environ_of(process.pid)
-            here = node in env.get("SLURMD_NODENAME", "")
-            if env.get("SLURM_JOB_ID") == self.number and "RANK" in env and here:
-                with contextlib.suppress(psutil.Error):  # it ends just now
-                    line = " ".join(process.cmdline())
-                    if "main.py train" in line and "torch.distributed.run" not in line and "python" in process.name():
-                        found.append((int(env["RANK"]), process))
+            if env.get("SLURM_JOB_ID") == self.number and node in env.get("SLURMD_NODENAME", ""):
+                found.append(process)
+        return found
+
+    def ranks(self, node: str = "") -> list[psutil.Process]:
+        """The processes that train, on one node or on all, in the order of their ranks."""
+        found = [(rank, process) for process in self.processes(node) if (rank := rank_of(process)) is not None]
         return [process for _, process in sorted(found, key=lambda pair: pair[0])]
 
     def kill_rank(self, node: str) -> None:

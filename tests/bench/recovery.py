@@ -1,0 +1,161 @@
+"""How long does a lost rank stop the training, and how many finished steps does it cost?
+
+    python tests/bench/recovery.py [launch compose slurm pods] [--kills 10]      # as root; make image comes first
+
+Each round stops the whole job and starts it again, and kills (kill -9) rank 0, which is on node 0, rank 1 on node 1,
+and a whole node. The kills are compared with the cold restarts: a machine that is busy for a while slows all four.
+The time is from the kill, or from the command that starts the job again, to the end of the next step, as
+`metrics.jsonl` has it. Prints a table in Markdown with its conditions. Nothing is asserted here.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.rigs import containers, slurm_cluster
+from tests.rigs.launched import LAUNCHERS, Launcher, rank_process
+from train.commands.machine import cpu_model
+
+# The program's defaults, but a line of metrics for each step, and an end that never comes
+SETTINGS = ["--name", "job", "--epochs", "100000", "--evaluate-every-epochs", "100000", "--log-every-steps", "1"]
+PATIENCE_S = 300.0
+COLD = "cold restart of the whole job"
+# An engine waits longer and longer before it restarts a container that ends within 10 s of its start
+SETTLED_S = 11
+
+
+class Fault:
+    """What happens to a job now, and what it costs. Made just before it happens."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        # This stays readable where a resumed run puts another file in its place
+        self.before = (run / "metrics.jsonl").open()
+        self.log_size = (run / "logs" / "rank-0.log").stat().st_size
+        self.moment_s = time.time()
+
+    def cost(self) -> tuple[float, int]:
+        """Wait for the next step. The seconds from the fault to its end, and the finished steps that are done again."""
+        until_s = time.monotonic() + PATIENCE_S
+        while (found := self._next_step()) is None:
+            if time.monotonic() > until_s:
+                sys.exit(f"no step within {PATIENCE_S:g} s:\n{self._said()[-4000:]}")
+            time.sleep(0.1)
+        next_step, end_s = found
+        with self.before as before, (self.run / "metrics.jsonl").open() as after:
+            finished, kept = ([json.loads(line) for line in file if is_training(line)] for file in (before, after))
+        again = {entry["step"] for entry in finished if entry["step"] >= next_step and entry["time"] < end_s}
+        steps = [entry["step"] for entry in kept]
+        if steps != list(range(1, len(steps) + 1)):
+            print("metrics.jsonl lacks steps, or has some twice", file=sys.stderr)
+        return end_s - self.moment_s, len(again)
+
+    def _said(self) -> str:
+        with (self.run / "logs" / "rank-0.log").open() as log:
+            log.seek(self.log_size)
+            return log.read()
+
+    def _next_step(self) -> tuple[int, float] | None:
+        """The first step after the newest resume, and its end: a step that was almost done when a rank died may end
+        after the kill, too."""
+        resumes = re.findall(r"resumed from step[- ]0*(\d+)", self._said())
+        if not resumes:
+            return None
+        next_step = int(resumes[-1]) + 1
+        with (self.run / "metrics.jsonl").open("rb") as metrics:
+            metrics.seek(max(0, metrics.seek(0, os.SEEK_END) - 2**16))
+            lines = metrics.read().decode().splitlines(keepends=True)[1:]
+        for entry in map(json.loads, filter(is_training, lines)):
+            if entry["time"] > self.moment_s and entry["step"] == next_step:
+                return next_step, entry["time"]
+        return None
+
+
+def is_training(line: str) -> bool:
+    """Whether a line of metrics.jsonl is about a step, not about an evaluation, and is whole."""
+    return '"train/loss"' in line and line.endswith("\n")
+
+
+def measure(name: str, kills: int) -> list[str]:
+    """The rows of one launcher."""
+    costs: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    loads = []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        job = LAUNCHERS[name](Path(folder), SETTINGS, stack)
+        job.start()
+        until_s = time.monotonic() + PATIENCE_S
+        while not (job.run / "metrics.jsonl").exists() or not (job.run / "metrics.jsonl").stat().st_size:
+            if time.monotonic() > until_s:
+                sys.exit(f"{name}: no step within {PATIENCE_S:g} s")
+            time.sleep(0.1)
+        for _ in range(kills):
+            for what in (COLD, "rank 0", "rank 1", job.node):
+                time.sleep(SETTLED_S if what == job.node else random.uniform(2, 4))
+                loads.append(os.getloadavg()[0])
+                costs[what].append(cost(job, what))
+                print(f"{name}, {what}: %.2f s, %d steps twice" % costs[what][-1], file=sys.stderr, flush=True)
+    cold_s = statistics.median(took_s for took_s, _ in costs[COLD])
+    rows = []
+    for what, found in costs.items():
+        took_s = [each for each, _ in found]
+        median_s = statistics.median(took_s)
+        cells = [name, what, f"{median_s:.2f}", f"{max(took_s):.2f}", f"{median_s / cold_s:.2f}"]
+        rows.append(f"| {' | '.join(cells)} | {sum(twice for _, twice in found)} |")
+    print(f"{name}: load average {min(loads):.1f} to {max(loads):.1f}", file=sys.stderr)
+    return rows
+
+
+def cost(job: Launcher, what: str) -> tuple[float, int]:
+    """Do one of the four to a job: see Fault.cost."""
+    if what == COLD:
+        job.stop()
+        fault = Fault(job.run)
+        job.start()
+    elif what == job.node:
+        fault = Fault(job.run)
+        job.kill_node()()
+    else:
+        victim = rank_process(job, int(what[-1]))
+        fault = Fault(job.run)
+        victim.kill()
+    return fault.cost()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("launchers", nargs="*", default=list(LAUNCHERS), help=f"some of {', '.join(LAUNCHERS)}")
+    parser.add_argument("--kills", type=int, default=10, help="kills of each of the three kinds, and cold restarts")
+    options = parser.parse_args()
+    for name in options.launchers:
+        ask = {"compose": containers.why_not, "pods": containers.why_not, "slurm": slurm_cluster.why_not}.get(name, str)
+        if reason := ask():
+            sys.exit(f"{name}: {reason}")
+    rows = [row for name in options.launchers for row in measure(name, options.kills)]
+    print("| launcher | lost | median, s | worst, s | of the cold restart | steps done twice |")
+    print("|---|---|---|---|---|---|")
+    print("\n".join(rows))
+    print(
+        f"\n{options.kills} of each, taking turns; two ranks of the program's defaults (Fashion-MNIST, small CNN). "
+        f"{psutil.cpu_count()} CPUs of {cpu_model()}, Linux {platform.release()}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, {datetime.date.today():%B %Y}."
+    )
+
+
+if __name__ == "__main__":
+    main()
