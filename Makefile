@@ -42,8 +42,9 @@ unit: $(READY) ## pytest
 engine: $(READY) ## pytest on a real container engine: builds the image, starts and kills containers (root)
 	RANKUP_ENGINE=1 $(RUN)python -m pytest tests/launchers/compose tests/launchers/k8s $(ARGS)
 
-soak: $(READY) ## The tests with random faults, a hundred runs of each (hours)
+soak: $(READY) ## The tests with random faults, a hundred runs of each, and a rank lost at every place (hours)
 	RANKUP_RUNS=100 $(RUN)python -m pytest --timeout 0 $(or $(ARGS),$(shell grep -rl RANKUP_RUNS tests --include="test_*.py"))
+	$(RUN)python -m tests.soak --random 100
 
 compare: $(READY) ## Methods and launchers side by side (ARGS: settings, --only none,ddp)
 	$(RUN)python -m train.main compare $(ARGS)

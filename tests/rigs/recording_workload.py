@@ -52,6 +52,11 @@ MODELS = {
     "dropout": lambda: nn.Sequential(nn.Linear(8, 16), Masked(), nn.Linear(16, 4)),
     "norm": lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)),
     "unused": Unused,
+    # More than a megabyte of gradients: DDP sends them in two buckets. With all that draws numbers or keeps buffers
+    "wide": lambda: nn.Sequential(
+        nn.Linear(8, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Dropout(0.2), nn.Linear(512, 600), nn.ReLU(),
+        nn.Linear(600, 4),
+    ),
 }
 
 

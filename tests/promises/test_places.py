@@ -1,0 +1,54 @@
+"""A rank that dies at any place costs no finished step: the job ends with the weights it would have had.
+
+A few of the cases of `tests/soak.py`, which runs them all, and random ones by the hundred.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rigs.places import JOINING, KEEPING, OUT_OF_MEMORY_CGROUPS, PREPARING, STEPPING, Fault
+from tests.soak import Case, Soak, sequence
+
+
+@pytest.fixture(scope="module")
+def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soak]:
+    return Soak(tmp_path_factory.mktemp("soak"))
+
+
+def check(soak: Soak, case: Case) -> None:
+    outcome = soak.run(case)
+    assert outcome.problems == [], f"{case}\n{outcome.output}"
+
+
+def test_in_every_part_of_a_step(soak: Soak) -> None:
+    hows = ("SIGKILL", "SIGSEGV", "SIGABRT")
+    check(soak, Case("wide", 2, sequence(*(
+        Fault(place, i % 2, 2 + i, hows[i % 3]) for i, place in enumerate(STEPPING)
+    ))))
+
+
+def test_while_starting_and_joining_again(soak: Soak) -> None:
+    check(soak, Case("wide", 2, sequence(*(Fault(place, i % 2) for i, place in enumerate((*JOINING, *PREPARING))))))
+
+
+def test_while_evaluating_and_saving(soak: Soak) -> None:
+    check(soak, Case("wide", 2, sequence(Fault("evaluating", 1), *(Fault(place, 0) for place in KEEPING))))
+
+
+def test_two_of_three_ranks_at_once_and_then_all(soak: Soak) -> None:
+    check(soak, Case("accumulate", 3, sequence(
+        (Fault("backward", 0, 4), Fault("backward", 2, 4)),
+        tuple(Fault("after the optimizer", rank, 7) for rank in range(3)),
+    )))
+
+
+def test_the_supervisor_and_what_forks_for_it(soak: Soak) -> None:
+    check(soak, Case("wide", 2, sequence(
+        Fault("backward", 1, 4, whom="supervisor"), Fault("after the optimizer", 0, 8, whom="server"),
+    )))
+
+
+@pytest.mark.skipif(not (OUT_OF_MEMORY_CGROUPS / "cgroup.procs").exists(), reason="needs cgroup v1's memory limit")
+def test_out_of_memory(soak: Soak) -> None:
+    check(soak, Case("wide", 2, sequence(Fault("between buckets", 1, 4, "memory"))))

@@ -1,0 +1,352 @@
+"""Faults at exact places: a process of a job ends, or stops, in the middle of a forward, of a save, of joining.
+
+The program knows nothing of it. `site_folder` makes a `sitecustomize.py`, which Python runs as it starts; it puts hooks
+around functions of the program as they are imported. Each hook is a place with a name, see `PLACES`. The variable
+RANKUP_FAULTS would be taken for the program's own, so the order stands in FAULTS: JSON, a folder and a list of groups
+of faults. A group is armed when all faults of the group before it have struck, so that one job can suffer many, one
+after the other, also a second one while it recovers from the first. Each strikes once, whatever process gets there
+first: it makes a file in the folder. No torch here and nothing else that is slow: supervisors import it too.
+"""
+
+import ctypes
+import functools
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FAULTS = "FAULTS"
+# A fault that shall come together with others waits for them so long: some may have died of the first already
+TOGETHER_S = 5.0
+OUT_OF_MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
+MIB = 2**20
+
+JOINING = ("before joining", "met", "routes known", "before forming", "formed")
+PREPARING = ("before building", "data loaded", "warming up", "ready")
+STEPPING = (
+    "forward", "backward", "between buckets", "reducing the loss", "before the optimizer", "in the optimizer",
+    "after the optimizer",
+)
+KEEPING = ("evaluating", "saving", "publishing", "published")
+RESCUING = ("before the rescue", "writing the rescue", "publishing the rescue")
+PLACES = (*JOINING, *PREPARING, *STEPPING, *KEEPING, *RESCUING, "between the renames")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to one process, where. `rank` -1: whichever rank gets there first. `step`: not before that step.
+
+    `how`: a signal's name, or "memory": the kernel ends it for want of memory. `whom`: the rank itself, the process
+    that forked it ("server"), the supervisor, or the whole "node", all three.
+    """
+
+    place: str
+    rank: int = -1
+    step: int = 0
+    how: str = "SIGKILL"
+    whom: str = "self"
+
+    def __post_init__(self) -> None:
+        assert self.place in PLACES, self.place
+
+
+Groups = Sequence[Sequence[Fault]]
+
+
+def order(folder: Path, faults: Groups) -> dict[str, str]:
+    """The variables of a job that shall suffer them. `folder` gets what happened."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sitecustomize.py").write_text("from tests.rigs import places\n\nplaces.install()\n")
+    root = str(Path(__file__).resolve().parents[2])
+    text = json.dumps({"folder": str(folder), "faults": [[asdict(fault) for fault in group] for group in faults]})
+    return {FAULTS: text, "PYTHONPATH": f"{folder}:{root}"}
+
+
+@dataclass(frozen=True)
+class Strike:
+    fault: Fault
+    rank: int
+    pid: int
+    time: float
+
+
+def strikes(folder: Path) -> list[Strike]:
+    """What has struck so far."""
+    found = [json.loads(path.read_text() or "null") for path in sorted(folder.glob("*.struck"))]
+    return [Strike(Fault(**entry.pop("fault")), **entry) for entry in found if entry]
+
+
+def updates(folder: Path) -> list[dict[str, Any]]:
+    """The optimizer steps that all processes have finished: {"rank", "pid", "step", "time"}, by time."""
+    lines = [line for path in folder.glob("updates-*.jsonl") for line in path.read_text().splitlines()]
+    return sorted((json.loads(line) for line in lines), key=lambda entry: float(entry["time"]))
+
+
+# In the job's processes -----------------------------------------------------------------------------------------
+
+
+class _Now:
+    """Where this process is."""
+
+    step = 0  # the optimizer step that is being done, from 1; 0 before the first
+    phase = ""  # the watchdog's
+
+
+@functools.cache
+def _order() -> tuple[Path, list[list[Fault]]]:
+    given = json.loads(os.environ[FAULTS])
+    return Path(given["folder"]), [[Fault(**fault) for fault in group] for group in given["faults"]]
+
+
+def due(place: str) -> Path | None:
+    """The file that says that the fault due here has struck, or None where none is due."""
+    folder, groups = _order()
+    for number, group in enumerate(groups):
+        files = [folder / f"{number:02d}-{index}.struck" for index in range(len(group))]
+        missing = [(file, fault) for file, fault in zip(files, group, strict=True) if not file.exists()]
+        for file, fault in missing:
+            mine = fault.rank in (-1, int(os.environ.get("RANK", "-2")))
+            if fault.place == place and mine and _Now.step >= fault.step:
+                return file
+        if missing:
+            return None
+    return None
+
+
+def at(place: str) -> None:
+    """This process has come to a place: suffer what is due here."""
+    file = due(place)
+    if file is None:
+        return
+    folder, groups = _order()
+    number, index = (int(part) for part in file.stem.split("-"))
+    group = groups[number]
+    if len(group) > 1:
+        file.with_suffix(".here").touch()
+        until_s = time.monotonic() + TOGETHER_S
+        while len(list(folder.glob(f"{number:02d}-*.here"))) < len(group) and time.monotonic() < until_s:
+            time.sleep(0.005)
+    fault = group[index]
+    try:
+        claim = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    except FileExistsError:  # another rank got here first
+        return
+    entry = {"fault": asdict(fault), "rank": int(os.environ["RANK"]), "pid": os.getpid(), "time": time.time()}
+    os.write(claim, json.dumps(entry).encode())
+    os.close(claim)
+    _strike(fault)
+
+
+def _strike(fault: Fault) -> None:
+    if fault.how == "memory":
+        _run_out_of_memory()
+    number = getattr(signal, fault.how)
+    server = os.getppid()
+    supervisor = _parent(server) if b"fork_server" in Path(f"/proc/{server}/cmdline").read_bytes() else server
+    victims = {
+        "self": [os.getpid()], "server": [server], "supervisor": [supervisor],
+        "node": [supervisor, server, os.getpid()],
+    }[fault.whom]
+    if fault.how == "SIGSEGV" and fault.whom == "self":
+        ctypes.string_at(0)  # a real one, in C
+    for pid in victims:
+        os.kill(pid, number)
+    if number != signal.SIGTERM:
+        time.sleep(600)  # for the others: the end of a parent takes this process along
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _run_out_of_memory() -> None:
+    """Let the kernel's memory killer end this process, in a cgroup of its own that has a small limit."""
+    group = OUT_OF_MEMORY_CGROUPS / f"places-{os.getpid()}"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(64 * MIB))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    hoard = []
+    while True:
+        hoard.append(b"x" * MIB)
+
+
+# Hooks ----------------------------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Called by `sitecustomize`, before the program's first line."""
+    sys.meta_path.insert(0, _Finder())
+    rename = pathlib.Path.rename
+
+    def renamed(self: Path, target: Any) -> Path:
+        kind, name = _kind(self), Path(target).name
+        if self.name.startswith(".writing-") and name.startswith("step-"):
+            at("publishing" if kind == "checkpoint" else "publishing the rescue")
+        done = rename(self, target)
+        if kind == "checkpoint" and name.startswith("step-"):
+            at("between the renames" if name.endswith(".replaced") else "published")
+        return done
+
+    pathlib.Path.rename = renamed  # type: ignore[assignment, method-assign]
+
+
+def _kind(path: Path) -> str:
+    return "checkpoint" if path.parent.name == "checkpoints" or "checkpoints" in path.parts else "rescue"
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Puts the hooks in as soon as a module was run, before anybody takes a function out of it."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name not in HOOKS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        assert spec is not None
+        assert spec.loader is not None
+        run = spec.loader.exec_module
+
+        def run_and_hook(module: Any) -> None:
+            run(module)
+            HOOKS[name](module)
+
+        spec.loader.exec_module = run_and_hook  # type: ignore[method-assign]
+        return spec
+
+
+def _wrap(owner: Any, name: str, *, before: str = "", after: str = "") -> None:
+    whole = getattr(owner, name)
+
+    @functools.wraps(whole)
+    def call(*values: Any, **more: Any) -> Any:
+        if before:
+            at(before)
+        done = whole(*values, **more)
+        if after:
+            at(after)
+        return done
+
+    setattr(owner, name, call)
+
+
+def _hook_join(join: Any) -> None:
+    _wrap(join, "meet", before="before joining", after="met")
+    _wrap(join, "try_routes", after="routes known")
+    _wrap(join.dist, "init_process_group", before="before forming", after="formed")
+
+
+def _hook_watchdog(watchdog: Any) -> None:
+    enter = watchdog.Watchdog.enter
+
+    def entered(self: Any, phase: str, *values: Any, **more: Any) -> None:
+        enter(self, phase, *values, **more)
+        _Now.phase = phase
+
+    watchdog.Watchdog.enter = entered
+
+
+def _hook_group(group: Any) -> None:
+    reduce = group.Group.sum
+
+    def summed(self: Any, tensor: Any) -> Any:
+        if _Now.phase == "step":
+            at("reducing the loss")
+        return reduce(self, tensor)
+
+    group.Group.sum = summed
+
+
+def _hook_publish(publish: Any) -> None:
+    write = publish._write_durably
+
+    def written(path: Path, *values: Any) -> None:
+        write(path, *values)
+        at("saving" if _kind(path) == "checkpoint" else "writing the rescue")
+
+    publish._write_durably = written
+
+
+def _hook_loop(loop: Any) -> None:
+    _wrap(loop, "build", before="before building", after="ready")
+    _wrap(loop, "load", after="data loaded")
+    _wrap(loop, "_warm_up", before="warming up")
+    _hook_optimizers()
+    step, evaluate = loop.step, loop.evaluate_and_report
+
+    def hooked_step(t: Any) -> Any:
+        _Now.step = t.progress.step + 1
+        hooks = _inside_step(t)
+        try:
+            return step(t)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def hooked_evaluate(t: Any) -> Any:
+        hook = t.plain.register_forward_hook(lambda *_: at("evaluating"))
+        try:
+            return evaluate(t)
+        finally:
+            hook.remove()
+
+    loop.step, loop.evaluate_and_report = hooked_step, hooked_evaluate
+
+
+def _inside_step(t: Any) -> list[Any]:
+    """Hooks inside the model, only for the step in which they strike: they would slow the others down."""
+    trained = [parameter for parameter in t.plain.parameters() if parameter.requires_grad]
+    seen: list[int] = []
+
+    def last_backward(gradient: Any) -> None:
+        seen.append(1)
+        if len(seen) == t.config.accumulate:  # the others exchange nothing
+            at("between buckets")
+
+    hooks = []
+    if due("forward"):
+        leaves = [module for module in t.plain.modules() if not list(module.children())]
+        hooks.append(leaves[len(leaves) // 2].register_forward_hook(lambda *_: at("forward")))
+    if due("backward"):
+        hooks.append(trained[-1].register_hook(lambda _: at("backward")))  # its gradient comes first
+    if due("between buckets"):
+        hooks.append(trained[0].register_hook(last_backward))  # and this one last
+    return hooks
+
+
+def _hook_optimizers() -> None:
+    """Strike before, in and after an optimizer's step, and write down each that a process has finished."""
+    from torch.optim import adam, adamw, sgd
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    def before(*_: Any) -> None:
+        if _Now.step:
+            at("before the optimizer")
+
+    def after(*_: Any) -> None:
+        if _Now.step:
+            entry = {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "step": _Now.step, "time": time.time()}
+            with (_order()[0] / f"updates-{os.getpid()}.jsonl").open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+            at("after the optimizer")
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+    # Called once for each group of parameters: after the first, half of the weights are new
+    for module, name in ((sgd, "sgd"), (adam, "adam"), (adamw, "adamw")):
+        _wrap(module, name, after="in the optimizer")
+
+
+HOOKS: Mapping[str, Callable[[Any], None]] = {
+    "train.group.join": _hook_join,
+    "train.group.watchdog": _hook_watchdog,
+    "train.group.group": _hook_group,
+    "train.run.publish": _hook_publish,
+    "train.loop": _hook_loop,
+}
