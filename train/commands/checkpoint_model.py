@@ -16,7 +16,7 @@ from train.parallel.model import prepare
 from train.process.context import Context
 from train.process.log import Log
 from train.process.status_file import StatusFile
-from train.run.checkpoint import Checkpoint, load_checkpoint, load_newest
+from train.run.checkpoint import Checkpoint, load_checkpoint, load_newest, share_checkpoint
 from train.workloads import Workload, load
 
 
@@ -56,7 +56,10 @@ def open_checkpoint(context: Context, path: str) -> Iterator[CheckpointModel]:
     status = StatusFile(context.run_dir / "evaluations", context.launch, shared=False)
     with join(config, context.launch, log=log, stop=context.stop, status=status) as group:
         group.watch.enter("evaluation", config.eval_timeout_s)
-        checkpoint: Checkpoint = on_rank0(group, lambda: read_checkpoint(path, context.run_dir, log))
+        checkpoint: Checkpoint = on_rank0(
+            group, lambda: read_checkpoint(path, context.run_dir, log),
+            share=lambda found: share_checkpoint(found, group),
+        )
         settings = _settings_of(checkpoint, config)
         torch.set_num_threads(settings.num_threads)
         torch.use_deterministic_algorithms(settings.deterministic)

@@ -47,7 +47,7 @@ def _open_samples(opened: CheckpointModel, path: str) -> tuple[Samples, Callable
     if path != "-":
         return workload.open_input(path)
     # Launchers connect standard input to rank 0 only
-    content: bytes = on_rank0(opened.group, sys.stdin.buffer.read)
+    content = opened.group.broadcast_bytes(sys.stdin.buffer.read() if opened.group.is_rank0 else b"")
     with tempfile.NamedTemporaryFile() as file:
         file.write(content)
         file.flush()

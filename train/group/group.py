@@ -1,5 +1,11 @@
-"""The group of ranks: this rank's place in it, and the few collectives over host memory that keep the ranks in step."""
+"""The group of ranks: this rank's place in it, and the few collectives over host memory that keep the ranks in step.
 
+Values travel as JSON, or as what `torch.load(weights_only=True)` reads. torch's own collectives of objects unpickle
+what arrives, which runs whatever code the sender wants, and anybody in the network may connect to a rank's ports.
+"""
+
+import io
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -77,20 +83,60 @@ class Group:
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, anything that can be pickled, in the order of the ranks."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        self._collective(lambda: dist.all_gather_object(values, value))
-        return values
+        """Every rank's `value`, which JSON can hold, in the order of the ranks. A tuple arrives as a list.
 
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's `value` on all ranks, anything that can be pickled; bytes of any size included."""
+        Raises TypeError for what JSON can't hold.
+        """
+        return [json.loads(data) for data in self._gather_bytes(json.dumps(value).encode())]
+
+    def gather_tensors(self, value: Any) -> list[Any]:
+        """Every rank's `value`, tensors and plain values in lists and dicts, on the CPU, in the order of the ranks.
+
+        Every rank holds all of them: the memory grows with the number of ranks.
+        """
+        return [unpack(data) for data in self._gather_bytes(pack(value))]
+
+    def broadcast(self, value: Any, *, source: int = 0) -> Any:
+        """The `value` of rank `source`, which JSON can hold, on all ranks. A tuple arrives as a list.
+
+        What the other ranks pass is not looked at. Raises TypeError on `source` for what JSON can't hold.
+        """
+        data = json.dumps(value).encode() if self.rank == source else b""
+        return json.loads(self.broadcast_bytes(data, source=source))
+
+    def broadcast_tensors(self, value: Any, *, source: int = 0) -> Any:
+        """The `value` of rank `source`, tensors and plain values in lists and dicts, on all ranks, on the CPU.
+
+        What the other ranks pass is not looked at.
+        """
+        data = pack(value) if self.rank == source else b""
+        return unpack(self.broadcast_bytes(data, source=source))
+
+    def broadcast_bytes(self, data: bytes, *, source: int = 0) -> bytes:
+        """The `data` of rank `source` on all ranks. What the other ranks pass is not looked at."""
         if self.world_size == 1:
-            return value
-        holder = [value]
-        self._collective(lambda: dist.broadcast_object_list(holder, src=0, device=torch.device("cpu")))
-        return holder[0]
+            return data
+        size = torch.tensor(len(data))
+        self._collective(lambda: dist.broadcast(size, src=source))
+        content = _as_tensor(data) if self.rank == source else torch.empty(int(size), dtype=torch.uint8)
+        if len(content):
+            self._collective(lambda: dist.broadcast(content, src=source))
+        return data if self.rank == source else content.numpy().tobytes()
+
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's `data`, in the order of the ranks."""
+        if self.world_size == 1:
+            return [data]
+        sizes = [torch.zeros((), dtype=torch.int64) for _ in range(self.world_size)]
+        self._collective(lambda: dist.all_gather(sizes, torch.tensor(len(data))))
+        # All parts of an all-gather have one size, that of the longest
+        longest = int(max(sizes))
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        own = torch.zeros(longest, dtype=torch.uint8)
+        own[: len(data)] = _as_tensor(data)
+        if longest:
+            self._collective(lambda: dist.all_gather(parts, own))
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def must_match(self, what: str, value: str, *, remedy: str) -> None:
         """Raises UserError on every rank where `value` differs between ranks, naming the first that differs."""
@@ -109,19 +155,41 @@ class Group:
         self.watch.wait_for_others(False)
 
 
-def on_rank0(group: Group, work: Callable[[], Any]) -> Any:
-    """Call `work` on rank 0 and return its result, which is pickled, on all ranks. All ranks call this.
+def pack(value: Any) -> bytes:
+    """Tensors and plain values as `torch.save` writes them."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
+
+def unpack(data: bytes) -> Any:
+    """The tensors and plain values that `pack` was given, on the CPU: onto a GPU, every rank would fill cuda:0.
+
+    Raises pickle.UnpicklingError for anything else: no class and no function that `data` names is called.
+    """
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    """uint8 [len(data)]. A copy: torch warns of memory that can't be written, as that of bytes."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def on_rank0(group: Group, work: Callable[[], Any], *, share: Callable[[Any], Any] | None = None) -> Any:
+    """Call `work` on rank 0 and return its result on all ranks. All ranks call this.
+
+    `share` sends the result: every rank calls it, rank 0 with the result, the others with None. By default it is
+    `group.broadcast`, for what JSON can hold.
     UserError and PeerLost of `work` are raised on all ranks: one that waited for rank 0's result would otherwise wait
     until a deadline. Any other error is a fault: it ends rank 0, and the others lose their peer.
     """
-    outcome: tuple[str, Any] = ("", None)
+    result, failure = None, ("", "")
     if group.is_rank0:
         try:
-            outcome = ("", work())
+            result = work()
         except (UserError, PeerLost) as error:
-            outcome = (type(error).__name__, str(error))
-    kind, value = group.broadcast(outcome)
-    if not kind:
-        return value
-    raise (PeerLost if kind == "PeerLost" else UserError)(value, printed_elsewhere=not group.is_rank0)
+            failure = (type(error).__name__, str(error))
+    kind, text = group.broadcast(failure)
+    if kind:
+        raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not group.is_rank0)
+    return (share or group.broadcast)(result)

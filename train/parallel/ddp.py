@@ -76,7 +76,7 @@ class DDP(Method):
             "iter": self.powersgd.iter,
             "p": _on(torch.device("cpu"), self.powersgd.p_memory_dict),
             "q": _on(torch.device("cpu"), self.powersgd.q_memory_dict),
-            "errors": self.group.gather(own_errors),
+            "errors": self.group.gather_tensors(own_errors),
         }
 
     def after_warm_up(

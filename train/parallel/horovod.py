@@ -76,9 +76,10 @@ class Horovod(Method):
     def after_warm_up(
         self, plain: nn.Module, optimizer: torch.optim.Optimizer, memory: dict[str, Any]
     ) -> torch.optim.Optimizer:
-        """Horovod's optimizer around this one, and rank 0's weights and optimizer state on all ranks.
+        """Horovod's optimizer around this one, and rank 0's weights on all ranks.
 
-        After the warm-up: from here on every backward pass sends its gradients.
+        After the warm-up: from here on every backward pass sends its gradients. The optimizer's state is the same
+        everywhere already, all ranks read it from one checkpoint; Horovod's broadcast of it unpickles what arrives.
         """
         config = self.config
         horovod = load_horovod()
@@ -92,9 +93,6 @@ class Horovod(Method):
         )
         distributed.load_state_dict(state)  # it begins with an empty one
         horovod.broadcast_parameters(plain.state_dict(), root_rank=0)
-        if state["state"]:
-            # Skip an empty state: Horovod would create one by a step with gradients of zero, which applies weight decay
-            horovod.broadcast_optimizer_state(distributed, root_rank=0)
         assert isinstance(distributed, torch.optim.Optimizer)
         return distributed
 

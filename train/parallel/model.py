@@ -55,7 +55,7 @@ def _check_compiler(device: torch.device) -> None:
 def check_same_shapes(group: Group, model: nn.Module) -> None:
     """Raises UserError where ranks built different models, as with other code on one node. Before anything is
     exchanged: DDP would compare sizes only, and name a parameter by its number."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     for rank, other in enumerate(group.gather(shapes)):
         if other != shapes:
             name = next(n for n in [*shapes, *other] if shapes.get(n) != other.get(n))
@@ -74,7 +74,7 @@ def share_buffers(model: nn.Module, group: Group) -> None:
     buffers = dict(model.named_buffers())
     if not buffers or group.world_size == 1:
         return
-    first = group.broadcast({name: buffer.cpu() for name, buffer in buffers.items()} if group.is_rank0 else None)
+    first = group.broadcast_tensors(buffers)
     with torch.no_grad():
         for name, buffer in buffers.items():
             buffer.copy_(first[name])

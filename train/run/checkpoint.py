@@ -18,9 +18,10 @@ from typing import Any, Self
 import torch
 
 from train.errors import UserError
+from train.group.group import Group, pack, unpack
 from train.run import sharded_checkpoint
 from train.run.sharded_checkpoint import Fingerprint
-from train.run.training_state import TrainingState, unpack
+from train.run.training_state import TrainingState
 
 # `.replaced`: the earlier one of the same step, for the moment until the new one has its name
 NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
@@ -41,6 +42,11 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return self.state.step
+
+    def to_files(self) -> dict[str, bytes]:
+        """The contents of its files by their names, without manifest and shards."""
+        model = {} if self.sharded else {"model.pt": pack(self.model)}
+        return {**model, **self.state.to_files()}
 
     def as_plain(self) -> Self:
         """The same with all shards read into this process, as if it had been saved plain."""
@@ -97,6 +103,17 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if problem:
         raise UserError(f"checkpoint: {path} must be a whole checkpoint, got a damaged one: {problem}.")
     return _parse(path, files)
+
+
+def share_checkpoint(checkpoint: Checkpoint | None, group: Group) -> Checkpoint | None:
+    """Rank 0's `checkpoint` on all ranks, None where it has none. All ranks call this.
+
+    Its files travel as they are, and each rank reads them with `weights_only=True`.
+    """
+    own = {} if checkpoint is None else checkpoint.to_files()
+    path, names = group.broadcast(("" if checkpoint is None else str(checkpoint.path), list(own)))
+    files = {name: group.broadcast_bytes(own.get(name, b"")) for name in names}
+    return checkpoint if group.is_rank0 or not files else _parse(Path(path), files)
 
 
 def _parse(path: Path, files: dict[str, bytes]) -> Checkpoint:

@@ -97,8 +97,10 @@ def _sums_of_rank(
 def _add_over_ranks(group: Group, sums: Sums) -> Sums:
     """The sums of all ranks, the same on each."""
     # Rank 0 always has a batch. A rank without one does not know which sums there are.
-    found = group.broadcast({name: (tuple(value.shape), value.dtype) for name, value in sorted(sums.items())})
-    return {name: group.sum(sums.get(name, torch.zeros(shape, dtype=dtype))) for name, (shape, dtype) in found.items()}
+    own = {name: (list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in sorted(sums.items())}
+    found = group.broadcast(own).items()
+    zeros = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in found}
+    return {name: group.sum(sums.get(name, none)) for name, none in zeros.items()}
 
 
 def batches_of_rank(

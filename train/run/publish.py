@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 
 from train.errors import disk_error
+from train.group.group import pack
 from train.run import sharded_checkpoint
 from train.run.checkpoint import find_problem, fingerprint_bytes, list_checkpoints
 from train.run.sharded_checkpoint import Fingerprint
-from train.run.training_state import TrainingState, pack, to_json
+from train.run.training_state import TrainingState, to_json
 
 STAGING = ".writing-"
 

@@ -28,7 +28,9 @@ def load_initial_weights(
     """
     if earlier is None:
         if config.init_from:
-            plain.load_state_dict(on_rank0(group, lambda: _init_from(config, group, plain)))
+            # The file needs to be on rank 0's disk only
+            on_rank0(group, lambda: weights.init_from(plain, Path(config.init_from or ""), group.log.info))
+            plain.load_state_dict(group.broadcast_tensors(plain.state_dict()))
         return Progress()
     state = earlier.state
     if state.data != data_name:
@@ -72,13 +74,6 @@ def load_training_state(
         if state.scaler:  # empty where the precision needs no scaler
             scaler.load_state_dict(state.scaler)
     return state.compressor
-
-
-def _init_from(config: Config, group: Group, plain: nn.Module) -> dict[str, torch.Tensor]:
-    """Rank 0's model with the weights of `init_from` in it, on the CPU: the file needs to be on its disk only."""
-    assert config.init_from is not None
-    weights.init_from(plain, Path(config.init_from), group.log.info)
-    return {name: tensor.cpu() for name, tensor in plain.state_dict().items()}
 
 
 @contextmanager

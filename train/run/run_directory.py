@@ -21,7 +21,7 @@ from train.group.group import Group, on_rank0
 from train.process.atomic_file import write_atomically
 from train.process.status import job_of, read_json
 from train.run import publish
-from train.run.checkpoint import Checkpoint, list_checkpoints, load_newest
+from train.run.checkpoint import Checkpoint, list_checkpoints, load_newest, share_checkpoint
 from train.run.choices import CHOICES
 from train.run.lease import Lease
 from train.run.metrics import Metrics, Progress
@@ -99,9 +99,13 @@ class RunDirectory:
             if self.group.is_rank0:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
-        on_rank0(self.group, lambda: publish.publish(
-            staging, state.to_files(), shards, step=state.step, keep=self.config.keep, check_owner=self.check_owner
-        ))
+
+        def publish_it() -> None:
+            publish.publish(
+                staging, state.to_files(), shards, step=state.step, keep=self.config.keep, check_owner=self.check_owner
+            )
+
+        on_rank0(self.group, publish_it)
 
 
 @contextlib.contextmanager
@@ -112,19 +116,22 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
     result has changed, or the newest checkpoint can't be gone on with.
     """
     lease = Lease(group.run_dir, group.attempt) if group.is_rank0 else None
+    finished, earlier = False, None
     with contextlib.ExitStack() as stack:
 
-        def take() -> tuple[bool, Checkpoint | None]:
+        def take() -> bool:
+            nonlocal earlier
             assert lease is not None
             try:
                 stack.enter_context(lease)  # here, not around the block: a refusal has to reach all ranks
                 group.status.claim(lease)
-                return _find_earlier(config, group)
+                finished, earlier = _find_earlier(config, group)
+                return finished
             except OSError as error:
                 raise UserError(f"run_dir: {group.run_dir} must be writable, got {error.strerror or error}.") from None
 
-        finished, earlier = on_rank0(group, take)
-        run = RunDirectory(config, group, finished, earlier, lease)
+        finished = on_rank0(group, take)
+        run = RunDirectory(config, group, finished, share_checkpoint(earlier, group), lease)
         try:
             yield run
         except BaseException:

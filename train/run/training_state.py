@@ -4,7 +4,6 @@ Two files hold it: `state.json` what a person may want to read, `training.pt` wh
 """
 
 import dataclasses
-import io
 import json
 import platform
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any, Self
 import torch
 
 from train.errors import UserError
+from train.group.group import pack, unpack
 
 # Raise it when a field is added, removed or changes its meaning. A checkpoint of another format is refused, because
 # guessing what a missing field was would change the weights of the resumed run without a word.
@@ -86,14 +86,3 @@ class TrainingState:
 def to_json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
-
-def pack(value: Any) -> bytes:
-    """`value` as torch.save writes it."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpack(data: bytes) -> Any:
-    """The tensors and plain values that `pack` was given, on the CPU: onto a GPU, every rank would fill cuda:0."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -1,0 +1,91 @@
+"""The collectives over host memory: what arrives, and that nothing that arrives is run."""
+
+import os
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.rigs.fork_server import Forks
+from train.errors import PeerLost, UserError
+from train.group.group import Group, on_rank0, pack, unpack
+
+ROWS = [{"accuracy": 0.1 + 0.2, "name": "größe", "none": None, "list": [1, [2.5, True]]}, [], "", 2**60]
+
+
+def group_of(rank: int, world_size: int) -> Group:
+    launch = SimpleNamespace(rank=rank, world_size=world_size, restart_count=0)
+    ends = SimpleNamespace(status=SimpleNamespace(run_dir=Path()))
+    watch = SimpleNamespace(wait_for_others=lambda waiting: None)
+    parts: dict[str, Any] = {"watch": watch, "stop": None, "ends": ends, "log": SimpleNamespace(host="here")}
+    return Group(launch, torch.device("cpu"), **parts)  # type: ignore[arg-type]
+
+
+def exchange() -> None:
+    """In each of the forked ranks: `check` in a real group."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    check(group_of(rank, world_size))
+    dist.barrier()
+    os._exit(0)
+
+
+def check(group: Group) -> None:
+    rank, ranks = group.rank, range(group.world_size)
+    last = ranks[-1]
+    assert group.gather({"rank": rank, "values": ROWS[: rank + 1]}) == [
+        {"rank": each, "values": ROWS[: each + 1]} for each in ranks
+    ]
+    assert group.gather((rank, "x" * rank)) == [[each, "x" * each] for each in ranks]
+    for source in ranks:
+        assert group.broadcast(ROWS if rank == source else {"not": "looked at"}, source=source) == ROWS
+        data = bytes(range(256)) * 1000 * source  # of rank 0: none
+        assert group.broadcast_bytes(data if rank == source else b"other", source=source) == data
+
+    state = {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(5, 3)}}, "lr": 0.1, "betas": (0.9, 0.99)}
+    received = group.broadcast_tensors(state if rank == last else None, source=last)
+    assert received["betas"] == (0.9, 0.99)
+    assert received["state"][0]["step"] == 3
+    sent = group.broadcast_tensors(received["state"][0]["exp_avg"])
+    assert torch.equal(sent, received["state"][0]["exp_avg"])
+    tables = [torch.arange(each, dtype=torch.bfloat16) for each in ranks]  # a longer one from each rank
+    assert [part.tolist() for part in group.gather_tensors(tables[rank])] == [part.tolist() for part in tables]
+
+    with pytest.raises(TypeError):
+        group.gather(b"no JSON")
+    for error in (UserError, PeerLost):
+        def fail(error: type[Exception] = error) -> None:
+            raise error("rank 0 alone said no")
+
+        with pytest.raises(error, match="rank 0 alone said no") as caught:
+            on_rank0(group, fail)
+        assert caught.value.printed_elsewhere is (rank > 0)
+    assert on_rank0(group, lambda: {"of": group.rank}) == {"of": 0}
+    assert on_rank0(group, lambda: torch.ones(2), share=group.broadcast_tensors).tolist() == [1, 1]
+
+
+def test_values_arrive_as_they_were_sent_on_three_ranks(forks: Forks):
+    codes, output = forks.run(world_size=3, preload="tests.group.test_group:exchange")
+    assert codes == [0, 0, 0], output
+
+
+def test_one_rank_gets_what_it_would_get_among_several():
+    check(group_of(0, 1))
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("ran",)
+
+
+@pytest.mark.parametrize("write", [lambda value: pickle.dumps(value, protocol=2), pack])
+def test_what_arrives_in_place_of_tensors_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any):
+    monkeypatch.chdir(tmp_path)
+    sent = write(Evil())
+    with pytest.raises(pickle.UnpicklingError, match=r"mkdir|Weights only load failed"):
+        unpack(sent)
+    assert not list(tmp_path.iterdir())
