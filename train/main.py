@@ -4,10 +4,8 @@ The whole line is understood before anything runs; torch is imported by the comm
 exit code: see `train.errors`.
 """
 
-import getpass
 import os
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 from typing import NoReturn
@@ -36,6 +34,7 @@ from train.process.context import Context
 from train.process.exit import finish
 from train.process.log import Log
 from train.process.placement import Launch
+from train.process.prepare import prepare_imports
 from train.process.status import tell_torchrun
 from train.run.choices import CHOICES
 
@@ -78,19 +77,9 @@ def _read_environment(request: Request) -> Launch | UserError:
 
 def _prepare_process(launch: Launch, log: Log, stop: StopRequest) -> None:
     stop.print_through(log)
-    # torch says in 20 lines of C++ frames that a connection ended; we say whose, in one
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if launch.parent_pid:
         die_with_parent(launch.parent_pid)
-    if not {os.getcwd(), ""} & set(sys.path):
-        # For the user's own module, which a checkpoint may name: `python -m` puts the current directory on the path,
-        # `rankup` and a file do not
-        sys.path.append(os.getcwd())
-    try:
-        getpass.getuser()
-    except (KeyError, OSError):
-        # torch before 2.13 asks for the user's name while it is imported, and a container's arbitrary user has none
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    prepare_imports()
 
 
 def _report(error: BaseException, log: Log) -> int:

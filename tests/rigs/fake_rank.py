@@ -1,31 +1,31 @@
-"""Ranks that do as they are told, in milliseconds: what `launch` starts in the place of train/main.py.
+"""Ranks that do as they are told, in milliseconds: what a supervisor forks in the place of train/main.py.
 
-FAKE_RANKS is JSON: for each incarnation (the last one counts for later ones too) a word for each rank, such as "exit
-171", "signal SIGKILL", "finish" (with a status.json), "save" (waits for SIGTERM, then exit 143, or "save 171"),
-"stubborn" (ignores SIGTERM), "stop". FAKE_FOLDER gets one file for each start, with what the rank was given.
+FAKE_RANKS is JSON: for each incarnation of a rank (the last one counts for later ones too) a word for each rank, such
+as "exit 171", "signal SIGKILL", "finish" (with a status.json), "save" (waits for SIGTERM, then exit 143, or "save
+171"), "stubborn" (ignores SIGTERM), "stop". "step 5, exit 171" reports a finished step first. FAKE_FOLDER gets one file
+for each start, with what the rank was given.
 """
 
 import json
 import os
 import signal
-import stat
 import sys
 import time
 from pathlib import Path
 
+from train.process import local_launcher, supervisor
+from train.process.progress import StepReporter
+from train.process.stop import StopRequest
+
 
 def use() -> None:
     """To be called first in the process of `launch`."""
-    fake = Path(os.environ["FAKE_FOLDER"]) / "python"
-    fake.write_text(f"#!{sys.executable} -IS\n" + Path(__file__).read_text())
-    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
-    sys.executable = str(fake)
+    supervisor.ENTRY = "tests.rigs.fake_rank:be"
+    local_launcher.slow_modules = lambda config, command: []
 
 
 def use_impatiently() -> None:
-    from train.process import local_launcher
-
-    local_launcher.SETTLE_S = 0.5
+    supervisor.SETTLE_S = 0.5
     use()
 
 
@@ -34,19 +34,24 @@ def use_under_nohup() -> None:
     use()
 
 
-def be() -> None:
+def be(stop: StopRequest) -> None:
+    signal.set_wakeup_fd(-1)  # the stop request would leave before the fake does what it was told
     given = {
         name: value
         for name, value in os.environ.items()
         if name.startswith(("RANK", "LOCAL_", "WORLD", "MASTER", "GROUP"))
     }
-    rank, restart = int(given["LOCAL_RANK"]), int(given["RANKUP_RESTART"])
+    rank, restart = int(given.get("LOCAL_RANK", 0)), int(given["RANKUP_RESTART"])
     folder = Path(os.environ["FAKE_FOLDER"])
     aside = folder / f"aside-{restart}-{rank}.json"  # whoever reads, and whoever is killed here, leaves no half of it
     aside.write_text(json.dumps({**given, "arguments": sys.argv[1:], "pid": os.getpid()}))
     aside.rename(folder / f"start-{restart}-{rank}.json")
     plan = json.loads(os.environ["FAKE_RANKS"])
-    word, _, what = plan[min(restart, len(plan) - 1)][rank].partition(" ")
+    words = plan[min(restart, len(plan) - 1)][rank]
+    if words.startswith("step "):
+        step, _, words = words.removeprefix("step ").partition(", ")
+        StepReporter(given["RANKUP_PROGRESS"]).report(int(step))
+    word, _, what = words.partition(" ")
     if word == "exit":
         os._exit(int(what))
     if word == "signal":
@@ -62,8 +67,5 @@ def be() -> None:
     (folder / f"ready-{restart}-{rank}").touch()
     if word == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(300)
-
-
-if __name__ == "__main__":
-    be()
+    while True:
+        time.sleep(300)

@@ -107,9 +107,9 @@ class Launched(Scene):
 
     def ranks(self) -> Ranks:
         try:
-            children = [c for c in psutil.Process(self.process.pid).children() if c.pid not in self.old]
-            return {int(environ(child)["RANK"]): child for child in children if lives(child)}
-        except (psutil.Error, KeyError):  # one that ends or begins right now
+            family = psutil.Process(self.process.pid).children(recursive=True)
+            return {int(c.name()[5:]): c for c in family if c.pid not in self.old and is_rank(c) and lives(c)}
+        except (psutil.Error, ValueError):  # one that ends or begins right now
             return {}
 
     def running(self) -> bool:
@@ -117,6 +117,11 @@ class Launched(Scene):
 
     def processes(self) -> list[psutil.Process]:
         return [p for p in psutil.process_iter() if environ(p).get("JOB_UNDER_TEST") == self.mark and lives(p)]
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """Not one of its DataLoader workers, which have its name."""
+    return process.name().startswith("rank ") and session(process) == process.pid
 
 
 def environ(process: psutil.Process) -> dict[str, str]:

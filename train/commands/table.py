@@ -64,6 +64,12 @@ def _launch(context: Context, given: options.LaunchOptions) -> int:
     return launch(context, given)
 
 
+def _supervise(context: Context, given: options.SuperviseOptions) -> int:
+    from train.process.local_launcher import supervise
+
+    return supervise(context, given)
+
+
 def _export(context: Context, given: options.ExportOptions) -> None:
     from train.commands.export import export
 
@@ -114,4 +120,5 @@ def print_whole(text: str) -> None:
 COMMANDS: dict[str, Callable[[Context, Any], int | None]] = {
     "train": _train, "evaluate": _evaluate, "predict": _predict, "export": _export, "show": _show, "doctor": _doctor,
     "explain": _explain, "compare": _compare, "bench": _bench, "launch": _launch,
+    "supervise": _supervise,
 }

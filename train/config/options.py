@@ -110,7 +110,18 @@ class BenchOptions(JsonOptions, MeasureOptions, RankOptions):
     """Measure how fast the ranks exchange, and what that means for the model in the settings."""
 
 
-class LaunchOptions(JsonOptions, MeasureOptions, InitMethod):
+class SupervisorOptions(JsonOptions, MeasureOptions):
+    """Of the commands that start ranks and start each anew that is lost."""
+
+    command: Literal["train", "bench", "doctor"] = setting("train", "What the processes do.")
+    max_restarts: int = setting(3, "Restarts of a lost rank, at most, in a row without a new step.", ge=0)
+
+
+class SuperviseOptions(SupervisorOptions, RankOptions):
+    """Start the one process that the environment describes, in a container or task; restarts it where it helps."""
+
+
+class LaunchOptions(SupervisorOptions, InitMethod):
     """Start several processes of `train` on this node; keeps exit codes, restarts what it helps."""
 
     nproc: int = setting(1, "Processes on this node.", ge=1)
@@ -118,9 +129,7 @@ class LaunchOptions(JsonOptions, MeasureOptions, InitMethod):
     node_rank: int = setting(0, "Which of the nodes this is, from 0.")
     master_addr: str = setting("", "Name or address of node 0, the same on all nodes.", metavar="HOST")
     master_port: int = setting(0, "Port on node 0; 0 takes 29400, or a free one on a single node.", ge=0, le=65535)
-    command: Literal["train", "bench", "doctor"] = setting("train", "What the processes do.")
     launcher: Literal["processes", "spawn"] = setting("processes", "How: spawn goes through torch.multiprocessing.")
-    max_restarts: int = setting(3, "Restarts after a lost rank, at most.", ge=0)
 
     def mistakes(self) -> Iterator[str]:
         if not 0 <= self.node_rank < self.nnodes:
@@ -134,5 +143,5 @@ class LaunchOptions(JsonOptions, MeasureOptions, InitMethod):
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "evaluate": EvaluateOptions, "predict": PredictOptions, "export": ExportOptions,
     "show": ShowOptions, "doctor": DoctorOptions, "explain": ExplainOptions, "compare": CompareOptions,
-    "bench": BenchOptions, "launch": LaunchOptions,
+    "bench": BenchOptions, "launch": LaunchOptions, "supervise": SuperviseOptions,
 }

@@ -18,6 +18,7 @@ from train.group.members import Meeting
 from train.group.watchdog import Watchdog
 from train.process.env import Launch
 from train.process.log import Log
+from train.process.progress import StepReporter
 from train.process.stop import StopRequest
 
 # gloo's and nccl's own timeouts are this much longer than ours, which know the phase and name the rank.
@@ -41,6 +42,7 @@ class Group:
         self.hosts: list[str] = [log.host] * launch.world_size  # by rank
         self.restarted = launch.restart_count > 0  # any rank's process
         self.meeting: Meeting | None = None
+        self._progress = StepReporter(launch.progress)
 
     @property
     def is_rank0(self) -> bool:
@@ -59,6 +61,7 @@ class Group:
     @step.setter
     def step(self, step: int) -> None:
         self.ends.step = step
+        self._progress.report(step)
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""

@@ -58,11 +58,12 @@ def _ours(environ: Mapping[str, str], found: Found) -> dict[str, Any]:
         "start": environ.get("RANKUP_START", ""),
         "parent_pid": int(environ["RANKUP_PARENT"]) if environ.get("RANKUP_PARENT") else found.parent_pid,
     }
-    restarts = "0"
-    if found.launcher == "launch":
-        restarts = environ.get("RANKUP_RESTART", "0")
-        fields["numbers_attempts"] = True
-    elif found.launcher == "torchrun":
+    restarts = environ.get("RANKUP_RESTART", "0")
+    ended = environ.get("RANKUP_ENDED", "")
+    fields["predecessor"] = int(ended) if ended.isdecimal() else None
+    fields["progress"] = environ.get("RANKUP_PROGRESS", "")
+    fields["numbers_attempts"] = found.launcher == "launch"
+    if found.launcher == "torchrun":
         restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         fields["agent_store"] = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     fields["restart_count"] = int(restarts) if restarts.isdecimal() else 0

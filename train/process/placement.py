@@ -30,7 +30,9 @@ class Launch:
     run_name: str | None = None  # named by the scheduler's job, so that a requeued job resumes the same run
     origins: dict[str, str] = field(default_factory=lambda: dict.fromkeys(FIVE, "default"))  # variable -> who set it
     warnings: tuple[str, ...] = ()
-    restart_count: int = 0  # restarts by torchrun or launch; the requeues of a scheduler are not among them
+    restart_count: int = 0  # restarts by torchrun or our supervisor; the requeues of a scheduler are not among them
+    predecessor: int | None = None  # the exit code of the process in whose place this one was started
+    progress: str = ""  # where the supervisor looks for the last finished step: `train.process.progress`
     agent_store: bool = False  # torch's agent already listens on master_port: rank 0 connects to it like the others
     file: str = ""  # where rank 0 writes its address, in place of master_addr and master_port
     attempt: str = ""  # the id of this attempt where a supervisor gave one: it looks for it in status.json

@@ -47,11 +47,16 @@ class StopRequest:
     def requested(self) -> bool:
         return bool(self.signal_name)
 
+    def fileno(self) -> int:
+        """For select: readable once a stop was requested."""
+        return self._requested.fileno()
+
     def install(self) -> "StopRequest":
         """Take over the three signals. Main thread only, once a process."""
         # The writing end is kept as an attribute: were it closed, the signals would go nowhere
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
+        self._requested, self._tell = socket.socketpair()
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # Handlers that do nothing: without any, a signal would end the process and never reach the socket
         for name in SIGNALS:
@@ -82,6 +87,7 @@ class StopRequest:
             now_s = time.monotonic()
             if not self.requested:
                 self.signal_name, self._requested_at_s = name, now_s
+                self._tell.send(b"!")
                 if not self._finish_step_first:
                     self._leave(f"{name} before the first step: nothing new to save. The same command starts it again.")
             elif now_s - self._requested_at_s > REPEAT_WINDOW_S:

@@ -1,0 +1,291 @@
+"""The supervisor of the ranks of one node: forks each anew that ends in a way that a restart may help. No torch here.
+
+It does not wait for the others: a rank that is lost costs them their peer, each leaves with its last finished step and
+is forked anew, and all meet again within a second. It restarts at once and gives up after some ends in a row that
+brought no new step; whoever started the supervisor (an engine, a scheduler, a user) then decides what to do.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train.errors import FINISHED, PEER_LOST, root_cause, worth_restarting
+from train.process.fork_server import Order
+from train.process.limits import oom_kills
+from train.process.log import Log
+from train.process.progress import ProgressBoard
+from train.process.status import attempt_of
+from train.process.stop import StopRequest
+
+ENTRY = "train.main:entry"
+# How often to look for what tells nobody: stopped ranks, and orphans that a container's first process has to reap.
+TICK_S = 1.0
+# The ranks of a job end together. After one has ended for good, with whatever code, the rest have this long to find out
+# and report whom they lost, or to finish. One that was stopped (SIGSTOP, a frozen disk) ends in no other way.
+SETTLE_S = 15.0
+# A rank in state T answers nobody, and its peers find out only by its silence.
+STOPPED_S = 10.0
+KILL_S = 5.0  # how long a process may take to end once it is killed
+KILLED = 128 + signal.SIGKILL
+
+
+@dataclass
+class Rank:
+    """One rank of this node. `number`: among all. `environment`: what it gets beside that of the supervisor."""
+
+    number: int
+    environment: dict[str, str]
+    restarts: int = 0
+    without_progress: int = 0  # restarts since it last finished a new step
+    furthest_step: int = 0
+    running: bool = False
+    pid: int = 0  # 0 until the server has said it
+    code: int | None = None  # how its last process ended
+    stopped_since_s: float | None = None
+
+
+class ForkServer:
+    """The supervisor's side of `train.process.fork_server`."""
+
+    def __init__(self, way: str, modules: list[str]) -> None:
+        """Start the server; it answers once it has imported `modules`. `way`: see `Order`."""
+        self.channel, theirs = socket.socketpair()
+        order = Order(theirs.fileno(), os.getpid(), way, modules, ENTRY)
+        with theirs:
+            # A session of its own: a Ctrl-C at the terminal goes to the supervisor alone, which passes it on once
+            self._process = subprocess.Popen(
+                order.command(), pass_fds=[order.channel], start_new_session=True, stdin=subprocess.DEVNULL
+            )
+        self._received = b""
+        self.alive = True
+
+    def ask(self, **request: Any) -> None:
+        with contextlib.suppress(OSError):  # it is gone, which `news` shows
+            self.channel.sendall(json.dumps(request).encode() + b"\n")
+
+    def news(self) -> list[dict[str, Any]]:
+        """What the server has said; call it when `channel` is readable. Ends `alive` where the server has ended."""
+        data = b""
+        with contextlib.suppress(OSError):
+            data = self.channel.recv(65536)
+        self.alive = bool(data)
+        *lines, self._received = (self._received + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """End the server, and with it all that it has started: the kernel kills each rank when the server ends."""
+        self.channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it ends by itself once its ranks are killed
+            self._process.wait(2)
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)  # not without a bound: one that waits for a dead disk ends when the disk answers
+
+
+class Supervisor:
+    """Runs the ranks of a node to their end."""
+
+    def __init__(
+        self, environments: list[dict[str, str]], arguments: list[str], *, first_rank: int, job: str, way: str,
+        modules: list[str], max_restarts: int, stop: StopRequest, log: Log,
+    ) -> None:
+        """`environments`: what each local rank gets beside ours. `arguments`: of `train.main`.
+
+        `job`: restart N of a rank is attempt `attempt_of(job, N)`. `way`, `modules`: see `Order`. `max_restarts`: of
+        one rank, in a row without a new step.
+        """
+        self.ranks = {local_rank: Rank(first_rank + local_rank, own) for local_rank, own in enumerate(environments)}
+        self.arguments, self.job, self.way, self.modules = arguments, job, way, modules
+        self.max_restarts, self.stop, self.log = max_restarts, stop, log
+        self.codes: dict[int, int] = {}  # by local rank, the first that ended first
+        self._board = ProgressBoard(len(environments))
+        self._server = ForkServer(way, modules)
+        self._forwarded = False
+        self._settled_s = float("inf")  # when ranks that still run are late; finite once no rank is started again
+        self._killing = False
+        self._oom_kills = oom_kills()
+
+    def run(self) -> int:
+        """Start the ranks and return the exit code of the one that caused the end."""
+        try:
+            while True:
+                for local_rank in self.ranks:
+                    self._start(local_rank)
+                while any(rank.running for rank in self.ranks.values()):
+                    self._wait()
+                code = root_cause(list(self.codes.values()), stopped=self.stop.requested)
+                if not self._killed_after_the_end(code):
+                    return code
+        finally:
+            self._server.close()
+
+    def attempt(self, local_rank: int) -> str:
+        """The id of this rank's last attempt."""
+        return attempt_of(self.job, self.ranks[local_rank].restarts)
+
+    def _start(self, local_rank: int) -> None:
+        rank = self.ranks[local_rank]
+        given = {
+            "RANKUP_ATTEMPT": self.attempt(local_rank), "RANKUP_RESTART": str(rank.restarts),
+            "RANKUP_PROGRESS": self._board.place(local_rank),
+        }
+        if rank.code is not None:
+            given["RANKUP_ENDED"] = str(rank.code)
+        rank.running, rank.pid, rank.stopped_since_s = True, 0, None
+        self.codes.pop(local_rank, None)
+        self._server.ask(
+            start=local_rank, name=f"rank {rank.number}", arguments=self.arguments, env={**rank.environment, **given}
+        )
+
+    def _wait(self) -> None:
+        """Wait for something to happen, a moment at most, and act on it."""
+        sources: list[Any] = [self._server.channel]
+        if not self._forwarded:
+            sources.append(self.stop)
+        until_settled_s = max(0.0, self._settled_s - time.monotonic())
+        readable = select.select(sources, [], [], min(TICK_S, until_settled_s))[0]
+        if self._server.channel in readable:
+            for news in self._server.news():
+                self._hear(news)
+            if not self._server.alive:
+                self._replace_server()
+        if self.stop.requested and not self._forwarded:
+            self._forward_stop()
+        self._end_stopped()
+        _reap()
+        if time.monotonic() > self._settled_s:
+            self._end_late()
+
+    def _hear(self, news: dict[str, Any]) -> None:
+        if "warning" in news:
+            self.log.warning(news["warning"])
+        elif "started" in news:
+            self.ranks[news["started"]].pid = news["pid"]
+            self.stop.finish_step_first()  # a signal is passed on from here on; before there was nobody to save
+        else:
+            self._note_end(news["ended"], news["code"])
+
+    # Ends -------------------------------------------------------------------------------------------------------
+
+    def _note_end(self, local_rank: int, code: int) -> None:
+        """A rank has ended: start it again at once, or let all come to their end."""
+        rank = self.ranks[local_rank]
+        rank.running = False
+        rank.code = self.codes[local_rank] = PEER_LOST if self._killing else code
+        over = self.stop.requested or self._settled_s != float("inf")
+        if not over and worth_restarting(code) and self._count_restart(local_rank):
+            self._start(local_rank)
+        else:
+            self._settled_s = min(self._settled_s, time.monotonic() + SETTLE_S)
+
+    def _count_restart(self, local_rank: int) -> bool:
+        """Whether this rank may be started again, with one line about it."""
+        rank = self.ranks[local_rank]
+        if (step := self._board.step(local_rank)) > rank.furthest_step:
+            rank.furthest_step, rank.without_progress = step, 0
+        ended = f"rank {rank.number} ended with {rank.code}{self._explain(rank.code)}"
+        if rank.without_progress >= self.max_restarts:
+            self.log.warning(f"{ended}; gave up after {self.max_restarts} restarts without progress")
+            return False
+        rank.restarts += 1
+        rank.without_progress += 1
+        counted = f"{rank.without_progress} without progress of {self.max_restarts}"
+        self.log.warning(f"{ended}, started again ({counted})")
+        return True
+
+    def _explain(self, code: int | None) -> str:
+        if code != KILLED:
+            return ""
+        before, self._oom_kills = self._oom_kills, oom_kills()
+        if before is None or self._oom_kills is None:
+            cause = "if nobody sent it, the memory was not enough, or the limit of the container or job"
+        elif (count := self._oom_kills - before) > 0:
+            cause = f"{count} out-of-memory kill{'s were' if count > 1 else ' was'} counted in this container or job "
+            cause += "meanwhile: give it more memory, or lower --num-workers or --batch-size"
+        else:
+            cause = "no out-of-memory kill was counted in this container or job: somebody sent it, or the machine "
+            cause += "itself ran out"
+        return f" (SIGKILL: {cause})"
+
+    def _killed_after_the_end(self, code: int) -> bool:
+        """Whether some ranks finished and others were killed in their last moment: all then look at the run once more.
+
+        Those that finished were not started again, and the others can't join without them.
+        """
+        if self.stop.requested or FINISHED not in self.codes.values() or not worth_restarting(code):
+            return False
+        for local_rank, ended in list(self.codes.items()):
+            if ended == FINISHED:
+                self.ranks[local_rank].restarts += 1
+            elif not self._count_restart(local_rank):
+                return False
+        self._settled_s, self._killing = float("inf"), False
+        return True
+
+    # Ranks that do not end by themselves ------------------------------------------------------------------------
+
+    def _forward_stop(self) -> None:
+        self._forwarded = True
+        running = [local_rank for local_rank, rank in self.ranks.items() if rank.running]
+        self.log.info(f"{self.stop.signal_name}: passed on to {len(running)} ranks, which save and leave")
+        for local_rank in running:
+            # Whatever the signal was: a Python that has only just started leaves of this one without a traceback
+            self._server.ask(signal=signal.SIGTERM, rank=local_rank)
+
+    def _end_stopped(self) -> None:
+        """Kill a rank that has been stopped (SIGSTOP) for STOPPED_S: its peers would learn of it by silence alone."""
+        for local_rank, rank in self.ranks.items():
+            if not rank.running or _state(rank.pid) != "T":
+                rank.stopped_since_s = None
+            elif rank.stopped_since_s is None:
+                rank.stopped_since_s = time.monotonic()
+            elif time.monotonic() - rank.stopped_since_s > STOPPED_S:
+                self.log.warning(f"rank {rank.number} has been stopped (SIGSTOP) for {STOPPED_S:g} s: killed")
+                self._server.ask(signal=signal.SIGKILL, rank=local_rank)
+
+    def _end_late(self) -> None:
+        late = [local_rank for local_rank, rank in self.ranks.items() if rank.running]
+        for local_rank in late:
+            if self._killing:  # it waits for a dead disk, and ends when the disk answers
+                self._note_end(local_rank, PEER_LOST)
+                continue
+            self.log.warning(
+                f"rank {self.ranks[local_rank].number} did not end within {SETTLE_S:g} s after the others: killed"
+            )
+            self._server.ask(kill=local_rank)
+        self._settled_s, self._killing = time.monotonic() + KILL_S, True
+
+    def _replace_server(self) -> None:
+        """The server was killed, and the kernel has killed its ranks."""
+        self._server.close()
+        until_s = time.monotonic() + KILL_S
+        while any(_state(rank.pid) not in ("", "Z") for rank in self.ranks.values()) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        self.log.warning("the process that forks the ranks was killed, and they with it")
+        self._server = ForkServer(self.way, self.modules)
+        for local_rank, rank in self.ranks.items():
+            if rank.running:
+                self._note_end(local_rank, KILLED)
+
+
+def _state(pid: int) -> str:
+    """The state of a process as /proc has it, such as T; empty for one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _reap() -> None:
+    """Take the ends of orphans: a container's first process inherits them, and they stay zombies until it does."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
