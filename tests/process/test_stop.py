@@ -14,7 +14,7 @@ import pytest
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import MAIN, ROOT, ended, free_port, rank_env, result, start
 from train import main
-from train.process import local_launcher
+from train.process import supervisor
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 # 8 steps an epoch, 32 in all, six batches an evaluation
@@ -321,7 +321,7 @@ def test_launch_passes_a_signal_on_and_keeps_the_code(
         job.wait_for("epoch 1:")
         job.processes[0].signal("SIGUSR1")
         assert job.wait() == [143], job.output
-    assert "starting again" not in job.output
+    assert "started again" not in job.output
     # As it goes on after `launch`
     stopped_at = steps(run)[-1]
     assert f"saved at step {stopped_at}" in job.output
@@ -342,9 +342,8 @@ def test_launch_passes_a_signal_on_and_keeps_the_code(
 def test_launch_says_what_137_means(
     monkeypatch: pytest.MonkeyPatch, before: int | None, now: int | None, what: str
 ) -> None:
-    monkeypatch.setattr(local_launcher, "oom_kills", lambda: now)
-    assert what in local_launcher._ended({0: 171, 1: 137}, before)
-    assert "memory" not in local_launcher._ended({0: 171, 1: 1}, before)
+    monkeypatch.setattr(supervisor, "oom_kills", lambda: now)
+    assert what in supervisor.explain_sigkill(before)
 
 
 def test_interrupt_key_under_launch_saves_once(forks: Forks, tmp_path: Path) -> None:

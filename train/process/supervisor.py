@@ -191,7 +191,10 @@ class Supervisor:
         rank = self.ranks[local_rank]
         if (step := self._board.step(local_rank)) > rank.furthest_step:
             rank.furthest_step, rank.without_progress = step, 0
-        ended = f"rank {rank.number} ended with {rank.code}{self._explain(rank.code)}"
+        ended = f"rank {rank.number} ended with {rank.code}"
+        if rank.code == KILLED:
+            ended += f" (SIGKILL: {explain_sigkill(self._oom_kills)})"
+            self._oom_kills = oom_kills()
         if rank.without_progress >= self.max_restarts:
             self.log.warning(f"{ended}; gave up after {self.max_restarts} restarts without progress")
             return False
@@ -200,20 +203,6 @@ class Supervisor:
         counted = f"{rank.without_progress} without progress of {self.max_restarts}"
         self.log.warning(f"{ended}, started again ({counted})")
         return True
-
-    def _explain(self, code: int | None) -> str:
-        if code != KILLED:
-            return ""
-        before, self._oom_kills = self._oom_kills, oom_kills()
-        if before is None or self._oom_kills is None:
-            cause = "if nobody sent it, the memory was not enough, or the limit of the container or job"
-        elif (count := self._oom_kills - before) > 0:
-            cause = f"{count} out-of-memory kill{'s were' if count > 1 else ' was'} counted in this container or job "
-            cause += "meanwhile: give it more memory, or lower --num-workers or --batch-size"
-        else:
-            cause = "no out-of-memory kill was counted in this container or job: somebody sent it, or the machine "
-            cause += "itself ran out"
-        return f" (SIGKILL: {cause})"
 
     def _killed_after_the_end(self, code: int) -> bool:
         """Whether some ranks finished and others were killed in their last moment: all then look at the run once more.
@@ -274,6 +263,22 @@ class Supervisor:
         for local_rank, rank in self.ranks.items():
             if rank.running:
                 self._note_end(local_rank, KILLED)
+
+
+def explain_sigkill(before: int | None) -> str:
+    """Who may have sent it. `before`: the out-of-memory kills that were counted when the rank was started."""
+    now = oom_kills()
+    if now is None or before is None:
+        return "if nobody sent it, the memory was not enough, or the limit of the container or job"
+    if count := now - before:
+        were = "kills were" if count > 1 else "kill was"
+        return (
+            f"{count} out-of-memory {were} counted in this container or job meanwhile: give it more memory, or lower "
+            "--num-workers or --batch-size"
+        )
+    return (
+        "no out-of-memory kill was counted in this container or job: somebody sent it, or the machine itself ran out"
+    )
 
 
 def _state(pid: int) -> str:
