@@ -67,7 +67,7 @@ def load_training_state(
             # Rank 0 chose the checkpoint under its own path; another node may have mounted the folder elsewhere
             folder = group.run_dir / "checkpoints" / earlier.path.name / FOLDER
             shards, _ = method.local_state(plain, optimizer)
-            read_shards_into(folder, shards)
+            read_shards_into(folder, shards, group)
             method.load_local_state(plain, optimizer, shards, state.optimizer)
         else:
             method.load_optimizer_state(plain, optimizer, state.optimizer)

@@ -2,6 +2,9 @@
 
 `__0_0.distcp` is rank 0's part and so on; `.metadata`, by rank 0, says where each part of a tensor is, so that they
 load on any number of ranks. The folder has to be on storage that all nodes share.
+
+torch's `save` and `load` have the ranks unpickle what they send each other. So the steps of `save`, which its classes
+of planner and writer have for themselves, are taken here one by one, and the group carries what passes between ranks.
 """
 
 import errno
@@ -9,45 +12,39 @@ import hashlib
 import pickle
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.futures import Future
+from torch.distributed.checkpoint.storage import WriteResult
 
 from train.errors import UserError, disk_error
 from train.group.group import Group, on_rank0
-from train.group.watchdog import Watchdog
 
 FOLDER = "shards"
 NOT_VISIBLE = "not visible"
 VISIBLE_S = 10.0  # NFS caches directories: a node may see another node's new file this much later
 Fingerprint = dict[str, Any]  # {"bytes": int, "sha256": str} of one file
-
-
-class _Writer(FileSystemWriter):
-    """Tells the watchdog when this rank writes and when it waits for others, and raises the OSError of a full disk."""
-
-    def __init__(self, folder: Path, watch: Watchdog) -> None:
-        super().__init__(folder)
-        self.watch = watch
-
-    def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
-        self.watch.wait_for_others(False)
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            # On a full disk torch.save raises "unexpected pos 64 vs 0", and the system's error is only its context
-            cause = error.__context__
-            raise cause if isinstance(cause, OSError) else OSError(errno.EIO, str(error).splitlines()[0]) from None
-        finally:
-            self.watch.wait_for_others(True)
+# What a rank's plan, and the places to which it wrote, consist of beside plain values. None of them does anything when
+# it is made, so what another process sends can only be a wrong plan.
+SENT = (
+    SavePlan, WriteItem, WriteItemType, TensorWriteData, MetadataIndex, ChunkStorageMetadata, TensorProperties,
+    _MEM_FORMAT_ENCODING, WriteResult, _StorageInfo,
+)
 
 
 class _Reader(FileSystemReader):
@@ -55,8 +52,7 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
-            _SafeUnpickler(file).load()  # raises; torch's own reader, which follows, would run anything
-        return super().read_metadata(*args, **kwargs)
+            return _SafeUnpickler(file).load()  # type: ignore[no-any-return]
 
 
 class _SafeUnpickler(pickle.Unpickler):
@@ -122,18 +118,16 @@ def write_shards(folder: Path, tensors: dict[str, Any], group: Group) -> dict[st
     that only its writer's cache has does not pass. Raises UserError on all ranks.
     """
     directory = folder.parent.parent
-    try:
-        # Rank 0 writes what all ranks hold, such as a batch norm's buffers; torch's default spreads it over the ranks
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        save(tensors, storage_writer=_Writer(folder, group.watch), planner=planner)
-    except CheckpointException as failure:
-        rank, (error, _) = min(failure.failures.items())
-        if not isinstance(error, OSError):
-            raise RuntimeError(f"rank {rank}: {error}") from None
-        text = str(disk_error("checkpoint", directory, error))
-        raise UserError(text, printed_elsewhere=not group.is_rank0) from None
-    finally:
-        group.watch.wait_for_others(False)
+    # Rank 0 writes what all ranks hold, such as a batch norm's buffers; torch's default spreads it over the ranks
+    planner, writer = DefaultSavePlanner(dedup_save_to_lowest_rank=True), FileSystemWriter(folder)
+    planner.set_up_planner(tensors, writer.storage_meta(), group.is_rank0)
+    writer.set_up_storage_writer(group.is_rank0)
+    local = _on_all_ranks(group, directory, lambda: writer.prepare_local_plan(planner.create_local_plan()))
+    # All come to the same plans for all, from the same local ones: none has to be sent back
+    plans, metadata = planner.create_global_plan(local)
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[group.rank])
+    results = _on_all_ranks(group, directory, lambda: _write(writer, plan, planner))
+    _on_all_ranks(group, directory, lambda: writer.finish(metadata, results) if group.is_rank0 else None)
     own = sorted(folder.glob(f"__{group.rank}_*")) + ([folder / ".metadata"] if group.is_rank0 else [])
     written: list[dict[str, Fingerprint]] = group.gather({path.name: fingerprint_file(path) for path in own})
     problems = group.gather(_read_back(folder, written, group))
@@ -143,6 +137,34 @@ def write_shards(folder: Path, tensors: dict[str, Any], group: Group) -> dict[st
         text = f"checkpoint: {directory} must give back what was written, got {wrong[0]}."
         raise UserError(text, printed_elsewhere=not group.is_rank0)
     return {name: entry for part in written for name, entry in part.items()}
+
+
+def _on_all_ranks(group: Group, directory: Path, work: Callable[[], Any]) -> list[Any]:
+    """Call `work` on each rank, and return what it returned on all ranks, in their order.
+
+    Raises UserError on all ranks where one can't write to `directory`. Any other error is a fault, which the others see
+    as a lost peer.
+    """
+    result, problem = None, ""
+    try:
+        result = work()
+    except OSError as error:
+        problem = str(disk_error("checkpoint", directory, error))
+    with torch.serialization.safe_globals([*SENT]):
+        found = group.gather_tensors((result, problem))
+    if problems := [problem for _, problem in found if problem]:
+        raise UserError(problems[0], printed_elsewhere=not group.is_rank0)
+    return [result for result, _ in found]
+
+
+def _write(writer: FileSystemWriter, plan: SavePlan, planner: DefaultSavePlanner) -> list[WriteResult]:
+    """Write this rank's part. Raises OSError where the disk is full."""
+    try:
+        return writer.write_data(plan, planner).wait()
+    except RuntimeError as error:
+        # On a full disk torch.save raises "unexpected pos 64 vs 0", and the system's error is only its context
+        cause = error.__context__
+        raise cause if isinstance(cause, OSError) else OSError(errno.EIO, str(error).splitlines()[0]) from None
 
 
 def _read_back(folder: Path, written: list[dict[str, Fingerprint]], group: Group) -> str:
@@ -162,16 +184,27 @@ def fingerprint_file(path: Path) -> Fingerprint:
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
-def read_shards_into(folder: Path, tensors: dict[str, Any]) -> None:
+def read_shards_into(folder: Path, tensors: dict[str, Any], group: Group) -> None:
     """Fill `tensors`, a nested mapping, in place, each rank its part. All ranks call this.
 
-    Raises RuntimeError where names or shapes don't fit.
+    Raises RuntimeError, on all ranks, where names or shapes don't fit.
     """
+    problem = ""
     try:
-        load(tensors, storage_reader=_Reader(folder))
+        _load(folder, tensors)
     except CheckpointException as failure:
-        rank, (error, _) = min(failure.failures.items())
-        raise RuntimeError(f"rank {rank}: {error}") from None
+        ((error, _),) = failure.failures.values()
+        problem = str(error)
+    for rank, text in enumerate(group.gather(problem)):
+        if text:
+            raise RuntimeError(f"rank {rank}: {text}")
+
+
+def _load(folder: Path, tensors: dict[str, Any]) -> None:
+    """Fill `tensors` in place. No rank has to ask another what to read: `.metadata` says where each part is."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
+        load(tensors, storage_reader=_Reader(folder), no_dist=True)
 
 
 def read_all_shards(folder: Path) -> dict[str, Any]:
@@ -180,9 +213,7 @@ def read_all_shards(folder: Path) -> dict[str, Any]:
     entries = metadata.state_dict_metadata.items()
     flat = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries
             if isinstance(entry, TensorStorageMetadata)}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
-        load(flat, storage_reader=_Reader(folder), no_dist=True)
+    _load(folder, flat)
     nested: dict[str, Any] = {}
     for name, tensor in flat.items():
         # "model.layer.weight" is model -> "layer.weight": the dots alone don't say where to split
