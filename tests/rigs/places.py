@@ -312,7 +312,9 @@ def _inside_step(t: Any) -> list[Any]:
     hooks = []
     if due("forward"):
         leaves = [module for module in t.plain.modules() if not list(module.children())]
-        hooks.append(leaves[len(leaves) // 2].register_forward_hook(lambda *_: at("forward")))
+        # Compiled, the model's parts are not called one by one
+        module = t.model if t.config.compile else leaves[len(leaves) // 2]
+        hooks.append(module.register_forward_hook(lambda *_: at("forward")))
     if due("backward"):
         hooks.append(trained[-1].register_hook(lambda _: at("backward")))  # its gradient comes first
     if due("between buckets"):

@@ -109,7 +109,8 @@ class Recorder:
     def evaluate(self, model: nn.Module, batch: Any) -> Sums:
         features, labels = batch
         logits = model(features)
-        self.write(kind="evaluate", sent=self.sent, size=len(labels), weights=digest(model.state_dict()))
+        if self.file is not None:
+            self.write(kind="evaluate", sent=self.sent, size=len(labels), weights=digest(model.state_dict()))
         if self.options.get("no_count"):
             return {"accuracy": (logits.argmax(1) == labels).sum()}
         return {
