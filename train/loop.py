@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # torch.optim imports it anyway, 0.4 s, at the first optimizer: too late for the fork server
 from torch import nn
 from torch.profiler import record_function
 
@@ -229,7 +230,7 @@ def _warm_up(
     seed_everything(derive_seed(config.seed, -1, group.rank))  # of no step: the run's own seeds are not used up
     warm_up(
         plain, loss, unused_allowed=config.find_unused_parameters or config.static_graph,
-        graph_ends_in_parameters=method.graph_ends_in_parameters,
+        graph_ends_in_parameters=method.graph_ends_in_parameters, passes=2 if config.static_graph else 1,
     )
 
 

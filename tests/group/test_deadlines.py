@@ -15,7 +15,7 @@ from train.process.log import host_name
 HOST = host_name()
 WORLD = 3
 WORKLOAD = "tests.rigs.faulting_workload"
-# Eight steps an epoch; the loss is called twice before the first step
+# Eight steps an epoch; the loss of the first step is call 3
 SETTINGS = (
     f"--workload={WORKLOAD}:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4", "--log-every-steps=1",
     "--save-every-steps=2", "--tensorboard=false", "--progress=none", "--join-timeout-s=30", "--num-workers=1",

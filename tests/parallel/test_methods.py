@@ -137,7 +137,7 @@ def recorded(forks: Forks, tmp_path: Path, world_size: int, *arguments: str, nam
 
 def test_dropout_differs_by_rank_and_step_and_weights_do_not(forks: Forks, tmp_path: Path) -> None:
     folder = recorded(forks, tmp_path, 3, "--options.model", "dropout")
-    masks = [[entry["masks"][0] for entry in rank][2:] for rank in records(folder, "loss")]  # after the warm-up's two
+    masks = [[entry["masks"][0] for entry in rank][1:] for rank in records(folder, "loss")]  # after the warm-up's
     assert [len(rank) for rank in masks] == [4, 4, 4]
     assert len({tuple(mask) for rank in masks for mask in rank}) == 12
     assert len({entry["weights"] for rank in records(folder, "evaluate") for entry in rank}) == 1
@@ -152,11 +152,11 @@ def test_dropout_differs_by_rank_and_step_and_weights_do_not(forks: Forks, tmp_p
 def test_gradients_are_sent_once_a_step(forks: Forks, tmp_path: Path, accumulate: int) -> None:
     folder = recorded(forks, tmp_path, 2, "--accumulate", str(accumulate))
     for rank in records(folder, "loss"):
-        assert {entry["size"] for entry in rank[2:]} == {12 // 2 // accumulate}
-        sent = [entry["sent"] for entry in rank[2:]]
-        # two by the warm-up; then one bucket at the end of each step: the next step's first micro-batch sees it
-        assert sent == [2 + number // accumulate for number in range(4 * accumulate)]
-    assert {entry["sent"] for rank in records(folder, "evaluate") for entry in rank} == {6}
+        assert {entry["size"] for entry in rank[1:]} == {12 // 2 // accumulate}
+        sent = [entry["sent"] for entry in rank[1:]]
+        # one by the warm-up; then one bucket at the end of each step: the next step's first micro-batch sees it
+        assert sent == [1 + number // accumulate for number in range(4 * accumulate)]
+    assert {entry["sent"] for rank in records(folder, "evaluate") for entry in rank} == {5}
 
 
 # Compression ----------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_compression_is_another_arithmetic(forks: Forks, tmp_path: Path) -> None
 
 def test_powersgd_remembers_for_each_rank_what_it_did_not_send(forks: Forks, tmp_path: Path) -> None:
     memory = saved(train(forks, tmp_path / "run", 2, *POWERSGD), 6)["compressor"]
-    assert memory["iter"] == 6  # and not the two passes of the warm-up
+    assert memory["iter"] == 6  # and not the pass of the warm-up
     assert len(memory["errors"]) == 2
     assert not torch.equal(memory["errors"][0][0], memory["errors"][1][0])
     assert sum(int(torch.count_nonzero(tensor)) for tensor in memory["q"].values()) > 0

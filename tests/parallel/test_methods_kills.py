@@ -19,7 +19,7 @@ PATH = {"PYTHONPATH": str(ROOT)}
 
 
 def kill(rank: int | None, step: int) -> dict[str, str]:
-    """In that step of each incarnation, counted from 1; the warm-up makes two passes. None: the process that gets
+    """In that step of each incarnation, counted from 1: the first step's loss is call 3. None: the process that gets
     it."""
     return {"PROBE": json.dumps({"where": "loss", "call": step + 2, "rank": rank, "signal": "SIGKILL"})}
 

@@ -3,8 +3,8 @@
 PROBE is JSON: {"where": "loss", "call": 7, "rank": 1, "signal": "SIGTERM", "to": "group", "sleep_s": 300}. `where` is
 one of build, data, loss, eval_data, evaluate; `call` counts them from 1 in each process; without `rank` all ranks do
 it; `tell` is a file it makes on arrival, `before_s` it waits first, `until` a file exists it waits afterwards, `raise`
-names an error to end with, `hold_s` it keeps the interpreter lock. The loss is called twice before the first step. Not
-an option of the workload: those may not change when a run is resumed.
+names an error to end with, `hold_s` it keeps the interpreter lock. The loss is counted from 2: call 2 is the warm-up's,
+call 3 that of the first step. Not an option of the workload: those may not change when a run is resumed.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ ERRORS: dict[str, BaseException] = {
     "HTTPError": urllib.error.HTTPError("http://probe", 404, "probe", Message(), None),  # has a `code` of its own
 }
 NUM_TRAIN, NUM_EVAL, NUM_CLASSES = 64, 21, 4
-_calls: dict[str, int] = {}
+_calls: dict[str, int] = {"loss": 1}
 
 
 def probe(where: str) -> None:

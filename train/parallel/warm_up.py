@@ -1,9 +1,12 @@
-"""Two throwaway passes before the first step, on every start.
+"""A throwaway pass before the first step, on every start.
 
-DDP rebuilds its buckets after the first backward pass, in the order in which gradients became ready. Other buckets
-mean another order of sums on three or more ranks. Without the warm-up the first step after a resume would use the
-first buckets, where the uninterrupted run used the rebuilt ones: their last bits would differ. Memory and kernels are
-set up on the way, so that the first step takes as long as any other.
+DDP's first backward pass finds out in which order the gradients become ready, and DDP rebuilds its buckets in that
+order when the next forward pass begins. Other buckets mean another order of sums on three or more ranks. Without the
+warm-up the first step after a resume would use the first buckets, where the uninterrupted run used the rebuilt ones:
+their last bits would differ. One pass is enough: the forward pass of the first step rebuilds the buckets, and its
+backward pass uses them already. Most memory and kernels are set up on the way.
+
+With a static graph DDP learns that order in its second pass only, which needs a warm-up of two.
 """
 
 from collections.abc import Callable
@@ -13,19 +16,19 @@ from torch import nn
 
 from train.errors import ConfigError
 
-PASSES = 2  # the first rebuilds the buckets, the second uses them
-
 
 def warm_up(
-    plain: nn.Module, loss: Callable[[], torch.Tensor], *, unused_allowed: bool, graph_ends_in_parameters: bool = True
+    plain: nn.Module, loss: Callable[[], torch.Tensor], *, unused_allowed: bool, graph_ends_in_parameters: bool = True,
+    passes: int = 1,
 ) -> None:
-    """Run `loss()`, a scalar, forward and backward, then put back the buffers of `plain` and drop its gradients.
+    """Run `loss()`, a scalar, forward and backward `passes` times. Then put back the buffers of `plain` and drop its
+    gradients.
 
     Raises ConfigError naming parameters without a gradient, unless `unused_allowed`: DDP waits for their gradients, and
     says so a step later, by number.
     """
     buffers = {name: buffer.detach().clone() for name, buffer in plain.named_buffers()}
-    for _ in range(PASSES):
+    for _ in range(passes):
         value = loss()
         if not unused_allowed and graph_ends_in_parameters:
             _refuse_unused(_not_in_graph(plain, value))  # before backward, in which DDP would wait
