@@ -22,7 +22,6 @@ if __name__ == "__main__":
     # traceback for SIGINT, nor sit out a grace period
     _stop = StopRequest().install()
 
-from train.commands.explain.explain import advice
 from train.commands.table import COMMANDS, print_whole
 from train.config import load_config
 from train.config.command_line import Request, parse_args
@@ -93,6 +92,9 @@ def _report(error: BaseException, log: Log) -> int:
     elif isinstance(error, OURS):
         log.warning(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
     else:
+        # Imported where it is needed: it compiles the patterns of all known faults, a twentieth of a second
+        from train.commands.explain.explain import advice
+
         # The rank and host stand before each line: in a heap of logs this is the one to find
         text = "".join(traceback.format_exception(error)).rstrip()
         log.warning(text)

@@ -13,11 +13,13 @@ from train.config import check_world_size, options, to_yaml
 from train.errors import FINISHED, LaunchError
 from train.process import env, findings
 from train.process.context import Context
+from train.process.imports import without_collections
 from train.run.choices import CHOICES
 
 
 def _train(context: Context, given: options.TrainOptions) -> None:
-    from train.loop import train
+    with without_collections():
+        from train.loop import train
 
     check_world_size(context.config, context.launch.world_size)
     _start_rank(context)
@@ -25,21 +27,24 @@ def _train(context: Context, given: options.TrainOptions) -> None:
 
 
 def _evaluate(context: Context, given: options.EvaluateOptions) -> None:
-    from train.commands.evaluate import evaluate_checkpoint
+    with without_collections():
+        from train.commands.evaluate import evaluate_checkpoint
 
     _start_rank(context)
     evaluate_checkpoint(context, given)
 
 
 def _predict(context: Context, given: options.PredictOptions) -> None:
-    from train.commands.predict import predict
+    with without_collections():
+        from train.commands.predict import predict
 
     _start_rank(context)
     predict(context, given)
 
 
 def _bench(context: Context, given: options.BenchOptions) -> None:
-    from train.commands.bench.bench import bench
+    with without_collections():
+        from train.commands.bench.bench import bench
 
     context = context.in_folder("bench")
     _start_rank(context)
