@@ -1,0 +1,140 @@
+"""How long until the first step? A cold start beside the least that torch needs, and a rank that is forked.
+
+    python tests/bench/start.py --repeats 9
+
+`bare` is a script of ten lines: it imports torch, and takes one optimizer step with a batch of zeros. `cold` is
+`python -m train.main train` with the same model, from the command to the end of its first step. `forked` are ranks that
+are forked from a process which has imported torch, from the request to the end of their first step. All take turns, so
+that a machine that is busy for a while slows all of them. Prints a table of medians with its conditions. Nothing is
+asserted here.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.bench.throughput import conditions
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import ROOT, environment
+
+GOAL = 1.3  # cold over bare
+WORLDS = (1, 2)
+COMMON = ("--max-steps", "1", "--log-every-steps", "1", "--limit-eval", "64", "--fresh", "--progress", "none")
+BARE = """
+import time, torch
+from torch import nn
+torch.set_num_threads(1)
+{model}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+nn.functional.cross_entropy(model(torch.zeros({shape})), torch.zeros({shape[0]}, dtype=torch.int64)).backward()
+optimizer.step()
+print(time.time())
+"""
+CNN = """model = nn.Sequential(
+    nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
+    nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 49, 256), nn.ReLU(), nn.Linear(256, 10),
+)"""
+MLP = "model = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))"
+RESNET = "from torchvision import models; model = models.resnet18(num_classes=10)"
+
+
+@dataclass
+class Case:
+    """One training, and the seconds that were measured of it."""
+
+    name: str
+    line: tuple[str, ...]  # settings
+    model: str  # Python for BARE: the same model
+    shape: tuple[int, ...]  # of a batch
+    bare: list[float] = field(default_factory=list)
+    cold: list[float] = field(default_factory=list)
+    forked: dict[int, list[float]] = field(default_factory=lambda: {world: [] for world in WORLDS})
+
+
+def bare_s(case: Case) -> float:
+    """Seconds from the start of the interpreter to the end of the first step of the script BARE."""
+    script = BARE.format(model=case.model, shape=case.shape)
+    began_s = time.time()
+    printed = subprocess.check_output([sys.executable, "-c", script], env=environment(), text=True)
+    return float(printed) - began_s
+
+
+def cold_s(run_dir: Path, line: tuple[str, ...]) -> float:
+    """Seconds from the command to the end of the first step, one process."""
+    began_s = time.time()
+    subprocess.run(
+        [sys.executable, "-m", "train.main", "train", *line, *COMMON, "--run-dir", run_dir, "--name", "run"],
+        env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, check=True,
+    )
+    return first_step_at(run_dir / "run") - began_s
+
+
+def forked_s(forks: Forks, run_dir: Path, line: tuple[str, ...], world_size: int) -> float:
+    """Seconds from the request to fork the ranks to the end of their first step."""
+    began_s = time.time()
+    codes, output = forks.run("train", *line, *COMMON, "--run-dir", run_dir, "--name", "run", world_size=world_size)
+    assert codes == [0] * world_size, output
+    return first_step_at(run_dir / "run") - began_s
+
+
+def first_step_at(run: Path) -> float:
+    """When the first step ended, as time.time gives it."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return next(float(line["time"]) for line in lines if line["step"] == 1 and "train/loss" in line)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=9)
+    repeats = parser.parse_args().repeats
+    cases = [
+        Case("Fashion-MNIST, cnn", ("--dataset", "fashion-mnist", "--model", "cnn"), CNN, (64, 1, 28, 28)),
+        Case("digits, mlp", ("--dataset", "digits", "--model", "mlp"), MLP, (64, 1, 8, 8)),
+        Case("fake images, resnet18", ("--dataset", "fake", "--model", "resnet18", "--batch-size", "16"), RESNET,
+             (16, 3, 32, 32)),
+    ]
+    about = conditions()
+    with tempfile.TemporaryDirectory() as folder:
+        forks = Forks(Path(folder), more=["torchvision.models"])
+        forks.run("show")  # the server has imported everything once this has ended
+        for repeat in range(repeats):
+            print(f"{repeat + 1} of {repeats}", file=sys.stderr, flush=True)
+            for case in cases:
+                case.bare.append(bare_s(case))
+                case.cold.append(cold_s(Path(folder), case.line))
+                for world in WORLDS:
+                    case.forked[world].append(forked_s(forks, Path(folder), case.line, world))
+        forks.close()
+    print(table(cases, about, load_after=os.getloadavg()[0]))
+
+
+def table(cases: list[Case], about: dict[str, Any], *, load_after: float) -> str:
+    """Markdown, to be read and to be pasted."""
+    heads = "".join(f" {world} forked rank{'s' if world > 1 else ''}, s |" for world in WORLDS)
+    lines = [
+        f"{about['cpu']}, {about['cpus']} CPUs (load {about['load_average']:.1f} before, {load_after:.1f} after), one "
+        f"thread a process; torch {about['torch']}, Python {about['python']}, {about['date']}; medians of "
+        f"{len(cases[0].cold)}.",
+        "",
+        f"| until the end of the first step | bare, s | cold, s | cold / bare (goal {GOAL}) |{heads}",
+        f"|---|---|---|---|{'---|' * len(WORLDS)}",
+    ]
+    for case in cases:
+        bare, cold = statistics.median(case.bare), statistics.median(case.cold)
+        forked = "".join(f" {statistics.median(seconds):.2f} |" for seconds in case.forked.values())
+        lines.append(f"| {case.name} | {bare:.2f} | {cold:.2f} | {cold / bare:.2f} |{forked}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
