@@ -8,7 +8,7 @@ from typing import Any
 from train.data.sources.cache import cached, visible, writable_cache
 from train.data.sources.fetch import Remote, Say, fetch
 from train.data.sources.idx import read_idx
-from train.data.sources.sets import ImageSet
+from train.data.sources.sets import ImageSet, stamp
 from train.errors import DataError
 
 FILES = {
@@ -100,6 +100,7 @@ def read_half(folder: Path, family: Family, *, train: bool) -> ImageSet:
     image_path, label_path = _file(folder, image_name), _file(folder, label_name)
     if image_path is None or label_path is None:
         raise DataError(f"{folder}: {image_name if image_path is None else label_name} (or .gz) is missing.")
+    files = (stamp(image_path), stamp(label_path))  # first: a change while they are read is then noticed too
     images, labels = read_idx(image_path, "images"), read_idx(label_path, "labels")
     if len(images) != len(labels):
         raise DataError(
@@ -115,7 +116,7 @@ def read_half(folder: Path, family: Family, *, train: bool) -> ImageSet:
         )
     return ImageSet(
         images.unsqueeze(1), labels.long(), family.classes, mean=(family.mean,), std=(family.std,), name=family.name,
-        origin=f"{family.title} in {folder}", mirror=family.mirror,
+        origin=f"{family.title} in {folder}", mirror=family.mirror, files=files,
     )
 
 

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from train.errors import DataError
+
+# A file as it was when it was read: name, inode, size, and the times of the last change of its contents and its entry
+Stamp = tuple[str, int, int, int, int]
+
+
+def stamp(path: Path) -> Stamp:
+    """What differs once the file at `path` has been written again or replaced; zeros if it can't be looked at."""
+    try:
+        found = path.stat()
+    except OSError:
+        return str(path), 0, 0, 0, 0
+    return str(path), found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 @dataclass(frozen=True)
@@ -14,7 +27,8 @@ class ImageSet:
     """A set held in memory.
 
     images: uint8 [N, C, H, W]; labels: int64 [N], each below len(classes); mean, std: one per channel, of
-    images / 255; origin: where the images came from, one line; mirror: whether augmentation may mirror them.
+    images / 255; origin: where the images came from, one line; mirror: whether augmentation may mirror them; files:
+    those that were read, as they were before.
     """
 
     images: torch.Tensor
@@ -25,6 +39,7 @@ class ImageSet:
     name: str
     origin: str
     mirror: bool = True
+    files: tuple[Stamp, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
