@@ -1,8 +1,8 @@
 """The training, top to bottom: `build` makes all that it needs, `train` loops over the steps. Start reading here."""
 
-import copy
 import os
 import time
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from train.errors import Stopped
 from train.group.group import Group
 from train.group.join import join
 from train.parallel import load_method, method_name, start_method
+from train.parallel.buffers import Buffers
 from train.parallel.method import Method
 from train.parallel.model import autocast, check_same_shapes, compile_model, prepare
 from train.parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
@@ -29,7 +30,9 @@ from train.process.log import Log
 from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
 from train.run import weights
+from train.run.changing import Changing
 from train.run.evaluation import evaluate
+from train.run.keeper import Rescuer
 from train.run.metrics import Speed
 from train.run.profiler import Profiler
 from train.run.result import describe, write_result
@@ -65,6 +68,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             return
         t = build(config, group, method, run)
         progress, watch = t.progress, group.watch
+        watch.protect(Rescuer(t), timeout_s=config.save_timeout_s)
         stop.finish_step_first()
         log.info(f"ready after {time.monotonic() - began_s:.1f} s")
         try:
@@ -75,8 +79,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
                 t.speed.pause()
                 if due and progress.step > progress.evaluated:
                     evaluate_and_report(t)
-                    save(t)
-                elif progress.step % (config.save_every_steps or t.steps_per_epoch) == 0:
+                if due or progress.step % (config.save_every_steps or t.steps_per_epoch) == 0:
                     save(t)
                 t.speed.resume()
                 t.profiler.at(progress.step)
@@ -85,20 +88,15 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
 
                 # Step -------------------------------------------------------------------------------------------
                 watch.enter("step", config.step_timeout_s, step=progress.step)
-                rate = rate_at(config, progress.step, total_steps=t.total_steps, steps_per_epoch=t.steps_per_epoch)
-                set_rate(t.optimizer, rate)
                 with record_function("step"):
-                    loss = step(t)
+                    finished = step(t)
 
                 # Stop -------------------------------------------------------------------------------------------
-                if loss is None:
+                if not finished:
                     raise save_and_stop(t)
-                progress.step += 1
                 group.step = progress.step
-                if progress.step % config.log_every_steps == 0 or progress.step == t.total_steps:
-                    # .cpu() and the sum wait for the device: only when we report
-                    mean = group.sum(loss.double().cpu()).item() / group.world_size
-                    t.metrics.training(progress.step, mean, rate, t.speed.at(progress.step))
+                if progress.line is not None and progress.line["step"] == progress.step:
+                    t.metrics.training(progress.line)
                 log.progress(progress.step, t.metrics.line(progress.step, t.total_steps) if log.progress_due() else "")
         finally:
             t.loader.close()
@@ -131,12 +129,14 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     # Model ------------------------------------------------------------------------------------------------------
     plain = whole = prepare(workload.model, config, device)
     check_same_shapes(group, plain)
-    progress = load_initial_weights(config, group, plain, run.checkpoint, data_name=workload.data_name)
+    progress = load_initial_weights(
+        config, group, plain, run.checkpoint, data_name=workload.data_name, rescued=run.rescued
+    )
     group.step = progress.step
     if not method.replicates_state:
         _check_same_weights(group, plain)  # before they are split: afterwards no rank has them all
         if group.is_rank0 and workload.pictures is not None:
-            whole = copy.deepcopy(plain).cpu()
+            whole = deepcopy(plain).cpu()
         method.split(plain)
 
     # Optimizer --------------------------------------------------------------------------------------------------
@@ -145,6 +145,8 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     memory = load_training_state(group, method, plain, optimizer, scaler, run.checkpoint)
     run.checkpoint = None  # its copy of all weights would stay in the memory of every rank
     model = method.wrap(compile_model(plain, device) if config.compile else plain)
+    buffers = Buffers(plain, group)
+    buffers.share()
     if method.replicates_state:
         _check_same_weights(group, plain)  # once wrapped: DDP has sent rank 0's to all
     free_bytes = free_shared_memory()  # before workers fill it
@@ -162,17 +164,18 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     return Training(
         config=config, group=group, method=method, run=run, workload=workload, plain=plain, model=model, whole=whole,
         optimizer=optimizer, scaler=scaler, loader=loader, steps_per_epoch=order.steps_per_epoch,
-        total_steps=total_steps, progress=progress, saved=copy.copy(progress), metrics=metrics,
+        total_steps=total_steps, buffers=buffers, progress=progress, changing=Changing(progress, device),
+        saved=run.saved, metrics=metrics,
         profiler=Profiler(config, group, step=progress.step, total_steps=total_steps),
         speed=Speed(config.batch_size, progress.step),
     )
 
 
-def step(t: Training) -> torch.Tensor | None:
+def step(t: Training) -> bool:
     """One optimizer update from `accumulate` micro-batches.
 
-    Returns this rank's mean loss, a scalar on the device, or None if any rank was asked to stop: all agree on that
-    before the first gradient is exchanged, and a rank that still waits for data agrees without it.
+    Returns False, and updates nothing, if any rank was asked to stop: all agree on that before the first gradient is
+    exchanged, and a rank that still waits for data agrees without it.
     """
     config, group = t.config, t.group
     batches: list[Any] = []
@@ -180,7 +183,7 @@ def step(t: Training) -> torch.Tensor | None:
         while len(batches) < config.accumulate and (batch := t.loader.next()) is not None:
             batches.append(batch)
     if group.max(int(group.stop.requested or len(batches) < config.accumulate)):
-        return None
+        return False
     # A random state of each step's and rank's own: a resumed run needs none of the past, and no two ranks drop the same
     seed_everything(derive_seed(config.seed, t.progress.step, group.rank))
     total = torch.zeros((), device=group.device)
@@ -192,8 +195,29 @@ def step(t: Training) -> torch.Tensor | None:
             t.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             group.watch.wait_for_others(False)
         total += loss.detach().to(group.device)
-    t.method.step(t.plain, t.optimizer, t.scaler)
-    return total
+    t.buffers.share()
+    # All exchange is over: from here to the end of the step no rank waits for another, so each finishes it
+    rate = rate_at(config, t.progress.step, total_steps=t.total_steps, steps_per_epoch=t.steps_per_epoch)
+    set_rate(t.optimizer, rate)
+    line = report(t, total, rate)
+    with t.changing:
+        t.method.step(t.plain, t.optimizer, t.scaler)
+        t.buffers.keep()
+        t.progress.step, t.progress.line = t.progress.step + 1, line
+    return True
+
+
+def report(t: Training, loss: torch.Tensor, rate: float) -> dict[str, Any] | None:
+    """The newest line of training once this step is finished. `loss`: this rank's mean, a scalar on the device.
+
+    Before the step is finished: a rank that finishes it knows its line, and whoever goes on from there can write it.
+    """
+    group, number = t.group, t.progress.step + 1
+    if number % t.config.log_every_steps != 0 and number != t.total_steps:
+        return t.progress.line
+    # .cpu() and the sum wait for the device: only when we report
+    mean = group.sum(loss.double().cpu()).item() / group.world_size
+    return t.metrics.training_entry(number, mean, rate, t.speed.at(number))
 
 
 def evaluate_and_report(t: Training) -> None:
@@ -203,7 +227,8 @@ def evaluate_and_report(t: Training) -> None:
     result = evaluate(t.config, t.group, t.workload, t.plain, pad=t.method.forward_waits_for_all)
     if result is None:
         raise save_and_stop(t)
-    progress.evaluated, progress.metrics = progress.step, result.metrics
+    with t.changing:
+        progress.evaluated, progress.metrics = progress.step, result.metrics
     t.run.tables = result.tables
     t.metrics.evaluation(progress.step, result.metrics)
     values = ", ".join(f"{name} {value:.4f}" for name, value in sorted(result.metrics.items()))

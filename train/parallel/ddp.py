@@ -30,11 +30,18 @@ class DDP(Method):
         super().__init__(config, group)
         self.powersgd: PowerSGDState | None = None
 
+    @property
+    def every_rank_has_all(self) -> bool:
+        """PowerSGD's errors differ from rank to rank."""
+        return self.config.compress != "powersgd"
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model in DDP, which sends rank 0's weights to all ranks while it is made."""
         config, device = self.config, self.group.device
         # A kernel of one input channel can be laid out in two equal ways, and backward picks the other one: harmless
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+        # From 2.14 on it has another name beside, which torch before does not know
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         # With several buckets PowerSGD's second all-reduces start in different orders on different ranks. gloo pairs
         # collectives by the order in which each rank starts them, so it would take one bucket's for another's.
         one_bucket = config.compress == "powersgd" and device.type == "cpu"
@@ -44,6 +51,7 @@ class DDP(Method):
             device_ids=None if device.type == "cpu" else [device.index],
             # Gradients live in the buckets that are sent: one copy of all gradients less, in memory and in time
             gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # `train.parallel.buffers` does it, at the end of a step
             static_graph=config.static_graph,
             find_unused_parameters=config.find_unused_parameters,
             bucket_cap_mb=ONE_BUCKET_MB if one_bucket else None,

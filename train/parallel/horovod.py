@@ -40,6 +40,11 @@ def load_horovod() -> Any:
 class Horovod(Method):
     """Horovod's DistributedOptimizer over gloo. Each rank holds the whole model and optimizer state."""
 
+    @property
+    def every_rank_has_all(self) -> bool:
+        """Not in the moment of a loss: Horovod may raise it while the optimizer's step is being made."""
+        return False
+
     def refuse(self) -> None:
         """Horovod that is not installed, or not built for this device."""
         horovod, device = load_horovod(), self.group.device

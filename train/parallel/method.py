@@ -34,6 +34,12 @@ class Method:
     def __init__(self, config: Config, group: Group) -> None:
         self.config, self.group = config, group
 
+    @property
+    def every_rank_has_all(self) -> bool:
+        """Whether any rank alone can save all that the next attempt needs, at any moment between two changes of the
+        weights. If not, a lost rank costs the steps since the newest checkpoint."""
+        return self.replicates_state
+
     def refuse(self) -> None:
         """Raise ConfigError for what the method can't do with these settings, this device and so many ranks, which have
         met. Settings that exclude each other anywhere are refused earlier, by `train.config`."""

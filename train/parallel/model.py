@@ -63,18 +63,3 @@ def check_same_shapes(group: Group, model: nn.Module) -> None:
                 f"the model must be the same on all ranks, got {name} {shapes.get(name)} on rank {group.rank} and "
                 f"{other.get(name)} on rank {rank} ({group.hosts[rank]}). Put the same code on all nodes."
             )
-
-
-def share_buffers(model: nn.Module, group: Group) -> None:
-    """Give all ranks rank 0's buffers, such as a batch norm's statistics.
-
-    They differ after a step, since each rank saw its own samples. DDP sends rank 0's only before the next forward pass
-    in training; an evaluation in between would be one of several models.
-    """
-    buffers = dict(model.named_buffers())
-    if not buffers or group.world_size == 1:
-        return
-    first = group.broadcast_tensors(buffers)
-    with torch.no_grad():
-        for name, buffer in buffers.items():
-            buffer.copy_(first[name])

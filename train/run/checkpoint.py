@@ -105,15 +105,17 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return _parse(path, files)
 
 
-def share_checkpoint(checkpoint: Checkpoint | None, group: Group) -> Checkpoint | None:
-    """Rank 0's `checkpoint` on all ranks, None where it has none. All ranks call this.
+def share_checkpoint(checkpoint: Checkpoint | None, group: Group, *, source: int = 0) -> Checkpoint | None:
+    """The `checkpoint` of rank `source` on all ranks, None where it has none. All ranks call this.
 
     Its files travel as they are, and each rank reads them with `weights_only=True`.
     """
-    own = {} if checkpoint is None else checkpoint.to_files()
-    path, names = group.broadcast(("" if checkpoint is None else str(checkpoint.path), list(own)))
-    files = {name: group.broadcast_bytes(own.get(name, b"")) for name in names}
-    return checkpoint if group.is_rank0 or not files else _parse(Path(path), files)
+    own = {} if checkpoint is None or group.rank != source else checkpoint.to_files()
+    path, names = group.broadcast(("" if checkpoint is None else str(checkpoint.path), list(own)), source=source)
+    files = {name: group.broadcast_bytes(own.get(name, b""), source=source) for name in names}
+    if group.rank == source:
+        return checkpoint
+    return _parse(Path(path), files) if files else None
 
 
 def _parse(path: Path, files: dict[str, bytes]) -> Checkpoint:

@@ -22,7 +22,7 @@ from train.data.loader import open_loader
 from train.data.order import evaluation_batches, num_batches
 from train.errors import UserError
 from train.group.group import Group
-from train.parallel.model import autocast, share_buffers
+from train.parallel.model import autocast
 from train.workloads import Sums, Workload
 
 # In place of a batch's number: it is there to pass the time with, and was counted already
@@ -43,7 +43,6 @@ def evaluate(config: Config, group: Group, workload: Workload, model: nn.Module,
     All ranks take part and get the same result, or None if a stop was requested on any of them. `pad`: see
     `batches_of_rank`. Raises UserError where the workload's sums have no "count".
     """
-    share_buffers(model, group)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

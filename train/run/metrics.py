@@ -18,11 +18,16 @@ from train.process.atomic_file import write_atomically
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run stands. `evaluated`: the last step whose evaluation is complete, `metrics`: its outcome."""
+    """Where a run stands: the last finished step.
+
+    `evaluated`: the last step whose evaluation is complete, `metrics`: its outcome. `line`: the last line of training
+    in `metrics.jsonl`, which every rank knows: rank 0 may be killed before it writes it.
+    """
 
     step: int = 0
     evaluated: int = 0
     metrics: dict[str, float] | None = None
+    line: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -51,37 +56,48 @@ class Speed:
 class Metrics:
     """Appends to `directory/metrics.jsonl` and `directory/tensorboard/`; without a directory it only remembers.
 
-    `step`, `evaluated`: where the run goes on, see `cut_after`. `unit`: what a sample is called, in the plural.
-    Every method raises UserError where the disk is full.
+    `progress`: where the run goes on, `saved`: where it stood at its newest checkpoint. What a killed attempt wrote
+    past `progress` is cut off, for those steps are done again; what it had no time to write is added. `unit`: what a
+    sample is called, in the plural. Every method raises UserError where the disk is full.
     """
 
     def __init__(
-        self, directory: Path | None, *, step: int, evaluated: int, tensorboard: bool, unit: str = "images"
+        self, directory: Path | None, progress: Progress, *, saved: Progress, tensorboard: bool, unit: str = "images"
     ) -> None:
         self.directory, self.unit = directory, unit
-        self.last: dict[str, float] = {}
+        self.last: dict[str, Any] = {}
         self._writer: Any = None
         self._file = None
         if directory is None:
             return
         with self._disk():
             path = directory / "metrics.jsonl"
-            cut_after(path, step, evaluated)
+            entries = cut_after(path, progress.step, progress.evaluated)
             self._file = path.open("a", buffering=1, encoding="utf-8")  # a line is in the file as soon as it is written
+            entries += self._write_missing(entries, progress)
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # half a second: only where it is used
 
                 threading.excepthook = _ignore_os_errors
-                # TensorBoard hides what a killed attempt wrote from this step on: those steps are done again
-                self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else None)
+                # TensorBoard's values of an attempt that was killed since its checkpoint may be in its file or not:
+                # TensorBoard hides all of them from this step on, and they are written again
+                first = saved.step + 1 if saved.evaluated == saved.step else max(1, saved.step)
+                self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=first)
+                for entry in entries:
+                    if entry["step"] >= first:
+                        self._show(entry)
 
-    def training(self, step: int, loss: float, rate: float, per_s: float) -> None:
+    def training_entry(self, step: int, loss: float, rate: float, per_s: float) -> dict[str, Any]:
         """`loss`: the mean over the step's global batch, `rate`: the learning rate, `per_s`: samples per second."""
-        self.last |= {"loss": loss, "per_s": per_s, "rate": rate}
-        self._write(step, {"train/loss": loss, "train/lr": rate, f"train/{self.unit}_per_s": per_s})
+        return _entry(step, {"train/loss": loss, "train/lr": rate, f"train/{self.unit}_per_s": per_s})
+
+    def training(self, entry: dict[str, Any]) -> None:
+        """`entry`: of `training_entry`."""
+        self.last = entry
+        self._write(entry)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        self._write(step, {f"eval/{name}": value for name, value in metrics.items()})
+        self._write(_evaluation_entry(step, metrics))
 
     def pictures(self, step: int, pictures: dict[str, torch.Tensor]) -> None:
         """Images of [channels, height, width] for TensorBoard, floats from 0 to 1 or uint8."""
@@ -107,9 +123,10 @@ class Metrics:
 
     def line(self, step: int, total_steps: int) -> str:
         """Where the run stands, as one line for the terminal."""
-        if "loss" not in self.last:
+        if not self.last:
             return f"step {step}/{total_steps}"
-        return f"step {step}/{total_steps}  loss {self.last['loss']:.4f}  {self.last['per_s']:,.0f} {self.unit}/s"
+        loss, per_s = _number(self.last["train/loss"]), self.last[f"train/{self.unit}_per_s"]
+        return f"step {step}/{total_steps}  loss {loss:.4f}  {per_s:,.0f} {self.unit}/s"
 
     def flush(self) -> None:
         """Make TensorBoard's values survive a kill of this process; the lines of `metrics.jsonl` do already."""
@@ -124,15 +141,31 @@ class Metrics:
             if self._file is not None:
                 self._file.close()
 
-    def _write(self, step: int, values: dict[str, float]) -> None:
+    def _write(self, entry: dict[str, Any]) -> None:
         with self._disk():
             if self._file is not None:
-                # JSON has no NaN: strict readers would refuse the file
-                safe = {name: value if math.isfinite(value) else None for name, value in values.items()}
-                self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **safe}) + "\n")
+                self._file.write(json.dumps(entry) + "\n")
             if self._writer is not None:
-                for name, value in values.items():
-                    self._writer.add_scalar(name, value, step)
+                self._show(entry)
+
+    def _write_missing(self, entries: list[dict[str, Any]], progress: Progress) -> list[dict[str, Any]]:
+        """Write the lines of `progress` that a killed rank 0 had no time to write, and return them."""
+        trained = max((entry["step"] for entry in entries if not is_evaluation(entry)), default=0)
+        evaluated = max((entry["step"] for entry in entries if is_evaluation(entry)), default=0)
+        missing = []
+        if progress.line is not None and progress.line["step"] > trained:
+            missing.append(progress.line)
+        if progress.metrics is not None and progress.evaluated > evaluated:
+            missing.append(_evaluation_entry(progress.evaluated, progress.metrics))
+        for entry in missing:
+            self._write(entry)
+        return missing
+
+    def _show(self, entry: dict[str, Any]) -> None:
+        """In TensorBoard."""
+        for name, value in entry.items():
+            if name not in ("step", "time"):
+                self._writer.add_scalar(name, _number(value), entry["step"], walltime=entry.get("time"))
 
     @contextmanager
     def _disk(self) -> Iterator[None]:
@@ -149,21 +182,40 @@ def _ignore_os_errors(failure: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(failure)
 
 
-def cut_after(path: Path, step: int, evaluated: int) -> None:
+def _entry(step: int, values: dict[str, float]) -> dict[str, Any]:
+    """A line of `metrics.jsonl`."""
+    # JSON has no NaN: strict readers would refuse the file
+    safe = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return {"step": step, "time": round(time.time(), 3), **safe}
+
+
+def _evaluation_entry(step: int, metrics: dict[str, float]) -> dict[str, Any]:
+    return _entry(step, {f"eval/{name}": value for name, value in metrics.items()})
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def is_evaluation(entry: dict[str, Any]) -> bool:
+    return any(name.startswith("eval/") for name in entry)
+
+
+def cut_after(path: Path, step: int, evaluated: int) -> list[dict[str, Any]]:
     """Remove the lines of training after `step` and of evaluation after step `evaluated`, and any half-written line.
 
-    A killed attempt wrote them past its last checkpoint. The resumed run does these steps again: without the cut, each
-    would be there twice. Raises OSError.
+    A killed attempt wrote them past the state that the run goes on from. The steps are done again: without the cut,
+    each would be there twice. Returns the entries that stay. Raises OSError.
     """
     if not path.exists():
-        return
+        return []
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
-            limit = evaluated if any(name.startswith("eval/") for name in entry) else step
-            if entry["step"] <= limit:
-                kept.append(line)
+            if entry["step"] <= (evaluated if is_evaluation(entry) else step):
+                kept.append(entry)
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
-    write_atomically(path, "".join(line + "\n" for line in kept))
+    write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in kept))
+    return kept

@@ -19,11 +19,12 @@ from train.run.sharded_checkpoint import FOLDER, read_shards_into
 
 
 def load_initial_weights(
-    config: Config, group: Group, plain: nn.Module, earlier: Checkpoint | None, *, data_name: str
+    config: Config, group: Group, plain: nn.Module, earlier: Checkpoint | None, *, data_name: str, rescued: bool
 ) -> Progress:
     """Load the weights to start from into `plain`, which is still whole, and return where the run stands.
 
-    The weights of a sharded checkpoint are loaded later, when the model is split as well. Raises UserError for a
+    `rescued`: `earlier` is a rescue. The weights of a sharded checkpoint are loaded later, when the model is split as
+    well. Raises UserError for a
     checkpoint of other data or of another model.
     """
     if earlier is None:
@@ -39,7 +40,10 @@ def load_initial_weights(
     if not earlier.sharded:
         with _must_fit(earlier):
             plain.load_state_dict(earlier.model)
-    group.log.info(f"resumed from {earlier.path.name}")
+    if rescued:
+        group.log.info(f"resumed from step {state.step}, rescued by {state.written_by}; no finished step was lost")
+    else:
+        group.log.info(f"resumed from {earlier.path.name}")
     for what, then, now in (
         ("world size", state.world_size, group.world_size),
         ("parallel", state.config["parallel"], config.parallel),
@@ -47,7 +51,7 @@ def load_initial_weights(
     ):
         if then != now:
             group.log.info(f"  {what} was {then}, is {now}: the run goes on, but its last bits will differ")
-    return Progress(state.step, state.evaluated, state.metrics)
+    return Progress(state.step, state.evaluated, state.metrics, state.line)
 
 
 def load_training_state(

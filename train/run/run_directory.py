@@ -16,14 +16,15 @@ from typing import Any
 import torch
 
 from train.config import Config, changed_settings, to_yaml
-from train.errors import UserError
+from train.errors import UserError, disk_error
 from train.group.group import Group, on_rank0
 from train.process.atomic_file import write_atomically
 from train.process.status import job_of, read_json
-from train.run import publish
-from train.run.checkpoint import Checkpoint, list_checkpoints, load_newest, share_checkpoint
+from train.run import lineage, publish, rescue
+from train.run.checkpoint import Checkpoint, load_newest, share_checkpoint
 from train.run.choices import CHOICES
 from train.run.lease import Lease
+from train.run.lineage import Lineage
 from train.run.metrics import Metrics, Progress
 from train.run.sharded_checkpoint import FOLDER, write_shards
 from train.run.training_state import TrainingState
@@ -36,10 +37,13 @@ class RunDirectory:
     config: Config
     group: Group
     finished: bool
-    checkpoint: Checkpoint | None
+    checkpoint: Checkpoint | None  # the state to go on from
+    rescued: bool  # whether that is a rescue
+    saved: Progress  # where the run stood at its newest checkpoint
+    lineage: Lineage
     lease: Lease | None = field(repr=False)
     # Writes nothing until `open_metrics`
-    metrics: Metrics = field(default_factory=lambda: Metrics(None, step=0, evaluated=0, tensorboard=False))
+    metrics: Metrics = field(default_factory=lambda: Metrics(None, Progress(), saved=Progress(), tensorboard=False))
     tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
 
     @property
@@ -49,13 +53,21 @@ class RunDirectory:
     def open_metrics(self, progress: Progress, unit: str) -> Metrics:
         """Metrics from `progress` on, with the speed in `unit`/s. All ranks call this, rank 0's alone write.
 
-        What a killed attempt wrote past its last checkpoint is cut off: those steps are done again. Raises UserError on
-        all ranks where rank 0 can't write.
+        From here on the run continues what this attempt started from, and no other rescue. Raises UserError on all
+        ranks where rank 0 can't write.
         """
+        self.lineage.go_on(self.group.attempt, rescued=self.rescued)
+        # One of a later step is damaged, or of an attempt that the run went on without
+        rescue.remove(self.lineage.run, above=progress.step)
+        rescue.remove(self.lineage.run, up_to=self.saved.step)
+
         def open_files() -> None:
+            try:
+                self.lineage.write(self.path)
+            except OSError as error:
+                raise disk_error(lineage.FILE, self.path, error) from None
             self.metrics = Metrics(
-                self.path, step=progress.step, evaluated=progress.evaluated, tensorboard=self.config.tensorboard,
-                unit=unit,
+                self.path, progress, saved=self.saved, tensorboard=self.config.tensorboard, unit=unit
             )
 
         self.metrics.unit = unit
@@ -78,6 +90,7 @@ class RunDirectory:
                 publish.save_checkpoint(directory, state, tensors, keep=self.config.keep, check_owner=self.check_owner)
 
             on_rank0(self.group, save_plain)
+        rescue.remove(self.lineage.run, up_to=state.step)
         if self.group.is_rank0:
             self.group.log.debug(f"saved step {state.step}")
 
@@ -116,22 +129,31 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
     result has changed, or the newest checkpoint can't be gone on with.
     """
     lease = Lease(group.run_dir, group.attempt) if group.is_rank0 else None
-    finished, earlier = False, None
+    earlier: Checkpoint | None = None
     with contextlib.ExitStack() as stack:
 
-        def take() -> bool:
+        def take() -> dict[str, Any]:
             nonlocal earlier
             assert lease is not None
             try:
                 stack.enter_context(lease)  # here, not around the block: a refusal has to reach all ranks
                 group.status.claim(lease)
+                begun = _find_run(config, group)
                 finished, earlier = _find_earlier(config, group)
-                return finished
             except OSError as error:
                 raise UserError(f"run_dir: {group.run_dir} must be writable, got {error.strerror or error}.") from None
+            saved = [earlier.state.step, earlier.state.evaluated] if earlier else [0, 0]
+            return {"finished": finished, "lineage": begun.values(), "saved": saved}
 
-        finished = on_rank0(group, take)
-        run = RunDirectory(config, group, finished, share_checkpoint(earlier, group), lease)
+        found = on_rank0(group, take)
+        begun, saved = Lineage(**found["lineage"]), Progress(*found["saved"])
+        rescued: Checkpoint | None = None
+        if found["finished"]:
+            rescue.remove(begun.run)
+        else:
+            rescued = rescue.choose(group, begun, config, above=saved.step, warn=group.log.warning)
+            earlier = rescued or share_checkpoint(earlier, group)
+        run = RunDirectory(config, group, found["finished"], earlier, rescued is not None, saved, begun, lease)
         try:
             yield run
         except BaseException:
@@ -141,11 +163,23 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
         run.metrics.close()  # TensorBoard's writer holds up to two minutes of values in memory
 
 
-def _find_earlier(config: Config, group: Group) -> tuple[bool, Checkpoint | None]:
-    """Whether the run is finished already, and the checkpoint that it goes on from. Rank 0 only. Raises UserError."""
+def _find_run(config: Config, group: Group) -> Lineage:
+    """The run that the directory holds, or a new one. Rank 0 only. Raises OSError."""
     directory = group.run_dir
-    if config.fresh and not _begun_by_this_launch(group):
+    found = Lineage.read(directory)
+    if config.fresh and not (found and _begun_by_this_launch(found, group)):
         _put_aside(directory, group.log.info)
+        found = None
+    if found is None:
+        # At once: a restart of this launch has to know that the earlier run has been put aside
+        found = Lineage.new(group.attempt, group.launch.start)
+        found.write(directory)
+    return found
+
+
+def _find_earlier(config: Config, group: Group) -> tuple[bool, Checkpoint | None]:
+    """Whether the run is finished already, and its newest checkpoint. Rank 0 only. Raises UserError."""
+    directory = group.run_dir
     earlier = load_newest(directory / "checkpoints", group.log.warning)
     if earlier is not None:
         earlier.state.check_random_scheme(earlier.path)
@@ -175,25 +209,23 @@ def _find_earlier(config: Config, group: Group) -> tuple[bool, Checkpoint | None
     return False, earlier
 
 
-def _begun_by_this_launch(group: Group) -> bool:
+def _begun_by_this_launch(found: Lineage, group: Group) -> bool:
     """Whether this attempt is a restart that finds what its own launch began with --fresh, and has to go on with that.
 
     That it is a restart does not suffice: a first attempt that was killed before it put the earlier run aside has left
-    the earlier run's checkpoints. `launch` gives all its attempts ids of one job; where containers are started again
-    (compose, pods), `start` names the start of them all.
+    the earlier run. `launch` gives all its attempts ids of one job; where containers are started again (compose, pods),
+    `start` names the start of them all.
     """
-    newest = list_checkpoints(group.run_dir / "checkpoints")[-1:]
-    states = [read_json(path / "state.json") or {} for path in newest]
-    if start := group.launch.start:
-        return any(state.get("start") == start for state in states)
+    if group.launch.start:
+        return found.start == group.launch.start
     if not group.restarted or not group.launch.numbers_attempts:
         return group.restarted
-    return any(job_of(state.get("attempt", "")) == job_of(group.attempt) for state in states)
+    return job_of(found.begun_by) == job_of(group.attempt)
 
 
 def _put_aside(directory: Path, say: Callable[[str], None]) -> None:
     """Start anew without losing anything: what is there moves to `before-<time>/`."""
-    names = ("checkpoints", "tensorboard", "metrics.jsonl", "result.json", "config.yaml")
+    names = ("checkpoints", "tensorboard", "metrics.jsonl", "result.json", "config.yaml", lineage.FILE)
     there = [directory / name for name in names if (directory / name).exists()]
     if not there:
         return

@@ -1,7 +1,8 @@
 """What the loop over the steps works with, and how it gets into a checkpoint. `train.run.resume` reads it back."""
 
-import copy
+from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,7 +10,9 @@ from torch import nn
 from train.config import Config
 from train.data.loader import BatchLoader
 from train.group.group import Group
+from train.parallel.buffers import Buffers
 from train.parallel.method import Method
+from train.run.changing import Changing
 from train.run.metrics import Metrics, Progress, Speed
 from train.run.profiler import Profiler
 from train.run.run_directory import RunDirectory
@@ -34,7 +37,9 @@ class Training:
     loader: BatchLoader
     steps_per_epoch: int
     total_steps: int
+    buffers: Buffers
     progress: Progress
+    changing: Changing  # held while a step is finished, or an evaluation
     saved: Progress  # where the run stood at its newest checkpoint
     metrics: Metrics
     speed: Speed
@@ -44,17 +49,24 @@ class Training:
 def save(t: Training) -> None:
     """Write a checkpoint, unless the newest one holds this state already. All ranks call this at the same step."""
     config, group, progress = t.config, t.group, t.progress
-    if t.saved == progress:
+    if (t.saved.step, t.saved.evaluated) == (progress.step, progress.evaluated):
         return
     group.watch.enter("save", config.save_timeout_s, step=progress.step)
     if config.checkpoint_format == "sharded":
         tensors, optimizer = t.method.local_state(t.plain, t.optimizer)
     else:
         tensors, optimizer = t.method.full_state_dict(t.plain), t.method.optimizer_state(t.plain, t.optimizer)
-    state = TrainingState(
-        step=progress.step, evaluated=progress.evaluated, metrics=progress.metrics, steps_per_epoch=t.steps_per_epoch,
-        data=t.workload.data_name, config=config.model_dump(), world_size=group.world_size, attempt=group.attempt,
-        start=group.launch.start, optimizer=optimizer, scaler=t.scaler.state_dict(), compressor=t.method.memory(),
+    t.run.save(state_of(t, progress, optimizer, t.method.memory()), tensors)
+    t.saved = copy(progress)
+
+
+def state_of(t: Training, progress: Progress, optimizer: dict[str, Any], compressor: dict[str, Any]) -> TrainingState:
+    """The state of the step at which `progress` stands."""
+    group = t.group
+    return TrainingState(
+        step=progress.step, evaluated=progress.evaluated, metrics=progress.metrics, line=progress.line,
+        steps_per_epoch=t.steps_per_epoch, data=t.workload.data_name, config=t.config.model_dump(),
+        world_size=group.world_size, run=t.run.lineage.run, attempt=group.attempt,
+        written_by=f"rank {group.rank} on {group.hosts[group.rank]}",
+        optimizer=optimizer, scaler=t.scaler.state_dict(), compressor=compressor,
     )
-    t.run.save(state, tensors)
-    t.saved = copy.copy(progress)

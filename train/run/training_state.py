@@ -17,7 +17,7 @@ from train.group.group import pack, unpack
 
 # Raise it when a field is added, removed or changes its meaning. A checkpoint of another format is refused, because
 # guessing what a missing field was would change the weights of the resumed run without a word.
-FORMAT = 1
+FORMAT = 2
 WAY_OUT = "Go on with the version of this program that wrote it, or set --fresh to start anew, or another --name."
 # How random numbers are drawn. No generator's state is saved: each step, epoch and sample derives its own seed. So a
 # run that is resumed under another scheme would draw other numbers and end with other weights.
@@ -40,10 +40,11 @@ class TrainingState:
     `train.run.training.save` makes a TrainingState.
     """
 
-    # Where the run stands. `evaluated`: the last step whose evaluation is complete, `metrics`: its outcome.
+    # Where the run stands, see `train.run.metrics.Progress`.
     step: int
     evaluated: int
     metrics: dict[str, float] | None
+    line: dict[str, Any] | None
     steps_per_epoch: int
     # What it was trained with: a resumed run compares these with its own.
     data: str
@@ -51,9 +52,10 @@ class TrainingState:
     world_size: int
     versions: dict[str, str] = field(default_factory=versions)
     random: str = RANDOM_SCHEME
-    # Who wrote it. `start` names the start of a job whose containers are started again.
+    # Who wrote it: see `train.run.lineage`, and which rank on which host.
+    run: str
     attempt: str
-    start: str
+    written_by: str
     # State dicts of torch on the CPU. In a sharded checkpoint `optimizer` holds only what is not a tensor.
     optimizer: dict[str, Any]
     scaler: dict[str, Any]

@@ -1,0 +1,85 @@
+"""Guards the state of the last finished step: whoever wants to save it may not read while the next step changes it.
+
+Weights and optimizer state change in the optimizer's step alone. Forward and backward passes, in which a rank notices
+that it lost a peer, leave them as the last finished step did.
+"""
+
+import threading
+import time
+from collections import deque
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+
+from train.run.metrics import Progress
+
+# An optimizer's step takes this long at most, on a busy machine and with a large model on a CPU.
+CHANGE_S = 10.0
+# A GPU that works gets done with what was queued within this time. One that waits for a dead rank never does.
+SETTLE_S = 2.0
+
+
+@dataclass(slots=True)
+class _Queued:
+    """A change that was queued on a GPU: where it begins, where it ends, and where the run stands after it."""
+
+    began: torch.Event
+    ended: torch.Event
+    progress: Progress
+
+
+class Changing:
+    """`with changing:` around everything that makes a finished step out of the one before, `progress` included.
+
+    A block that fails never ends the change: what it leaves is the state of no step.
+    """
+
+    def __init__(self, progress: Progress, device: torch.device) -> None:
+        self.progress, self.device = progress, device
+        self._lock = threading.Lock()
+        # GPUs only: the host queues work and goes on. It may be steps ahead of a GPU that waits for a dead rank.
+        self._queue: deque[_Queued] = deque()
+        self._on_host = device.type != "cuda"
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if not self._on_host:
+            self._queue.append(_Queued(self._mark(), torch.Event(self.device), Progress()))
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return
+        if not self._on_host:
+            self._queue[-1].ended.record()
+            self._queue[-1].progress = copy(self.progress)
+            # The newest change that the GPU is done with stays: its progress is needed if the next one never ends
+            while len(self._queue) > 1 and self._queue[1].ended.query():
+                self._queue.popleft()
+        self._lock.release()
+
+    def stop(self) -> Progress | None:
+        """Allow no further change, and say where the run stands; None where that can't be known. From any thread."""
+        held = self._lock.acquire(timeout=CHANGE_S)
+        if self._on_host:
+            return self.progress if held else None
+        # Without the lock too: the thread that has it waits for the GPU, in whose queue nothing of its change has begun
+        until_s = time.monotonic() + SETTLE_S
+        while time.monotonic() < until_s and not (held and self._all_done()):
+            time.sleep(0.01)
+        if held and self._all_done():
+            return self.progress
+        done = [change for change in self._queue if change.ended.query()]
+        return done[-1].progress if done and self.unchanged() else None
+
+    def unchanged(self) -> bool:
+        """Whether the GPU has begun no change that it has not ended: right after `stop`, and once all is copied."""
+        return self._on_host or not any(c.began.query() and not c.ended.query() for c in list(self._queue))
+
+    def _all_done(self) -> bool:
+        return all(change.ended.query() for change in self._queue)
+
+    def _mark(self) -> torch.Event:
+        event = torch.Event(self.device)
+        event.record()
+        return event

@@ -1,0 +1,59 @@
+"""What a rank saves when it has lost a peer: the watchdog calls `Rescuer.keep` before the process ends."""
+
+import contextlib
+from collections.abc import Iterator
+from copy import copy
+
+import torch
+
+from train.errors import reason
+from train.group.group import pack
+from train.run import rescue
+from train.run.training import Training, state_of
+
+
+class Rescuer:
+    """Writes the rescue of a training. See `train.group.watchdog.Keeper`."""
+
+    def __init__(self, t: Training) -> None:
+        self.t = t
+
+    def keep(self) -> None:
+        """Write the state of the last finished step to this node's memory. The loop never goes on afterwards."""
+        try:
+            self._keep()
+        except Exception as error:  # the loss of a peer is what is to be reported, and the checkpoint is still there
+            self.t.group.log.warning(f"no rescue: {reason(error)}")
+
+    def _keep(self) -> None:
+        t, log = self.t, self.t.group.log
+        if not t.method.every_rank_has_all or t.progress.step == 0:
+            return
+        progress = t.changing.stop()
+        if progress is None:
+            log.warning("no rescue: this rank was in the middle of changing the weights")
+            return
+        progress = copy(progress)
+        if progress.step <= t.saved.step:
+            return
+        with _beside_a_blocked_stream(t.group.device):
+            weights = t.method.full_state_dict(t.plain)
+            weights |= {name: buffer for name, buffer in t.buffers.kept().items() if name in weights}
+            state = state_of(t, progress, t.method.optimizer_state(t.plain, t.optimizer), {})
+            files = {"model.pt": pack(weights), **state.to_files()}
+        if not t.changing.unchanged():
+            log.warning("no rescue: the weights changed while they were copied")
+        elif problem := rescue.write(t.run.lineage.run, progress.step, files):
+            log.warning(f"no rescue, the next attempt goes on from the newest checkpoint: {problem}")
+        else:
+            log.debug(f"rescued step {progress.step}")
+
+
+@contextlib.contextmanager
+def _beside_a_blocked_stream(device: torch.device) -> Iterator[None]:
+    """Copy from a GPU whose usual stream may wait for a dead rank for ever."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        yield

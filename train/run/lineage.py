@@ -1,0 +1,52 @@
+"""Which attempts a run's newest state comes from: `run.json` in the run directory. Rank 0 writes it.
+
+A rescue lies in the memory of one node, where it may be found long after the run went on without it. It is taken only
+where it continues what the run directory holds: written by an attempt of this run, and of its present line of attempts.
+"""
+
+import dataclasses
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from train.process.status import read_json, write_json
+
+FILE = "run.json"
+
+
+@dataclass(slots=True)
+class Lineage:
+    """`run`: the id of the run. A run that was begun anew in the same directory has another one.
+
+    `begun_by`: the attempt that began the run, and `start` its launch's, which names the start of a job whose
+    containers are started again. `attempts`: since the newest checkpoint that a training was resumed from, in order;
+    each of them went on from what the one before had finished.
+    """
+
+    run: str
+    begun_by: str
+    start: str
+    attempts: list[str]
+
+    @classmethod
+    def new(cls, attempt: str, start: str) -> Self:
+        return cls(secrets.token_hex(8), attempt, start, [])
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Self | None:
+        """What the run directory holds, None where it holds no run or a damaged file."""
+        values = read_json(run_dir / FILE)
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**values) if isinstance(values, dict) and values.keys() == names else None
+
+    def write(self, run_dir: Path) -> None:
+        """Raises OSError."""
+        write_json(run_dir / FILE, self.values())
+
+    def values(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def go_on(self, attempt: str, *, rescued: bool) -> None:
+        """This attempt goes on from a rescue of the last one, or from the newest checkpoint, or from the beginning."""
+        self.attempts = [*(self.attempts if rescued else []), attempt]

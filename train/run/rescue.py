@@ -1,0 +1,160 @@
+"""The rescue: a checkpoint that a rank writes to its node's memory when it loses a peer, right before it ends.
+
+Where every rank holds the whole state, the survivors have that of the last finished step: the next attempt goes on
+from there, and no step is done twice. The idea is from Gupta et al., "Just-In-Time Checkpointing", EuroSys 2024.
+
+A rescue lies in `/dev/shm/rankup-<user id>/<run id>/step-00001234/`, or where that has too little room in the same
+folders of the temporary directory. It is lost with its node, so it never replaces a checkpoint.
+"""
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from train.config import Config, changed_settings
+from train.errors import UserError
+from train.group.group import Group
+from train.process.status import read_json
+from train.run import publish
+from train.run.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, share_checkpoint
+from train.run.lineage import Lineage
+from train.run.training_state import FORMAT, RANDOM_SCHEME
+
+SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
+# Files are read back and compared, and the ranks' own buffers live in shared memory too
+ROOM = 2.0
+
+
+def places() -> list[Path]:
+    """Where a rescue may lie, the fastest first."""
+    return [place for place in (SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
+
+
+def write(run: str, step: int, files: dict[str, bytes]) -> str:
+    """Write the files of a checkpoint where there is room, unless another rank of this node has done so already.
+
+    Returns why it was not written anywhere, or "".
+    """
+    size = sum(map(len, files.values()))
+    problems = []
+    for place in places():
+        try:
+            free = shutil.disk_usage(place).free
+            if free < ROOM * size:
+                problems.append(f"{place} has {free / 2**20:.0f} MiB free, {ROOM * size / 2**20:.0f} are needed")
+                continue
+            with _locked(_make_folder(place, run)) as folder:
+                if all(_step_of(path) < step for path in list_checkpoints(folder)):
+                    staging = publish.create_staging(folder, step, str(os.getpid()))
+                    publish.publish(staging, files, {}, step=step, keep=1)
+            return ""
+        except (OSError, UserError) as error:
+            problems.append(str(error))
+    return "; ".join(problems) or "no folder to write to"
+
+
+def remove(run: str, *, up_to: int | None = None, above: int | None = None) -> None:
+    """Remove this node's rescues of the run up to a step, or above it, or all. Several ranks may do it at once."""
+    for folder in (_folder(place, run) for place in places()):
+        if not folder.is_dir():  # nearly always: a save costs no more than this look
+            continue
+        for path in list_checkpoints(folder):
+            step = _step_of(path)
+            if (up_to is None or step <= up_to) and (above is None or step > above):
+                shutil.rmtree(path, ignore_errors=True)
+        if not list_checkpoints(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another run has its folder there
+                folder.parent.rmdir()
+
+
+def choose(
+    group: Group, lineage: Lineage, config: Config, *, above: int, warn: Callable[[str], None]
+) -> Checkpoint | None:
+    """The newest rescue that any rank's node holds, if it is of a later step than `above`. All ranks call this.
+
+    The lowest rank that can reach it reads it, and sends it to the others. A damaged one is removed, and the next
+    newest is taken.
+    """
+    while True:
+        path = find(lineage, config)
+        steps: list[int] = group.gather(_step_of(path) if path else -1)
+        newest = max(steps)
+        if newest <= above:
+            return None
+        holder = steps.index(newest)
+        found: Checkpoint | None = None
+        if group.rank == holder:
+            assert path is not None
+            try:
+                found = load_checkpoint(path)
+            except UserError as error:
+                warn(f"a rescue was passed over: {error}")
+                shutil.rmtree(path, ignore_errors=True)
+        if shared := share_checkpoint(found, group, source=holder):
+            return shared
+
+
+def find(lineage: Lineage, config: Config) -> Path | None:
+    """The newest rescue on this node that the run may go on from. Its bytes are not looked at yet."""
+    folders = [_folder(place, lineage.run) for place in places()]
+    found = [path for folder in folders if _is_ours(folder) for path in list_checkpoints(folder)]
+    return max((path for path in found if _fits(path, lineage, config)), key=_step_of, default=None)
+
+
+def _fits(path: Path, lineage: Lineage, config: Config) -> bool:
+    state = read_json(path / "state.json")
+    return (
+        isinstance(state, dict) and state.get("format") == FORMAT and state.get("random") == RANDOM_SCHEME
+        and state.get("run") == lineage.run and state.get("attempt") in lineage.attempts
+        and not changed_settings(state.get("config", {}), config)
+    )
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-").split(".")[0])
+
+
+# Folders -------------------------------------------------------------------------------------------------------------
+
+
+def _folder(place: Path, run: str) -> Path:
+    return place / f"rankup-{_user_id()}" / run
+
+
+def _make_folder(place: Path, run: str) -> Path:
+    """The folder, which only this user can read: a rescue holds the weights. Raises OSError."""
+    folder = _folder(place, run)
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, exist_ok=True)
+    if not _is_ours(folder):
+        raise PermissionError(f"{folder.parent} belongs to another user or is open to others")
+    return folder
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether nobody else could have put anything there: all users of a machine may write to /dev/shm and /tmp."""
+    with contextlib.suppress(OSError):
+        facts = [path.lstat() for path in (folder.parent, folder)]
+        return all(stat.S_ISDIR(f.st_mode) and f.st_uid == _user_id() and not f.st_mode & 0o077 for f in facts)
+    return False
+
+
+def _user_id() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0  # Windows has none, and a temporary directory for each user
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[Path]:
+    """One rank of a node after the other. The kernel frees the lock of a rank that is killed while it writes."""
+    try:
+        import fcntl
+    except ImportError as error:  # Windows
+        raise OSError("this system has no locks for files") from error
+    with (folder / ".lock").open("a", encoding="ascii") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield folder
