@@ -407,13 +407,6 @@ def test_method_is_ddp_for_several_and_none_for_one() -> None:
     assert method_name(Config(parallel="ddp"), 1) == "ddp"
 
 
-def test_buffers_of_a_single_process_are_left_alone() -> None:
-    class Group:
-        world_size = 1
-
-    models.share_buffers(nn.BatchNorm1d(2), Group())  # type: ignore[arg-type]  # no broadcast to call
-
-
 def test_settings_of_a_run_are_saved_with_it(forks: Forks, tmp_path: Path) -> None:
     run = train(forks, tmp_path / "run", 1, "--precision", "bf16", "--max-steps", "22")
     state = json.loads((next((run / "checkpoints").iterdir()) / "state.json").read_text())

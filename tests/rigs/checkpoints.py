@@ -24,8 +24,9 @@ def train(run: Path, *more: str) -> tuple[str, ...]:
 
 def training_state(step: int, **fields: Any) -> TrainingState:
     usual: dict[str, Any] = {
-        "step": step, "evaluated": 0, "metrics": None, "steps_per_epoch": 8, "data": "made-up points",
-        "config": Config().model_dump(), "world_size": 1, "attempt": "20200101T000000-abcdef", "start": "",
+        "step": step, "evaluated": 0, "metrics": None, "line": None, "steps_per_epoch": 8, "data": "made-up points",
+        "config": Config().model_dump(), "world_size": 1, "run": "0123456789abcdef",
+        "attempt": "20200101T000000-abcdef", "written_by": "rank 0 on node0",
         "optimizer": {}, "scaler": {}, "compressor": {},
     }
     return TrainingState(**usual | fields)

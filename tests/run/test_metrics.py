@@ -14,7 +14,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from tests.rigs.fork_server import Forks
 from train.errors import UserError
-from train.run.metrics import Metrics, cut_after
+from train.run.metrics import Metrics, Progress, cut_after
 from train.workloads.pictures import confusion_picture, grid_picture
 
 DIGITS = ("train", "--dataset", "digits", "--model", "mlp", "--epochs", "2", "--log-every-steps", "10")
@@ -174,17 +174,17 @@ def test_lines_past_the_checkpoint_and_half_ones_are_cut(tmp_path: Path) -> None
 
 
 def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path, step=0, evaluated=0, tensorboard=False)
-    metrics.training(1, math.nan, math.inf, 3.0)
+    metrics = Metrics(tmp_path, Progress(), saved=Progress(), tensorboard=False)
+    metrics.training(metrics.training_entry(1, math.nan, math.inf, 3.0))
     metrics.close()
     entry = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert (entry["train/loss"], entry["train/lr"], entry["train/images_per_s"]) == (None, None, 3.0)
 
 
 def test_without_a_directory_it_only_remembers() -> None:
-    metrics = Metrics(None, step=0, evaluated=0, tensorboard=True)
+    metrics = Metrics(None, Progress(), saved=Progress(), tensorboard=True)
     assert metrics.line(3, 9) == "step 3/9"
-    metrics.training(4, 0.5, 0.1, 1234.0)
+    metrics.training(metrics.training_entry(4, 0.5, 0.1, 1234.0))
     assert metrics.line(4, 9) == "step 4/9  loss 0.5000  1,234 images/s"
     metrics.flush()
     metrics.close()
@@ -195,12 +195,12 @@ def test_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
         def write(self, text: str) -> int:
             raise OSError(28, "No space left on device")
 
-    metrics = Metrics(tmp_path, step=0, evaluated=0, tensorboard=False)
+    metrics = Metrics(tmp_path, Progress(), saved=Progress(), tensorboard=False)
     assert metrics._file is not None
     metrics._file.close()
     metrics._file = Full()  # type: ignore[assignment]
     with pytest.raises(UserError, match=r"metrics: .* has no space left, .* MiB free"):
-        metrics.training(1, 1.0, 1.0, 1.0)
+        metrics.training(metrics.training_entry(1, 1.0, 1.0, 1.0))
 
 
 @pytest.mark.parametrize("count", [2, 10, 20, 21, 1000])
