@@ -125,6 +125,8 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     order = build_order(config, group, workload)
     total_steps = config.max_steps or config.epochs * order.steps_per_epoch
     log.info(describe(config, group, workload, order, method=method_name(config, group.world_size)))
+    if group.world_size > 1 and not method.every_rank_has_all:
+        log.info("rescue none: no rank has the whole state, so a lost rank costs the steps since the newest checkpoint")
 
     # Model ------------------------------------------------------------------------------------------------------
     plain = whole = prepare(workload.model, config, device)

@@ -9,6 +9,7 @@ import torch
 from train.errors import reason
 from train.group.group import pack
 from train.run import rescue
+from train.run.metrics import Progress
 from train.run.training import Training, state_of
 
 
@@ -36,17 +37,22 @@ class Rescuer:
         progress = copy(progress)
         if progress.step <= t.saved.step:
             return
+        if problem := rescue.write(t.run.lineage.run, progress.step, lambda: self._copy(progress)):
+            log.warning(f"no rescue, so the next attempt goes on from the newest checkpoint: {problem}")
+        else:
+            log.debug(f"rescued step {progress.step}")
+
+    def _copy(self, progress: Progress) -> dict[str, bytes]:
+        """The files of a checkpoint of the last finished step, at which `progress` stands."""
+        t = self.t
         with _beside_a_blocked_stream(t.group.device):
             weights = t.method.full_state_dict(t.plain)
             weights |= {name: buffer for name, buffer in t.buffers.kept().items() if name in weights}
             state = state_of(t, progress, t.method.optimizer_state(t.plain, t.optimizer), {})
             files = {"model.pt": pack(weights), **state.to_files()}
         if not t.changing.unchanged():
-            log.warning("no rescue: the weights changed while they were copied")
-        elif problem := rescue.write(t.run.lineage.run, progress.step, files):
-            log.warning(f"no rescue, the next attempt goes on from the newest checkpoint: {problem}")
-        else:
-            log.debug(f"rescued step {progress.step}")
+            raise RuntimeError("the weights changed while they were copied")
+        return files
 
 
 @contextlib.contextmanager

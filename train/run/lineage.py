@@ -20,8 +20,8 @@ class Lineage:
     """`run`: the id of the run. A run that was begun anew in the same directory has another one.
 
     `begun_by`: the attempt that began the run, and `start` its launch's, which names the start of a job whose
-    containers are started again. `attempts`: since the newest checkpoint that a training was resumed from, in order;
-    each of them went on from what the one before had finished.
+    containers are started again. `attempts`: the last one that went on from a checkpoint, and those after it, each of
+    which went on from a rescue of an earlier one.
     """
 
     run: str
@@ -47,6 +47,10 @@ class Lineage:
     def values(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def go_on(self, attempt: str, *, rescued: bool) -> None:
-        """This attempt goes on from a rescue of the last one, or from the newest checkpoint, or from the beginning."""
-        self.attempts = [*(self.attempts if rescued else []), attempt]
+    def go_on(self, attempt: str, *, rescuer: str | None) -> None:
+        """This attempt goes on from a rescue of the attempt `rescuer`, or, if None, from a checkpoint or the beginning.
+
+        What later attempts than the rescuer did is lost, and done again: their rescues count no longer.
+        """
+        before = self.attempts[: self.attempts.index(rescuer) + 1] if rescuer is not None else []
+        self.attempts = [*before, attempt]

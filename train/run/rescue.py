@@ -34,33 +34,34 @@ def places() -> list[Path]:
     return [place for place in (SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
 
 
-def write(run: str, step: int, files: dict[str, bytes]) -> str:
+def write(run: str, step: int, make_files: Callable[[], dict[str, bytes]]) -> str:
     """Write the files of a checkpoint where there is room, unless another rank of this node has done so already.
 
-    Returns why it was not written anywhere, or "".
+    `make_files` is called if they are needed. Returns why they were not written anywhere, or "".
     """
-    size = sum(map(len, files.values()))
+    files: dict[str, bytes] = {}
     problems = []
     for place in places():
         try:
-            free = shutil.disk_usage(place).free
-            if free < ROOM * size:
-                problems.append(f"{place} has {free / 2**20:.0f} MiB free, {ROOM * size / 2**20:.0f} are needed")
-                continue
+            # The ranks of a node come here together. Each waits for the one before, which may be killed as it writes
             with _locked(_make_folder(place, run)) as folder:
-                if all(_step_of(path) < step for path in list_checkpoints(folder)):
-                    staging = publish.create_staging(folder, step, str(os.getpid()))
-                    publish.publish(staging, files, {}, step=step, keep=1)
-            return ""
+                if any(_step_of(path) >= step for path in list_checkpoints(folder)):
+                    return ""
+                files = files or make_files()
+                needed, free = ROOM * sum(map(len, files.values())), shutil.disk_usage(place).free
+                if free >= needed:
+                    publish.publish(publish.create_staging(folder, step, "rescue"), files, {}, step=step, keep=1)
+                    return ""
+                problems.append(f"{place} has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} are needed")
         except (OSError, UserError) as error:
             problems.append(str(error))
-    return "; ".join(problems) or "no folder to write to"
+    return "; ".join(problems)
 
 
 def remove(run: str, *, up_to: int | None = None, above: int | None = None) -> None:
     """Remove this node's rescues of the run up to a step, or above it, or all. Several ranks may do it at once."""
     for folder in (_folder(place, run) for place in places()):
-        if not folder.is_dir():  # nearly always: a save costs no more than this look
+        if not _is_ours(folder):  # nearly always there is none: a save costs no more than this look
             continue
         for path in list_checkpoints(folder):
             step = _step_of(path)

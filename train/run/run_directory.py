@@ -56,7 +56,8 @@ class RunDirectory:
         From here on the run continues what this attempt started from, and no other rescue. Raises UserError on all
         ranks where rank 0 can't write.
         """
-        self.lineage.go_on(self.group.attempt, rescued=self.rescued)
+        rescuer = self.checkpoint.state.attempt if self.rescued and self.checkpoint else None
+        self.lineage.go_on(self.group.attempt, rescuer=rescuer)
         # One of a later step is damaged, or of an attempt that the run went on without
         rescue.remove(self.lineage.run, above=progress.step)
         rescue.remove(self.lineage.run, up_to=self.saved.step)
