@@ -28,7 +28,7 @@ class Wait:
         self.address = launch.file or f"{launch.master_addr}:{launch.master_port}"
         self.deadline_s = time.monotonic() + timeout_s
         self.problem = self.stuck_in = f"nothing was heard from rank 0 at {self.address}"
-        # Closed once the group has formed: until then the process with the store, to which all connect, asks no resolver
+        # Closed once the group has formed: until then the process with the store asks no resolver
         self.no_lookups = contextlib.ExitStack()
         self.stage = ""  # "port" or "store" for a problem there, see JoinError
         self._noticed_s = time.monotonic()
