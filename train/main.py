@@ -31,9 +31,9 @@ from train.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, Stopped, Use
 from train.process import env, init_method
 from train.process.context import Context
 from train.process.exit import finish
+from train.process.imports import prepare_imports
 from train.process.log import Log
 from train.process.placement import Launch
-from train.process.prepare import prepare_imports
 from train.process.status import tell_torchrun
 from train.run.choices import CHOICES
 
@@ -79,6 +79,14 @@ def _prepare_process(launch: Launch, log: Log, stop: StopRequest) -> None:
     if launch.parent_pid:
         die_with_parent(launch.parent_pid)
     prepare_imports()
+
+
+def hold_data(arguments: list[str]) -> None:
+    """Load the data that this command line needs into this process, for the ranks that it will fork."""
+    from train.data.sources import hold
+
+    request = parse_args(arguments)
+    hold(load_config(request.settings, file=request.config_file, choices=CHOICES))
 
 
 def _report(error: BaseException, log: Log) -> int:

@@ -1,50 +1,15 @@
 """What `launch` does with ranks that end in every way, and with the signals it gets itself. The ranks are fakes."""
 
 import json
-import os
 import re
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
-from tests.rigs.fork_server import Forks, Job
+from tests.rigs.fake_launch import launching, starts, wait_for_file
+from tests.rigs.fork_server import Forks
 from train.process.status import job_of
-
-
-@contextmanager
-def launching(
-    forks: Forks, folder: Path, plan: list[list[str]], *more: str, preload: str = "tests.rigs.fake_rank:use"
-) -> Iterator[Job]:
-    """`launch` with a fake rank for each word of the plan's first row. Whatever happens, none is left."""
-    (folder / "run").mkdir()
-    line = ("launch", f"--nproc={len(plan[0])}", "--batch-size=12", f"--run-dir={folder}", "--name=run", *more)
-    env = {"FAKE_RANKS": json.dumps(plan), "FAKE_FOLDER": str(folder), "TMPDIR": str(folder)}
-    try:
-        with forks.running(*line, env=env, preload=preload) as job:
-            yield job
-    finally:
-        left = [start["pid"] for start in starts(folder) if psutil.pid_exists(start["pid"])]
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-    assert not left
-
-
-def starts(folder: Path) -> list[dict[str, Any]]:
-    """What each rank was given, in the order of incarnations and ranks."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("start-*.json"))]
-
-
-def wait_for_file(path: Path) -> None:
-    until_s = time.monotonic() + 240
-    while not path.exists():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +99,13 @@ def test_ranks_that_were_killed_after_the_others_had_finished_look_at_the_run_on
 
 
 def test_ranks_are_told_who_they_are_and_which_attempt_it_is(forks: Forks, tmp_path: Path) -> None:
-    plan = [["exit 171", "exit 171"], ["exit 0", "exit 0"]]
+    plan = [["exit 171", "exit 171"], ["save", "save"]]
     line = ("--nnodes=2", "--node-rank=1", "--master-addr=node0", "--master-port=12345", "--lr=0.5", "--fresh")
     with launching(forks, tmp_path, plan, *line) as job:
-        assert job.wait() == [0], job.output
+        for rank in (0, 1):
+            wait_for_file(tmp_path / f"ready-1-{rank}")
+        job.processes[0].signal("SIGTERM")
+        assert job.wait() == [143], job.output
     given = starts(tmp_path)
     for name, values in {
         "RANK": ["2", "3", "2", "3"], "LOCAL_RANK": ["0", "1", "0", "1"], "WORLD_SIZE": ["4"] * 4,

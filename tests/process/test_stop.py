@@ -14,7 +14,7 @@ import pytest
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import MAIN, ROOT, ended, free_port, rank_env, result, start
 from train import main
-from train.process import supervisor
+from train.process import limits
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 # 8 steps an epoch, 32 in all, six batches an evaluation
@@ -342,8 +342,8 @@ def test_launch_passes_a_signal_on_and_keeps_the_code(
 def test_launch_says_what_137_means(
     monkeypatch: pytest.MonkeyPatch, before: int | None, now: int | None, what: str
 ) -> None:
-    monkeypatch.setattr(supervisor, "oom_kills", lambda: now)
-    assert what in supervisor.explain_sigkill(before)
+    monkeypatch.setattr(limits, "oom_kills", lambda: now)
+    assert what in limits.explain_sigkill(before)
 
 
 def test_interrupt_key_under_launch_saves_once(forks: Forks, tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 FAKE_RANKS is JSON: for each incarnation of a rank (the last one counts for later ones too) a word for each rank, such
 as "exit 171", "signal SIGKILL", "finish" (with a status.json), "save" (waits for SIGTERM, then exit 143, or "save
-171"), "stubborn" (ignores SIGTERM), "stop". "step 5, exit 171" reports a finished step first. FAKE_FOLDER gets one file
-for each start, with what the rank was given.
+171"), "stubborn" (ignores SIGTERM), "stop", "parent" (starts a process, and leaves an orphan that ends at once). "step
+5, exit 171" reports a finished step first. FAKE_FOLDER gets one file for each start, with what the rank was given.
 """
 
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,6 +27,14 @@ def use() -> None:
 
 def use_impatiently() -> None:
     supervisor.SETTLE_S = 0.5
+    use()
+
+
+def use_settled() -> None:
+    """Long enough that only what is tested ends a rank."""
+    supervisor.SETTLE_S = 100.0
+    supervisor.STOPPED_S = 0.3
+    supervisor.TICK_S = 0.1
     use()
 
 
@@ -62,6 +71,10 @@ def be(stop: StopRequest) -> None:
         os._exit(0)
     if word == "save":
         signal.signal(signal.SIGTERM, lambda *_: os._exit(int(what or 143)))
+    if word == "parent":
+        child = subprocess.Popen(["sleep", "300"])
+        orphan = subprocess.check_output(["sh", "-c", "sleep 0.2 > /dev/null & echo $!"], text=True)
+        (folder / f"children-{restart}-{rank}.json").write_text(json.dumps([child.pid, int(orphan)]))
     if word == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (folder / f"ready-{restart}-{rank}").touch()

@@ -24,9 +24,8 @@ import select
 import signal
 import socket
 import sys
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,107 +36,33 @@ if not __package__:
 
 from train.errors import FAULT, FINISHED
 from train.process.exit import leave
-from train.process.prepare import prepare_imports
-from train.process.spawn import MAIN, start_spawned
-from train.process.stop import SIGNALS, StopRequest, die_with_parent
-
-STOP_SIGNALS = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
-# When memory runs out, the kernel shall end a rank, which is forked anew, before the supervisor or this process.
-MORE_LIKELY = 100
-Start = Callable[[str, list[str], dict[str, str]], int]
+from train.process.fork_client import Order
+from train.process.imports import prepare_imports, without_collections
+from train.process.start_rank import STOP_SIGNALS, Start, fork_rank, start_fresh, start_spawned
+from train.process.stop import die_with_parent
 
 
-@dataclass(frozen=True)
-class Order:
-    """What the supervisor wants. `way`: how ranks are started, "fork", "fresh" (interpreters) or "spawn" (by torch).
+def prepare(order: Order) -> None:
+    """Do once what every rank would do: import modules, and load data that fit in memory.
 
-    `channel`: the number of the socket. `parent`: the supervisor's process. `modules`: to import before the first fork.
-    `entry`: module:function, which a forked rank calls.
+    What fails here is left to the rank, which says it with its own words.
     """
-
-    channel: int
-    parent: int
-    way: str
-    modules: list[str]
-    entry: str
-
-    def command(self) -> list[str]:
-        return [sys.executable, __file__, json.dumps(asdict(self))]
-
-
-# Starting one rank ----------------------------------------------------------------------------------------------
-
-
-def start_fresh(name: str, arguments: list[str], env: dict[str, str]) -> int:
-    """A fresh interpreter in a session of its own. Returns its process id."""
-    return os.posix_spawn(sys.executable, [sys.executable, MAIN, *arguments], {**os.environ, **env}, setsid=True)
-
-
-def fork_rank(
-    entry: str, ours: list[socket.socket], name: str, arguments: list[str], env: dict[str, str]
-) -> int:
-    """A fork of this process, which calls `entry`. Returns its process id. `ours`: what the fork has to close."""
-    # A stop signal that comes before the child can notice it waits until it can
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    server = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _describe_process(name)
-            _become_rank(arguments, env, server, entry, ours)
-        except BaseException:
-            traceback.print_exc()
-        leave(FAULT)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    return pid
-
-
-def _become_rank(
-    arguments: list[str], env: dict[str, str], server: int, entry: str, ours: list[socket.socket]
-) -> None:
-    """In the child: be as a fresh interpreter that was started with `arguments` and `env`. Does not return."""
-    os.setsid()
-    die_with_parent(server)
-    os.close(signal.set_wakeup_fd(-1))
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for one in ours:  # the supervisor has to notice the end of the server, which an open copy would hide
-        one.close()
-    os.environ.update(env)
-    sys.argv = [MAIN, *arguments]
-    stop = StopRequest().install()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    _function(entry)(stop)
-
-
-def _describe_process(name: str) -> None:
-    """Let `ps` and the kernel tell the ranks apart: all forks show the command line of the server."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text(name)
-    with contextlib.suppress(OSError, ValueError):
-        file = Path("/proc/self/oom_score_adj")
-        file.write_text(str(min(1000, int(file.read_text()) + MORE_LIKELY)))
-
-
-def _function(name: str) -> Callable[[StopRequest], NoReturn]:
-    module, _, function = name.partition(":")
-    found: Callable[[StopRequest], NoReturn] = getattr(importlib.import_module(module), function)
-    return found
-
-
-# The server -----------------------------------------------------------------------------------------------------
-
-
-def import_all(order: Order) -> None:
-    """Import what the ranks will need. What can't be imported is left to the rank, which says it with its own words."""
     prepare_imports()
-    for module in (order.entry.partition(":")[0], *order.modules):
+    with without_collections():
+        for module in (order.entry.partition(":")[0], *order.modules):
+            with contextlib.suppress(Exception):
+                importlib.import_module(module)
+    if "train.workloads.images" in order.modules:
+        torch: Any = sys.modules["torch"]
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # more would be started at the first large tensor, and stay
         with contextlib.suppress(Exception):
-            importlib.import_module(module)
+            importlib.import_module("train.main").hold_data(order.arguments)
+        torch.set_num_threads(num_threads)
     # OpenBLAS, which numpy brings along, starts threads while it is loaded, and ends them before each fork
     if (pid := os.fork()) == 0:
         leave(FINISHED)
     os.waitpid(pid, 0)
-    gc.collect()
     gc.freeze()  # a collection in a rank must not write to, and so copy, the memory that all share
 
 
@@ -264,7 +189,7 @@ def main() -> NoReturn:
     if order.way == "spawn":
         start = start_spawned
     elif order.way == "fork":
-        import_all(order)
+        prepare(order)
         if why := obstacle():
             text = f"ranks are started as fresh interpreters, not forked from a process that has torch: {why}"
             Server(channel, woken, start).tell({"warning": text})

@@ -76,12 +76,14 @@ def _supervisor(
 def slow_modules(config: Config, command: str) -> list[str]:
     """What ranks import besides `train.main`, and what takes long."""
     if command == "doctor":
-        return ["train.commands.doctor.doctor"]
+        return ["fire", "train.commands.doctor.doctor"]
     # The first step of an optimizer imports torch._dynamo, which takes as long as torch itself
-    modules = ["train.commands.bench.bench" if command == "bench" else "train.loop", "torch._dynamo"]
+    modules = ["fire", "train.commands.bench.bench" if command == "bench" else "train.loop", "torch._dynamo"]
     # A user's own module may start threads or change from one start to the next, and is imported by the ranks
     if config.workload in ("images", "text"):
         modules.append(f"train.workloads.{config.workload}")
+    if config.workload == "images" and config.model not in ("cnn", "mlp"):
+        modules.append("torchvision.models")
     if config.tensorboard:
         modules.append("torch.utils.tensorboard")
     return modules

@@ -6,20 +6,17 @@ brought no new step; whoever started the supervisor (an engine, a scheduler, a u
 """
 
 import contextlib
-import json
 import os
 import select
 import signal
-import socket
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from train.errors import FINISHED, PEER_LOST, root_cause, worth_restarting
-from train.process.fork_server import Order
-from train.process.limits import oom_kills
+from train.process.fork_client import ForkServer
+from train.process.limits import explain_sigkill, oom_kills
 from train.process.log import Log
 from train.process.progress import ProgressBoard
 from train.process.status import attempt_of
@@ -49,45 +46,6 @@ class Rank:
     running: bool = False
     pid: int = 0  # 0 until the server has said it
     code: int | None = None  # how its last process ended
-    stopped_since_s: float | None = None
-
-
-class ForkServer:
-    """The supervisor's side of `train.process.fork_server`."""
-
-    def __init__(self, way: str, modules: list[str]) -> None:
-        """Start the server; it answers once it has imported `modules`. `way`: see `Order`."""
-        self.channel, theirs = socket.socketpair()
-        order = Order(theirs.fileno(), os.getpid(), way, modules, ENTRY)
-        with theirs:
-            # A session of its own: a Ctrl-C at the terminal goes to the supervisor alone, which passes it on once
-            self._process = subprocess.Popen(
-                order.command(), pass_fds=[order.channel], start_new_session=True, stdin=subprocess.DEVNULL
-            )
-        self._received = b""
-        self.alive = True
-
-    def ask(self, **request: Any) -> None:
-        with contextlib.suppress(OSError):  # it is gone, which `news` shows
-            self.channel.sendall(json.dumps(request).encode() + b"\n")
-
-    def news(self) -> list[dict[str, Any]]:
-        """What the server has said; call it when `channel` is readable. Ends `alive` where the server has ended."""
-        data = b""
-        with contextlib.suppress(OSError):
-            data = self.channel.recv(65536)
-        self.alive = bool(data)
-        *lines, self._received = (self._received + data).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def close(self) -> None:
-        """End the server, and with it all that it has started: the kernel kills each rank when the server ends."""
-        self.channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it ends by itself once its ranks are killed
-            self._process.wait(2)
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)  # not without a bound: one that waits for a dead disk ends when the disk answers
 
 
 class Supervisor:
@@ -99,19 +57,20 @@ class Supervisor:
     ) -> None:
         """`environments`: what each local rank gets beside ours. `arguments`: of `train.main`.
 
-        `job`: restart N of a rank is attempt `attempt_of(job, N)`. `way`, `modules`: see `Order`. `max_restarts`: of
-        one rank, in a row without a new step.
+        `job`: restart N of a rank is attempt `attempt_of(job, N)`. `way`, `modules`: see `fork_client.Order`.
+        `max_restarts`: of one rank, in a row without a new step.
         """
         self.ranks = {local_rank: Rank(first_rank + local_rank, own) for local_rank, own in enumerate(environments)}
         self.arguments, self.job, self.way, self.modules = arguments, job, way, modules
         self.max_restarts, self.stop, self.log = max_restarts, stop, log
         self.codes: dict[int, int] = {}  # by local rank, the first that ended first
         self._board = ProgressBoard(len(environments))
-        self._server = ForkServer(way, modules)
+        self._server = ForkServer(way, modules, ENTRY, arguments)
         self._forwarded = False
         self._settled_s = float("inf")  # when ranks that still run are late; finite once no rank is started again
         self._killing = False
         self._oom_kills = oom_kills()
+        self._stopped_since_s: dict[int, float] = {}  # by process, of those that are stopped now
 
     def run(self) -> int:
         """Start the ranks and return the exit code of the one that caused the end."""
@@ -139,7 +98,7 @@ class Supervisor:
         }
         if rank.code is not None:
             given["RANKUP_ENDED"] = str(rank.code)
-        rank.running, rank.pid, rank.stopped_since_s = True, 0, None
+        rank.running, rank.pid = True, 0
         self.codes.pop(local_rank, None)
         self._server.ask(
             start=local_rank, name=f"rank {rank.number}", arguments=self.arguments, env={**rank.environment, **given}
@@ -230,15 +189,17 @@ class Supervisor:
             self._server.ask(signal=signal.SIGTERM, rank=local_rank)
 
     def _end_stopped(self) -> None:
-        """Kill a rank that has been stopped (SIGSTOP) for STOPPED_S: its peers would learn of it by silence alone."""
-        for local_rank, rank in self.ranks.items():
-            if not rank.running or _state(rank.pid) != "T":
-                rank.stopped_since_s = None
-            elif rank.stopped_since_s is None:
-                rank.stopped_since_s = time.monotonic()
-            elif time.monotonic() - rank.stopped_since_s > STOPPED_S:
-                self.log.warning(f"rank {rank.number} has been stopped (SIGSTOP) for {STOPPED_S:g} s: killed")
-                self._server.ask(signal=signal.SIGKILL, rank=local_rank)
+        """Kill what has been stopped (SIGSTOP) for STOPPED_S: the peers would learn of it by silence alone."""
+        now_s = time.monotonic()
+        processes = {rank.pid: f"rank {rank.number}" for rank in self.ranks.values() if rank.running and rank.pid}
+        processes[self._server.pid] = "the process that forks the ranks"
+        self._stopped_since_s = {
+            pid: self._stopped_since_s.get(pid, now_s) for pid in processes if _state(pid) == "T"
+        }
+        for pid, since_s in self._stopped_since_s.items():
+            if now_s - since_s > STOPPED_S:
+                self.log.warning(f"{processes[pid]} has been stopped (SIGSTOP) for {STOPPED_S:g} s: killed")
+                os.kill(pid, signal.SIGKILL)  # stopped, so neither gone nor another process by now
 
     def _end_late(self) -> None:
         late = [local_rank for local_rank, rank in self.ranks.items() if rank.running]
@@ -253,32 +214,20 @@ class Supervisor:
         self._settled_s, self._killing = time.monotonic() + KILL_S, True
 
     def _replace_server(self) -> None:
-        """The server was killed, and the kernel has killed its ranks."""
-        self._server.close()
-        until_s = time.monotonic() + KILL_S
-        while any(_state(rank.pid) not in ("", "Z") for rank in self.ranks.values()) and time.monotonic() < until_s:
-            time.sleep(0.01)
+        """The server was killed, and the kernel kills its ranks: start another one, which starts them again."""
         self.log.warning("the process that forks the ranks was killed, and they with it")
-        self._server = ForkServer(self.way, self.modules)
-        for local_rank, rank in self.ranks.items():
-            if rank.running:
-                self._note_end(local_rank, KILLED)
-
-
-def explain_sigkill(before: int | None) -> str:
-    """Who may have sent it. `before`: the out-of-memory kills that were counted when the rank was started."""
-    now = oom_kills()
-    if now is None or before is None:
-        return "if nobody sent it, the memory was not enough, or the limit of the container or job"
-    if count := now - before:
-        were = "kills were" if count > 1 else "kill was"
-        return (
-            f"{count} out-of-memory {were} counted in this container or job meanwhile: give it more memory, or lower "
-            "--num-workers or --batch-size"
-        )
-    return (
-        "no out-of-memory kill was counted in this container or job: somebody sent it, or the machine itself ran out"
-    )
+        self._server.close()
+        lost = {local_rank: rank for local_rank, rank in self.ranks.items() if rank.running}
+        for rank in lost.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if rank.pid:
+                    os.killpg(rank.pid, signal.SIGKILL)  # what it had started itself
+        until_s = time.monotonic() + KILL_S
+        while any(_state(rank.pid) not in ("", "Z") for rank in lost.values()) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        self._server = ForkServer(self.way, self.modules, ENTRY, self.arguments)
+        for local_rank in lost:
+            self._note_end(local_rank, KILLED)
 
 
 def _state(pid: int) -> str:
