@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,11 +22,15 @@ SETTLE_S = 2.0
 
 @dataclass(slots=True)
 class _Queued:
-    """A change that was queued on a GPU: where it begins, where it ends, and where the run stands after it."""
+    """A change in a GPU's queue: events at its beginning and its end, and where the run stands after it."""
 
     began: torch.Event
-    ended: torch.Event
-    progress: Progress
+    ended: torch.Event | None = None  # until the host has queued all of it. An event that nobody recorded looks done
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def done(self) -> bool:
+        return self.ended is not None and self.ended.query()
 
 
 class Changing:
@@ -45,16 +49,16 @@ class Changing:
     def __enter__(self) -> None:
         self._lock.acquire()
         if not self._on_host:
-            self._queue.append(_Queued(self._mark(), torch.Event(self.device), Progress()))
+            self._queue.append(_Queued(self._mark()))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             return
         if not self._on_host:
-            self._queue[-1].ended.record()
             self._queue[-1].progress = copy(self.progress)
+            self._queue[-1].ended = self._mark()
             # The newest change that the GPU is done with stays: its progress is needed if the next one never ends
-            while len(self._queue) > 1 and self._queue[1].ended.query():
+            while len(self._queue) > 1 and self._queue[1].done:
                 self._queue.popleft()
         self._lock.release()
 
@@ -65,19 +69,14 @@ class Changing:
             return self.progress if held else None
         # Without the lock too: the thread that has it waits for the GPU, in whose queue nothing of its change has begun
         until_s = time.monotonic() + SETTLE_S
-        while time.monotonic() < until_s and not (held and self._all_done()):
+        while time.monotonic() < until_s and not all(change.done for change in self._queue):
             time.sleep(0.01)
-        if held and self._all_done():
-            return self.progress
-        done = [change for change in self._queue if change.ended.query()]
-        return done[-1].progress if done and self.unchanged() else None
+        done = [change.progress for change in self._queue if change.done]
+        return done[-1] if done and self.unchanged() else None
 
     def unchanged(self) -> bool:
-        """Whether the GPU has begun no change that it has not ended: right after `stop`, and once all is copied."""
-        return self._on_host or not any(c.began.query() and not c.ended.query() for c in list(self._queue))
-
-    def _all_done(self) -> bool:
-        return all(change.ended.query() for change in self._queue)
+        """Whether the GPU has begun no change that it is not done with. To be asked again once all is copied."""
+        return self._on_host or not any(change.began.query() and not change.done for change in self._queue)
 
     def _mark(self) -> torch.Event:
         event = torch.Event(self.device)

@@ -1,0 +1,232 @@
+"""Where a rescue is written, who may take it, and what is left of it in the end."""
+
+import os
+import shutil
+import stat
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rigs.checkpoints import flip, training_state
+from train.config import Config
+from train.run import rescue
+from train.run.checkpoint import Checkpoint, load_checkpoint
+from train.run.lineage import Lineage
+
+RUN, ATTEMPT = "0123456789abcdef", "20200101T000000-abcdef"
+LINEAGE = Lineage(RUN, ATTEMPT, "", [ATTEMPT])
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of /dev/shm; the temporary directory is `tmp_path / "tmp"`."""
+    for name in ("shm", "tmp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(rescue, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(rescue.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    return tmp_path / "shm"
+
+
+def files(step: int, **fields: Any) -> dict[str, bytes]:
+    model = {"weight": torch.full((3,), float(step))}
+    return Checkpoint(Path("somewhere"), training_state(step, **fields), model).to_files()
+
+
+def write(step: int, **fields: Any) -> str:
+    return rescue.write(RUN, step, lambda: files(step, **fields))
+
+
+def found() -> int | None:
+    path = rescue.find(LINEAGE, Config())
+    return None if path is None else load_checkpoint(path).step
+
+
+class Ranks:
+    """A group of one rank, as far as `choose` looks at it."""
+
+    rank, world_size = 0, 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any, *, source: int = 0) -> Any:
+        return value
+
+    def broadcast_bytes(self, data: bytes, *, source: int = 0) -> bytes:
+        return data
+
+
+def chosen(*, above: int = 0) -> tuple[int | None, list[str]]:
+    said: list[str] = []
+    found = rescue.choose(Ranks(), LINEAGE, Config(), above=above, warn=said.append)  # type: ignore[arg-type]
+    return (found.step if found else None), said
+
+
+# Writing --------------------------------------------------------------------------------------------------------
+
+
+def test_rescue_is_a_checkpoint_that_only_its_user_can_read(memory: Path) -> None:
+    assert write(7) == ""
+    path = memory / f"rankup-{os.getuid()}" / RUN / "step-00000007"
+    assert load_checkpoint(path).model["weight"].tolist() == [7.0] * 3
+    assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in (path.parent, path.parent.parent))
+
+
+def test_second_rank_of_a_node_copies_nothing_unless_it_is_a_step_further(memory: Path) -> None:
+    def unexpected() -> dict[str, bytes]:
+        raise AssertionError("the state was copied once more")
+
+    assert write(7) == ""
+    assert rescue.write(RUN, 7, unexpected) == ""
+    assert rescue.write(RUN, 6, unexpected) == ""
+    assert write(8) == ""
+    assert [path.name for path in (memory / f"rankup-{os.getuid()}" / RUN).glob("step-*")] == ["step-00000008"]
+
+
+def test_rank_that_was_killed_while_it_wrote_stands_in_nobodys_way(memory: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        rescue.write(RUN, 7, lambda: os.kill(os.getpid(), 9))  # type: ignore[arg-type, return-value]
+    os.waitpid(pid, 0)
+    assert write(7) == ""
+    assert found() == 7
+
+
+@pytest.mark.parametrize(
+    ("full", "place"), [((), "shm"), (("shm",), "tmp"), (("shm", "tmp"), None)]
+)
+def test_temporary_directory_where_shared_memory_is_small_and_nothing_where_both_are(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, full: tuple[str, ...], place: str | None
+) -> None:
+    monkeypatch.setattr(
+        rescue.shutil, "disk_usage", lambda path: Usage(0, 0, 1000 if Path(path).name in full else 2**30)
+    )
+    problem = write(7)
+    for name in full:
+        assert place is not None or f"{memory.parent / name} has 0 MiB free, " in problem
+    assert (problem == "") == (place is not None)
+    path = rescue.find(LINEAGE, Config())
+    assert place == (None if path is None else path.parents[2].name)
+
+
+def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> None:
+    own = memory / f"rankup-{os.getuid()}"
+    (memory / "elsewhere").mkdir(mode=0o700)
+    own.symlink_to(memory / "elsewhere")
+    assert write(7) == ""
+    path = rescue.find(LINEAGE, Config())
+    assert path is not None
+    assert path.parents[2].name == "tmp"
+    assert list((memory / "elsewhere").glob("*/step-*")) == []
+    own.unlink()
+    (memory.parent / "tmp" / own.name).rename(own)
+    assert found() == 7
+    own.chmod(0o777)  # somebody else may have put it there
+    assert found() is None
+    assert write(8) == ""
+    path = rescue.find(LINEAGE, Config())
+    assert path is not None
+    assert path.parents[2].name == "tmp"
+
+
+# Taking ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"run": "fedcba9876543210"}, {"attempt": "20200101T000001-abcdef"}, {"random": "dice"},
+        {"config": Config(lr=0.5).model_dump()},
+    ],
+)
+def test_rescue_of_other_origin_is_never_taken(memory: Path, fields: dict[str, Any]) -> None:
+    assert write(7, **fields) == ""
+    assert found() is None
+    assert chosen() == (None, [])
+
+
+def test_setting_without_effect_on_the_weights_may_change(memory: Path) -> None:
+    write(7, config=Config(keep=9, epochs=99).model_dump())
+    assert found() == 7
+
+
+def test_newest_is_chosen_and_a_checkpoint_of_the_same_step_first(memory: Path) -> None:
+    write(7)
+    assert chosen(above=6) == (7, [])
+    assert chosen(above=7) == (None, [])
+    # A rescue in the other place
+    (memory.parent / "tmp" / f"rankup-{os.getuid()}").mkdir(mode=0o700)
+    shutil.copytree(memory / f"rankup-{os.getuid()}" / RUN, memory.parent / "tmp" / f"rankup-{os.getuid()}" / RUN)
+    write(9)
+    assert chosen(above=6) == (9, [])
+
+
+@pytest.mark.parametrize("name", ["model.pt", "training.pt", "manifest.json"])
+def test_damaged_rescue_is_passed_over_and_said(memory: Path, name: str) -> None:
+    write(7)
+    path = memory / f"rankup-{os.getuid()}" / RUN / "step-00000007"
+    flip(path / name, 20)
+    step, said = chosen()
+    assert step is None
+    assert len(said) == 1
+    assert said[0].startswith(f"a rescue was passed over: checkpoint: {path} must be a whole checkpoint, got a damaged")
+    assert chosen() == (None, [])
+
+
+def test_another_format_is_not_looked_at(memory: Path) -> None:
+    write(7)
+    path = memory / f"rankup-{os.getuid()}" / RUN / "step-00000007" / "state.json"
+    path.write_text(path.read_text().replace('"format": ', '"format": 1'))
+    assert chosen() == (None, [])
+
+
+# Removing -------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_once_a_later_checkpoint_stands(memory: Path) -> None:
+    write(7)
+    rescue.remove(RUN, up_to=6)
+    rescue.remove(RUN, above=7)
+    assert found() == 7
+    rescue.remove(RUN, up_to=7)
+    assert list(memory.iterdir()) == []
+    rescue.remove(RUN)
+    rescue.remove(RUN, up_to=9)
+
+
+def test_other_runs_keep_theirs(memory: Path) -> None:
+    write(7)
+    rescue.write("fedcba9876543210", 7, lambda: files(7))
+    rescue.remove("fedcba9876543210")
+    assert found() == 7
+    assert len(list(memory.glob("*/*"))) == 1
+
+
+# Lineage --------------------------------------------------------------------------------------------------------
+
+
+def test_attempts_that_a_run_went_on_without_are_forgotten(tmp_path: Path) -> None:
+    lineage = Lineage.new("first", "start")
+    assert (lineage.attempts, lineage.begun_by) == ([], "first")
+    lineage.go_on("first", rescuer=None)
+    lineage.go_on("second", rescuer="first")
+    lineage.go_on("third", rescuer="second")
+    assert lineage.attempts == ["first", "second", "third"]
+    lineage.write(tmp_path)
+    again = Lineage.read(tmp_path)
+    assert again == lineage
+    again.go_on("fourth", rescuer="first")  # what the second and the third did since is done again
+    assert again.attempts == ["first", "fourth"]
+    again.go_on("fifth", rescuer=None)
+    assert again.attempts == ["fifth"]
+
+
+def test_damaged_run_file_is_no_run(tmp_path: Path) -> None:
+    assert Lineage.read(tmp_path) is None
+    for text in ("", "[]", '{"run": "x"}'):
+        (tmp_path / "run.json").write_text(text)
+        assert Lineage.read(tmp_path) is None
