@@ -1,0 +1,187 @@
+"""No finished step is lost with a rank: the next attempt goes on from where the survivors stood.
+
+`test_places.py` loses ranks at every place. Here it is about what users see: numbers, lines, files, other launchers.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs import places
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import MAIN, Job, ended, free_port, metrics, result, start
+from tests.rigs.places import Fault
+from tests.rigs.small_filesystems import own_tmpfs
+from tests.run.test_metrics import assert_same
+from train.run.rescue import places as folders
+
+# 8 steps an epoch. A batch norm, a dropout, buckets
+SETTINGS = (
+    "--workload=tests.rigs.recording_workload:build", "--options.model=wide", "--limit-train=384", "--batch-size=48",
+    "--max-steps=18", "--save-every-steps=5", "--eval-batch-size=16", "--log-every-steps=1", "--progress=none",
+    "--name=run", "--join-timeout-s=60",
+)
+
+
+def train(folder: Path, *more: str) -> tuple[str, ...]:
+    return ("train", f"--run-dir={folder}", *SETTINGS, *more)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    codes, output = forks.run(*train(folder), world_size=2)
+    assert codes == [0, 0], output
+    return seen(folder / "run")
+
+
+def seen(run: Path) -> dict[str, Any]:
+    """What must not depend on whether a rank was lost."""
+    clock = ("time", "train/samples_per_s")
+    lines = [{name: value for name, value in line.items() if name not in clock} for line in metrics(run)]
+    return {"digest": result(run)["digest"], "lines": lines}
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Iterator[None]:
+    """At the end of the test there is no rescue of its run on this machine."""
+    yield
+    assert [path for place in folders() for path in place.glob(f"rankup-*/{run_id(tmp_path)}")] == []
+
+
+def run_id(folder: Path) -> str:
+    return str(json.loads((folder / "run" / "run.json").read_text())["run"])
+
+
+def launch(folder: Path, *more: str, faults: Path, groups: places.Groups) -> Job:
+    return start(
+        sys.executable, MAIN, "launch", "--nproc=2", *train(folder, *more)[1:], env=places.order(faults, groups)
+    )
+
+
+@pytest.mark.usefixtures("left")
+@pytest.mark.parametrize(
+    ("place", "rank", "step"),
+    [("backward", 0, 3), ("forward", 1, 12), ("after the optimizer", 0, 7), ("evaluating", 1, 8), ("saving", 0, 10)],
+)
+def test_numbers_go_on_as_if_nothing_had_happened(
+    tmp_path: Path, undisturbed: dict[str, Any], place: str, rank: int, step: int
+) -> None:
+    """Before the first checkpoint and later; where rank 0 has not written the line of a step that the other finished;
+    in an evaluation and in a save, which are then done by the next attempt."""
+    with ended(launch(tmp_path, faults=tmp_path / "faults", groups=[[Fault(place, rank, step)]])) as job:
+        assert job.wait() == [0], job.output
+    assert len(places.strikes(tmp_path / "faults")) == 1
+    assert f"rescued by rank {1 - rank} on " in job.output
+    assert "; no finished step was lost" in job.output
+    assert seen(tmp_path / "run") == undisturbed
+    assert_same(tmp_path / "run")  # TensorBoard too has each step once
+
+
+@pytest.mark.usefixtures("left")
+def test_fresh_goes_on_from_its_own_rescue_and_takes_none_of_an_earlier_run(
+    tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    groups = [[Fault("backward", 1, 3)]]
+    with ended(launch(tmp_path, "--fresh", "--max-restarts=0", faults=tmp_path / "first", groups=groups)) as job:
+        assert job.wait() == [137], job.output
+    with ended(launch(tmp_path, "--fresh", faults=tmp_path / "second", groups=groups)) as job:
+        assert job.wait() == [0], job.output
+    assert job.output.count("the earlier run was moved to") == 1
+    assert job.output.count("resumed from step ") == 1
+    assert seen(tmp_path / "run") == undisturbed
+    earlier = json.loads((next((tmp_path / "run").glob("before-*")) / "run.json").read_text())["run"]
+    for place in folders():
+        shutil.rmtree(place / f"rankup-{os.getuid()}" / earlier, ignore_errors=True)
+
+
+@pytest.mark.usefixtures("left")
+def test_all_ranks_at_once_leave_no_rescue(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    groups = [[Fault("backward", 0, 8), Fault("backward", 1, 8)]]
+    with ended(launch(tmp_path, faults=tmp_path / "faults", groups=groups)) as job:
+        assert job.wait() == [0], job.output
+    assert "resumed from step-00000005" in job.output
+    assert "rescued" not in job.output
+    assert seen(tmp_path / "run") == undisturbed
+
+
+@pytest.mark.usefixtures("left")
+def test_damaged_rescue_is_passed_over_and_said(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    with ended(launch(tmp_path, "--max-restarts=0", faults=tmp_path / "f", groups=[[Fault("backward", 1, 8)]])) as job:
+        assert job.wait() == [137], job.output
+    (path,) = (path for place in folders() for path in place.glob(f"rankup-*/{run_id(tmp_path)}/*/model.pt"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with ended(launch(tmp_path, faults=tmp_path / "none", groups=[])) as job:
+        assert job.wait() == [0], job.output
+    assert f"a rescue was passed over: checkpoint: {path.parent} must be a whole checkpoint" in job.output
+    assert "resumed from step-00000005" in job.output
+    assert seen(tmp_path / "run") == undisturbed
+
+
+@pytest.mark.usefixtures("left")
+def test_under_torchrun_ranks_that_its_agent_ends_save_what_they_have(
+    tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    env = places.order(tmp_path / "faults", [[Fault("backward", 1, 8)]]) | {"PYTHONWARNINGS": ""}
+    command = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "--max-restarts=1")
+    with ended(start(sys.executable, *command, MAIN, *train(tmp_path), env=env)) as job:
+        assert job.wait() == [0], job.output
+    assert "resumed from step 7, rescued by rank 0 on " in job.output
+    assert seen(tmp_path / "run") == undisturbed
+
+
+# Memory that is too small, and methods that have no rescue -------------------------------------------------------
+
+KILL = {"PROBE": json.dumps({"where": "loss", "call": 14, "rank": 1, "signal": "SIGKILL"})}  # in step 12
+OTHER = (
+    "--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--max-steps=16",
+    "--save-every-steps=5", "--tensorboard=false",
+)
+
+
+@pytest.mark.parametrize(
+    ("small", "resumed"), [("", "step 11, rescued by rank 0 "), ("shm", "step 11, "), ("shm tmp", "step-00000010")]
+)
+def test_where_memory_is_too_small_the_temporary_folder_does_and_then_the_checkpoint(
+    forks: Forks, tmp_path: Path, small: str, resumed: str
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    env = {"TMPDIR": str(tmp_path / "tmp"), "SMALL": small}
+    preload = "tests.promises.test_rescue:small_memory"
+    codes, output = forks.run(*train(tmp_path, *OTHER), world_size=2, env=env | KILL, preload=preload)
+    assert codes == [171, -9], output
+    line = "no rescue, so the next attempt goes on from the newest checkpoint: /dev/shm has "
+    assert output.count(line) == (small == "shm tmp"), output
+    assert len(list((tmp_path / "tmp").glob("rankup-*/*/step-*"))) == (small == "shm")
+    env["SMALL"] = ""
+    codes, output = forks.run(*train(tmp_path, *OTHER), world_size=2, env=env, preload=preload)
+    assert codes == [0, 0], output
+    assert f"resumed from {resumed}" in output
+    assert list((tmp_path / "tmp").glob("rankup-*")) == []
+
+
+def small_memory() -> None:
+    """Preloaded: what SMALL names is a file system in which there is no room for a rescue."""
+    tempfile.tempdir = None  # as the process that forks has found it, without TMPDIR
+    for name in os.environ["SMALL"].split():
+        own_tmpfs({"shm": "/dev/shm", "tmp": os.environ["TMPDIR"]}[name], "8k")
+
+
+@pytest.mark.parametrize("more", [("--parallel=fsdp",), ("--compress=powersgd", "--powersgd-start=2")])
+def test_methods_whose_ranks_hold_different_states_say_so_once(
+    forks: Forks, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    line = train(tmp_path, *OTHER, *more)
+    codes, output = forks.run(*line, world_size=2, env=KILL)
+    assert codes == [171, -9], output
+    assert output.count("rescue none: no rank has the whole state") == 1
+    codes, output = forks.run(*line, world_size=2)
+    assert codes == [0, 0], output
+    assert "resumed from step-00000010" in output
