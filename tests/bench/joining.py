@@ -1,18 +1,26 @@
-"""How the time to join grows with the number of ranks.
+"""How the time to join grows with the number of ranks, with the machine's resolver and with a slow one.
 
-Starts light ranks on this machine: threads of a few processes, each with its own connection to one store. They join
+Starts light ranks on this machine: threads of a few processes, each with its own connections to one store. They join
 through the program's own functions.
 
     python tests/bench/joining.py 2 64 256 1024
+    python tests/bench/joining.py --slow-resolver 2 64 256 1024
 
 Prints, for each size, the seconds until the last rank has met the others, and until the last one has tried its route to
 the next. Each size may take 300 s at most. Everything stays on loopback.
+
+`--slow-resolver` does the same on a machine of its own, made of namespaces (Linux, root), whose resolver takes 5 s to
+say that it does not know a name. (One that never answers costs less: after its first silence torch asks no more.)
 """
 
+import argparse
 import multiprocessing
 import os
+import resource
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from multiprocessing.queues import SimpleQueue
@@ -28,6 +36,9 @@ from train.process.log import Log
 
 THREADS = 64  # ranks of one process
 TIMEOUT_S = 300.0
+ANSWER_S = 5.0  # how long the slow resolver takes for each answer
+RESOLV_CONF = "nameserver 127.0.0.1\noptions timeout:10 attempts:1\n"
+NOT_KNOWN = b"\x81\x83"  # the flags of an answer that says that there is no such name
 
 
 def launch_of(rank: int, world_size: int, port: int) -> Launch:
@@ -91,15 +102,50 @@ def measure(world_size: int) -> tuple[float, float, list[str]]:
     return met_s, tried_s, [end[3] for end in reported if end[3]]
 
 
+def be_slow_resolver() -> None:
+    """Answer every question after ANSWER_S: no such name. Those that come together are answered together."""
+    port = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    port.bind(("127.0.0.1", 53))
+    while True:
+        question, asker = port.recvfrom(4096)
+        answer = question[:2] + NOT_KNOWN + question[4:]
+        threading.Timer(ANSWER_S, port.sendto, (answer, asker)).start()
+
+
+def with_slow_resolver(arguments: list[str]) -> int:
+    """Run this program again on a machine of its own, whose resolver is slow."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = {"hosts": "127.0.0.1 localhost\n", "nsswitch.conf": "hosts: files dns\n", "resolv.conf": RESOLV_CONF}
+        mounts = []
+        for name, text in files.items():
+            Path(folder, name).write_text(text)
+            mounts.append(f"mount --bind {folder}/{name} /etc/{name}")
+        script = " && ".join(["ip link set lo up", *mounts, 'exec "$0" "$@"'])
+        line = [sys.executable, __file__, "--on-slow-machine", *arguments]
+        return subprocess.run(["unshare", "--net", "--mount", "sh", "-c", script, *line]).returncode
+
+
 def main() -> int:
-    sizes = [int(word) for word in sys.argv[1:]] or [2, 16, 64, 256, 1024]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("sizes", nargs="*", type=int)
+    parser.add_argument("--slow-resolver", action="store_true")
+    parser.add_argument("--on-slow-machine", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    sizes = asked.sizes or [2, 16, 64, 256, 1024, 4096]
+    if asked.slow_resolver:
+        return with_slow_resolver([str(size) for size in sizes])
+    if asked.on_slow_machine:
+        threading.Thread(target=be_slow_resolver, daemon=True).start()
+    # Every light rank has several connections, and all those of 64 ranks are open in one process
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     print("| ranks | all have met | every route tried |\n|---|---|---|")
     for size in sizes:
         met_s, tried_s, wrong = measure(size)
         if wrong:
             print(f"{len(wrong)} of {size} ranks failed, the first: {wrong[0]}")
             return 1
-        print(f"| {size} | {met_s:.1f} s | {tried_s:.1f} s |", flush=True)
+        print(f"| {size} | {met_s:.2f} s | {tried_s:.2f} s |", flush=True)
     return 0
 
 

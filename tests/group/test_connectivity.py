@@ -8,7 +8,7 @@ import pytest
 from train.errors import LaunchError
 from train.group import network
 from train.group.connectivity import choose_interface
-from train.group.members import Member
+from train.group.members import Member, Paths
 from train.process.log import Log
 
 MACHINE = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.5", "ib0": "192.168.50.5", "down0": ""}
@@ -27,7 +27,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choose(members: Sequence[Member], rank: int) -> tuple[str, str]:
-    return choose_interface(members, rank, Log())
+    return choose_interface(members[rank], Paths.of(members), Log())
 
 
 def test_the_interface_that_routes_to_the_master_is_taken_by_all_libraries():

@@ -5,10 +5,14 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from torch.distributed import HashStore
 
 from tests.rigs.jobs import free_port
 from train.errors import LaunchError
-from train.group.store import connect_store, open_port, port_in_use, serve_store
+from train.group.store import connect_store, open_port, port_in_use, serve_store, wait_for
+from train.group.waiting import Wait
+from train.process.env import Launch
+from train.process.log import Log
 
 
 @pytest.fixture
@@ -58,8 +62,17 @@ def test_torchs_switch_for_libuv_is_honoured(monkeypatch: pytest.MonkeyPatch, va
     listener = open_port(free_port())
     assert listener is not None
     port = listener.getsockname()[1]
-    server = serve_store(listener, timeout_s=60)
+    wait = Wait(Launch(), timeout_s=60, log=Log())
+    server = serve_store(listener, wait)
     client = connect_store("127.0.0.1", port, timeout_s=60)
     client.set("key", "value")
     assert server.get("key") == b"value"
     assert server.libuvBackend is expected
+    wait.no_lookups.close()
+
+
+def test_waiting_for_a_key_ends_when_it_is_set_or_the_time_is_over():
+    store = HashStore()
+    store.set("there", "")
+    assert wait_for(store, ["there"], 60)
+    assert not wait_for(store, ["there", "not there"], 0.01)

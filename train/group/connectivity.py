@@ -14,7 +14,7 @@ from typing import Any
 
 from train.errors import FINISHED, JOIN_FAILED, USER_MISTAKE, JoinError, LaunchError, UserError
 from train.group import keys, network
-from train.group.members import Meeting, Member
+from train.group.members import Meeting, Member, Paths
 from train.process.addresses import is_loopback
 from train.process.log import Log
 
@@ -41,7 +41,7 @@ def check_connectivity(meeting: Meeting, rank: int, *, log: Log) -> None:
     members, store = meeting.members, meeting.store
     now_s = time.monotonic()
     until_s = min(max(meeting.deadline_s, now_s + AT_LEAST_S), now_s + AT_MOST_S + len(members) * EACH_S)
-    listener, address = _listen(members, rank, log)
+    listener, address = _listen(members[rank], meeting.paths, log)
     try:
         store.set(keys.listener(rank), json.dumps(address))
         report = {"code": address.get("code", FINISHED), "text": address.get("text", "")}
@@ -51,7 +51,7 @@ def check_connectivity(meeting: Meeting, rank: int, *, log: Log) -> None:
             report = _try_route(members[rank], members[peer], theirs)
         store.set(keys.report(rank), json.dumps(report))
         if rank == 0:
-            reports = {member.rank: _read(meeting, keys.report(member.rank), until_s) for member in members}
+            reports = {each: _read(meeting, keys.report(each), until_s) for each in range(len(members))}
             store.set(keys.ROUTES, json.dumps(_judge(members, reports)))
         verdict = _read(meeting, keys.ROUTES, until_s + VERDICT_S + len(members) * EACH_S / 10)
     finally:
@@ -61,7 +61,7 @@ def check_connectivity(meeting: Meeting, rank: int, *, log: Log) -> None:
         raise JoinError(f"rank 0 on {members[0].place} fell silent just after all ranks had joined.")
     if verdict["code"]:
         kind = UserError if verdict["code"] == USER_MISTAKE else JoinError
-        raise kind(verdict["text"], printed_elsewhere=not members[rank].prints_for_host(members))
+        raise kind(verdict["text"], printed_elsewhere=not meeting.prints_for_host)
 
 
 def _read(meeting: Meeting, key: str, until_s: float) -> dict[str, Any] | None:
@@ -78,17 +78,17 @@ def _read(meeting: Meeting, key: str, until_s: float) -> dict[str, Any] | None:
     return found
 
 
-def _listen(members: Sequence[Member], rank: int, log: Log) -> tuple[socket.socket | None, dict[str, Any]]:
+def _listen(me: Member, paths: Paths, log: Log) -> tuple[socket.socket | None, dict[str, Any]]:
     """Listen as gloo will: on the interface's own address, on a port the system picks. Also returns what to publish."""
     try:
-        interface, ip = choose_interface(members, rank, log)
+        interface, ip = choose_interface(me, paths, log)
         listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
         listener.bind((ip, 0))
         listener.listen()
     except UserError as error:
         return None, {"code": error.code, "text": str(error)}
     except OSError as error:
-        text = f"rank {rank} on {log.host} can't listen on {ip} ({error.strerror}). {HINT}"
+        text = f"rank {me.rank} on {log.host} can't listen on {ip} ({error.strerror}). {HINT}"
         return None, {"code": JOIN_FAILED, "text": text}
     return listener, {"ip": ip, "port": listener.getsockname()[1], "interface": interface}
 
@@ -120,7 +120,7 @@ def _judge(members: Sequence[Member], reports: Mapping[int, Mapping[str, Any] | 
     return {"code": FINISHED, "text": ""}
 
 
-def choose_interface(members: Sequence[Member], rank: int, log: Log) -> tuple[str, str]:
+def choose_interface(me: Member, paths: Paths, log: Log) -> tuple[str, str]:
     """Have gloo, nccl and tensorpipe use the interface that routes to the others, unless the user named one.
 
     By default gloo takes the address that the host's own name resolves to: 127.0.1.1 on a Debian machine, where no
@@ -135,7 +135,7 @@ def choose_interface(members: Sequence[Member], rank: int, log: Log) -> tuple[st
             f"GLOO_SOCKET_IFNAME must name an interface {problem} on {log.host}, got {named}. There are: {usable}. "
             "Unset, the one that routes to the master is taken."
         )
-    own = _own_address(members, rank)
+    own = _own_address(me, paths)
     routed = network.interface_of(own) or ""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         if routed and not os.environ.get(name):
@@ -146,16 +146,13 @@ def choose_interface(members: Sequence[Member], rank: int, log: Log) -> tuple[st
     return chosen, address
 
 
-def _own_address(members: Sequence[Member], rank: int) -> str:
+def _own_address(me: Member, paths: Paths) -> str:
     """This rank's address as the others see it."""
-    own = members[rank].local_ip
-    if own and not is_loopback(own):
-        return own
+    if me.local_ip and not is_loopback(me.local_ip):
+        return me.local_ip
     # A rank beside the master's store sees a loopback address: take the one others reached, or the one towards them
-    others = [member for member in members if member.rank != rank]
-    for other in others:
+    for ip in paths.master_ips:
         # Behind a Service the address that answered is the Service's, and no interface of this machine has it
-        if other.master_ip and not is_loopback(other.master_ip) and network.interface_of(other.master_ip):
-            return other.master_ip
-    far = [m.local_ip for m in others if m.local_ip and not is_loopback(m.local_ip)]
-    return network.local_ip_towards(far[0]) if far else "127.0.0.1"
+        if network.interface_of(ip):
+            return ip
+    return network.local_ip_towards(paths.far_ip) if paths.far_ip else "127.0.0.1"

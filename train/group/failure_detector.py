@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -112,7 +113,7 @@ def root_exit_code(suspects: list[Suspect], otherwise: int) -> int:
     return otherwise if worth_restarting(code) else code
 
 
-def describe(suspects: list[Suspect], hosts: list[str]) -> str:
+def describe(suspects: list[Suspect], hosts: Sequence[str]) -> str:
     """One clause: "suspected: rank 3 on node1 (gave no sign of life)"."""
     if not suspects:
         return "suspected: nobody, all ranks wait for each other"

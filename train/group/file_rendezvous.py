@@ -51,7 +51,7 @@ def serve(wait: Wait) -> tuple[Store, Endpoint]:
     assert listener is not None  # any port will do
     addresses = [ip for name in interfaces() if (ip := address_of(name)) and not is_loopback(ip)]
     endpoint = Endpoint(secrets.token_hex(8), log.host, addresses, listener.getsockname()[1])
-    store = serve_store(listener, timeout_s=wait.timeout_s)
+    store = serve_store(listener, wait)
     store.set(keys.endpoint(endpoint.token), "here")
     publish_endpoint(path, endpoint)
     return store, endpoint

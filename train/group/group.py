@@ -6,7 +6,7 @@ what arrives, which runs whatever code the sender wants, and anybody in the netw
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class Group:
         self.rank, self.world_size = launch.rank, launch.world_size
         self.status = ends.status
         self.run_dir = ends.status.run_dir
-        self.hosts: list[str] = [log.host] * launch.world_size  # by rank
+        self.hosts: Sequence[str] = [log.host] * launch.world_size  # by rank
         self.restarted = launch.restart_count > 0  # any rank's process
         self.meeting: Meeting | None = None
         self._progress = StepReporter(launch.progress)

@@ -25,6 +25,7 @@ from train.group.device import pick_backend, pick_device
 from train.group.ends import EndReporter
 from train.group.failure_detector import describe, root_exit_code
 from train.group.group import BEHIND_OURS_S, Group
+from train.group.members import Hosts
 from train.group.watchdog import Watchdog
 from train.process.env import Launch
 from train.process.log import Log
@@ -113,8 +114,7 @@ def meet(config: Config, group: Group) -> None:
         timeout_s=config.join_timeout_s, log=group.log,
     )
     group.meeting, group.status.attempt = meeting, meeting.attempt
-    group.hosts = [member.host for member in meeting.members]
-    group.restarted = any(member.restarts for member in meeting.members)
+    group.hosts, group.restarted = Hosts(meeting.members), meeting.restarted
     group.ends.connect(meeting.store, hosts_store=meeting.hosts_store)
     group.watch.connect(meeting.beat_store, group.hosts, agent_store=launch.agent_store)
 
@@ -141,6 +141,7 @@ def form(config: Config, group: Group) -> None:
             backend, store=group.meeting.store, rank=group.rank, world_size=group.world_size, timeout=timeout
         )
         dist.barrier() if backend == "gloo" else group.barrier()
+        group.meeting.no_lookups.close()  # all connections to the store stand
     except (RuntimeError, ValueError) as error:
         group.log.debug(f"{type(error).__name__}: {error}")
         suspects = group.watch.suspects()

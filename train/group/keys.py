@@ -6,11 +6,13 @@ the newest.
 
 1. Before: with `--init-method file://` rank 0 sets `endpoint(token)`, so that a client knows that it found the store
    whose address is in the file, and not another one on the same port.
-2. Rank 0 counts GENERATION up and sets MAIN in the new one. Every rank appends itself to ROSTER there, and counts its
-   own `alive(token)` up at every look: its sign of life while it joins.
-3. Rank 0 reads ROSTER and the signs of life until the group is complete or impossible, then sets VERDICT. All others
-   read it. If it is an error, they count ACKNOWLEDGED up, and rank 0, with whose process the store may end, waits for
-   that.
+2. Rank 0 counts GENERATION up and sets MAIN in the new one. From now on rank 0 and the others talk by two rows of
+   messages. To rank 0: each rank takes a number from MESSAGES and sets `message(number)`; the first one introduces it.
+   To all others: rank 0 sets `word(number)` and counts WORDS up. Everybody waits for the next number, nobody polls, and
+   what a rank sends and reads does not depend on how many there are.
+3. When the roster is complete, rank 0 calls the roll, and all who are alive answer. Then rank 0 sets `member(rank)` for
+   each rank, and its last word says that there is a group, or why there is none. In the second case the others confirm
+   it, and rank 0, with whose process the store may end, waits for that.
 4. From here on all keys stand below `members(generation)`. To try the routes each rank sets `listener(rank)`, reads its
    neighbour's, connects to it and sets `report(rank)`; rank 0 reads all reports and sets ROUTES, which all read.
 5. torch forms the process group, with keys of its own in the same place.
@@ -29,10 +31,11 @@ members = f"{ROOT}/{{}}/group".format  # (generation): the prefix of everything 
 
 # Below a generation: joining
 MAIN = "main"  # rank 0's Member as JSON
-ROSTER = "roster"  # one Member as JSON a line, appended by each rank
-VERDICT = "verdict"  # JSON: {"attempt", "members"}, or {"code", "text", "tokens", "speakers"}
-ACKNOWLEDGED = "acknowledged"  # a counter: how many ranks have read a verdict that is an error
-alive = "alive/{}".format  # (token): a counter for each process that joins; two may claim the same rank
+MESSAGES = "messages"  # a counter: how many numbers of messages have been taken
+message = "message/{}".format  # (number): JSON: {"member"}, {"token", "call"[, "settings"]}, {"over"}, {"read"}
+WORDS = "words"  # a counter: how many words rank 0 has said
+word = "word/{}".format  # (number): JSON: {"call", "settings"}, {"missing"}, {"refused"} or {"group"}
+member = "member/{}".format  # (rank): the Member with that rank in the group, as JSON
 
 # Below `members`: connectivity
 ROUTES = "routes"  # rank 0's conclusion, JSON: {"code", "text"}

@@ -1,16 +1,18 @@
-"""The roster: how ranks introduce themselves, and what to say of missing, double and different ones."""
+"""Members: how ranks introduce themselves, and what to say of missing, double and different ones."""
 
+import contextlib
 import json
-import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from train.group import keys
+from train.process.addresses import is_loopback
 
-LIFE_S = 2.0  # a rank that gave no sign of life for so long has died while joining, and may come back
+NEAR = 4  # ranks before and after this one whose names it always knows
+MOST_HOSTS = 64  # that a message names: it is sent to all who wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +31,16 @@ class Member:
     # Of its node. torch's agents count them differently: one whose own rank did not fail counts none
     restarts: int = 0
     token: str = ""  # of this process: two may claim one rank
-    fingerprint: dict[str, str] = field(default_factory=dict)  # what must be the same on all ranks
+    digest: str = ""  # of what must be the same on all ranks
 
     @property
     def place(self) -> str:
         return f"{self.host} (pid {self.pid})"
 
-    def prints_for_host(self, members: Iterable["Member"]) -> bool:
-        """Whether this rank prints an error that all ranks raise: the first of its machine does. (Two machines of one
-        name have a local rank 0 each, and both print.)"""
-        return self.local_rank == 0 or not any(m.host == self.host and m.rank < self.rank for m in members)
+    def prints_for_host(self, speakers: Collection[str]) -> bool:
+        """Whether this rank prints an error that all ranks raise: one of each machine does. (Two machines of one name
+        have a local rank 0 each, and both print.)"""
+        return self.local_rank == 0 or self.token in speakers
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -46,9 +48,76 @@ class Member:
     @staticmethod
     def from_json(text: str | bytes) -> "Member":
         """Ignores fields it does not know: another version of this program may send more or fewer, and then the
-        fingerprints name what differs."""
+        digests differ."""
         sent: dict[str, Any] = json.loads(text)
         return Member(**{f.name: sent[f.name] for f in fields(Member) if f.name in sent})
+
+
+def speakers(members: Iterable[Member]) -> list[str]:
+    """The token of the lowest rank on each machine that has no local rank 0 among `members`."""
+    first: dict[str, Member] = {}
+    for member in sorted(members, key=lambda m: (m.local_rank != 0, m.rank)):
+        first.setdefault(member.host, member)
+    return [member.token for member in first.values() if member.local_rank != 0]
+
+
+class Members(Sequence[Member]):
+    """The members of a group by rank, each read from the store when somebody asks for it.
+
+    Most ranks never need to know more than a few others. If each read all, the traffic would grow with the square of
+    the ranks. Those around a rank are read at once: after a loss their names are wanted, and the store may be gone.
+    """
+
+    def __init__(self, store: Store, size: int, *, myself: int) -> None:
+        self._store, self._size = store, size
+        near = sorted({0, *((myself + distance) % size for distance in range(-NEAR, NEAR + 1))})
+        texts = store.multi_get([keys.member(rank) for rank in near])
+        self._known = {rank: Member.from_json(text) for rank, text in zip(near, texts, strict=True)}
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, rank: int) -> Member:  # type: ignore[override]  # nobody needs a slice
+        if not 0 <= rank < self._size:
+            raise IndexError(rank)
+        if rank not in self._known:
+            try:
+                self._known[rank] = Member.from_json(self._store.get(keys.member(rank)))
+            except RuntimeError:  # torch's own error: the store is gone, and a message has to do without the name
+                return Member(rank)
+        return self._known[rank]
+
+
+class Hosts(Sequence[str]):
+    """The machine of each rank, by rank."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = members
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, rank: int) -> str:  # type: ignore[override]  # nobody needs a slice
+        return self._members[rank].host
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """What the ranks' routes to the master say to those that have none because they are on its machine."""
+
+    master_ips: list[str]  # at which others reached the master; none of loopback
+    far_ip: str  # of a rank on another machine, or ""
+
+    @staticmethod
+    def of(members: Iterable[Member]) -> "Paths":
+        masters: dict[str, None] = {}
+        far_ip = ""
+        for member in members:
+            if member.master_ip and not is_loopback(member.master_ip):
+                masters[member.master_ip] = None
+            if not far_ip and member.local_ip and not is_loopback(member.local_ip):
+                far_ip = member.local_ip
+        return Paths(list(masters)[:8], far_ip)
 
 
 @dataclass(slots=True)
@@ -57,77 +126,15 @@ class Meeting:
 
     store: Store
     beat_store: Store  # a connection of its own: one client serves one thread at a time
-    members: list[Member]
+    members: Sequence[Member]
     attempt: str
+    restarted: bool  # whether the process of any rank was
+    paths: Paths
+    prints_for_host: bool  # whether this rank prints an error that all ranks raise
     hosts_store: bool
     deadline_s: float  # on the monotonic clock: what is left of the time to join
-
-
-@dataclass(slots=True)
-class _Sign:
-    """When a rank's count of signs of life last moved, by the clock of the rank that looks."""
-
-    member: Member
-    count: int
-    first_s: float
-    moved_s: float
-
-
-class Roster:
-    """Which ranks have introduced themselves in a generation of the store, and which of them are alive now."""
-
-    def __init__(self) -> None:
-        self._signs: dict[str, _Sign] = {}  # by token
-        self._lines: set[bytes] = set()
-
-    def look(self, generation: Store) -> None:
-        """Read who is there, and who gave a sign of life since the last look."""
-        now_s = time.monotonic()
-        for line in generation.get(keys.ROSTER).splitlines() if generation.check([keys.ROSTER]) else []:
-            if line not in self._lines:
-                self._lines.add(line)
-                member = Member.from_json(line)  # the same process again where it had to reconnect
-                sign = self._signs.setdefault(member.token, _Sign(member, -1, now_s, now_s))
-                sign.member = member
-        for token, sign in self._signs.items():
-            if (count := generation.add(keys.alive(token), 0)) != sign.count:
-                sign.count, sign.moved_s = count, now_s
-
-    def living(self) -> list[Member]:
-        """Those with a sign of life in the last LIFE_S seconds, by rank."""
-        now_s = time.monotonic()
-        return sorted((s.member for s in self._signs.values() if now_s - s.moved_s < LIFE_S), key=lambda m: m.rank)
-
-    def present(self) -> list[Member]:
-        """Those that are alive at the same time: each gave a sign of life after the last of them came.
-
-        Without that a rank which died a second ago would count, and the group be formed with a dead member.
-        """
-        now_s = time.monotonic()
-        signs = [sign for sign in self._signs.values() if now_s - sign.moved_s < LIFE_S]
-        latest_s = max((sign.first_s for sign in signs), default=now_s)
-        return sorted((sign.member for sign in signs if sign.moved_s > latest_s), key=lambda m: m.rank)
-
-    def gone(self) -> list[Member]:
-        """Those that fell silent and whose rank no other process has taken."""
-        taken = {member.rank for member in self.living()}
-        return [sign.member for sign in self._signs.values() if sign.member.rank not in taken]
-
-    def claimed_twice(self) -> list[Member]:
-        """The processes that claim one rank and are alive at the same time; [] where there are none.
-
-        A process that died while joining and was started again does not count: the first gave no sign of life after the
-        second came.
-        """
-        by_rank: dict[int, list[_Sign]] = {}
-        for sign in self._signs.values():
-            by_rank.setdefault(sign.member.rank, []).append(sign)
-        for signs in by_rank.values():
-            for latest in sorted(signs, key=lambda s: s.first_s)[1:]:
-                both = [s.member for s in signs if s.first_s <= latest.first_s and s.moved_s > latest.first_s]
-                if len(both) > 1:
-                    return both
-        return []
+    # To close when the group has formed: until then the process with the store looks up no names
+    no_lookups: contextlib.ExitStack
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -146,7 +153,9 @@ def _by_host(members: Iterable[Member]) -> str:
     ranks: dict[str, set[int]] = {}
     for member in members:
         ranks.setdefault(member.host, set()).add(member.rank)
-    return "; ".join(f"{ranges(numbers)} on {host}" for host, numbers in sorted(ranks.items()))
+    named = [f"{ranges(numbers)} on {host}" for host, numbers in sorted(ranks.items())]
+    more = [f"and ranks on {len(named) - MOST_HOSTS} more machines"] if len(named) > MOST_HOSTS else []
+    return "; ".join(named[:MOST_HOSTS] + more)
 
 
 def describe_missing(
@@ -181,21 +190,21 @@ def describe_claims(claims: list[Member]) -> str:
     )
 
 
-def describe_differences(members: list[Member]) -> str:
-    """What differs between ranks, one line each, or "".
+def describe_differences(members: list[Member], settings: Mapping[str, Mapping[str, str]]) -> str:
+    """What differs between ranks, one line each. `settings`: what must be the same, by the digest of it.
 
     Different code or settings give wrong numbers, not errors: an all-reduce of different sizes returned garbage on one
     rank without a word.
     """
     found = []
-    for name in sorted({name for member in members for name in member.fingerprint}):
+    for name in sorted({name for known in settings.values() for name in known}):
         holders: dict[str, list[Member]] = {}
         for member in members:
-            holders.setdefault(member.fingerprint.get(name, "nothing"), []).append(member)
+            holders.setdefault(settings[member.digest].get(name, "nothing"), []).append(member)
         if len(holders) > 1:
             got = " and ".join(f"{value} on {_who(who)}" for value, who in list(holders.items())[:4])
             found.append(f"{name} must be the same on all ranks, got {got}.")
-    return "\n".join([*found[:8], "Start all ranks with the same program and settings."] if found else [])
+    return "\n".join([*found[:8], "Start all ranks with the same program and settings."])
 
 
 def _who(members: list[Member]) -> str:

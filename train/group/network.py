@@ -1,13 +1,25 @@
-"""Addresses, ports and interfaces as the operating system sees them. Reads and connects, changes nothing."""
+"""Addresses, ports, names and interfaces as the operating system sees them."""
 
+import contextlib
+import ctypes
 import errno
 import ipaddress
+import resource
 import socket
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 from train.process.addresses import is_loopback
+
+SWITCH = Path("/etc/nsswitch.conf")  # where glibc reads who is asked for names
+OTHER_FILES = 512  # that a process needs open beside the connections of its group
+
+_lookups_lock = threading.Lock()
+_without_lookups = 0  # how many blocks of `no_name_lookups` are entered just now, in all threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +40,7 @@ def try_connect(host: str, port: int, *, timeout_s: float) -> Connection:
     """
     try:
         with socket.create_connection((host, port), timeout_s) as sock:
-            return Connection(None, "", sock.getsockname()[0], sock.getpeername()[0])
+            return connection_of(sock)
     except (socket.gaierror, UnicodeError) as error:
         return Connection("name", str(getattr(error, "strerror", None) or error))
     except TimeoutError:
@@ -38,6 +50,16 @@ def try_connect(host: str, port: int, *, timeout_s: float) -> Connection:
     except OSError as error:
         unreachable = error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
         return Connection("route" if unreachable else "other", error.strerror or str(error))
+
+
+def connection_of(sock: socket.socket) -> Connection:
+    """What has been reached with this socket."""
+    ours, theirs = sock.getsockname(), sock.getpeername()
+    if ours == theirs:
+        # Nobody listens, and the system chose that very port for our side: TCP then connects to itself. Who tries often
+        # on the machine itself sees it, if the port is one of those for outgoing connections
+        return Connection("refused")
+    return Connection(None, "", ours[0], theirs[0])
 
 
 def explain_connection(attempt: Connection, host: str, port: int) -> str:
@@ -119,3 +141,56 @@ def port_holder(port: int) -> str:
             command = "?"
         return f"pid {connection.pid} ({command})"
     return ""
+
+
+@contextlib.contextmanager
+def no_name_lookups() -> Iterator[None]:
+    """Within the block no resolver is asked for names, in all threads of this process: /etc/hosts alone answers.
+
+    torch asks for the name of both ends of each connection of a store, only to print it: the client twice, the server
+    once, in its one thread, so that all ranks wait for each answer. With a resolver that takes 5 s to say that it does
+    not know the address, 16 ranks took minutes to meet. torch has no setting for that, but glibc lets a program
+    replace the line of nsswitch.conf. Blocks may overlap. Elsewhere than with glibc (musl, macOS) nothing changes.
+    """
+    _count_without_lookups(1)
+    try:
+        yield
+    finally:
+        _count_without_lookups(-1)
+
+
+def _count_without_lookups(change: int) -> None:
+    global _without_lookups
+    with _lookups_lock:
+        before, _without_lookups = _without_lookups, _without_lookups + change
+        if (before == 0) != (_without_lookups == 0):
+            _ask_for_names("files" if _without_lookups else _configured_services())
+
+
+def _ask_for_names(services: str) -> None:
+    """Have glibc look up hosts by these services, in the words of nsswitch.conf."""
+    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
+    if configure is not None:
+        configure(b"hosts", services.encode())
+
+
+def _configured_services() -> str:
+    """The services that the system looks hosts up by; glibc's own choice where nothing is configured."""
+    with contextlib.suppress(OSError):
+        for line in SWITCH.read_text().splitlines():
+            database, colon, services = line.partition("#")[0].partition(":")
+            if colon and database.strip() == "hosts" and services.strip():
+                return services.strip()
+    return "dns [!UNAVAIL=return] files"
+
+
+def allow_connections(count: int) -> None:
+    """Raise this process's limit of open files so far that it can hold `count` connections, where the system lets us.
+
+    Most systems allow 1,024 at first and many times that if asked: rank 0 holds several connections of each rank.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

@@ -7,13 +7,23 @@ import time
 from datetime import timedelta
 
 # torch exports it under a condition that mypy does not follow
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 
 from train.errors import JoinError, LaunchError
-from train.group.network import Connection, explain_connection, is_own_address, port_holder, try_connect
+from train.group.network import (
+    Connection,
+    explain_connection,
+    is_own_address,
+    no_name_lookups,
+    port_holder,
+    try_connect,
+)
 from train.group.waiting import Wait
 
 PORT_PATIENCE_S = 5.0  # the process of the last attempt may still be on its way out
+# torch tries a connection that was refused again only after half a second and more. The store was there a moment ago:
+# if it has gone meanwhile, its successor may come much sooner, and we look for that ourselves.
+CONNECT_S = 5.0
 
 
 def serve(wait: Wait) -> TCPStore:
@@ -30,7 +40,7 @@ def serve(wait: Wait) -> TCPStore:
             f"MASTER_ADDR={host} is no address of this machine ({wait.log.host}), where rank 0 runs and listens. Right "
             "behind a Service or NAT, a mistake elsewhere."
         )
-    return serve_store(listener, timeout_s=wait.timeout_s)
+    return serve_store(listener, wait)
 
 
 def connect(wait: Wait) -> tuple[TCPStore, Connection]:
@@ -51,9 +61,11 @@ def connect(wait: Wait) -> tuple[TCPStore, Connection]:
                 "service holds the port, the machine is the wrong one, or the process of rank 0 is stopped"
             )
             try:
-                store = connect_store(host, port, timeout_s=wait.left_s)
+                # By the address: the name need not be looked up again
+                client = connect_store(tried.master_ip, port, timeout_s=min(CONNECT_S, wait.left_s))
+                client.set_timeout(timedelta(seconds=wait.left_s))
                 wait.stage = ""
-                return store, tried
+                return client, tried
             except RuntimeError:
                 pass  # the problem is said already
         else:
@@ -91,19 +103,40 @@ def port_in_use(port: int, host: str) -> JoinError:
     )
 
 
-def serve_store(listener: socket.socket, *, timeout_s: float) -> TCPStore:
+def serve_store(listener: socket.socket, wait: Wait) -> TCPStore:
     """A store on a port that is open already: torch opens one itself, but its message does not say who holds it."""
     port = listener.getsockname()[1]
+    # Some ranks may be waiting for the server already, whose thread looks up a name for each of them
+    wait.no_lookups.enter_context(no_name_lookups())
     return TCPStore(
-        "127.0.0.1", port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False,
+        "127.0.0.1", port, None, True, timedelta(seconds=wait.timeout_s), wait_for_workers=False,
         master_listen_fd=listener.detach(), use_libuv=_use_libuv(),
     )
 
 
-def connect_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
+def connect_store(ip: str, port: int, *, timeout_s: float) -> TCPStore:
     """Raises RuntimeError where what answers is no store. Waits without end for what accepts and never answers."""
     left = timedelta(seconds=timeout_s)
-    return TCPStore(host, port, None, False, left, wait_for_workers=False, use_libuv=_use_libuv())
+    with no_name_lookups():
+        return TCPStore(ip, port, None, False, left, wait_for_workers=False, use_libuv=_use_libuv())
+
+
+def second_connection(client: Store) -> Store:
+    """Another client of the same store. One connection serves one thread at a time, and a waiting thread holds it."""
+    with no_name_lookups():
+        return client.clone()
+
+
+def wait_for(store: Store, names: list[str], timeout_s: float) -> bool:
+    """Wait until somebody has set all those keys; False where that took longer than `timeout_s`.
+
+    Holds this connection meanwhile, for other threads too. Raises RuntimeError where the store's process ends.
+    """
+    try:
+        store.wait(names, timedelta(seconds=timeout_s))
+    except DistStoreError:
+        return False
+    return True
 
 
 def _use_libuv() -> bool:

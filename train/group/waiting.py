@@ -1,13 +1,19 @@
 """The time to join, and what it is spent on: one object for every step of meeting the others."""
 
+import contextlib
 import time
 
 from train.errors import JoinError
 from train.process.env import Launch
 from train.process.log import Log
 
-POLL_S = 0.1
+# Between two tries to connect. Short at first: the ranks of one job start within a second of each other, and those of a
+# lost rank's group come back even closer together.
+EARLY_PAUSE_S, EARLY_S = 0.01, 3.0
+PAUSE_S = 0.1
 NOTICE_S = 20.0  # between lines that say what is being waited for
+# The longest call that waits in the store: it holds the connection, and only between two calls is the deadline seen.
+SLICE_S = 1.0
 
 
 class Wait:
@@ -22,10 +28,12 @@ class Wait:
         self.address = launch.file or f"{launch.master_addr}:{launch.master_port}"
         self.deadline_s = time.monotonic() + timeout_s
         self.problem = self.stuck_in = f"nothing was heard from rank 0 at {self.address}"
+        # Closed once the group has formed: until then the process with the store asks no resolver
+        self.no_lookups = contextlib.ExitStack()
         self.stage = ""  # "port" or "store" for a problem there, see JoinError
         self._noticed_s = time.monotonic()
-        # One store serves all ranks: a thousand of them ask less often
-        self._poll_s = POLL_S * min(10.0, max(1.0, launch.world_size / 64))
+        # One machine takes the connections of all ranks: a thousand of them try less often
+        self._crowd = min(10.0, max(1.0, launch.world_size / 64))
 
     @property
     def over(self) -> bool:
@@ -40,16 +48,29 @@ class Wait:
         """Seconds until the deadline, at least 1: a call that is begun needs some time to succeed."""
         return max(1.0, self.deadline_s - time.monotonic())
 
+    @property
+    def slice_s(self) -> float:
+        """How long the next call that waits in the store may take; just beyond the deadline where that is near."""
+        return min(SLICE_S, max(0.0, self.deadline_s - time.monotonic()) + 0.001)
+
+    @property
+    def notice_due(self) -> bool:
+        return time.monotonic() - self._noticed_s > NOTICE_S
+
     def pause(self) -> None:
-        """Between two tries; says what is being waited for every NOTICE_S, once on each node."""
-        time.sleep(self._poll_s)
-        now_s = time.monotonic()
-        if now_s - self._noticed_s > NOTICE_S:
-            self._noticed_s = now_s
-            if self.launch.rank == 0:
-                self.log.info(f"still waiting: {self.problem}")
-            elif self.launch.local_rank == 0:
-                self.log.warning(f"still waiting: {self.problem}")
+        """Between two tries to connect."""
+        time.sleep(self._crowd * (EARLY_PAUSE_S if self.waited_s < EARLY_S else PAUSE_S))
+        self.notice()
+
+    def notice(self) -> None:
+        """Say what is being waited for every NOTICE_S, once on each node."""
+        if not self.notice_due:
+            return
+        self._noticed_s = time.monotonic()
+        if self.launch.rank == 0:
+            self.log.info(f"still waiting: {self.problem}")
+        elif self.launch.local_rank == 0:
+            self.log.warning(f"still waiting: {self.problem}")
 
     def failure(self, problem: str) -> JoinError:
         """The error of this rank alone; where the ranks have met, rank 0 finds one for all."""

@@ -11,6 +11,7 @@ import functools
 import json
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -63,7 +64,7 @@ class Watchdog:
         """Starts the clock; from now on a stop request that cannot wait for the loop is carried out here."""
         self.ends, self.stop, self.log = ends, stop, log
         self.rank, self.world_size = ends.rank, ends.world_size
-        self.hosts: list[str] = [log.host] * self.world_size
+        self.hosts: Sequence[str] = [log.host] * self.world_size
         self.host_of_store = "rank 0"
         self.store: Store | None = None
         self.phase = "start"
@@ -105,7 +106,7 @@ class Watchdog:
         """Say that this rank is about to wait in a collective, or has left it."""
         self._waiting = waiting
 
-    def connect(self, store: Store, hosts: list[str], *, agent_store: bool) -> None:
+    def connect(self, store: Store, hosts: Sequence[str], *, agent_store: bool) -> None:
         """Begin to beat. `store` must be a connection of its own: a collective's set-up blocks the one it uses."""
         self.store, self.hosts = store, hosts
         self.host_of_store = "the launcher's agent on node 0" if agent_store else f"rank 0 on {hosts[0]}"

@@ -147,7 +147,7 @@ class _Doctor:
         ranks_by_host: dict[str, list[int]] = {}
         for rank, host in enumerate(group.hosts):
             ranks_by_host.setdefault(host, []).append(rank)
-        self.report.facts["hosts"] = group.hosts
+        self.report.facts["hosts"] = list(group.hosts)
         places = "; ".join(f"{ranges(found)} on {host}" for host, found in ranks_by_host.items())
         add(Finding("store", OK, "the rendezvous answers as ours"))
         add(Finding("joined", OK, f"all {group.world_size} ranks: {places}"))

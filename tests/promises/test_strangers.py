@@ -1,0 +1,156 @@
+"""Anybody in the network reaches the ports of a job. Nothing that arrives there is run, and no weight changes."""
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.fork_server import Forks, Job
+from tests.rigs.jobs import ROOT, result
+from tests.rigs.strangers import Strangers
+
+DIGITS = ("--dataset", "digits", "--model", "cnn", "--batch-size", "64", "--tensorboard=false", "--progress=none")
+LINE = ("train", *DIGITS, "--max-steps", "150", "--save-every-steps", "20", "--join-timeout-s", "20",
+        "--step-timeout-s", "20")
+NO_HOROVOD = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horovod here: make horovod builds it")
+
+# Nothing is unpickled -------------------------------------------------------------------------------------------
+
+# torch's collectives of objects, and all that unpickles. torch.load does, unless it is given weights_only=True
+UNPICKLES = re.compile(
+    r"_object_list|(?<!construct)(?<!read)_object\(|cloudpickle|(?<!w)pickle\.(loads?|Unpickler)\(|"
+    r"torch\.load\((?!.*weights_only=True)"
+)
+
+
+def test_no_file_of_ours_calls_what_unpickles():
+    for path in sorted((ROOT / "train").rglob("*.py")):
+        found = [line for line in path.read_text().splitlines() if UNPICKLES.search(line)]
+        assert not found, f"{path}: {found}"
+
+
+METHODS = {
+    "ddp": ("--parallel", "ddp", "--optimizer", "adamw"),
+    "powersgd": ("--parallel", "ddp", "--compress", "powersgd", "--powersgd-start", "2"),
+    "fsdp": ("--parallel", "fsdp", "--optimizer", "adamw"),
+    "sharded": ("--parallel", "fsdp", "--checkpoint-format", "sharded"),
+    "horovod": ("--parallel", "horovod", "--optimizer", "adamw"),
+}
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=NO_HOROVOD if m == "horovod" else ()) for m in METHODS])
+def test_ranks_unpickle_nothing_not_even_inside_torch(forks: Forks, tmp_path: Path, method: str):
+    """Trains, saves and resumes where whatever is unpickled is an error."""
+    more = ("--num-workers", "0", "--device", "cpu", "--run-dir", tmp_path, "--name", "run")
+    for steps in ("4", "8"):
+        line = ("train", *DIGITS, *METHODS[method], "--max-steps", steps, "--save-every-steps", "3", *more)
+        codes, output = forks.run(*line, world_size=2, preload="tests.rigs.strangers:unpickle_nothing")
+        assert codes == [0, 0], output
+    assert "resumed from step-00000004" in output
+
+
+def test_the_other_commands_unpickle_nothing(forks: Forks, tmp_path: Path):
+    where = ("--run-dir", tmp_path, "--name", "run")
+    for line in (
+        ("train", *DIGITS, "--max-steps", "2", "--init-from"),
+        ("evaluate",),
+        ("predict", "--output", tmp_path / "predictions.csv"),
+        ("doctor",),
+        ("bench", *DIGITS, "--seconds", "1", "--sizes", "1K,4K", "--iterations", "3"),
+    ):
+        if line[-1] == "--init-from":
+            codes, output = forks.run("train", *DIGITS, "--max-steps", "1", "--run-dir", tmp_path, "--name", "first")
+            line = (*line, *(tmp_path / "first" / "checkpoints").iterdir())
+        codes, output = forks.run(*line, *where, world_size=2, preload="tests.rigs.strangers:unpickle_nothing")
+        assert codes == [0, 0], output
+
+
+# Port scans -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    codes, output = forks.run(*LINE, "--run-dir", folder, "--name", "run", world_size=2)
+    assert codes == [0, 0], output
+    return str(result(folder / "run")["digest"])
+
+
+@pytest.fixture
+def proof(tmp_path: Path) -> Iterator[Path]:
+    """The folder that is there if something that a stranger sent was run."""
+    yield tmp_path / "proof"
+    assert not (tmp_path / "proof").exists()
+
+
+def disturbed(job: Job, proof: Path, *, seed: int, only: str = "") -> Strangers:
+    """The job to its end, with strangers at all its ports from its beginning on."""
+    try:
+        with Strangers(lambda: [process.pid for process in job.processes], proof, seed=seed, only=only) as strangers:
+            job.wait()
+    finally:
+        job.kill()
+    assert len(strangers.heard) >= 3, f"the store's port, and one of each rank: {strangers.heard}"
+    return strangers
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_run_under_launch_ends_with_the_same_weights(
+    forks: Forks, tmp_path: Path, undisturbed: str, proof: Path, seed: int
+):
+    line = ("launch", "--nproc", "2", *LINE[1:], "--max-restarts", "20", "--run-dir", tmp_path, "--name", "run")
+    job = forks.start(*line)
+    strangers = disturbed(job, proof, seed=seed)
+    assert job.processes[0].code == 0, f"{job.output}\n{strangers.log}"
+    assert result(tmp_path / "run")["digest"] == undisturbed
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_launch_repeats_an_attempt_that_strangers_ended(
+    forks: Forks, tmp_path: Path, undisturbed: str, proof: Path, seed: int
+):
+    """They send what gloo's own connections begin with to ranks that wait for those, and so take their places."""
+    line = ("launch", "--nproc", "2", *LINE[1:], "--max-restarts", "20", "--run-dir", tmp_path, "--name", "run")
+    job = forks.start(*line, env={"SLOW_RANKS": str(seed)}, preload="tests.rigs.strangers:launch_slow_ranks")
+    strangers = disturbed(job, proof, seed=seed, only="gloo")
+    code = job.processes[0].code
+    assert code is not None
+    if code == 0:
+        assert result(tmp_path / "run")["digest"] == undisturbed
+    else:  # none of twenty attempts in a row got through
+        assert code >= 128, f"{job.output}\n{strangers.log}"
+        assert not (tmp_path / "run" / "result.json").exists()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("only", ["", "gloo", "store"])
+def test_an_attempt_ends_well_or_with_a_code_that_is_tried_again(
+    forks: Forks, tmp_path: Path, undisturbed: str, proof: Path, only: str, seed: int
+):
+    where = ("--run-dir", tmp_path, "--name", "run")
+    slow = {"SLOW_RANKS": str(seed % 2)}
+    job = forks.start(*LINE, *where, world_size=2, env=slow, preload="tests.rigs.strangers:form_slowly")
+    strangers = disturbed(job, proof, seed=seed, only=only)
+    codes = [process.code for process in job.processes]
+    if codes == [0, 0]:
+        assert result(tmp_path / "run")["digest"] == undisturbed
+    else:
+        assert all(code is not None and (code < 0 or code >= 128) for code in codes), f"{job.output}\n{strangers.log}"
+        assert not (tmp_path / "run" / "result.json").exists()
+
+
+@NO_HOROVOD
+def test_horovods_ports_run_nothing_either(forks: Forks, tmp_path: Path, proof: Path):
+    line = (*LINE, "--parallel", "horovod", "--device", "cpu", "--run-dir", tmp_path)
+    codes, output = forks.run(*line, "--name", "alone", world_size=2)
+    assert codes == [0, 0], output
+    for seed in range(2):
+        job = forks.start(*line, "--name", str(seed), world_size=2)
+        strangers = disturbed(job, proof, seed=seed)
+        codes = [process.code or 0 for process in job.processes]
+        if codes == [0, 0]:
+            assert result(tmp_path / str(seed))["digest"] == result(tmp_path / "alone")["digest"]
+        else:
+            assert all(code < 0 or code >= 128 for code in codes), f"{job.output}\n{strangers.log}"
