@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.rigs import jobs, namespaces
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, rank_env
 from tests.rigs.namespaces import Pair
-from train.commands.bench import cost_model
+from train.commands.bench import cost_model, tcp_pair
 from train.commands.bench.bench import parse_size
 from train.commands.bench.collectives import backends
 from train.commands.bench.cost_model import CostModel
@@ -167,6 +168,21 @@ def test_bench_names_the_rank_that_dies_on_the_plain_connection(forks: Forks, tm
     assert codes == [171, -9], output
     assert "lost a peer at step 0: suspected: rank 1 on " in output
     assert "Traceback" not in output
+
+
+def test_a_stranger_is_not_measured_in_place_of_the_last_rank() -> None:
+    token = b"t" * 32
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        said = (b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 32, token[:9], token)
+        callers = [socket.create_connection(listener.getsockname()) for _ in said]
+        for caller, words in zip(callers, said, strict=True):
+            caller.sendall(words)
+            if words != token[:9]:  # that one stays, and says no more
+                caller.shutdown(socket.SHUT_WR)
+        with tcp_pair._accept(listener, token) as accepted:
+            assert accepted.getpeername() == callers[-1].getsockname()
+        for caller in callers:
+            caller.close()
 
 
 def garble() -> None:

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -13,6 +15,7 @@ from train.group.group import Group
 from train.group.network import address_of, address_of_host_name
 
 CONNECT_S = 10.0
+TOKEN_S = 1.0  # of one who has connected, and may say nothing
 CHUNK = 2**20  # bytes of one recv: larger ones made no difference
 
 
@@ -21,7 +24,8 @@ def tcp_pair(group: Group, timeout_s: float) -> Iterator[tuple[Peer | None, str]
     """This rank's end of the connection, and the problem if there is no connection. Collective: every rank calls it.
 
     The connection uses the interface that gloo uses. Ranks between the first and the last have no end of it.
-    `timeout_s`: of one send or receive. Messages are tensors in host memory.
+    `timeout_s`: of one send or receive. Messages are tensors in host memory. The last rank shows a token that only the
+    group knows: whoever scans the port at that moment must not be measured in its place.
     """
     with contextlib.ExitStack() as stack:
         listener, connection, problem = None, None, ""
@@ -31,15 +35,16 @@ def tcp_pair(group: Group, timeout_s: float) -> Iterator[tuple[Peer | None, str]
                 ip = address_of(interface) if interface else address_of_host_name()
                 family = socket.AF_INET6 if ":" in ip else socket.AF_INET
                 listener = stack.enter_context(socket.create_server((ip, 0), family=family))
-                listener.settimeout(CONNECT_S)
             except OSError as error:
                 problem = f"rank 0 can't listen: {error}"
-        endpoint = group.broadcast(listener.getsockname()[:2] if listener else None)
+        own = (listener.getsockname()[:2], secrets.token_hex(16)) if listener else (None, "")
+        endpoint, token = group.broadcast(own)
         try:
             if endpoint and group.rank == group.world_size - 1:
                 connection = stack.enter_context(socket.create_connection(endpoint, timeout=CONNECT_S))
+                connection.sendall(token.encode())
             elif listener is not None:
-                connection = stack.enter_context(listener.accept()[0])
+                connection = stack.enter_context(_accept(listener, token.encode()))
         except OSError as error:
             problem = f"rank {group.rank} on {group.log.host}: {error}"
         if connection is not None:
@@ -48,6 +53,20 @@ def tcp_pair(group: Group, timeout_s: float) -> Iterator[tuple[Peer | None, str]
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         problem = next(filter(None, group.gather(problem)), "")  # all ranks must decide alike whether to use it
         yield _peer(connection) if connection is not None and not problem else None, problem
+
+
+def _accept(listener: socket.socket, token: bytes) -> socket.socket:
+    """The first connection that shows the token. Raises TimeoutError."""
+    until_s = time.monotonic() + CONNECT_S
+    while (left_s := until_s - time.monotonic()) > 0:
+        listener.settimeout(left_s)
+        connection = listener.accept()[0]
+        connection.settimeout(min(left_s, TOKEN_S))
+        with contextlib.suppress(OSError):
+            if connection.recv(len(token), socket.MSG_WAITALL) == token:
+                return connection
+        connection.close()
+    raise TimeoutError("the other rank did not connect")
 
 
 def _peer(connection: socket.socket) -> Peer:
