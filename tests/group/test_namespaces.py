@@ -134,6 +134,17 @@ def ports_that_are_open(case: Case) -> None:
 
 
 @case
+def silent_resolver(case: Case) -> None:
+    # No file has the machines' addresses, as in most clusters, and each question is counted on its way to nowhere
+    for node in case.nodes:
+        node.hosts_file.write_text("127.0.0.1 localhost\n")
+        node.lookup_file.write_text("hosts: files dns\n")
+        node.mount("nameserver 192.168.77.9\noptions timeout:30\n", "/etc/resolv.conf")
+        node.run("iptables -w -A OUTPUT -p udp --dport 53 -j DROP")
+    case.both()
+
+
+@case
 def a_name_that_comes_late(case: Case) -> None:
     case.rank(1, 2, 1, addr="late.example")
     case.ranks[0].wait_for("rank 1 of 2")
@@ -156,12 +167,21 @@ def firewall(node: Node, action: str, ports: str = str(PORT)) -> None:
     "name",
     [
         by_address, the_other_way_round, by_name, without_ipv6, ipv6_alone, ports_that_are_open, a_name_that_comes_late,
+        silent_resolver,
     ],
     ids=lambda begin: begin.__name__,
 )
 def test_two_machines_train(cases: dict[str, Case], name: Callable[[Case], None]):
     for said in cases[name.__name__].said(0):
         assert not NOISE.search(said), said
+
+
+def test_no_name_is_looked_up_where_an_address_is_known(cases: dict[str, Case]):
+    case = cases["silent_resolver"]
+    case.said(0)
+    for node in case.nodes:
+        (rule,) = [line.split() for line in node.run("iptables -w -nvxL OUTPUT").splitlines() if "udp dpt:53" in line]
+        assert rule[0] == "0", f"{node.name} asked the resolver {rule[0]} times"
 
 
 @case

@@ -54,6 +54,7 @@ class Joiner:
                 self.wait.problem = f"the store at {self.wait.address} went away ({first_line})"
                 if self.wait.over:
                     raise self.wait.failure(self.wait.problem) from None
+                self.wait.hurry()
                 self.wait.pause()
 
     def reach_store(self) -> Store:

@@ -7,8 +7,8 @@ from train.errors import JoinError
 from train.process.env import Launch
 from train.process.log import Log
 
-# Between two tries to connect. Short at first: the ranks of one job start within a second of each other, and those of a
-# lost rank's group come back even closer together.
+# Between two tries to connect. Short at first: the ranks of one job start within seconds of each other, and after the
+# loss of a rank all come back within tenths of a second.
 EARLY_PAUSE_S, EARLY_S = 0.01, 3.0
 PAUSE_S = 0.1
 NOTICE_S = 20.0  # between lines that say what is being waited for
@@ -32,6 +32,7 @@ class Wait:
         self.no_lookups = contextlib.ExitStack()
         self.stage = ""  # "port" or "store" for a problem there, see JoinError
         self._noticed_s = time.monotonic()
+        self.hurry()
         # One machine takes the connections of all ranks: a thousand of them try less often
         self._crowd = min(10.0, max(1.0, launch.world_size / 64))
 
@@ -59,8 +60,12 @@ class Wait:
 
     def pause(self) -> None:
         """Between two tries to connect."""
-        time.sleep(self._crowd * (EARLY_PAUSE_S if self.waited_s < EARLY_S else PAUSE_S))
+        time.sleep(self._crowd * (EARLY_PAUSE_S if time.monotonic() < self._early_until_s else PAUSE_S))
         self.notice()
+
+    def hurry(self) -> None:
+        """Try often again: rank 0 was there a moment ago, and its successor is about to come."""
+        self._early_until_s = time.monotonic() + EARLY_S
 
     def notice(self) -> None:
         """Say what is being waited for every NOTICE_S, once on each node."""
