@@ -86,6 +86,7 @@ class Outcome:
     seconds: float = 0.0
     struck: int = 0
     lost: int = 0  # optimizer steps that were done again, since nobody who had finished them lived on
+    slowest: tuple[float, str] = (0.0, "")  # seconds from a loss to the next step or the next loss, and where
     output: str = ""
 
 
@@ -120,7 +121,7 @@ class Soak:
             problems.append(f"done again although a rank had finished them and lived on: {', '.join(repeated)}")
         problems += _left_in_memory(folder)
         output = job.output + "".join(path.read_text() for path in sorted((folder / "run" / "logs").glob("*.log")))
-        return Outcome(problems, time.monotonic() - began_s, len(struck), lost, output)
+        return Outcome(problems, time.monotonic() - began_s, len(struck), lost, _slowest(folder / "faults"), output)
 
     def undisturbed(self, profile: str, world_size: int) -> Mapping[str, Any]:
         """Digest and metrics of the run that nothing happens to."""
@@ -251,6 +252,18 @@ def _done_again(folder: Path) -> tuple[int, list[str]]:
     return lost, repeated
 
 
+def _slowest(folder: Path) -> tuple[float, str]:
+    """The longest time from a loss to the next step of the lost rank, or to the next loss: seconds, and the place."""
+    struck, done = places.strikes(folder), places.updates(folder)
+    times = [(0.0, "")]
+    for strike in struck:
+        later = [other.time for other in struck if other.time > strike.time]
+        later += [u["time"] for u in done if u["rank"] == strike.rank and u["time"] > strike.time]
+        if later:
+            times.append((min(later) - strike.time, strike.fault.place))
+    return max(times)
+
+
 def _left_in_memory(folder: Path) -> list[str]:
     """What the job has left in /dev/shm: rescues of its run, and what its processes shared with their workers."""
     try:
@@ -359,6 +372,7 @@ def main() -> int:
             outcomes.append(outcome)
             verdict = "; ".join(outcome.problems) or "well"
             times = f"{outcome.seconds:.0f} s, {outcome.struck} faults, {outcome.lost} lost steps done again"
+            times += ", slowest recovery {:.1f} s, {}".format(*outcome.slowest)
             log.write(f"{number}: {verdict} ({times}): {case}\n")
             if outcome.problems:
                 given.log.with_name(f"{given.log.stem}-{number}.txt").write_text(f"{case}\n\n{outcome.output}")
