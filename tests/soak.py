@@ -6,7 +6,6 @@
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import random
@@ -53,8 +52,6 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "powersgd": (*OWN, "--options.model=wide", "--compress=powersgd", "--powersgd-start=2"),
 }
 FROM_CHECKPOINT = ("fsdp", "powersgd")
-# Until a lost rank costs no finished step
-RESCUED = importlib.util.find_spec("train.run.rescue") is not None
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ class Soak:
         if len(struck) < wanted:
             problems.append(f"only {len(struck)} of {wanted} faults struck")
         lost, repeated = _done_again(folder / "faults")
-        if RESCUED and case.profile not in FROM_CHECKPOINT and repeated:
+        if case.profile not in FROM_CHECKPOINT and repeated:
             problems.append(f"done again although a rank had finished them and lived on: {', '.join(repeated)}")
         problems += _left_in_memory(folder)
         output = job.output + "".join(path.read_text() for path in sorted((folder / "run" / "logs").glob("*.log")))
@@ -331,6 +328,11 @@ def rescue_cases() -> Iterator[Case]:
             yield Case("wide", world_size, sequence(
                 Fault("backward", 1, 4), Fault(place), Fault("forward", 0, 13), Fault(place),
             ))
+    for world_size in (2, 3):
+        yield Case("wide", world_size, sequence(
+            *(fault for i, place in enumerate(places.RESCUED)
+              for fault in (Fault("backward", i % 2, 3 + 4 * i), Fault(place), Fault(place))),
+        ))
 
 
 def random_case(rng: random.Random) -> Case:

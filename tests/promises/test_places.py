@@ -49,6 +49,13 @@ def test_the_supervisor_and_what_forks_for_it(soak: Soak) -> None:
     )))
 
 
+def test_a_survivor_while_it_writes_the_rescue_and_who_reads_it(soak: Soak) -> None:
+    check(soak, Case("wide", 3, sequence(
+        Fault("backward", 1, 4), Fault("writing the rescue"), Fault("reading the rescue"), Fault("sending the rescue"),
+        Fault("backward", 0, 7), Fault("before the rescue"), Fault("rescue known", 2),
+    )))
+
+
 @pytest.mark.skipif(not (OUT_OF_MEMORY_CGROUPS / "cgroup.procs").exists(), reason="needs cgroup v1's memory limit")
 def test_out_of_memory(soak: Soak) -> None:
     check(soak, Case("wide", 2, sequence(Fault("between buckets", 1, 4, "memory"))))

@@ -37,7 +37,8 @@ STEPPING = (
 )
 KEEPING = ("evaluating", "saving", "publishing", "published")
 RESCUING = ("before the rescue", "writing the rescue", "publishing the rescue")
-PLACES = (*JOINING, *PREPARING, *STEPPING, *KEEPING, *RESCUING, "between the renames")
+RESCUED = ("reading the rescue", "sending the rescue", "rescue known")
+PLACES = (*JOINING, *PREPARING, *STEPPING, *KEEPING, *RESCUING, *RESCUED, "between the renames")
 
 
 @dataclass(frozen=True)
@@ -273,6 +274,15 @@ def _hook_publish(publish: Any) -> None:
     publish._write_durably = written
 
 
+def _hook_keeper(keeper: Any) -> None:
+    _wrap(keeper.Rescuer, "keep", before="before the rescue")
+
+
+def _hook_rescue(rescue: Any) -> None:
+    _wrap(rescue, "load_checkpoint", before="reading the rescue")
+    _wrap(rescue, "share_checkpoint", before="sending the rescue", after="rescue known")
+
+
 def _hook_loop(loop: Any) -> None:
     _wrap(loop, "build", before="before building", after="ready")
     _wrap(loop, "load", after="data loaded")
@@ -350,5 +360,7 @@ HOOKS: Mapping[str, Callable[[Any], None]] = {
     "train.group.watchdog": _hook_watchdog,
     "train.group.group": _hook_group,
     "train.run.publish": _hook_publish,
+    "train.run.keeper": _hook_keeper,
+    "train.run.rescue": _hook_rescue,
     "train.loop": _hook_loop,
 }
