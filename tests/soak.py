@@ -230,21 +230,16 @@ def _done_again(folder: Path) -> tuple[int, list[str]]:
 
     A killed process takes the step along that it had finished as the first.
     """
-    struck = places.strikes(folder)
-    killed = {strike.pid for strike in struck}
-    # With a supervisor go all the ranks that lived then
-    ends = [strike.time for strike in struck if strike.fault.whom != "self"]
+    killed = {pid for strike in places.strikes(folder) for pid in strike.pids}
     done: dict[tuple[int, int], dict[str, Any]] = {}  # by rank and step
     lost, repeated = 0, []
     for update in places.updates(folder):
         rank, step = update["rank"], update["step"]
         before = done.get((rank, step))
-        if before is not None:
-            taken_along = any(before["time"] < end_s < update["time"] for end_s in ends)
-            if before["pid"] in killed or taken_along:
-                lost += 1
-            else:
-                repeated.append(f"step {step} by rank {rank}")
+        if before is not None and before["pid"] in killed:
+            lost += 1
+        elif before is not None:
+            repeated.append(f"step {step} by rank {rank}")
         done[rank, step] = update
     return lost, repeated
 

@@ -75,7 +75,7 @@ def order(folder: Path, faults: Groups) -> dict[str, str]:
 class Strike:
     fault: Fault
     rank: int
-    pid: int
+    pids: list[int]  # of the ranks that it took along
     time: float
 
 
@@ -140,7 +140,8 @@ def at(place: str) -> None:
         claim = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     except FileExistsError:  # another rank got here first
         return
-    entry = {"fault": asdict(fault), "rank": int(os.environ["RANK"]), "pid": os.getpid(), "time": time.time()}
+    pids = [os.getpid()] if fault.whom == "self" else _siblings()
+    entry = {"fault": asdict(fault), "rank": int(os.environ["RANK"]), "pids": pids, "time": time.time()}
     os.write(claim, json.dumps(entry).encode())
     os.close(claim)
     _strike(fault)
@@ -162,6 +163,12 @@ def _strike(fault: Fault) -> None:
         os.kill(pid, number)
     if number != signal.SIGTERM:
         time.sleep(600)  # for the others: the end of a parent takes this process along
+
+
+def _siblings() -> list[int]:
+    """The ranks of this node, this one included: they end with what has started them."""
+    parent = os.getppid()
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
 def _parent(pid: int) -> int:
