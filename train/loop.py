@@ -132,7 +132,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     plain = whole = prepare(workload.model, config, device)
     check_same_shapes(group, plain)
     progress = load_initial_weights(
-        config, group, plain, run.checkpoint, data_name=workload.data_name, rescued=run.rescued
+        config, group, plain, run.checkpoint, data_name=workload.data_name, rescued=run.rescuer is not None
     )
     group.step = progress.step
     if not method.replicates_state:

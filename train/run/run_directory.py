@@ -38,7 +38,7 @@ class RunDirectory:
     group: Group
     finished: bool
     checkpoint: Checkpoint | None  # the state to go on from
-    rescued: bool  # whether that is a rescue
+    rescuer: str | None  # the attempt that wrote it, where it is a rescue
     saved: Progress  # where the run stood at its newest checkpoint
     lineage: Lineage
     lease: Lease | None = field(repr=False)
@@ -56,8 +56,7 @@ class RunDirectory:
         From here on the run continues what this attempt started from, and no other rescue. Raises UserError on all
         ranks where rank 0 can't write.
         """
-        rescuer = self.checkpoint.state.attempt if self.rescued and self.checkpoint else None
-        self.lineage.go_on(self.group.attempt, rescuer=rescuer)
+        self.lineage.go_on(self.group.attempt, rescuer=self.rescuer)
         # One of a later step is damaged, or of an attempt that the run went on without
         rescue.remove(self.lineage.run, above=progress.step)
         rescue.remove(self.lineage.run, up_to=self.saved.step)
@@ -154,7 +153,8 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
         else:
             rescued = rescue.choose(group, begun, config, above=saved.step, warn=group.log.warning)
             earlier = rescued or share_checkpoint(earlier, group)
-        run = RunDirectory(config, group, found["finished"], earlier, rescued is not None, saved, begun, lease)
+        rescuer = rescued.state.attempt if rescued else None
+        run = RunDirectory(config, group, found["finished"], earlier, rescuer, saved, begun, lease)
         try:
             yield run
         except BaseException:
