@@ -95,6 +95,18 @@ def test_signals_before_the_first_rank_end_it_at_once(tmp_path: Path) -> None:
     assert "Traceback" not in job.output
 
 
+def test_signal_while_a_killed_server_is_replaced_does_not_wait_for_its_imports(forks: Forks, tmp_path: Path) -> None:
+    preload = "tests.rigs.fake_rank:use_slow_server"
+    with launching(forks, tmp_path, [["save", "save"]], preload=preload) as job:
+        for rank in (0, 1):
+            wait_for_file(tmp_path / f"ready-0-{rank}")
+        fork_server(job.processes[0].pid).kill()
+        job.wait_for("rank 1 ended with 137")
+        job.processes[0].signal("SIGTERM")
+        assert job.wait(60) == [143], job.output
+    assert len(starts(tmp_path)) == 2
+
+
 def test_batch_system_that_signals_every_process_is_obeyed_once(forks: Forks, tmp_path: Path) -> None:
     with launching(forks, tmp_path, [["save", "save"]]) as job:
         for rank in (0, 1):
@@ -136,6 +148,28 @@ def test_first_process_of_a_container_reaps_the_orphans_that_it_inherits(tmp_pat
         container.wait(60)
         assert container.stdout is not None
         container.stdout.close()
+
+
+# One rank fails for good ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("word", "code"), [("exit 1", 1), ("exit 2", 2), ("exit 171", 171), ("signal SIGKILL", 137)])
+def test_ranks_that_wait_for_one_that_failed_are_told_to_leave(
+    word: str, code: int, forks: Forks, tmp_path: Path
+) -> None:
+    """They would wait for it until the deadline of joining."""
+    preload = "tests.rigs.fake_rank:use_settled"
+    with launching(forks, tmp_path, [["save", word]], "--max-restarts=0", preload=preload) as job:
+        assert job.wait(60) == [code], job.output
+    assert "killed" not in job.output.replace("kill was counted", "")
+
+
+def test_supervise_leaves_starting_again_to_torchrun_and_launch(tmp_path: Path) -> None:
+    for env, name in (({"TORCHELASTIC_RUN_ID": "x"}, "torchrun"), ({"RANKUP_LAUNCH": "1"}, "launch")):
+        given = rank_env(0, 1, 12345, GROUP_WORLD_SIZE="1", **env)
+        with ended(start(sys.executable, MAIN, "supervise", f"--run-dir={tmp_path}", env=given)) as job:
+            assert job.wait() == [2]
+        assert f"supervise must be started by what starts no rank again, got {name}" in job.output
 
 
 # `supervise` ----------------------------------------------------------------------------------------------------

@@ -38,6 +38,14 @@ def use_settled() -> None:
     use()
 
 
+def use_slow_server() -> None:
+    """The first one starts at once, a later one imports for a long time."""
+    use()
+    lists = iter([[], ["tests.rigs.slow_library"]])
+    usual = supervisor.ForkServer
+    supervisor.ForkServer = lambda way, _, *rest: usual(way, next(lists), *rest)
+
+
 def use_under_nohup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     use()

@@ -72,6 +72,9 @@ def _launch(context: Context, given: options.LaunchOptions) -> int:
 def _supervise(context: Context, given: options.SuperviseOptions) -> int:
     from train.process.local_launcher import supervise
 
+    if context.launch.launcher in ("torchrun", "launch"):
+        raise LaunchError(f"supervise must be started by what starts no rank again, got {context.launch.launcher}, "
+                          f"which does. Use the command {given.command} there.")
     return supervise(context, given)
 
 

@@ -11,11 +11,10 @@ import select
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from train.errors import FINISHED, PEER_LOST, root_cause, worth_restarting
-from train.process.fork_client import ForkServer
+from train.errors import FINISHED, PEER_LOST, STOPPED, root_cause, worth_restarting
+from train.process.fork_client import ForkServer, reap, state_of
 from train.process.limits import explain_sigkill, oom_kills
 from train.process.log import Log
 from train.process.progress import ProgressBoard
@@ -28,6 +27,9 @@ TICK_S = 1.0
 # The ranks of a job end together. After one has ended for good, with whatever code, the rest have this long to find out
 # and report whom they lost, or to finish. One that was stopped (SIGSTOP, a frozen disk) ends in no other way.
 SETTLE_S = 15.0
+# Ranks notice within a second that a peer is gone, and explain it better than we can. One that still waits for a peer
+# to join does not: it is told to leave after this time.
+TELL_REST_S = 2.0
 # A rank in state T answers nobody, and its peers find out only by its silence.
 STOPPED_S = 10.0
 KILL_S = 5.0  # how long a process may take to end once it is killed
@@ -68,7 +70,8 @@ class Supervisor:
         self._server = ForkServer(way, modules, ENTRY, arguments)
         self._forwarded = False
         self._settled_s = float("inf")  # when ranks that still run are late; finite once no rank is started again
-        self._killing = False
+        self._tell_rest_s = float("inf")  # when ranks that still run are told that one has failed
+        self._told_rest = self._killing = False
         self._oom_kills = oom_kills()
         self._stopped_since_s: dict[int, float] = {}  # by process, of those that are stopped now
 
@@ -80,7 +83,8 @@ class Supervisor:
                     self._start(local_rank)
                 while any(rank.running for rank in self.ranks.values()):
                     self._wait()
-                code = root_cause(list(self.codes.values()), stopped=self.stop.requested)
+                codes = list(self.codes.values())
+                code = root_cause(codes, stopped=self.stop.requested, rest_stopped=self._told_rest)
                 if not self._killed_after_the_end(code):
                     return code
         finally:
@@ -109,8 +113,8 @@ class Supervisor:
         sources: list[Any] = [self._server.channel]
         if not self._forwarded:
             sources.append(self.stop)
-        until_settled_s = max(0.0, self._settled_s - time.monotonic())
-        readable = select.select(sources, [], [], min(TICK_S, until_settled_s))[0]
+        due_s = max(0.0, min(self._settled_s, self._tell_rest_s) - time.monotonic())
+        readable = select.select(sources, [], [], min(TICK_S, due_s))[0]
         if self._server.channel in readable:
             for news in self._server.news():
                 self._hear(news)
@@ -119,7 +123,10 @@ class Supervisor:
         if self.stop.requested and not self._forwarded:
             self._forward_stop()
         self._end_stopped()
-        _reap()
+        reap()
+        if time.monotonic() > self._tell_rest_s:
+            self._told_rest, self._tell_rest_s = True, float("inf")
+            self._ask_to_leave()
         if time.monotonic() > self._settled_s:
             self._end_late()
 
@@ -142,8 +149,10 @@ class Supervisor:
         over = self.stop.requested or self._settled_s != float("inf")
         if not over and worth_restarting(code) and self._count_restart(local_rank):
             self._start(local_rank)
-        else:
-            self._settled_s = min(self._settled_s, time.monotonic() + SETTLE_S)
+        elif self._settled_s == float("inf"):
+            self._settled_s = time.monotonic() + SETTLE_S
+            if code not in (FINISHED, STOPPED) and not self._forwarded:
+                self._tell_rest_s = time.monotonic() + TELL_REST_S
 
     def _count_restart(self, local_rank: int) -> bool:
         """Whether this rank may be started again, with one line about it."""
@@ -181,12 +190,22 @@ class Supervisor:
     # Ranks that do not end by themselves ------------------------------------------------------------------------
 
     def _forward_stop(self) -> None:
-        self._forwarded = True
-        running = [local_rank for local_rank, rank in self.ranks.items() if rank.running]
-        self.log.info(f"{self.stop.signal_name}: passed on to {len(running)} ranks, which save and leave")
-        for local_rank in running:
-            # Whatever the signal was: a Python that has only just started leaves of this one without a traceback
-            self._server.ask(signal=signal.SIGTERM, rank=local_rank)
+        self._forwarded, self._tell_rest_s = True, float("inf")
+        running = sum(rank.running for rank in self.ranks.values())
+        self.log.info(f"{self.stop.signal_name}: passed on to {running} ranks, which save and leave")
+        if any(rank.pid for rank in self.ranks.values() if rank.running):
+            self._ask_to_leave()
+            return
+        # A server that has replaced another one still imports, and has forked nobody
+        self._server.close()
+        for local_rank in self.ranks:
+            self._note_end(local_rank, STOPPED)
+
+    def _ask_to_leave(self) -> None:
+        for local_rank, rank in self.ranks.items():
+            if rank.running:
+                # Whatever the signal was: a Python that has only just started leaves of this one without a traceback
+                self._server.ask(signal=signal.SIGTERM, rank=local_rank)
 
     def _end_stopped(self) -> None:
         """Kill what has been stopped (SIGSTOP) for STOPPED_S: the peers would learn of it by silence alone."""
@@ -194,7 +213,7 @@ class Supervisor:
         processes = {rank.pid: f"rank {rank.number}" for rank in self.ranks.values() if rank.running and rank.pid}
         processes[self._server.pid] = "the process that forks the ranks"
         self._stopped_since_s = {
-            pid: self._stopped_since_s.get(pid, now_s) for pid in processes if _state(pid) == "T"
+            pid: self._stopped_since_s.get(pid, now_s) for pid in processes if state_of(pid) == "T"
         }
         for pid, since_s in self._stopped_since_s.items():
             if now_s - since_s > STOPPED_S:
@@ -223,23 +242,8 @@ class Supervisor:
                 if rank.pid:
                     os.killpg(rank.pid, signal.SIGKILL)  # what it had started itself
         until_s = time.monotonic() + KILL_S
-        while any(_state(rank.pid) not in ("", "Z") for rank in lost.values()) and time.monotonic() < until_s:
+        while any(state_of(rank.pid) not in ("", "Z") for rank in lost.values()) and time.monotonic() < until_s:
             time.sleep(0.01)
         self._server = ForkServer(self.way, self.modules, ENTRY, self.arguments)
         for local_rank in lost:
             self._note_end(local_rank, KILLED)
-
-
-def _state(pid: int) -> str:
-    """The state of a process as /proc has it, such as T; empty for one that is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-def _reap() -> None:
-    """Take the ends of orphans: a container's first process inherits them, and they stay zombies until it does."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
