@@ -15,7 +15,6 @@ from train.config import Config, check_world_size
 from train.data.loader import open_loader
 from train.data.random_numbers import derive_seed, seed_everything
 from train.data.worker_loader import free_shared_memory
-from train.errors import Stopped
 from train.group.group import Group
 from train.group.join import join
 from train.parallel import load_method, method_name, start_method
@@ -39,7 +38,7 @@ from train.run.result import describe, write_result
 from train.run.resume import load_initial_weights, load_training_state
 from train.run.run_directory import RunDirectory, open_run_directory
 from train.run.sharded_checkpoint import check_shared
-from train.run.training import Training, save
+from train.run.training import Training, save, save_and_stop
 from train.workloads import Workload, load
 from train.workloads.batches import build_order, first_batch
 
@@ -68,7 +67,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             return
         t = build(config, group, method, run)
         progress, watch = t.progress, group.watch
-        watch.protect(Rescuer(t), timeout_s=config.save_timeout_s)
+        watch.protect(Rescuer(t), timeout_s=config.save_timeout_s)  # from here on a lost rank costs no finished step
         stop.finish_step_first()
         log.info(f"ready after {time.monotonic() - began_s:.1f} s")
         try:
@@ -95,7 +94,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
                 if not finished:
                     raise save_and_stop(t)
                 group.step = progress.step
-                if progress.line is not None and progress.line["step"] == progress.step:
+                if progress.line is not None and progress.line["step"] == progress.step:  # a new one
                     t.metrics.training(progress.line)
                 log.progress(progress.step, t.metrics.line(progress.step, t.total_steps) if log.progress_due() else "")
         finally:
@@ -136,7 +135,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     )
     group.step = progress.step
     if not method.replicates_state:
-        _check_same_weights(group, plain)  # before they are split: afterwards no rank has them all
+        weights.check_same(group, plain)  # before they are split: afterwards no rank has them all
         if group.is_rank0 and workload.pictures is not None:
             whole = deepcopy(plain).cpu()
         method.split(plain)
@@ -150,7 +149,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     buffers = Buffers(plain, group)
     buffers.share()
     if method.replicates_state:
-        _check_same_weights(group, plain)  # once wrapped: DDP has sent rank 0's to all
+        weights.check_same(group, plain)  # once wrapped: DDP has sent rank 0's to all
     free_bytes = free_shared_memory()  # before workers fill it
     loader = open_loader(
         workload.train, order.batches(progress.step, total_steps), device=device, stop=group.stop,
@@ -237,16 +236,6 @@ def evaluate_and_report(t: Training) -> None:
     t.group.log.info(f"epoch {round(progress.step / t.steps_per_epoch, 2):g}: {values} on {result.count:,} samples")
 
 
-def save_and_stop(t: Training) -> Stopped:
-    """Save, and return what to raise. All ranks come here at the same step."""
-    save(t)
-    t.profiler.end()
-    step, reason = t.progress.step, t.group.stop.signal_name or "another rank's signal"
-    where = f"saved at step {step}" if step else "at step 0, nothing to save,"
-    again = f"The same command{' without --fresh' if t.config.fresh else ''} goes on from it."
-    return Stopped(f"{reason}: {where} of {t.total_steps}. {again}")
-
-
 def _warm_up(
     config: Config, group: Group, method: Method, workload: Workload, plain: nn.Module, model: nn.Module, batch: Any
 ) -> None:
@@ -259,8 +248,3 @@ def _warm_up(
         plain, loss, unused_allowed=config.find_unused_parameters or config.static_graph,
         graph_ends_in_parameters=method.graph_ends_in_parameters, passes=2 if config.static_graph else 1,
     )
-
-
-def _check_same_weights(group: Group, plain: nn.Module) -> None:
-    digest = weights.digest(plain.state_dict())[:16]
-    group.must_match("the initial weights", digest, remedy="Look at init_from and bert_dir.")

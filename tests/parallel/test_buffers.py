@@ -41,6 +41,9 @@ def test_buffer_that_a_forward_pass_puts_another_tensor_in_is_copied_too() -> No
     model.running_mean = torch.tensor([3.0, 4.0])
     buffers.keep()
     assert buffers.kept()["running_mean"].tolist() == [3.0, 4.0]
+    model.running_mean = torch.zeros(3)  # of another size too
+    buffers.keep()
+    assert buffers.kept()["running_mean"].tolist() == [0.0] * 3
 
 
 def test_all_ranks_hold_rank_0s_statistics(forks: Forks, tmp_path: Path) -> None:

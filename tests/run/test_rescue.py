@@ -3,6 +3,7 @@
 import os
 import shutil
 import stat
+import time
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,15 @@ def test_other_runs_keep_theirs(memory: Path) -> None:
     rescue.remove("fedcba9876543210")
     assert found() == 7
     assert len(list(memory.glob("*/*"))) == 1
+
+
+def test_rescue_that_nobody_went_on_with_is_removed_after_a_week(memory: Path) -> None:
+    for run in ("fedcba9876543210", "0000000000000000"):
+        rescue.write(run, 7, lambda: files(7))
+    old = memory / f"rankup-{os.getuid()}" / "fedcba9876543210"
+    os.utime(old, (0, time.time() - 8 * 24 * 3600))
+    write(7)
+    assert {path.name for path in old.parent.iterdir()} == {RUN, "0000000000000000"}
 
 
 # Lineage --------------------------------------------------------------------------------------------------------

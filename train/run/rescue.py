@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from train.run.training_state import FORMAT, RANDOM_SCHEME
 SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
 # Files are read back and compared, and the ranks' own buffers live in shared memory too
 ROOM = 2.0
+OLD_S = 7 * 24 * 3600.0
 
 
 def places() -> list[Path]:
@@ -43,6 +45,7 @@ def write(run: str, step: int, make_files: Callable[[], dict[str, bytes]]) -> st
     problems = []
     for place in places():
         try:
+            _remove_old(place)
             # The ranks of a node come here together. Each waits for the one before, which may be killed as it writes
             with _locked(_make_folder(place, run)) as folder:
                 if any(_step_of(path) >= step for path in list_checkpoints(folder)):
@@ -135,6 +138,14 @@ def _make_folder(place: Path, run: str) -> Path:
     if not _is_ours(folder):
         raise PermissionError(f"{folder.parent} belongs to another user or is open to others")
     return folder
+
+
+def _remove_old(place: Path) -> None:
+    """Remove what runs left behind that nobody went on with: it takes memory from all users of the node."""
+    for folder in _folder(place, "any").parent.glob("*"):
+        with contextlib.suppress(OSError):
+            if _is_ours(folder) and time.time() - folder.stat().st_mtime > OLD_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_ours(folder: Path) -> bool:

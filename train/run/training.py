@@ -9,6 +9,7 @@ from torch import nn
 
 from train.config import Config
 from train.data.loader import BatchLoader
+from train.errors import Stopped
 from train.group.group import Group
 from train.parallel.buffers import Buffers
 from train.parallel.method import Method
@@ -58,6 +59,16 @@ def save(t: Training) -> None:
         tensors, optimizer = t.method.full_state_dict(t.plain), t.method.optimizer_state(t.plain, t.optimizer)
     t.run.save(state_of(t, progress, optimizer, t.method.memory()), tensors)
     t.saved = copy(progress)
+
+
+def save_and_stop(t: Training) -> Stopped:
+    """Save, and return what to raise. All ranks come here at the same step."""
+    save(t)
+    t.profiler.end()
+    step, reason = t.progress.step, t.group.stop.signal_name or "another rank's signal"
+    where = f"saved at step {step}" if step else "at step 0, nothing to save,"
+    again = f"The same command{' without --fresh' if t.config.fresh else ''} goes on from it."
+    return Stopped(f"{reason}: {where} of {t.total_steps}. {again}")
 
 
 def state_of(t: Training, progress: Progress, optimizer: dict[str, Any], compressor: dict[str, Any]) -> TrainingState:

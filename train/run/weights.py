@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from train.errors import UserError
+from train.group.group import Group
 from train.run.checkpoint import load_checkpoint
 
 
@@ -25,6 +26,12 @@ def digest(state: dict[str, torch.Tensor]) -> str:
             # A view: `tobytes` would copy all weights once more, at every start of every rank
             total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
+
+
+def check_same(group: Group, plain: torch.nn.Module) -> None:
+    """Raises UserError on all ranks where their weights differ before the first step."""
+    own = digest(plain.state_dict())[:16]
+    group.must_match("the initial weights", own, remedy="Look at init_from and bert_dir.")
 
 
 def without_prefixes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
