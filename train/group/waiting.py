@@ -12,7 +12,8 @@ from train.process.log import Log
 EARLY_PAUSE_S, EARLY_S = 0.01, 3.0
 PAUSE_S = 0.1
 NOTICE_S = 20.0  # between lines that say what is being waited for
-# The longest call that waits in the store: it holds the connection, and only between two calls is the deadline seen.
+# The longest call that waits in the store. Between two of them rank 0 looks at its clock, and the others look whether
+# there is a new rank 0 beside a store that is not its own. A thousand of them look less often.
 SLICE_S = 1.0
 
 
@@ -52,7 +53,8 @@ class Wait:
     @property
     def slice_s(self) -> float:
         """How long the next call that waits in the store may take; just beyond the deadline where that is near."""
-        return min(SLICE_S, max(0.0, self.deadline_s - time.monotonic()) + 0.001)
+        longest_s = SLICE_S if self.launch.rank == 0 else SLICE_S * self._crowd
+        return min(longest_s, max(0.0, self.deadline_s - time.monotonic()) + 0.001)
 
     @property
     def notice_due(self) -> bool:
