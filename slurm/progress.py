@@ -25,7 +25,10 @@ def main(arguments: list[str]) -> None:
     run_dir = run_directory(config, launch)
     found = [re.fullmatch(r"step-(\d+)", path.name) for path in (run_dir / "checkpoints").glob("step-*")]
     step = max((int(match[1]) for match in found if match), default=0)
-    ends = [read_json(path) or {} for path in (run_dir / "status" / (launch.attempt or "-")).glob("*.json")]
+    # The ranks' supervisors number what they start again: ATTEMPT-0, ATTEMPT-1. torchrun's ranks have ATTEMPT itself
+    attempt, folder = launch.attempt or "-", run_dir / "status"
+    attempts = sorted([*folder.glob(attempt), *folder.glob(f"{attempt}-*")], key=lambda path: path.stat().st_mtime)
+    ends = [read_json(path) or {} for newest in attempts[-1:] for path in newest.glob("*.json")]
     # torchrun stops the other ranks when one has failed
     print(run_dir, step, root_cause([end["code"] for end in ends if end.get("code")], rest_stopped=True))
 

@@ -106,8 +106,10 @@ def train(job: Job, words: Sequence[str]) -> tuple[int, Path, int]:
         if not job.is_ours():
             fail("Slurm has ended this job, or started it anew elsewhere: this process ends")
         run_dir, step, written = progress_of(job, attempt, words)
-        if launcher == "torchrun" and written:
-            code = written  # torchrun turns every code into 1
+        # torchrun turns every code into 1. And where a task is lost, srun asks the other tasks to stop, and returns the
+        # code of that, although their ranks wrote down that they lost a peer
+        if written and (launcher == "torchrun" or code == STOPPED):
+            code = written
         if job.stopping and code == FAULT and not written:
             code = STOPPED  # the stop cut off a rank that was still starting; a fault while saving is written down
         code = root_cause([code], stopped=job.stopping)

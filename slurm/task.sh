@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One task of a Slurm step: SLURM_* become RANK, LOCAL_RANK and WORLD_SIZE, and the training starts.
+# One task of a Slurm step: SLURM_* become RANK, LOCAL_RANK and WORLD_SIZE, and the rank's supervisor starts.
 # Run: srun slurm/task.sh train --epochs 5      (slurm/ddp.sbatch does; with MASTER_ADDR and MASTER_PORT set)
 # Edit: nothing; the lines to edit are in ddp.sbatch.
 RANKUP=${RANKUP:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
@@ -32,7 +32,7 @@ if [[ ${LAUNCHER:-tasks} == torchrun ]]; then
     "$RANKUP/train/main.py" "$@"
 else
   export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS RANKUP_PARENT=$$
-  python "$RANKUP/train/main.py" "$@"
+  python "$RANKUP/train/main.py" supervise --command "$@"
 fi
 code=$?
 # srun returns the highest code of all tasks. Lifted, the code of a mistake or a fault is not hidden by the codes of the

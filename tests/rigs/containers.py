@@ -166,19 +166,6 @@ class Project:
     def wait_for_step(self, run: str, step: int, *, timeout_s: float = 600) -> None:
         wait_for(f"step {step} of {run}", lambda: self.step(run) >= step, timeout_s=timeout_s, log=self.logs)
 
-    def first_step_after(self, run: str, moment_s: float, old: int) -> float:
-        """Wait until the run has resumed and taken a step; the seconds from `moment_s`, a time.time(), to that step.
-        `old`: the inode of the metrics before, since a resumed run writes another file."""
-        path = self.runs / run / "metrics.jsonl"
-
-        def times() -> list[float]:
-            if not path.exists() or path.stat().st_ino == old:
-                return []
-            return [t for t in (json.loads(line)["time"] for line in path.read_text().splitlines()) if t > moment_s]
-
-        found: list[float] = wait_for(f"a step of {run} after a restart", times, timeout_s=600, log=self.logs)
-        return found[0] - moment_s
-
     def result(self, run: str) -> dict[str, Any]:
         result: dict[str, Any] = json.loads((self.runs / run / "result.json").read_text())
         return result

@@ -1,13 +1,14 @@
 """The pods of a manifest as real containers: command, environment, user, read-only root, limits, volumes and names."""
 
 import json
-import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.rigs.containers import docker, wait_for
+import psutil
+
+from tests.rigs.containers import docker, rank_of, wait_for
 from tests.rigs.kube import rendered
 from tests.rigs.kubeflow import OWNERS, command_line, environment, pods_of, verdict
 
@@ -115,14 +116,14 @@ class Cluster:
         docker("rm", self.container(index))
         self.start(index)
 
-    def retry(self, codes: Sequence[int]) -> int:
-        """New pods as the manifest's own rules say; how many of them the job counts."""
-        verdicts = [verdict(self.owner, code) for code in codes]
-        assert set(verdicts) <= {"done", "new", "counted"}, f"{codes}: {verdicts}\n{self.logs()}"
-        for index, decided in enumerate(verdicts):
+    def retry(self, codes: Mapping[int, int]) -> int:
+        """New pods as the manifest's own rules say; how many of them the job counts. `codes`: by ended pod."""
+        verdicts = {index: verdict(self.owner, code) for index, code in codes.items()}
+        assert set(verdicts.values()) <= {"done", "new", "counted"}, f"{codes}: {verdicts}\n{self.logs()}"
+        for index, decided in verdicts.items():
             if decided != "done":
                 self.replace(index)
-        return verdicts.count("counted")
+        return list(verdicts.values()).count("counted")
 
     def remove(self) -> None:
         for index in range(len(self.pods)):
@@ -137,11 +138,21 @@ class Cluster:
     def hit(self, index: int, number: int, *, ranks: int = 2) -> None:
         """A signal for a pod's first process, from outside, as soon as so many ranks train together and have a
         checkpoint. After a `docker kill` the engine would restart nothing, as after a user's request."""
+        self.processes(index, ranks=ranks)[0].send_signal(number)
+
+    def hit_rank(self, index: int, number: int) -> None:
+        """The same for the rank in a pod, which its supervisor has forked."""
+        (rank,) = [process for process in self.processes(index) if rank_of(process) == index]
+        rank.send_signal(number)
+
+    def processes(self, index: int, *, ranks: int = 2) -> list[psutil.Process]:
+        """All processes of a pod, its first one first, as soon as so many ranks train and have a checkpoint."""
         ready = f"r0/{ranks}] ready"
         wait_for(f"{ready}, a checkpoint", lambda: ready in self.log(0) and self.saved(), timeout_s=300, log=self.logs)
         pid = self.state(index)["Pid"]
         assert pid, self.logs()
-        os.kill(pid, number)
+        first = psutil.Process(pid)
+        return [first, *first.children(recursive=True)]
 
     def delete(self, index: int) -> None:
         """As with its node, or by kubectl scale: what ends now is not started again."""

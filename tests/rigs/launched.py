@@ -135,8 +135,7 @@ class Slurm:
         return self.job.processes(f"node{node}")
 
     def kill_node(self) -> Callable[[], None]:
-        (supervisor,) = [each for each in self.processes(1) if "supervise" in each.cmdline()[:4]]
-        supervisor.kill()
+        self.job.kill_supervisor("node1")
         return lambda: None
 
 

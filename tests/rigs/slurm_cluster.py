@@ -1,5 +1,6 @@
 """A real Slurm for tests: slurm/local.sh's two nodes of namespaces, jobs on them, and what they leave running."""
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -187,6 +188,18 @@ class SlurmJob:
         """The processes that train, on one node or on all, in the order of their ranks."""
         found = [(rank, process) for process in self.processes(node) if (rank := rank_of(process)) is not None]
         return [process for _, process in sorted(found, key=lambda pair: pair[0])]
+
+    def supervisors(self, node: str) -> list[psutil.Process]:
+        """Those of the ranks of a node. A task ends with its supervisor."""
+        found = []
+        for process in self.processes(node):
+            with contextlib.suppress(psutil.Error):  # it ends just now
+                if "supervise" in process.cmdline() and "python" in process.name():
+                    found.append(process)
+        return found
+
+    def kill_supervisor(self, node: str) -> None:
+        wait_for(f"a supervisor on {node}", lambda: self.supervisors(node), log=self.log)[0].send_signal(signal.SIGKILL)
 
     def kill_rank(self, node: str) -> None:
         wait_for(f"a rank on {node}", lambda: self.ranks(node), log=self.log)[0].send_signal(signal.SIGKILL)

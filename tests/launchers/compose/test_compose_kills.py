@@ -3,8 +3,7 @@
 import json
 import os
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(ROUNDS))
 def test_a_killed_rank_or_container_comes_back_and_changes_nothing(
-    number: int, nodes: Project, undisturbed: str, record_property: Callable[[str, object], None]
+    number: int, nodes: Project, undisturbed: str
 ) -> None:
     """Four kills a round: a rank of each node and each node, in any order and at any step."""
     chance = random.Random(number)
@@ -45,16 +44,14 @@ def test_a_killed_rank_or_container_comes_back_and_changes_nothing(
     for quarter, (kind, node) in enumerate(kills):
         step = chance.randrange(quarter * 250 + 5, quarter * 250 + 245)
         nodes.wait_for_step("job", max(1, step - 150))
-        metrics = (nodes.runs / "job" / "metrics.jsonl").stat().st_ino
         (nodes.kill_rank if kind == "rank" else nodes.kill_container)(node, step=step)
-        took_s = nodes.first_step_after("job", time.time(), metrics)
-        record_property(f"{kind} of {node} killed, first step after", f"{took_s:.1f} s")
     assert nodes.codes() == [0, 0], nodes.logs()
     assert nodes.result("job")["digest"] == undisturbed
     said = nodes.logs()
     # The first kill may come before the first checkpoint
-    assert said.count("resumed from step-") >= len(kills) - 1, said
-    assert min(nodes.inspect(node)["RestartCount"] for node in ("node0", "node1")) >= 4, said
+    assert said.count("resumed from step") >= len(kills) - 1, said
+    # A rank that is lost, by a kill or because its peer was killed, starts again inside its container
+    assert [nodes.inspect(node)["RestartCount"] for node in ("node0", "node1")] == [1, 1], said
 
 
 def test_one_of_several_processes_of_a_node_is_killed_and_changes_nothing(nodes: Project, tmp_path: Path) -> None:
@@ -63,7 +60,8 @@ def test_one_of_several_processes_of_a_node_is_killed_and_changes_nothing(nodes:
     nodes.wait_for_step("job", 1)
     nodes.kill_rank("node1", step=60)
     assert nodes.codes() == [0, 0], nodes.logs()
-    assert "resumed from step-" in nodes.logs()
+    assert "resumed from step" in nodes.logs()
+    assert [nodes.inspect(node)["RestartCount"] for node in ("node0", "node1")] == [0, 0], nodes.logs()
     assert nodes.result("job")["digest"] == digest_by_torchrun(tmp_path, job, nproc=4)
 
 
@@ -96,7 +94,8 @@ def test_a_node_cut_off_the_network_is_named_and_the_job_goes_on_once_it_is_back
     nodes: Project, undisturbed: str
 ) -> None:
     # The time to join stays longer than a start may take: otherwise two nodes that keep restarting may never meet
-    nodes.up(ARGS=JOB.replace("--step-timeout-s 60", "--step-timeout-s 10"))
+    phases = "--step-timeout-s 10 --eval-timeout-s 10 --save-timeout-s 10"  # either node may be cut off in any of them
+    nodes.up(ARGS=JOB.replace("--step-timeout-s 60", phases))
     nodes.wait_for_step("job", 200)
     network, container = f"{nodes.name}_default", f"{nodes.name}-node1-1"
     docker("network", "disconnect", network, container)

@@ -110,7 +110,7 @@ def test_a_full_disk_costs_no_checkpoint(nodes: Project) -> None:
         (nodes.runs / "other").unlink()
         nodes.up(ARGS=f"{JOB} --max-steps 60 --no-tensorboard --keep 100")
         assert nodes.codes() == [0, 0], nodes.logs()
-        assert "resumed from step-" in nodes.logs()
+        assert "resumed from step" in nodes.logs()
     finally:
         nodes.remove()
         wait_for("umount", lambda: subprocess.run(["umount", nodes.runs], check=False).returncode == 0)

@@ -79,7 +79,7 @@ def test_k8s_mistake_ends_every_pod_with_2_and_the_job_with_them(pods: Pods) -> 
     cluster.start()
     assert cluster.codes() == [2, 2], cluster.logs()
     with pytest.raises(AssertionError, match="fails"):
-        cluster.retry([2, 2])
+        cluster.retry({0: 2, 1: 2})
 
 
 def trained_on_rings(cluster: Cluster) -> None:

@@ -52,7 +52,7 @@ def test_k8s_pods_run_what_the_program_understands(what: str, monkeypatch: pytes
             check_world_size(config, nproc * len(pods))
         else:
             launch = read_env(values)
-            command = {"overlays/doctor": "doctor", "overlays/bench": "bench"}.get(what, "train")
+            command = {"overlays/doctor": "doctor", "overlays/bench": "bench"}.get(what, "supervise")
             assert (launch.rank, launch.world_size, parsed.command) == (rank, len(pods), command)
             check_world_size(config, launch.world_size)
 

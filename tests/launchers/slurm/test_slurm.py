@@ -65,6 +65,6 @@ def test_slurm_simple_file_saves_when_it_is_stopped_and_goes_on_by_its_name(clus
     assert job.code() == 143
     assert "saved at step" in job.output
     again = cluster.submit(tmp_path, endless, file=SIMPLE, **ON_PATH)
-    again.wait_for_text("resumed from step-")
+    again.wait_for_text("resumed from step")
     again.cancel()
     assert again.wait() == "CANCELLED"

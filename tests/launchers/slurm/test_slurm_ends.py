@@ -1,6 +1,6 @@
 """Slurm jobs signalled, requeued, killed and cut off for real: all reach the weights of a run that was left alone."""
 
-import signal
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,7 +38,7 @@ def finished(job: SlurmJob, undisturbed: str, *, restarts: int, more_says: str =
     # A node that has just come back may run no step at first: the supervisor requeues once more
     more = job.output.count(more_says)
     assert int(job.show()["Restarts"]) == restarts + more, job.log()
-    assert "resumed from step-" in job.output
+    assert "resumed from step" in job.output
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_slurm_time_that_runs_out_requeues_and_scancel_ends_for_good(cluster: Cl
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
     saved = job.step()
     job.go_on()
-    job.wait_for_text("resumed from step-")
+    job.wait_for_text("resumed from step")
     job.wait_for_step(saved + 50)
     job.cancel()
     assert job.wait() == "CANCELLED"
@@ -102,12 +102,24 @@ def test_slurm_rank_that_is_killed_starts_again_inside_the_allocation(
     job.wait_for_step(100)
     began_s = time.monotonic()
     job.kill_rank(node)
-    job.wait_for_text("resumed from step-")
+    job.wait_for_text("resumed from step")
     record_property(f"{launcher}: rank of {node} killed, resumed after", f"{time.monotonic() - began_s:.1f} s")
     finished(job, undisturbed, restarts=0)
+    # torchrun's step starts again as a whole; a supervisor's stays
+    assert ("attempt 0 ended with" in job.output) == (launcher == "torchrun"), job.output
 
 
-def test_slurm_job_whose_ranks_keep_dying_is_requeued_and_fails_without_a_new_step(
+def test_slurm_task_that_is_killed_starts_again_inside_the_allocation(
+    cluster: Cluster, undisturbed: str, tmp_path: Path
+) -> None:
+    job = cluster.submit(tmp_path, RUN)
+    job.wait_for_step(100)
+    job.kill_supervisor("node1")
+    finished(job, undisturbed, restarts=0)
+    assert re.search("attempt 0 ended with (137|171)", job.output), job.output
+
+
+def test_slurm_job_whose_tasks_keep_dying_is_requeued_and_fails_without_a_new_step(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     never = ENDLESS.replace("steps 40", "steps 1000000").replace("epochs 50", "epochs 100000")
@@ -115,7 +127,7 @@ def test_slurm_job_whose_ranks_keep_dying_is_requeued_and_fails_without_a_new_st
     never_saves = job.folder / "runs" / "job" / "checkpoints"
     for attempt in range(4):
         job.wait_for_text("ready after", count=attempt + 1)
-        job.kill_rank(f"node{attempt % 2}")
+        job.kill_supervisor(f"node{attempt % 2}")
         job.wait_for_text("ended with 171|ended with 137", count=attempt + 1)
         if attempt == 1:
             wait_for("the requeue", lambda: job.show()["Restarts"] == "1", log=job.log)
@@ -153,7 +165,7 @@ def test_slurm_daemon_of_a_node_that_dies_alone_lets_nobody_train_twice(cluster:
         before = job.step()
         wait_for("more steps of the first", lambda: job.step() > before, log=job.log)
         # Nor does its supervisor requeue what is no longer its job
-        rank.send_signal(signal.SIGKILL)
+        job.kill_supervisor("node0")
         wait_for("the end of the first", lambda: not cluster.processes(), log=lambda: str(cluster.processes()))
         assert job.show()["JobState"] == "FAILED"
     finally:

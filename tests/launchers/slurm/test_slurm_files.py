@@ -100,7 +100,7 @@ def test_slurm_files_to_copy_are_short() -> None:
 
 def test_slurm_simple_file_is_one_srun(tmp_path: Path) -> None:
     (call,) = render(tmp_path, SIMPLE, "--epochs", "9", SLURM_CPUS_PER_TASK="4")
-    assert call == ["srun", "--kill-on-bad-exit=1", "python3", "-m", "train.main", "train", "--epochs", "9"]
+    assert call == ["srun", "--kill-on-bad-exit=1", "python3", "-m", "train.main", "supervise", "--epochs", "9"]
 
 
 def test_slurm_counts_come_from_the_allocation(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_slurm_apptainer_runs_the_program_in_each_task(gpus: bool, tmp_path: Pat
     (call,) = render(tmp_path, TASK, "train", "--epochs", "2", **task, **more, IMAGE="rankup.sif", PYTHON="")
     assert call == [
         "apptainer", "exec", *(["--nv"] if gpus else []), "--bind", f"{ROOT},{tmp_path},/tmp", "--pwd", str(tmp_path),
-        "rankup.sif", "python3", f"{ROOT}/train/main.py", "train", "--epochs", "2",
+        "rankup.sif", "python3", f"{ROOT}/train/main.py", "supervise", "--command", "train", "--epochs", "2",
     ]
 
 
@@ -179,9 +179,14 @@ def test_slurm_progress_says_where_the_run_stands(codes: list[int], cause: int, 
     run = tmp_path / "my runs" / "job"
     for step in (40, 120):
         (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-    for attempt, ends in (("slurm-7-1", codes), ("slurm-7-0", [1])):
+    # Of the attempts of this step, which the ranks' supervisors number, the newest counts
+    attempts = {"slurm-7-0-0": [1], "slurm-7-1-0": [171, 1], "slurm-7-1-1": codes, "slurm-7-10-0": [1]}
+    for when_s, (attempt, ends) in enumerate(attempts.items()):
+        folder = run / "status" / attempt
+        folder.mkdir(parents=True)
         for rank, code in enumerate(ends):
-            write_json(run / "status" / attempt / f"rank-{rank}.json", {"code": code})
+            write_json(folder / f"rank-{rank}.json", {"code": code})
+        os.utime(folder, (when_s, when_s))
     words = ["--run-dir", "my runs", "--name", "job", "--dataset", "digits"]
     done = subprocess.run(
         [sys.executable, ROOT / "slurm" / "progress.py", *words], cwd=tmp_path, capture_output=True, text=True,

@@ -134,6 +134,16 @@ def test_slurm_codes_that_torchrun_hides_are_those_that_ranks_wrote_down(
     assert "--ntasks=2 --ntasks-per-node=1" in job.trained()[0]
 
 
+@pytest.mark.parametrize(("written", "end", "steps"), [("171", 0, 2), ("143", 143, 1)], ids=["lost", "stopped"])
+def test_slurm_step_that_srun_ends_for_a_lost_task_was_not_stopped(
+    written: str, end: int, steps: int, tmp_path: Path
+) -> None:
+    (tmp_path / "progress").write_text(f"runs/job 40 {written}\n")
+    job = Supervised(tmp_path, "143 0")
+    code, said = job.run()
+    assert (code, len(job.trained())) == (end, steps), said
+
+
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
     until_s = time.monotonic() + 240
     while not path.exists():
