@@ -42,8 +42,8 @@ def write(step: int, **fields: Any) -> str:
 
 
 def found() -> int | None:
-    path = rescue.find(LINEAGE, Config())
-    return None if path is None else load_checkpoint(path).step
+    paths = rescue.find(LINEAGE, Config())
+    return load_checkpoint(paths[-1]).step if paths else None
 
 
 class Ranks:
@@ -110,8 +110,7 @@ def test_temporary_directory_where_shared_memory_is_small_and_nothing_where_both
     for name in full:
         assert place is not None or f"{memory.parent / name} has 0 MiB free, " in problem
     assert (problem == "") == (place is not None)
-    path = rescue.find(LINEAGE, Config())
-    assert place == (None if path is None else path.parents[2].name)
+    assert [path.parents[2].name for path in rescue.find(LINEAGE, Config())] == ([place] if place else [])
 
 
 def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> None:
@@ -119,9 +118,7 @@ def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> Non
     (memory / "elsewhere").mkdir(mode=0o700)
     own.symlink_to(memory / "elsewhere")
     assert write(7) == ""
-    path = rescue.find(LINEAGE, Config())
-    assert path is not None
-    assert path.parents[2].name == "tmp"
+    assert [path.parents[2].name for path in rescue.find(LINEAGE, Config())] == ["tmp"]
     assert list((memory / "elsewhere").glob("*/step-*")) == []
     own.unlink()
     (memory.parent / "tmp" / own.name).rename(own)
@@ -129,9 +126,7 @@ def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> Non
     own.chmod(0o777)  # somebody else may have put it there
     assert found() is None
     assert write(8) == ""
-    path = rescue.find(LINEAGE, Config())
-    assert path is not None
-    assert path.parents[2].name == "tmp"
+    assert [path.parents[2].name for path in rescue.find(LINEAGE, Config())] == ["tmp"]
 
 
 # Taking ---------------------------------------------------------------------------------------------------------
@@ -176,6 +171,16 @@ def test_damaged_rescue_is_passed_over_and_said(memory: Path, name: str) -> None
     assert len(said) == 1
     assert said[0].startswith(f"a rescue was passed over: checkpoint: {path} must be a whole checkpoint, got a damaged")
     assert chosen() == (None, [])
+
+
+def test_damaged_rescue_that_cannot_be_removed_is_passed_over_too(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(7)
+    flip(memory / f"rankup-{os.getuid()}" / RUN / "step-00000007" / "model.pt", 20)
+    monkeypatch.setattr(rescue.shutil, "rmtree", lambda *values, **more: None)
+    step, said = chosen()
+    assert (step, len(said)) == (None, 1)
 
 
 def test_another_format_is_not_looked_at(memory: Path) -> None:

@@ -1,6 +1,7 @@
 """What a rank saves when it has lost a peer: the watchdog calls `Rescuer.keep` before the process ends."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from copy import copy
 
@@ -37,10 +38,11 @@ class Rescuer:
         progress = copy(progress)
         if progress.step <= t.saved.step:
             return
+        began_s = time.monotonic()
         if problem := rescue.write(t.run.lineage.run, progress.step, lambda: self._copy(progress)):
             log.warning(f"no rescue, so the next attempt goes on from the newest checkpoint: {problem}")
         else:
-            log.debug(f"rescued step {progress.step}")
+            log.debug(f"rescued step {progress.step} in {time.monotonic() - began_s:.2f} s")
 
     def _copy(self, progress: Progress) -> dict[str, bytes]:
         """The files of a checkpoint of the last finished step, at which `progress` stands."""

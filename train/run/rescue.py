@@ -84,16 +84,18 @@ def choose(
     The lowest rank that can reach it reads it, and sends it to the others. A damaged one is removed, and the next
     newest is taken.
     """
+    own = find(lineage, config)
     while True:
-        path = find(lineage, config)
-        steps: list[int] = group.gather(_step_of(path) if path else -1)
+        while own and not own[-1].is_dir():  # damaged: another rank of this node has removed it
+            own.pop()
+        steps: list[int] = group.gather(_step_of(own[-1]) if own else -1)
         newest = max(steps)
         if newest <= above:
             return None
         holder = steps.index(newest)
         found: Checkpoint | None = None
         if group.rank == holder:
-            assert path is not None
+            path = own.pop()
             try:
                 found = load_checkpoint(path)
             except UserError as error:
@@ -103,11 +105,11 @@ def choose(
             return shared
 
 
-def find(lineage: Lineage, config: Config) -> Path | None:
-    """The newest rescue on this node that the run may go on from. Its bytes are not looked at yet."""
+def find(lineage: Lineage, config: Config) -> list[Path]:
+    """The rescues on this node that the run may go on from, the newest last. Their bytes are not looked at yet."""
     folders = [_folder(place, lineage.run) for place in places()]
     found = [path for folder in folders if _is_ours(folder) for path in list_checkpoints(folder)]
-    return max((path for path in found if _fits(path, lineage, config)), key=_step_of, default=None)
+    return sorted((path for path in found if _fits(path, lineage, config)), key=_step_of)
 
 
 def _fits(path: Path, lineage: Lineage, config: Config) -> bool:
