@@ -1,5 +1,6 @@
 """The supervisor and its fork server: who is killed or stopped, what is left, and what a forked rank finds."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -13,12 +14,14 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from tests.rigs import start_facts
 from tests.rigs.fake_launch import launching, lives, starts, supervising, wait_for_file
 from tests.rigs.faults import Launched
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, ended, environment, rank_env, result, start
+from train.process import fork_server as fork_server_program
 
 
 def fork_server(launcher: int) -> psutil.Process:
@@ -113,7 +116,8 @@ def test_batch_system_that_signals_every_process_is_obeyed_once(forks: Forks, tm
             wait_for_file(tmp_path / f"ready-0-{rank}")
         launcher = psutil.Process(job.processes[0].pid)
         for process in [launcher, *launcher.children(recursive=True)]:
-            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(psutil.NoSuchProcess):  # the signal that was passed on came first
+                process.send_signal(signal.SIGTERM)
         assert job.wait() == [143], job.output
     assert len(starts(tmp_path)) == 2
     assert "Traceback" not in job.output
@@ -172,6 +176,25 @@ def test_supervise_leaves_starting_again_to_torchrun_and_launch(tmp_path: Path) 
         assert f"supervise must be started by what starts no rank again, got {name}" in job.output
 
 
+# What the kernel and `ps` see -----------------------------------------------------------------------------------
+
+
+def test_ranks_have_names_and_go_first_where_memory_runs_out(forks: Forks, tmp_path: Path) -> None:
+    def score(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+    with launching(forks, tmp_path, [["save", "save"]]) as job:
+        for rank in (0, 1):
+            wait_for_file(tmp_path / f"ready-0-{rank}")
+        launcher = job.processes[0].pid
+        server = fork_server(launcher)
+        ranks = [psutil.Process(start["pid"]) for start in starts(tmp_path)]
+        assert [rank.name() for rank in ranks] == ["rank 0", "rank 1"]
+        assert all(score(rank.pid) > score(server.pid) == score(launcher) for rank in ranks)
+        job.processes[0].signal("SIGTERM")
+        assert job.wait() == [143], job.output
+
+
 # `supervise` ----------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +235,27 @@ def test_supervise_refuses_half_a_rank(tmp_path: Path) -> None:
     with ended(start(sys.executable, MAIN, "supervise", f"--run-dir={tmp_path}", env={"WORLD_SIZE": "2"})) as job:
         assert job.wait() == [2]
     assert "RANK MASTER_ADDR MASTER_PORT are not set" in job.output
+
+
+# May it be forked? ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "why"),
+    [
+        (fork_server_program, "_open_files", ["/dev/nvidia0", "/dev/null"], "it has opened /dev/nvidia0"),
+        (torch.cuda, "is_initialized", True, "it has initialized CUDA"),
+        (torch.distributed, "is_initialized", True, "it has a process group"),
+    ],
+)
+def test_server_with_a_device_or_a_group_is_not_forked(
+    where: Any, name: str, value: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # pytest's own process may have threads
+    monkeypatch.setattr(fork_server_program, "_threads", lambda: ["python"])
+    assert fork_server_program.obstacle() == ""
+    monkeypatch.setattr(where, name, lambda: value)
+    assert fork_server_program.obstacle() == why
 
 
 # Forked and fresh -----------------------------------------------------------------------------------------------

@@ -68,8 +68,7 @@ def prepare(order: Order) -> None:
 
 def obstacle() -> str:
     """Why this process must not be forked; empty if it may be."""
-    threads = [_comm(thread) for thread in Path("/proc/self/task").iterdir()]
-    if len(threads) > 1:
+    if len(threads := _threads()) > 1:
         return f"it has {len(threads)} threads ({', '.join(threads)})"
     if devices := sorted({path for path in _open_files() if path.startswith(("/dev/nvidia", "/dev/kfd"))}):
         return f"it has opened {', '.join(devices)}"
@@ -81,11 +80,13 @@ def obstacle() -> str:
     return ""
 
 
-def _comm(thread: Path) -> str:
-    try:
-        return (thread / "comm").read_text().strip()
-    except OSError:  # it has just ended
-        return "?"
+def _threads() -> list[str]:
+    """Their names."""
+    found = []
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            found.append((thread / "comm").read_text().strip())
+    return found
 
 
 def _open_files() -> Iterator[str]:
