@@ -3,26 +3,18 @@
 import os
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.rigs.bare_group import group_of
 from tests.rigs.fork_server import Forks
 from train.errors import PeerLost, UserError
 from train.group.group import Group, on_rank0, pack, unpack
 
 ROWS = [{"accuracy": 0.1 + 0.2, "name": "größe", "none": None, "list": [1, [2.5, True]]}, [], "", 2**60]
-
-
-def group_of(rank: int, world_size: int) -> Group:
-    launch = SimpleNamespace(rank=rank, world_size=world_size, restart_count=0)
-    ends = SimpleNamespace(status=SimpleNamespace(run_dir=Path()))
-    watch = SimpleNamespace(wait_for_others=lambda waiting: None)
-    parts: dict[str, Any] = {"watch": watch, "stop": None, "ends": ends, "log": SimpleNamespace(host="here")}
-    return Group(launch, torch.device("cpu"), **parts)  # type: ignore[arg-type]
 
 
 def exchange() -> None:

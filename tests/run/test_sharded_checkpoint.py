@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.group.test_group import group_of
+from tests.rigs.bare_group import group_of
 from tests.rigs.checkpoints import training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result

@@ -140,6 +140,8 @@ def form(config: Config, group: Group) -> None:
         dist.init_process_group(
             backend, store=group.meeting.store, rank=group.rank, world_size=group.world_size, timeout=timeout
         )
+        # It uses each connection of gloo's that a step uses. gloo takes whoever sends the right number for the
+        # peer that it waits for; a peer whose place is taken waits in vain, and that has to be here, not in a step
         dist.barrier() if backend == "gloo" else group.barrier()
         group.meeting.no_lookups.close()  # all connections to the store stand
     except (RuntimeError, ValueError) as error:

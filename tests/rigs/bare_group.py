@@ -1,0 +1,17 @@
+"""A group without what joining brings along: its collectives, over the process group that is there."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from train.group.group import Group
+
+
+def group_of(rank: int, world_size: int) -> Group:
+    launch = SimpleNamespace(rank=rank, world_size=world_size, restart_count=0, progress="")
+    ends = SimpleNamespace(status=SimpleNamespace(run_dir=Path()))
+    watch = SimpleNamespace(wait_for_others=lambda waiting: None)
+    parts: dict[str, Any] = {"watch": watch, "stop": None, "ends": ends, "log": SimpleNamespace(host="here")}
+    return Group(launch, torch.device("cpu"), **parts)  # type: ignore[arg-type]
