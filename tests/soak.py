@@ -30,11 +30,12 @@ STEPS = 24
 EPOCH = 8  # steps
 EVERY_JOB = (
     f"--max-steps={STEPS}", "--batch-size=48", "--save-every-steps=5", "--eval-batch-size=16", "--log-every-steps=1",
-    "--tensorboard=false", "--progress=none", "--name=run", "--step-timeout-s=120", "--join-timeout-s=120",
+    "--progress=none", "--name=run", "--step-timeout-s=120", "--join-timeout-s=120",
 )
 OWN = ("--workload=tests.rigs.recording_workload:build", "--limit-train=384")
 FAKE = ("--dataset=fake", "--fake-samples=384")
 JOB_TIMEOUT_S = 600.0
+SLOW_S = 5.0  # a recovery that takes longer deserves a look, so what the job said is kept
 
 # What is trained, by name
 PROFILES: dict[str, tuple[str, ...]] = {
@@ -132,7 +133,7 @@ class Soak:
         return self.known[profile, world_size]
 
     def settings(self, profile: str) -> list[str]:
-        words = [*PROFILES[profile], *EVERY_JOB]
+        words = [*PROFILES[profile], *EVERY_JOB, f"--tensorboard={str(profile == 'workers').lower()}"]
         if "{bert}" in " ".join(words):
             bert = self.folder / "bert"
             if not bert.exists():
@@ -209,7 +210,17 @@ class _Job:
 def _of_run(run_dir: Path) -> dict[str, Any]:
     clock = ("time", "train/images_per_s", "train/texts_per_s", "train/samples_per_s")
     lines = [{name: value for name, value in entry.items() if name not in clock} for entry in metrics(run_dir)]
-    return {"digest": result(run_dir)["digest"], "metrics": lines}
+    return {"digest": result(run_dir)["digest"], "metrics": lines, "tensorboard": _tensorboard(run_dir / "tensorboard")}
+
+
+def _tensorboard(folder: Path) -> dict[str, list[int]]:
+    """The steps of each curve, as TensorBoard shows it."""
+    if not folder.exists():
+        return {}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {tag: [point.step for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def _differences(run_dir: Path, expected: Mapping[str, Any]) -> list[str]:
@@ -217,6 +228,8 @@ def _differences(run_dir: Path, expected: Mapping[str, Any]) -> list[str]:
     problems = []
     if got["digest"] != expected["digest"]:
         problems.append("other weights")
+    if got["tensorboard"] != expected["tensorboard"]:
+        problems.append(f"other curves in TensorBoard: {got['tensorboard']}")
     if got["metrics"] != expected["metrics"]:
         steps = [entry["step"] for entry in got["metrics"] if "train/loss" in entry]
         twice = sorted({step for step in steps if steps.count(step) > 1})
@@ -371,7 +384,7 @@ def main() -> int:
             times = f"{outcome.seconds:.0f} s, {outcome.struck} faults, {outcome.lost} lost steps done again"
             times += ", slowest recovery {:.1f} s, {}".format(*outcome.slowest)
             log.write(f"{number}: {verdict} ({times}): {case}\n")
-            if outcome.problems:
+            if outcome.problems or outcome.slowest[0] > SLOW_S:
                 given.log.with_name(f"{given.log.stem}-{number}.txt").write_text(f"{case}\n\n{outcome.output}")
         log.write(summary(outcomes) + "\n")
     print(summary(outcomes))
