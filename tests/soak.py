@@ -367,10 +367,11 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=100, metavar="N", help="random cases after the matrix")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of the random cases")
     parser.add_argument("--log", type=Path, default=ROOT / "runs" / "soak.log", help="one line for each case")
+    parser.add_argument("--no-matrix", action="store_true", help="random cases alone")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose text has this in it")
     given = parser.parse_args()
     rng = random.Random(given.seed)
-    cases = [*matrix(), *(random_case(rng) for _ in range(given.random))]
+    cases = [*(() if given.no_matrix else matrix()), *(random_case(rng) for _ in range(given.random))]
     cases = [case for case in cases if given.only in str(case)]
     outcomes = []
     given.log.parent.mkdir(parents=True, exist_ok=True)
