@@ -12,13 +12,16 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.distributed import Store  # type: ignore[attr-defined]
+
 from train.errors import FINISHED, JOIN_FAILED, USER_MISTAKE, JoinError, LaunchError, UserError
 from train.group import keys, network
 from train.group.members import Meeting, Member, Paths
+from train.group.peer_watch import PeerWatch
+from train.group.store import wait_for
 from train.process.addresses import is_loopback
 from train.process.log import Log
 
-POLL_S = 0.02
 # A packet that a firewall drops is sent again after one and after three seconds.
 TRY_S = 4.0
 AT_LEAST_S, AT_MOST_S = 6.0, 15.0  # all were alive a moment ago, and the time to join may be all but used up
@@ -31,8 +34,8 @@ HINT = (
 PROBLEMS = {"refused": "was refused by", "silent": "got no answer from", "route": "has no route to"}
 
 
-def check_connectivity(meeting: Meeting, rank: int, *, log: Log) -> None:
-    """Choose the interface, and try the route to the next rank.
+def check_connectivity(meeting: Meeting, rank: int, *, peer_watch: PeerWatch, log: Log) -> None:
+    """Choose the interface, try the route to the next rank, and begin to watch that rank over it.
 
     The ring 0 -> 1 -> ... -> 0 crosses every border between nodes in both directions, at the price of one connection a
     rank. Raises, on all ranks alike, JoinError naming the ranks that do not reach each other, or UserError where an
@@ -42,21 +45,19 @@ def check_connectivity(meeting: Meeting, rank: int, *, log: Log) -> None:
     now_s = time.monotonic()
     until_s = min(max(meeting.deadline_s, now_s + AT_LEAST_S), now_s + AT_MOST_S + len(members) * EACH_S)
     listener, address = _listen(members[rank], meeting.paths, log)
-    try:
-        store.set(keys.listener(rank), json.dumps(address))
-        report = {"code": address.get("code", FINISHED), "text": address.get("text", "")}
-        peer = (rank + 1) % len(members)
-        theirs = _read(meeting, keys.listener(peer), until_s)
-        if not report["code"] and theirs is not None and "ip" in theirs:
-            report = _try_route(members[rank], members[peer], theirs)
-        store.set(keys.report(rank), json.dumps(report))
-        if rank == 0:
-            reports = {each: _read(meeting, keys.report(each), until_s) for each in range(len(members))}
-            store.set(keys.ROUTES, json.dumps(_judge(members, reports)))
-        verdict = _read(meeting, keys.ROUTES, until_s + VERDICT_S + len(members) * EACH_S / 10)
-    finally:
-        if listener is not None:
-            listener.close()
+    if listener is not None:
+        peer_watch.be_watched(listener)
+    store.set(keys.listener(rank), json.dumps(address))
+    report = {"code": address.get("code", FINISHED), "text": address.get("text", "")}
+    peer = (rank + 1) % len(members)
+    theirs = _read(store, keys.listener(peer), until_s)
+    if not report["code"] and theirs is not None and "ip" in theirs:
+        report = _try_route(members[rank], members[peer], theirs, peer_watch)
+    store.set(keys.report(rank), json.dumps(report))
+    if rank == 0:
+        reports = _read_all(store, [keys.report(each) for each in range(len(members))], until_s)
+        store.set(keys.ROUTES, json.dumps(_judge(members, reports)))
+    verdict = _read(store, keys.ROUTES, until_s + VERDICT_S + len(members) * EACH_S / 10)
     if verdict is None:
         raise JoinError(f"rank 0 on {members[0].place} fell silent just after all ranks had joined.")
     if verdict["code"]:
@@ -64,18 +65,16 @@ def check_connectivity(meeting: Meeting, rank: int, *, log: Log) -> None:
         raise kind(verdict["text"], printed_elsewhere=not meeting.prints_for_host)
 
 
-def _read(meeting: Meeting, key: str, until_s: float) -> dict[str, Any] | None:
-    """The JSON at `key` once somebody has set it, or None at the deadline.
+def _read(store: Store, key: str, until_s: float) -> dict[str, Any] | None:
+    """The JSON at `key` once somebody has set it, or None at the deadline."""
+    return _read_all(store, [key], until_s)[0]
 
-    Not by `store.wait`: that holds this rank's connection, over which its last word must go if it is stopped meanwhile.
-    """
-    poll_s = POLL_S * max(1.0, len(meeting.members) / 64)
-    while not meeting.store.check([key]):
-        if time.monotonic() > until_s:
-            return None
-        time.sleep(poll_s)
-    found: dict[str, Any] = json.loads(meeting.store.get(key))
-    return found
+
+def _read_all(store: Store, names: list[str], until_s: float) -> list[dict[str, Any] | None]:
+    """The JSON at each of those keys once all are set; at the deadline None for each that is not."""
+    if wait_for(store, names, max(0.001, until_s - time.monotonic())):
+        return [json.loads(text) for text in store.multi_get(names)]  # one request for all of them
+    return [json.loads(store.get(name)) if store.check([name]) else None for name in names]
 
 
 def _listen(me: Member, paths: Paths, log: Log) -> tuple[socket.socket | None, dict[str, Any]]:
@@ -90,12 +89,13 @@ def _listen(me: Member, paths: Paths, log: Log) -> tuple[socket.socket | None, d
     except OSError as error:
         text = f"rank {me.rank} on {log.host} can't listen on {ip} ({error.strerror}). {HINT}"
         return None, {"code": JOIN_FAILED, "text": text}
-    return listener, {"ip": ip, "port": listener.getsockname()[1], "interface": interface}
+    return listener, {"ip": ip, "port": listener.getsockname()[1], "interface": interface, "host": log.host}
 
 
-def _try_route(me: Member, peer: Member, address: Mapping[str, Any]) -> dict[str, Any]:
+def _try_route(me: Member, peer: Member, address: Mapping[str, Any], peer_watch: PeerWatch) -> dict[str, Any]:
     tried = network.try_connect(address["ip"], address["port"], timeout_s=TRY_S)
     if tried.problem is None:
+        peer_watch.start()
         return {"code": FINISHED, "text": ""}
     what = PROBLEMS.get(tried.problem, f"failed ({tried.detail}) to connect to")
     text = (
@@ -105,11 +105,11 @@ def _try_route(me: Member, peer: Member, address: Mapping[str, Any]) -> dict[str
     return {"code": JOIN_FAILED, "text": text}
 
 
-def _judge(members: Sequence[Member], reports: Mapping[int, Mapping[str, Any] | None]) -> dict[str, Any]:
+def _judge(members: Sequence[Member], reports: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
     """Rank 0's conclusion: a mistake counts before a closed route, and that before a rank that reported nothing."""
-    mistakes = [r["text"] for r in reports.values() if r and r["code"] == USER_MISTAKE]
-    closed = [r["text"] for r in reports.values() if r and r["code"] == JOIN_FAILED]
-    silent = [f"rank {rank} on {members[rank].place}" for rank, report in reports.items() if report is None]
+    mistakes = [r["text"] for r in reports if r and r["code"] == USER_MISTAKE]
+    closed = [r["text"] for r in reports if r and r["code"] == JOIN_FAILED]
+    silent = [f"rank {rank} on {members[rank].place}" for rank, report in enumerate(reports) if report is None]
     if mistakes:
         return {"code": USER_MISTAKE, "text": "\n".join(dict.fromkeys(mistakes))}
     if closed:

@@ -5,14 +5,17 @@ import time
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from train.errors import STOPPED
+from train.errors import PEER_LOST, STOPPED
 from train.group import keys
+from train.group.failure_detector import Suspect, is_cause
+from train.process.exit import within
 from train.process.log import Log
-from train.process.status import UNDECIDED, End, state_of
+from train.process.status import GONE, UNDECIDED, End, state_of
 from train.process.status_file import StatusFile
 
 # How long rank 0 stays after the others: its process holds the store in which they look for the cause of their loss.
 LINGER_S = 3.0
+STORE_S = 2.0  # how long a store may take to answer: that of a stopped process never does
 STOP_LINGER_S = 2.0  # less than stop.FAREWELL_S, after which the process ends anyway
 
 
@@ -42,11 +45,7 @@ class EndReporter:
         by that.
         """
         end = End(self.rank, self.log.host, state_of(code), code, why, self.step, suspect)
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # torch's own errors: the store's process is gone
-                self._store.set(keys.end(self.rank), end.to_json())
-                if end.state == "failed" or alone:
-                    self._store.set(keys.FAILED, str(self.rank))
+        within(STORE_S, lambda: self._tell_others(end, end.state == "failed" or alone))
         self.status.write_end(end)
         if self.rank != 0:
             return
@@ -58,15 +57,40 @@ class EndReporter:
                 time.sleep(0.02)
             self.status.write_summary(end.state, self._ends(end))
 
+    def report_loss(self) -> bool:
+        """Say that this rank lost a peer and looks for it. The others, which may not have noticed, wake up by that.
+        Returns True unless the store does not answer, which takes STORE_S."""
+        end = End(self.rank, self.log.host, UNDECIDED, PEER_LOST, "a peer was lost", self.step).to_json()
+
+        def tell() -> bool:
+            if self._store is not None:
+                with contextlib.suppress(RuntimeError):
+                    self._store.set(keys.end(self.rank), end)
+                    self._store.compare_set(keys.FAILED, "", end)
+            return True
+
+        return within(STORE_S, tell) is not None
+
     def report_stop(self, why: str) -> None:
         """This rank was asked to stop, and leaves without waiting for the others."""
         self.log.info(why)
         self.report(STOPPED, why, linger_s=STOP_LINGER_S, alone=True)
 
-    def report_overdue(self, code: int, why: str, suspect: int | None) -> int:
+    def report_from_outside(self, code: int, why: str, suspect: Suspect | None) -> int:
         """The watchdog ends this rank. Returns the code to leave with."""
-        self.report(code, why, suspect)
+        self.report(code, why, suspect.rank if suspect else None)
         return code
+
+    def _tell_others(self, end: End, failed: bool) -> None:
+        if self._store is None:
+            return
+        with contextlib.suppress(RuntimeError):  # torch's own errors: the store's process is gone
+            self._store.set(keys.end(self.rank), end.to_json())
+            if is_cause(end):
+                self._store.append(keys.CAUSES, f"{self.rank}\n")  # type: ignore[attr-defined]
+            if failed:
+                self._store.set(keys.FAILED, end.to_json())
+            self._store.add(keys.DECIDED, 1)
 
     def _ends(self, own: End) -> list[End]:
         """This rank's end and those that the others have reported so far."""
@@ -75,10 +99,13 @@ class EndReporter:
             with contextlib.suppress(RuntimeError):
                 others = [keys.end(rank) for rank in range(self.world_size) if rank != self.rank]
                 ends += [End.from_json(self._store.get(key)) for key in others if self._store.check([key])]
-        return ends
+        return [end for end in ends if end.state != GONE]  # the files hold what a rank says of itself
 
     def _all_reported(self, own: End) -> bool:
-        # A rank that looks for the one it lost has reported a preliminary end, and needs the store still; the lost one
-        # reports nothing
-        decided = {end.rank for end in self._ends(own) if end.state != UNDECIDED}
-        return len(decided | ({own.suspect} - {None})) == self.world_size
+        """Whether no other rank needs the store any more: one that is gone or that nobody hears of needs none."""
+        assert self._store is not None
+        missing = self.world_size - self._store.add(keys.DECIDED, 0)
+        if missing == 1 and own.suspect not in (None, self.rank):
+            # One that looks for the rank that it lost has reported a preliminary end, and needs the store still
+            return not self._store.check([keys.end(own.suspect)])
+        return missing <= 0

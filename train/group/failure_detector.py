@@ -9,11 +9,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from train.errors import FINISHED, PEER_LOST, root_cause, worth_restarting
 from train.group import keys
-from train.process.status import End
+from train.group.store import wait_for
+from train.process.status import GONE, End
 
 BEAT_S = 0.5
 SILENT_S = 2.0  # a rank without a beat for so long, that has reported no end, is lost
 SEVERAL_SILENT_S = 4.5  # longer for several: on a machine with too much to do some that are alive seem silent at first
+LOOK_AGAIN_S = 0.1
 LOOK_S = 7.0  # a store that does not answer within this is in a process that is stopped itself
 
 
@@ -26,11 +28,17 @@ class Suspect:
     end: End | None = None
     alive: bool = False
 
+    @property
+    def gone(self) -> bool:
+        """Whether somebody saw its process end."""
+        return self.end is not None and self.end.state == GONE
+
 
 def find_suspects(store: Store, world_size: int, *, myself: int, waiting: bool) -> list[Suspect]:
-    """The suspects, most likely first: ranks that failed by themselves, then silent ones, then those that are behind.
+    """The suspects, most likely first: ranks that ended by themselves, then silent ones, then those that are behind.
 
-    `waiting`: this rank waits in a collective itself. Returns as soon as the cause is clear, at the latest after
+    `waiting`: this rank waits in a collective itself. Returns at once where a rank reported its end, or its neighbour
+    in the ring did (`peer_watch`); else as soon as the cause is clear from the beats, at the latest after
     SEVERAL_SILENT_S: every survivor of a lost peer reports its end at once, which leaves the lost ones. Empty where all
     ranks wait for each other. Raises RuntimeError where the store's process ends meanwhile.
     """
@@ -38,9 +46,12 @@ def find_suspects(store: Store, world_size: int, *, myself: int, waiting: bool) 
     first_beats: dict[int, str] = {}
     began_s = time.monotonic()
     while True:
-        ends = _ends_of(store, world_size, myself=myself)
-        if named := _failed_first(ends):
-            return named
+        # The ring reports within milliseconds: not before that are all ranks' ends and beats worth reading
+        if wait_for(store, [keys.CAUSES], LOOK_AGAIN_S):
+            if named := _causes(store, myself):
+                return named
+            time.sleep(LOOK_AGAIN_S)
+        ends = _ends_of(store, others)
         silent = []
         for rank in (rank for rank in others if ends[rank] is None):
             beat = store.get(keys.beat(rank)).decode() if store.check([keys.beat(rank)]) else ""
@@ -51,11 +62,11 @@ def find_suspects(store: Store, world_size: int, *, myself: int, waiting: bool) 
         settled = waited_s > 2 * BEAT_S and len(silent) == 1 and all(ends[r] for r in others if r not in silent)
         if settled or waited_s > (SEVERAL_SILENT_S if len(silent) > 1 else SILENT_S):
             break
-        time.sleep(0.1)
     if silent:
         return [Suspect(rank, "gave no sign of life") for rank in silent]
-    if named := _reported_by_peers(ends):
-        return named
+    for end in ends.values():
+        if end is not None and end.suspect is not None:
+            return [_suspected_by(end)]
     return _behind(store, others) or ([] if waiting else [Suspect(myself, "the others wait for it", alive=True)])
 
 
@@ -66,41 +77,38 @@ def _behind(store: Store, others: list[int]) -> list[Suspect]:
     return [Suspect(r, f"is alive, in {beats[r]['phase']} at step {beats[r]['step']}", alive=True) for r in busy]
 
 
-def _ends_of(store: Store, world_size: int, *, myself: int) -> dict[int, End | None]:
-    """What the other ranks have reported of their end so far, None for one that has not."""
-    ends: dict[int, End | None] = {}
-    for rank in (rank for rank in range(world_size) if rank != myself):
-        key = keys.end(rank)
-        ends[rank] = End.from_json(store.get(key)) if store.check([key]) else None
-    return ends
+def _ends_of(store: Store, others: list[int]) -> dict[int, End | None]:
+    """What those ranks have reported of their end so far, None for one that has not."""
+    reported = {rank: store.check([keys.end(rank)]) for rank in others}
+    return {rank: End.from_json(store.get(keys.end(rank))) if there else None for rank, there in reported.items()}
 
 
-def named_by_ends(store: Store, world_size: int, *, myself: int) -> list[Suspect]:
-    """The suspects that the ends reported so far name."""
-    ends = _ends_of(store, world_size, myself=myself)
-    return _failed_first(ends) or _reported_by_peers(ends)
+def named_so_far(store: Store, *, myself: int) -> list[Suspect]:
+    """The suspects as the reports name them up to now; read with a few requests, whatever the number of ranks."""
+    if store.check([keys.CAUSES]) and (named := _causes(store, myself)):
+        return named
+    last = End.from_json(store.get(keys.FAILED)) if store.check([keys.FAILED]) else None
+    return [_suspected_by(last)] if last is not None and last.suspect is not None else []
 
 
-def _failed_first(ends: dict[int, End | None]) -> list[Suspect]:
-    """The ranks whose end is of their own making.
+def is_cause(end: End) -> bool:
+    """Whether that end is of the rank's own making. One that only lost another rank names that one as its suspect, and
+    may end with that one's code."""
+    return end.state == GONE or (end.code not in (FINISHED, PEER_LOST) and end.suspect in (None, end.rank))
 
-    A rank that only lost another names that one as its suspect, and may end with that one's code.
-    """
-    found = [
-        Suspect(rank, end.why, end)
-        for rank, end in ends.items()
-        if end is not None and end.code not in (FINISHED, PEER_LOST) and end.suspect in (None, rank)
-    ]
+
+def _causes(store: Store, myself: int) -> list[Suspect]:
+    """The other ranks that ended by themselves; first those whose code forbids a restart."""
+    ranks = {int(line) for line in store.get(keys.CAUSES).split()} - {myself}
+    ends = [End.from_json(store.get(keys.end(rank))) for rank in ranks]
+    found = [Suspect(end.rank, end.why, end) for end in ends if is_cause(end)]
     return sorted(found, key=lambda s: (s.end.code if s.end else 0, s.rank))
 
 
-def _reported_by_peers(ends: dict[int, End | None]) -> list[Suspect]:
-    """The suspect named by the first rank that reported one."""
-    for rank, end in ends.items():
-        if end is not None and end.suspect is not None:
-            why = "says that the others wait for it" if end.suspect == rank else f"is suspected by rank {rank}"
-            return [Suspect(end.suspect, why, alive=True)]
-    return []
+def _suspected_by(end: End) -> Suspect:
+    assert end.suspect is not None
+    why = "says that the others wait for it" if end.suspect == end.rank else f"is suspected by rank {end.rank}"
+    return Suspect(end.suspect, why, alive=True)
 
 
 def root_exit_code(suspects: list[Suspect], otherwise: int) -> int:

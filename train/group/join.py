@@ -23,9 +23,10 @@ from train.group import rendezvous
 from train.group.connectivity import HINT, check_connectivity
 from train.group.device import pick_backend, pick_device
 from train.group.ends import EndReporter
-from train.group.failure_detector import describe, root_exit_code
+from train.group.failure_detector import Suspect, describe, root_exit_code
 from train.group.group import BEHIND_OURS_S, Group
 from train.group.members import Hosts
+from train.group.peer_watch import PeerWatch
 from train.group.watchdog import Watchdog
 from train.process.env import Launch
 from train.process.log import Log
@@ -115,14 +116,15 @@ def meet(config: Config, group: Group) -> None:
     )
     group.meeting, group.status.attempt = meeting, meeting.attempt
     group.hosts, group.restarted = Hosts(meeting.members), meeting.restarted
-    group.ends.connect(meeting.store, hosts_store=meeting.hosts_store)
+    group.ends.connect(meeting.beat_store, hosts_store=meeting.hosts_store)
     group.watch.connect(meeting.beat_store, group.hosts, agent_store=launch.agent_store)
 
 
 def try_routes(group: Group) -> None:
     """Second step: see that the ranks reach each other's ports. Raises JoinError naming those that do not."""
     assert group.meeting is not None, "the ranks have to meet first"
-    check_connectivity(group.meeting, group.rank, log=group.log)
+    peer_watch = PeerWatch(group.meeting.beat_store, group.rank, group.world_size, log=group.log)
+    check_connectivity(group.meeting, group.rank, peer_watch=peer_watch, log=group.log)
 
 
 def form(config: Config, group: Group) -> None:
@@ -147,6 +149,8 @@ def form(config: Config, group: Group) -> None:
     except (RuntimeError, ValueError) as error:
         group.log.debug(f"{type(error).__name__}: {error}")
         suspects = group.watch.suspects()
+        if suspects and not suspects[0].alive:
+            raise _peer_lost(group, suspects) from None
         raise JoinError(
             f"all ranks reached each other, but could not form a group: {str(error).splitlines()[0][:300]}; "
             f"{describe(suspects, group.hosts)}. {HINT}"
@@ -215,6 +219,10 @@ def _explain(group: Group, error: BaseException) -> BaseException:
     if end is not None and end.code == Stopped.code:
         # It did not wait to save; somebody asked it to stop, which is no reason to start again
         return Stopped(f"rank {end.rank} on {end.host} left: {end.why}")
+    return _peer_lost(group, suspects)
+
+
+def _peer_lost(group: Group, suspects: list[Suspect]) -> PeerLost:
     return PeerLost(
         f"lost a peer at step {group.step}: {describe(suspects, group.hosts)}",
         code=root_exit_code(suspects, PEER_LOST),

@@ -16,9 +16,12 @@ the newest.
 4. From here on all keys stand below `members(generation)`. To try the routes each rank sets `listener(rank)`, reads its
    neighbour's, connects to it and sets `report(rank)`; rank 0 reads all reports and sets ROUTES, which all read.
 5. torch forms the process group, with keys of its own in the same place.
-6. While they work each rank sets `beat(rank)` twice a second, reads FAILED, and now and then the beat of the next rank.
-   Only a rank that lost a peer reads the beats of all.
-7. A rank that ends sets `end(rank)`, and FAILED if the others can't go on without it.
+6. While they work each rank sets `beat(rank)` twice a second, and reads the beat of the next rank now and then. Only a
+   rank that lost a peer without a reason reads the beats of all.
+7. A rank that ends sets `end(rank)`, appends itself to CAUSES if that is of its own making, sets FAILED if the others
+   can't go on without it, and counts DECIDED up. For one whose process is gone the rank before it in the ring does
+   that, or the process that takes its place. All ranks wait for FAILED, and then read CAUSES. Rank 0, with whose
+   process the store may end, waits for DECIDED.
 """
 
 # In the store itself
@@ -39,10 +42,13 @@ member = "member/{}".format  # (rank): the Member with that rank in the group, a
 
 # Below `members`: connectivity
 ROUTES = "routes"  # rank 0's conclusion, JSON: {"code", "text"}
-listener = "listener/{}".format  # (rank): where it listens, JSON: {"ip", "port", "interface"}, or {"code", "text"}
+# (rank): where it listens, JSON: {"ip", "port", "interface", "host"}, or {"code", "text"}
+listener = "listener/{}".format
 report = "report/{}".format  # (rank): whether it reached its neighbour, JSON: {"code", "text"}
 
 # Below `members`: life and death
-FAILED = "failed"  # the rank that failed last
+FAILED = "failed"  # an `End` as JSON, of a rank that failed: of the first, later of one that knows why
+CAUSES = "causes"  # the ranks whose end is of their own making or whose process is gone, appended one a line
+DECIDED = "decided"  # a counter: how many ranks have reported how they end, or are gone
 beat = "beat/{}".format  # (rank): the last sign of life, JSON: {"n", "phase", "step", "waiting"}
 end = "end/{}".format  # (rank): how it ended, a `train.process.status.End` as JSON

@@ -1,11 +1,10 @@
-"""Deadlines and signs of life: a hang always turns into an exit that names the suspect.
+"""Deadlines and signs of life: a hang always turns into an exit that names the suspect, and so does a lost rank.
 
-Two threads run beside the loop. One sends a beat through the store, so that the others can tell which rank is alive
-and where it stands. The other looks at the clock, and uses nothing that could block it. A process that is stopped
-(SIGSTOP, a frozen node) does neither: the other ranks find it.
+Three threads run beside the loop. One waits until another rank reports a loss. One sends a beat through the store, so
+that the others can tell which rank is alive and where it stands. One looks at the clock, and uses nothing that could
+block it. A process that is stopped (SIGSTOP, a frozen node) does none of that: the other ranks find it.
 """
 
-import contextlib
 import faulthandler
 import functools
 import json
@@ -19,24 +18,28 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from train.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
 from train.group import keys
 from train.group.ends import EndReporter
-from train.group.failure_detector import BEAT_S, LOOK_S, Suspect, describe, find_suspects, named_by_ends, root_exit_code
+from train.group.failure_detector import BEAT_S, LOOK_S, Suspect, describe, find_suspects, named_so_far, root_exit_code
+from train.group.store import second_connection, wait_for
 from train.process import health
 from train.process.exit import clear_hard_deadline, leave, set_hard_deadline, within
 from train.process.log import Log
-from train.process.status import UNDECIDED, End, tell_torchrun
+from train.process.status import tell_torchrun
 from train.process.stop import FAREWELL_S, StopRequest
 
 TICK_S = 0.2
-# How long the loop may take to notice by itself that a peer failed. A collective of NCCL does not notice at all.
+# How long the loop gets to notice by itself that another rank's process is gone. It does so within milliseconds where a
+# collective of gloo breaks. NCCL's do not break, nor does one whose other side is a third rank that is alive.
+NOTICE_S = 0.1
+# The same where the other rank ended with an error. The loop may be about to raise that error too (a mistake of the
+# user shows on all ranks), and then says more about it than this rank's end for a lost peer would.
 UNNOTICED_S = 10.0
-# A blocked collective cannot notice the failure itself, so wait only briefly: its other side may be a third rank that
-# has not noticed either, and while the group forms, gloo's passive side just waits to be called.
-UNNOTICED_WAITING_S = 1.0
+UNNOTICED_WAITING_S = 1.0  # in a collective
 # gloo was seen to wait without end for a rank that was killed while something was being sent to it. So each rank looks
 # at the beats of the next rank, at every fourth of its own. While it waits in a collective, it does not accept that
 # rank's silence for longer than this. Long, because a machine with too much to do may look dead for a while.
 NO_SIGN_S = 30.0
 LOOK_AT_NEXT = 4
+WAIT_S = 3600.0  # torch waits no longer than some weeks at a time
 # How long a last word may take: the store may be the very thing that hangs, or be in use by the thread that hangs.
 LAST_WORD_S = 5.0
 # How long a rank that failed may take to find the cause, to report it and to leave.
@@ -73,7 +76,6 @@ class Watchdog:
         self._ended = threading.Event()
         self._reported: list[Suspect] = []
         self._quiet = threading.Event()
-        self._beats: threading.Thread | None = None
         self._waiting = False  # inside a collective: the others are to blame, not this rank
         self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
         self._leave_lock = threading.Lock()
@@ -110,8 +112,9 @@ class Watchdog:
         """Begin to beat. `store` must be a connection of its own: a collective's set-up blocks the one it uses."""
         self.store, self.hosts = store, hosts
         self.host_of_store = "the launcher's agent on node 0" if agent_store else f"rank 0 on {hosts[0]}"
-        self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
-        self._beats.start()
+        # Waiting holds a connection, so it is a third one
+        threading.Thread(target=self._await_loss, args=(second_connection(store),), name="losses", daemon=True).start()
+        threading.Thread(target=self._beat, name="beats", daemon=True).start()
 
     def protect(self, keeper: Keeper, *, timeout_s: float) -> None:
         """From now on call `keeper.keep()` before this process ends because of a lost peer or a deadline. It gets
@@ -119,10 +122,8 @@ class Watchdog:
         self._keeper, self._keep_timeout_s = keeper, timeout_s
 
     def end_beats(self) -> None:
-        """No more beats: the store may go from now on."""
+        """All ranks are done: no more beats, and a rank or the store that goes is no loss from now on."""
         self._quiet.set()
-        if self._beats is not None:
-            self._beats.join(BEAT_S)
 
     def exit_within(self, code: int) -> None:
         """This rank is about to end with `code`: LEAVING_S later it ends, however long its teardown takes."""
@@ -138,9 +139,35 @@ class Watchdog:
 
     # Threads --------------------------------------------------------------------------------------------------
 
+    def _await_loss(self, store: Store) -> None:
+        """Leave soon after another rank has failed, unless the loop notices that by itself."""
+        gone = False  # the process of a rank, so that every moment counts: it is started again already
+        try:
+            while not wait_for(store, [keys.FAILED], WAIT_S):
+                pass
+        except RuntimeError:
+            gone = True  # the store's process
+        since_s = time.monotonic()
+        while True:
+            try:
+                # Kept, because rank 0 may take the store with it before a collective breaks here
+                self._reported = named_so_far(store, myself=self.rank) or self._reported
+            except RuntimeError:
+                gone = gone or not self._reported
+            gone = gone or any(suspect.gone for suspect in self._reported)
+            if self._quiet.wait(NOTICE_S):
+                break
+            waiting = self._waiting or self.phase == "join"
+            patience_s = UNNOTICED_WAITING_S if waiting else UNNOTICED_S
+            # Without a keeper the checkpoint that this rank writes is all that will be left
+            if gone and (waiting or self.phase != "save" or self._keeper is not None):
+                patience_s = 0.0
+            if time.monotonic() - since_s > patience_s:
+                self._leave(f"lost a peer at step {self.ends.step}")
+
     def _beat(self) -> None:
         assert self.store is not None
-        count, failed_since_s = 0, 0.0
+        count = 0
         next_rank = keys.beat((self.rank + 1) % self.world_size)
         next_beat, next_beat_s = b"", time.monotonic()
         while not self._quiet.wait(BEAT_S):
@@ -148,21 +175,12 @@ class Watchdog:
             try:
                 state = {"n": count, "phase": self.phase, "step": self.ends.step, "waiting": self._waiting}
                 self.store.set(keys.beat(self.rank), json.dumps(state))
-                failed = self.store.check([keys.FAILED])
-                if failed:
-                    # Kept, because rank 0 may take the store with it before a collective breaks here
-                    named = named_by_ends(self.store, self.world_size, myself=self.rank)
-                    self._reported = named or self._reported
                 if count % LOOK_AT_NEXT == 0 and self.store.check([next_rank]):
                     beat = self.store.get(next_rank)
                     if beat != next_beat:
                         next_beat, next_beat_s = beat, time.monotonic()
             except RuntimeError:
-                failed = True  # the store's process is gone
-            failed_since_s = (failed_since_s or time.monotonic()) if failed else 0.0
-            patience_s = UNNOTICED_WAITING_S if self._waiting or self.phase == "join" else UNNOTICED_S
-            if failed and time.monotonic() - failed_since_s > patience_s and not self._quiet.is_set():
-                self._leave(f"lost a peer at step {self.ends.step}")
+                break  # the store's process is gone, and the other thread knows
             if self._waiting and time.monotonic() - next_beat_s > NO_SIGN_S and not self._quiet.is_set():
                 self._leave(f"waited in vain at step {self.ends.step}")
 
@@ -187,20 +205,20 @@ class Watchdog:
         """Dump the stacks, name the suspect, tell the others, and end this process at once."""
         with self._leave_lock:  # two threads may find a reason; the second never gets here
             set_hard_deadline(LOOK_S + LAST_WORD_S + LOCKED_GRACE_S)
-            otherwise = JOIN_FAILED if self.phase == "join" else PEER_LOST
+            otherwise = JOIN_FAILED if overdue and self.phase == "join" else PEER_LOST
             if self._leaving is None and self.log.file is not None:
                 faulthandler.dump_traceback(self.log.file.fileno())
             suspects = self.suspects(overdue=overdue) if self._leaving is None else []
             if self._leaving is not None:
                 return  # the loop noticed by itself, and may know more
             code = root_exit_code(suspects, otherwise)
-            suspect = suspects[0].rank if suspects else None
+            suspect = suspects[0] if suspects else None
             why = what if self.world_size == 1 else f"{what}: {describe(suspects, self.hosts)}"
             self.log.warning(f"{why}. The stacks of all threads are in logs/rank-{self.rank}.log (exit code {code})")
 
             def last_word() -> int:
-                tell_torchrun(TimeoutError(why) if suspect in (None, self.rank) else PeerLost(why))
-                return self.ends.report_overdue(code, why, suspect)
+                tell_torchrun(PeerLost(why) if suspect and suspect.rank != self.rank else TimeoutError(why))
+                return self.ends.report_from_outside(code, why, suspect)
 
             leave(code, last_word, timeout_s=LAST_WORD_S)
 
@@ -212,21 +230,12 @@ class Watchdog:
         where a new one would be tried again and again, or meet the store of the next attempt.
         """
         waiting = self._waiting  # a new phase resets it
-        if self.store is not None:
-            within(LAST_WORD_S, self._report_loss)  # first: who has not noticed yet wakes up while this rank writes
+        answers = self.ends.report_loss()  # first: who has not noticed yet wakes up while this rank writes
         self._keep()
         if self.store is None:
             return []
-        found = within(LOOK_S, lambda: self._look_for_suspects(waiting, overdue))
+        found = within(LOOK_S, lambda: self._look_for_suspects(waiting, overdue)) if answers else None
         return found if found is not None else [Suspect(0, f"the store of {self.host_of_store} does not answer")]
-
-    def _report_loss(self) -> None:
-        """With that the culprit is the only one that reported nothing."""
-        assert self.store is not None
-        victim = End(self.rank, self.log.host, UNDECIDED, PEER_LOST, "a peer was lost", self.ends.step)
-        with contextlib.suppress(RuntimeError):  # torch's own errors: the store's process is gone
-            self.store.set(keys.end(self.rank), victim.to_json())
-            self.store.set(keys.FAILED, str(self.rank))
 
     def _keep(self) -> None:
         """Have the keeper write, once. A second caller waits for the first: the process must not end meanwhile."""

@@ -17,7 +17,9 @@ from typing import Any
 from train import errors
 from train.process.atomic_file import write_atomically
 
-UNDECIDED = "undecided"  # the state of a rank that still looks for the rank that it lost
+# States in the store only
+UNDECIDED = "undecided"  # of a rank that still looks for the rank that it lost
+GONE = "gone"  # of a rank that can't report its end: another one saw its process end
 # Keeps a victim from being named the root cause: torchrun's summary takes the earliest time, which has whole seconds,
 # then the lowest rank; and for a rank that left no file the time at which the others had ended.
 VICTIM_LATER_S = 3
@@ -29,7 +31,7 @@ class End:
 
     rank: int
     host: str
-    state: str  # finished | stopped | failed, and UNDECIDED in the store only
+    state: str  # finished | stopped | failed, UNDECIDED or GONE
     code: int
     why: str
     step: int

@@ -19,6 +19,7 @@ from train.config.options import DoctorOptions
 from train.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, reason
 from train.group.connectivity import HINT
 from train.group.ends import EndReporter
+from train.group.failure_detector import Suspect
 from train.group.group import Group
 from train.group.join import check_devices, form, meet, starting, try_routes
 from train.group.members import ranges
@@ -184,7 +185,7 @@ class _Doctor:
         if isinstance(error, PeerLost) and error.nobody_died:  # another rank's deadline passed before this one's
             return _hang(stage, text)
         if isinstance(error, PeerLost):
-            return Finding(stage, UNFIT, text, "a rank that dies ends all others.", "Read what that rank printed last.")
+            return _death(stage, text)
         if not isinstance(error, UserError | JoinError):
             return Finding(stage, INCOMPLETE, reason(error), "the check itself failed.",
                            "Run `train` to see the error where it happens.")
@@ -207,11 +208,16 @@ class _EndReporter(EndReporter):
         super().__init__(status, log)
         self._doctor = doctor
 
-    def report_overdue(self, code: int, why: str, suspect: int | None) -> int:
+    def report_from_outside(self, code: int, why: str, suspect: Suspect | None) -> int:
         """The watchdog ends this rank. Returns the code to leave with."""
-        del code, suspect
-        self._doctor.report.add(_hang(self._doctor.stage, why))
+        del code
+        gone = suspect is not None and suspect.gone
+        self._doctor.report.add((_death if gone else _hang)(self._doctor.stage, why))
         return self._doctor.report.end_alone()
+
+
+def _death(stage: str, why: str) -> Finding:
+    return Finding(stage, UNFIT, why, "a rank that dies ends all others.", "Read what that rank printed last.")
 
 
 def _hang(stage: str, why: str) -> Finding:
