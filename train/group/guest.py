@@ -5,13 +5,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+import psutil
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from train.errors import JOIN_FAILED
 from train.group import keys
 from train.group.joiner import Joiner
 from train.group.members import Meeting, Member, Members
 from train.group.messages import post
+from train.group.peer_watch import report_gone
 from train.group.store import wait_for
 
 LAST_WORD_S = 2.0  # how long a rank whose time is over waits for rank 0 to say who is missing
@@ -30,6 +32,7 @@ class Guest(Joiner):
             if wait_for(self.generation, [keys.MAIN], self.wait.slice_s):
                 if (meeting := self._attend(raw, beats, root)) is not None:
                     return meeting
+                self._report_predecessor(raw)
                 number, attended = number + 1, True
             if self.wait.over:
                 never = f"rank 0 never introduced itself to the store at {self.wait.address}, is it another job's?"
@@ -72,7 +75,9 @@ class Guest(Joiner):
                 post(self.generation, {"read": self.me.token})
                 raise self.error_of(word["refused"])
             elif (holder := self._holder()) is not None and holder.token == self.me.token:
-                members = Members(self.generation, self.launch.world_size, myself=self.me.rank)
+                # Names are wanted after a loss, when the main thread may hold the other connection
+                reader = PrefixStore(str(self.number), PrefixStore(keys.ROOT, beats))
+                members = Members(reader, self.launch.world_size, myself=self.me.rank)
                 return self.meeting(raw, beats, members, word["group"])
             else:
                 self._explains(word)
@@ -95,6 +100,17 @@ class Guest(Joiner):
                 "one rank, another job on this port, or an earlier attempt that does not end"
             )
         return "refused" in word or "group" in word
+
+    def _report_predecessor(self, raw: Store) -> None:
+        """Where the process in whose place this one was started is in the group: end that group at once.
+
+        It may have died before another rank watched it. Its pid must be gone, as the group may also be another job's.
+        """
+        code, holder = self.launch.predecessor, self._holder()
+        if code is None or holder is None or holder.host != self.me.host or psutil.pid_exists(holder.pid):
+            return
+        members = PrefixStore(keys.members(self.number), raw)
+        report_gone(members, self.me.rank, holder.host, f"its process ended with {code}")
 
     def _holder(self) -> Member | None:
         """The process that has this rank in the group; None where the group has no such rank."""

@@ -18,6 +18,7 @@ import os
 import socket
 import threading
 import time
+from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -57,8 +58,12 @@ class PeerWatch:
         for sock in self._sockets:
             sock.close()
 
+    def _address(self, rank: int) -> dict[str, Any]:
+        address: dict[str, Any] = json.loads(self.store.get(keys.listener(rank)))
+        return address
+
     def _connect(self, rank: int, timeout_s: float) -> socket.socket:
-        address = json.loads(self.store.get(keys.listener(rank)))
+        address = self._address(rank)
         connection = socket.create_connection((address["ip"], address["port"]), timeout_s)
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -73,7 +78,7 @@ class PeerWatch:
             # Beyond a rank that is gone: the ranks after it may be gone too, and nobody else watches them then
             while (rank := (rank + 1) % self.world_size) != self.rank and self.store.check([keys.listener(rank)]):
                 self._wait_for_end(rank)
-                report_gone(self.store, rank, ENDED)
+                report_gone(self.store, rank, self._address(rank)["host"], ENDED)
         except OSError as error:  # the route to it is lost: that may pass, and the beats say whether it is alive
             self.log.debug(f"no longer watching rank {rank}: {error}")
         except RuntimeError:
@@ -98,10 +103,9 @@ class PeerWatch:
                 return  # something between the ranks answers for it, and cuts the connection again at once
 
 
-def report_gone(store: Store, rank: int, why: str) -> None:
+def report_gone(store: Store, rank: int, host: str, why: str) -> None:
     """Report the end of a rank whose process can't do that any more, and wake the others; nothing where it has
     reported its end itself. Raises RuntimeError where the store is gone too."""
-    host = json.loads(store.get(keys.listener(rank)))["host"] if store.check([keys.listener(rank)]) else "?"
     end = End(rank, host, GONE, PEER_LOST, why, 0).to_json()
     # One operation of the store: the last word of that rank may be on its way still
     if store.compare_set(keys.end(rank), "", end).decode() == end:

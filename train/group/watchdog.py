@@ -128,7 +128,12 @@ class Watchdog:
     def exit_within(self, code: int) -> None:
         """This rank is about to end with `code`: LEAVING_S later it ends, however long its teardown takes."""
         self._leaving = code
-        self.enter("leaving", LEAVING_S)
+        self._extend(LEAVING_S)
+
+    def _extend(self, timeout_s: float) -> None:
+        """A new deadline for the same phase: the others read from the beats what this rank was doing."""
+        set_hard_deadline(timeout_s + LOCKED_GRACE_S)
+        self._entered_s, self._timeout_s = time.monotonic(), timeout_s
 
     def end(self) -> None:
         """No more deadlines and beats."""
@@ -229,12 +234,11 @@ class Watchdog:
         would hold us without end. Over the connection of the beats: it breaks with the process that holds the store,
         where a new one would be tried again and again, or meet the store of the next attempt.
         """
-        waiting = self._waiting  # a new phase resets it
         answers = self.ends.report_loss()  # first: who has not noticed yet wakes up while this rank writes
         self._keep()
         if self.store is None:
             return []
-        found = within(LOOK_S, lambda: self._look_for_suspects(waiting, overdue)) if answers else None
+        found = within(LOOK_S, lambda: self._look_for_suspects(overdue)) if answers else None
         return found if found is not None else [Suspect(0, f"the store of {self.host_of_store} does not answer")]
 
     def _keep(self) -> None:
@@ -243,18 +247,18 @@ class Watchdog:
             keeper, self._keeper = self._keeper, None
             if keeper is None:
                 return
-            self.enter("rescue", self._keep_timeout_s + LEAVING_S)
+            self._extend(self._keep_timeout_s + LEAVING_S)
             within(self._keep_timeout_s, keeper.keep)
-            self.enter("leaving", LEAVING_S)
+            self._extend(LEAVING_S)
 
-    def _look_for_suspects(self, waiting: bool, overdue: bool) -> list[Suspect]:
+    def _look_for_suspects(self, overdue: bool) -> list[Suspect]:
         assert self.store is not None
         try:
-            return find_suspects(self.store, self.world_size, myself=self.rank, waiting=waiting)
+            return find_suspects(self.store, self.world_size, myself=self.rank, waiting=self._waiting)
         except RuntimeError:
             if self._reported:
                 return self._reported
-            if overdue and not waiting:
+            if overdue and not self._waiting:
                 # This rank is the one that takes too long: those that waited for it have left, and the store with them
                 return [Suspect(self.rank, "the others have left")]
             return [Suspect(0, f"the store of {self.host_of_store} is gone")]
