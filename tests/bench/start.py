@@ -4,9 +4,9 @@
 
 `bare` is a script of ten lines: it imports torch, and takes one optimizer step with a batch of zeros. `cold` is
 `python -m train.main train` with the same model, from the command to the end of its first step. `forked` are ranks that
-are forked from a process which has imported torch, from the request to the end of their first step. All take turns, so
-that a machine that is busy for a while slows all of them. Prints a table of medians with its conditions. Nothing is
-asserted here.
+are forked from the process that `launch` and `supervise` fork them from, from the request to the end of their first
+step. All take turns, so that a machine that is busy for a while slows all of them. Prints a table of medians with its
+conditions. Nothing is asserted here.
 """
 
 import argparse
@@ -24,8 +24,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.bench.throughput import conditions
-from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import ROOT, environment
+from tests.rigs.jobs import ROOT, environment, free_port, rank_env
+from train.config import load_config
+from train.config.command_line import parse_args
+from train.process.fork_client import ForkServer
+from train.process.local_launcher import slow_modules
+from train.run.choices import CHOICES
 
 GOAL = 1.3  # cold over bare
 WORLDS = (1, 2)
@@ -79,12 +83,35 @@ def cold_s(run_dir: Path, line: tuple[str, ...]) -> float:
     return first_step_at(run_dir / "run") - began_s
 
 
-def forked_s(forks: Forks, run_dir: Path, line: tuple[str, ...], world_size: int) -> float:
-    """Seconds from the request to fork the ranks to the end of their first step."""
-    began_s = time.time()
-    codes, output = forks.run("train", *line, *COMMON, "--run-dir", run_dir, "--name", "run", world_size=world_size)
-    assert codes == [0] * world_size, output
-    return first_step_at(run_dir / "run") - began_s
+class Forks:
+    """Ranks of one training, forked from a server of their own."""
+
+    def __init__(self, run_dir: Path, line: tuple[str, ...]) -> None:
+        self.run = run_dir / "run"
+        self.arguments = ["train", *line, *COMMON, "--run-dir", str(run_dir), "--name", self.run.name]
+        config = load_config(parse_args(self.arguments).settings, choices=CHOICES)
+        terminal = os.dup(1)
+        with open(os.devnull, "w") as nowhere:  # what the ranks print would stand between the lines of the table
+            os.dup2(nowhere.fileno(), 1)
+            self.server = ForkServer("fork", slow_modules(config, "train"), "train.main:entry", self.arguments)
+            os.dup2(terminal, 1)
+        os.close(terminal)
+        self.seconds(1)  # answered once the server has imported everything
+
+    def seconds(self, world_size: int) -> float:
+        """From the request to the end of the first step."""
+        port, ended = free_port(), 0
+        began_s = time.time()
+        for rank in range(world_size):
+            env = rank_env(rank, world_size, port) if world_size > 1 else {}
+            self.server.ask(start=rank, name=f"rank {rank}", arguments=self.arguments, env=env)
+        while ended < world_size:
+            for news in self.server.news():
+                assert "warning" not in news, news
+                assert news.get("code", 0) == 0, news
+                ended += "ended" in news
+            assert self.server.alive
+        return first_step_at(self.run) - began_s
 
 
 def first_step_at(run: Path) -> float:
@@ -105,16 +132,16 @@ def main() -> None:
     ]
     about = conditions()
     with tempfile.TemporaryDirectory() as folder:
-        forks = Forks(Path(folder), more=["torchvision.models"])
-        forks.run("show")  # the server has imported everything once this has ended
+        forks = {case.name: Forks(Path(folder) / case.name, case.line) for case in cases}
         for repeat in range(repeats):
             print(f"{repeat + 1} of {repeats}", file=sys.stderr, flush=True)
             for case in cases:
                 case.bare.append(bare_s(case))
                 case.cold.append(cold_s(Path(folder), case.line))
                 for world in WORLDS:
-                    case.forked[world].append(forked_s(forks, Path(folder), case.line, world))
-        forks.close()
+                    case.forked[world].append(forks[case.name].seconds(world))
+        for each in forks.values():
+            each.server.close()
     print(table(cases, about, load_after=os.getloadavg()[0]))
 
 

@@ -76,3 +76,11 @@ def test_waiting_for_a_key_ends_when_it_is_set_or_the_time_is_over():
     store.set("there", "")
     assert wait_for(store, ["there"], 60)
     assert not wait_for(store, ["there", "not there"], 0.01)
+
+
+def test_a_store_for_this_machine_alone_is_open_to_no_other():
+    listener = open_port(free_port(), "127.0.0.1")
+    assert listener is not None
+    with listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+        assert open_port(listener.getsockname()[1]) is None  # and nobody else takes the port at other addresses

@@ -105,6 +105,7 @@ def test_run_under_launch_ends_with_the_same_weights(
     strangers = disturbed(job, proof, seed=seed)
     assert job.processes[0].code == 0, f"{job.output}\n{strangers.log}"
     assert result(tmp_path / "run")["digest"] == undisturbed
+    assert not strangers.open_to_all, "a job on one machine needs no port that others reach"
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -5,6 +5,7 @@ protocols of torch's store and of gloo.
 """
 
 import contextlib
+import ipaddress
 import os
 import pickle
 import random
@@ -94,7 +95,8 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
 
 
 class Strangers:
-    """A thread that scans until the block is left. `heard`: how many connections each port took."""
+    """A thread that scans until the block is left. `heard`: how many connections each port took. `open_to_all`: the
+    addresses on which something listened that other machines reach."""
 
     def __init__(self, pids: Callable[[], list[int]], proof: Path, *, seed: int, only: str = "") -> None:
         """`only`: what the names of their messages begin with."""
@@ -105,6 +107,7 @@ class Strangers:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._scan, name="strangers", daemon=True)
         self.heard: Counter[int] = Counter()
+        self.open_to_all: set[tuple[str, int]] = set()
         self.log: list[tuple[float, int, str]] = []  # (seconds, port, message)
 
     def __enter__(self) -> Self:
@@ -123,6 +126,8 @@ class Strangers:
         while not self._over.wait(PAUSE_S):
             for ip, port in sorted(listening(self._pids())):
                 name = next(turn)
+                if not ipaddress.ip_address(ip).is_loopback:
+                    self.open_to_all.add((ip, port))
                 self.log.append((round(time.monotonic() - began_s, 2), port, name))
                 # One in the name of all addresses is reached by the loopback one. Any other is this machine's own, too
                 if self._talk("127.0.0.1" if ip in ("0.0.0.0", "::") else ip, port, self._said[name]):

@@ -30,7 +30,10 @@ def serve(wait: Wait) -> TCPStore:
     """Open the master's port and start the store. Raises JoinError, naming who holds the port, or LaunchError."""
     host, port = wait.launch.master_addr, wait.launch.master_port
     until_s = min(wait.deadline_s, time.monotonic() + PORT_PATIENCE_S)
-    while (listener := open_port(port)) is None:
+    # With all ranks on this machine, nobody else needs to reach the store, which believes whoever does
+    launch = wait.launch
+    alone = host == "127.0.0.1" and launch.local_world_size == launch.world_size
+    while (listener := open_port(port, host if alone else "")) is None:
         if time.monotonic() > until_s:
             raise port_in_use(port, wait.log.host)
         wait.pause()
@@ -78,14 +81,17 @@ def connect(wait: Wait) -> tuple[TCPStore, Connection]:
         wait.pause()
 
 
-def open_port(port: int) -> socket.socket | None:
-    """Listen on all addresses; None while another process has the port. Raises LaunchError where nobody may."""
-    dual = socket.has_dualstack_ipv6()
+def open_port(port: int, ip: str = "") -> socket.socket | None:
+    """Listen on `ip`, an IPv4 address, or on all addresses; None while another process has the port.
+
+    Raises LaunchError where nobody may have it.
+    """
+    dual = not ip and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     try:
         # It sets SO_REUSEADDR: an earlier attempt that closed its connections first leaves the port in TIME_WAIT for a
         # minute. The backlog is for a large job, whose ranks all come at once
-        return socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=dual)
+        return socket.create_server((ip, port), family=family, backlog=4096, dualstack_ipv6=dual)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
