@@ -92,7 +92,8 @@ def disturbed(job: Job, proof: Path, *, seed: int, only: str = "") -> Strangers:
             job.wait()
     finally:
         job.kill()
-    assert len(strangers.heard) >= 3, f"the store's port, and one of each rank: {strangers.heard}"
+    # Each rank has one more, but a busy scanner may come late to an attempt that ends early
+    assert len(strangers.heard) >= 2, f"the store's port, and one of a rank: {strangers.heard}"
     return strangers
 
 
