@@ -197,10 +197,10 @@ def step(t: Training) -> bool:
             group.watch.wait_for_others(False)
         total += loss.detach().to(group.device)
     t.buffers.share()
-    # All exchange is over: from here to the end of the step no rank waits for another, so each finishes it
     rate = rate_at(config, t.progress.step, total_steps=t.total_steps, steps_per_epoch=t.steps_per_epoch)
     set_rate(t.optimizer, rate)
     line = report(t, total, rate)
+    # With ddp all exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
     with t.changing:
         t.method.step(t.plain, t.optimizer, t.scaler)
         t.buffers.keep()

@@ -62,7 +62,8 @@ def _ours(environ: Mapping[str, str], found: Found) -> dict[str, Any]:
     ended = environ.get("RANKUP_ENDED", "")
     fields["predecessor"] = int(ended) if ended.isdecimal() else None
     fields["progress"] = environ.get("RANKUP_PROGRESS", "")
-    fields["numbers_attempts"] = found.launcher == "launch"
+    # By our own supervisor, which numbers the restarts of a rank
+    fields["numbers_attempts"] = bool(environ.get("RANKUP_ATTEMPT")) and "RANKUP_RESTART" in environ
     if found.launcher == "torchrun":
         restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         fields["agent_store"] = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -36,7 +36,7 @@ class Launch:
     agent_store: bool = False  # torch's agent already listens on master_port: rank 0 connects to it like the others
     file: str = ""  # where rank 0 writes its address, in place of master_addr and master_port
     attempt: str = ""  # the id of this attempt where a supervisor gave one: it looks for it in status.json
-    numbers_attempts: bool = False  # `attempt` is one of `launch`: status.job_of tells which attempts belong together
+    numbers_attempts: bool = False  # by our supervisor: status.job_of tells which attempts belong together
     start: str = ""  # names a start whose containers an engine restarts by itself
     parent_pid: int | None = None  # the process without which this one shall not go on
     has_horovod_rendezvous: bool = False  # the launcher already serves what Horovod's ranks meet by

@@ -17,11 +17,11 @@ FILE = "run.json"
 
 @dataclass(slots=True)
 class Lineage:
-    """`run`: the id of the run. A run that was begun anew in the same directory has another one.
+    """`run`: the id of the run. One that was begun anew in the same directory has another.
 
     `begun_by`: the attempt that began the run, and `start` its launch's, which names the start of a job whose
-    containers are started again. `attempts`: the last one that went on from a checkpoint, and those after it, each of
-    which went on from a rescue of an earlier one.
+    containers are started again. `attempts`: the marks of the last attempt that went on from a checkpoint, and of those
+    after it, each of which went on from a rescue of an earlier one.
     """
 
     run: str
@@ -47,10 +47,15 @@ class Lineage:
     def values(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def go_on(self, attempt: str, *, rescuer: str | None) -> None:
-        """This attempt goes on from a rescue of the attempt `rescuer`, or, if None, from a checkpoint or the beginning.
+    def go_on(self, mark: str, *, rescuer: str | None) -> None:
+        """The attempt `mark` goes on from a rescue of `rescuer`, or, if None, from a checkpoint or the beginning.
 
         What later attempts than the rescuer did is lost, and done again: their rescues count no longer.
         """
         before = self.attempts[: self.attempts.index(rescuer) + 1] if rescuer is not None else []
-        self.attempts = [*before, attempt]
+        self.attempts = [*before, mark]
+
+
+def new_mark(attempt: str) -> str:
+    """What tells this attempt from all others: ids of attempts may be given by a launcher, and then given twice."""
+    return f"{attempt}-{secrets.token_hex(4)}"

@@ -41,6 +41,7 @@ class RunDirectory:
     rescuer: str | None  # the attempt that wrote it, where it is a rescue
     saved: Progress  # where the run stood at its newest checkpoint
     lineage: Lineage
+    mark: str  # of this attempt in the lineage
     lease: Lease | None = field(repr=False)
     # Writes nothing until `open_metrics`
     metrics: Metrics = field(default_factory=lambda: Metrics(None, Progress(), saved=Progress(), tensorboard=False))
@@ -56,7 +57,7 @@ class RunDirectory:
         From here on the run continues what this attempt started from, and no other rescue. Raises UserError on all
         ranks where rank 0 can't write.
         """
-        self.lineage.go_on(self.group.attempt, rescuer=self.rescuer)
+        self.lineage.go_on(self.mark, rescuer=self.rescuer)
         # One of a later step is damaged, or of an attempt that the run went on without
         rescue.remove(self.lineage.run, above=progress.step)
         rescue.remove(self.lineage.run, up_to=self.saved.step)
@@ -143,7 +144,8 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
             except OSError as error:
                 raise UserError(f"run_dir: {group.run_dir} must be writable, got {error.strerror or error}.") from None
             saved = [earlier.state.step, earlier.state.evaluated] if earlier else [0, 0]
-            return {"finished": finished, "lineage": begun.values(), "saved": saved}
+            mark = lineage.new_mark(group.attempt)
+            return {"finished": finished, "lineage": begun.values(), "mark": mark, "saved": saved}
 
         found = on_rank0(group, take)
         begun, saved = Lineage(**found["lineage"]), Progress(*found["saved"])
@@ -154,7 +156,7 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
             rescued = rescue.choose(group, begun, config, above=saved.step, warn=group.log.warning)
             earlier = rescued or share_checkpoint(earlier, group)
         rescuer = rescued.state.attempt if rescued else None
-        run = RunDirectory(config, group, found["finished"], earlier, rescuer, saved, begun, lease)
+        run = RunDirectory(config, group, found["finished"], earlier, rescuer, saved, begun, found["mark"], lease)
         try:
             yield run
         except BaseException:

@@ -77,7 +77,7 @@ def state_of(t: Training, progress: Progress, optimizer: dict[str, Any], compres
     return TrainingState(
         step=progress.step, evaluated=progress.evaluated, metrics=progress.metrics, line=progress.line,
         steps_per_epoch=t.steps_per_epoch, data=t.workload.data_name, config=t.config.model_dump(),
-        world_size=group.world_size, run=t.run.lineage.run, attempt=group.attempt,
+        world_size=group.world_size, run=t.run.lineage.run, attempt=t.run.mark,
         written_by=f"rank {group.rank} on {group.hosts[group.rank]}",
         optimizer=optimizer, scaler=t.scaler.state_dict(), compressor=compressor,
     )
