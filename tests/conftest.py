@@ -2,8 +2,10 @@
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from tests.rigs import kubepods, slurm_cluster
 from tests.rigs.containers import clean_environment, docker, why_not
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import FOREIGN, ROOT, environ_of
+from train.process.status import read_json
 
 IN_CI = os.environ.get("CI") == "true"
 # Building and killing containers takes a quarter of an hour, 20 GB and root
@@ -83,6 +86,17 @@ def _children_left() -> Iterator[psutil.Process]:
                 yield process
         except psutil.Error:
             continue
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_rescues_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Jobs that a test ends for good leave their rescues behind: those of this session's jobs are removed."""
+    yield
+    ours = str(tmp_path_factory.getbasetemp())
+    for place in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+        for state in place.glob(f"rankup-{os.getuid()}/*/step-*/state.json"):
+            if (read_json(state) or {}).get("config", {}).get("run_dir", "").startswith(ours):
+                shutil.rmtree(state.parents[1], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
