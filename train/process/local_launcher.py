@@ -86,6 +86,8 @@ def slow_modules(config: Config, command: str) -> list[str]:
         modules.append(f"train.workloads.{config.workload}")
     if config.workload == "images" and config.model not in ("cnn", "mlp"):
         modules.append("torchvision.models")
+    if config.workload == "text" and config.bert_dir is not None:
+        modules += ["transformers.models.bert.modeling_bert", "tokenizers.implementations", "safetensors.torch"]
     if config.tensorboard:
         modules.append("torch.utils.tensorboard")
     return modules
