@@ -30,6 +30,7 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # before torch: it prints a thousan
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from train.group.connectivity import check_connectivity
+from train.group.peer_watch import PeerWatch
 from train.group.rendezvous import meet
 from train.process.env import Launch, read_env
 from train.process.log import Log
@@ -67,7 +68,8 @@ def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[
             launch = launch_of(rank, world_size, port)
             meeting = meet(launch, fingerprint={"torch": "x"}, attempt="a", timeout_s=TIMEOUT_S, log=log)
             met_s = time.monotonic()
-            check_connectivity(meeting, rank, log=log)
+            peer_watch = PeerWatch(meeting.beat_store, rank, world_size, log=log)
+            check_connectivity(meeting, rank, peer_watch=peer_watch, log=log)
             ends.put((rank, met_s, time.monotonic(), ""))
         except Exception as error:
             ends.put((rank, met_s, time.monotonic(), f"{type(error).__name__}: {error}"[:300]))

@@ -8,6 +8,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from train.errors import PEER_LOST, STOPPED
 from train.group import keys
 from train.group.failure_detector import Suspect, is_cause
+from train.group.network import no_name_lookups
 from train.process.exit import within
 from train.process.log import Log
 from train.process.status import GONE, UNDECIDED, End, state_of
@@ -31,6 +32,7 @@ class EndReporter:
         self.step = 0  # the last one that this rank finished
         self._store: Store | None = None
         self._hosts_store = False
+        self._no_lookups = contextlib.ExitStack()  # never closed: this process is about to end
 
     def connect(self, store: Store, *, hosts_store: bool) -> None:
         """From now on report to the other ranks too. `hosts_store`: the store ends with this process."""
@@ -61,6 +63,11 @@ class EndReporter:
         """Say that this rank lost a peer and looks for it. The others, which may not have noticed, wake up by that.
         Returns True unless the store does not answer, which takes STORE_S."""
         end = End(self.rank, self.log.host, UNDECIDED, PEER_LOST, "a peer was lost", self.step).to_json()
+
+        if self._hosts_store:
+            # The lost rank's successor is about to connect. Its name is of no use, and to look it up may take seconds,
+            # in the thread that serves the others' last words
+            self._no_lookups.enter_context(no_name_lookups())
 
         def tell() -> bool:
             if self._store is not None:
