@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.rigs.lost_ranks import Case, Soak
 from tests.rigs.places import JOINING, KEEPING, OUT_OF_MEMORY_CGROUPS, PREPARING, STEPPING, Fault
-from tests.soak import Case, Soak, sequence
+from tests.soak import sequence
 
 
 @pytest.fixture(scope="module")

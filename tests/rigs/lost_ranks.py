@@ -1,0 +1,271 @@
+"""Jobs that lose ranks at exact places, and what has to be true of each in the end: nothing, but for the time."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.rigs import places
+from tests.rigs.jobs import MAIN, ROOT, ended, environ_of, environment, free_port, metrics, rank_env, result, start
+from tests.rigs.places import Fault
+
+STEPS = 24
+EVERY_JOB = (
+    f"--max-steps={STEPS}", "--batch-size=48", "--save-every-steps=5", "--eval-batch-size=16", "--log-every-steps=1",
+    "--progress=none", "--name=run", "--step-timeout-s=120", "--join-timeout-s=120",
+)
+OWN = ("--workload=tests.rigs.recording_workload:build", "--limit-train=384")
+FAKE = ("--dataset=fake", "--fake-samples=384")
+JOB_TIMEOUT_S = 600.0
+
+# What is trained, by name
+PROFILES: dict[str, tuple[str, ...]] = {
+    "wide": (*OWN, "--options.model=wide", "--num-workers=0"),
+    "workers": (*FAKE, "--model=cnn", "--dropout=0.2", "--augment", "--in-memory=never", "--num-workers=1"),
+    "accumulate": (*OWN, "--options.model=wide", "--accumulate=2", "--optimizer=adamw", "--lr=0.001", "--clip-norm=1"),
+    "fp16": (*FAKE, "--model=cnn", "--precision=fp16", "--optimizer=adamw", "--lr=0.001"),
+    "bf16": (*FAKE, "--model=cnn", "--precision=bf16"),
+    "compile": (*FAKE, "--model=mlp", "--compile"),
+    "text": ("--workload=text", "--limit-train=384", "--optimizer=adamw", "--lr=0.001"),
+    "bert": ("--workload=text", "--limit-train=384", "--optimizer=adamw", "--lr=0.0005", "--bert-dir={bert}",
+             "--max-seq-len=64"),
+    # Ranks hold different states: the run goes on from its checkpoint
+    "fsdp": (*OWN, "--options.model=wide", "--parallel=fsdp"),
+    "powersgd": (*OWN, "--options.model=wide", "--compress=powersgd", "--powersgd-start=2"),
+}
+FROM_CHECKPOINT = ("fsdp", "powersgd")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job and what it suffers. `launcher`: "launch", or "supervise": a supervisor for each rank, as in containers.
+    """
+
+    profile: str
+    world_size: int
+    faults: tuple[tuple[Fault, ...], ...]
+    launcher: str = "launch"
+
+    def __str__(self) -> str:
+        text = "; ".join(" + ".join(_told(fault) for fault in group) for group in self.faults)
+        return f"{self.profile}, {self.launcher}, {self.world_size} ranks: {text}"
+
+
+def _told(fault: Fault) -> str:
+    who = "any rank" if fault.rank < 0 else f"rank {fault.rank}"
+    who += "" if fault.whom == "self" else f"'s {fault.whom}"
+    return f"{who} {fault.how} {fault.place}" + (f" in step {fault.step}" if fault.step else "")
+
+
+@dataclass
+class Outcome:
+    """What came of a case: no problems, if all is well."""
+
+    problems: list[str]
+    seconds: float = 0.0
+    struck: int = 0
+    lost: int = 0  # optimizer steps that were done again, since nobody who had finished them lived on
+    slowest: tuple[float, str] = (0.0, "")  # seconds from a loss to the next step or the next loss, and where
+    output: str = ""
+
+
+@dataclass
+class Soak:
+    """Runs cases in one folder, and knows what undisturbed jobs end with."""
+
+    folder: Path
+    known: dict[tuple[str, int], Mapping[str, Any]] = field(default_factory=dict)
+    count: int = 0
+
+    def run(self, case: Case) -> Outcome:
+        """The job of that case to its end, or to its time limit, and all that is wrong with it."""
+        expected = self.undisturbed(case.profile, case.world_size)
+        self.count += 1
+        folder = self.folder / f"case-{self.count}"
+        began_s = time.monotonic()
+        job = _Job(folder, self.settings(case.profile), case)
+        problems = job.to_its_end()
+        left = psutil.wait_procs(job.processes(), timeout=20)[1]
+        problems += [f"left: {process}" for process in left]
+        for process in left:
+            process.kill()
+        if not problems:
+            problems = _differences(folder / "run", expected)
+        struck = places.strikes(folder / "faults")
+        wanted = sum(map(len, case.faults))
+        if len(struck) < wanted:
+            problems.append(f"only {len(struck)} of {wanted} faults struck")
+        lost, repeated = _done_again(folder / "faults")
+        if case.profile not in FROM_CHECKPOINT and repeated:
+            problems.append(f"done again although a rank had finished them and lived on: {', '.join(repeated)}")
+        problems += _left_in_memory(folder)
+        output = job.output + "".join(path.read_text() for path in sorted((folder / "run" / "logs").glob("*.log")))
+        return Outcome(problems, time.monotonic() - began_s, len(struck), lost, _slowest(folder / "faults"), output)
+
+    def undisturbed(self, profile: str, world_size: int) -> Mapping[str, Any]:
+        """Digest and metrics of the run that nothing happens to."""
+        if (profile, world_size) not in self.known:
+            folder = self.folder / f"undisturbed-{profile}-{world_size}"
+            command = [sys.executable, str(MAIN), "launch", f"--nproc={world_size}", f"--run-dir={folder}"]
+            job = start(*command, *self.settings(profile))
+            with ended(job):
+                assert job.wait(JOB_TIMEOUT_S) == [0], job.output
+            self.known[profile, world_size] = _of_run(folder / "run")
+        return self.known[profile, world_size]
+
+    def settings(self, profile: str) -> list[str]:
+        words = [*PROFILES[profile], *EVERY_JOB, f"--tensorboard={str(profile == 'workers').lower()}"]
+        if "{bert}" in " ".join(words):
+            bert = self.folder / "bert"
+            if not bert.exists():
+                from tests.rigs.tiny_bert import make_bert
+
+                make_bert(bert)
+            words = [word.format(bert=bert) for word in words]
+        return words
+
+
+class _Job:
+    """The processes of a job. Those that end without success are started again, as users, containers and pods are."""
+
+    def __init__(self, folder: Path, settings: Sequence[str], case: Case) -> None:
+        self.mark = secrets.token_hex(8)  # children inherit it, also those whose parent has ended
+        common = {**places.order(folder / "faults", case.faults), "JOB_UNDER_TEST": self.mark}
+        line = [f"--run-dir={folder}", *settings, "--max-restarts=20"]
+        self.starts: list[tuple[list[str], dict[str, str]]] = []
+        if case.launcher == "launch":
+            self.starts.append((["launch", f"--nproc={case.world_size}", *line], common))
+        else:
+            port = free_port()
+            for rank in range(case.world_size):
+                self.starts.append((["supervise", *line], common | rank_env(rank, case.world_size, port)))
+        # A supervisor that was killed or asked to stop has nobody else to start it again
+        self.left = sum(fault.whom != "self" or fault.how == "SIGTERM" for group in case.faults for fault in group)
+        self.output_file = folder / "output.txt"
+
+    @property
+    def output(self) -> str:
+        return self.output_file.read_text(errors="replace")
+
+    def to_its_end(self) -> list[str]:
+        """Run it. Returns what is wrong, nothing if all ended with 0."""
+        until_s = time.monotonic() + JOB_TIMEOUT_S
+        running = dict(enumerate(map(self._start, self.starts)))
+        try:
+            while running:
+                if time.monotonic() > until_s:
+                    return [f"did not end within {JOB_TIMEOUT_S:g} s"]
+                for number, process in list(running.items()):
+                    code = process.poll()
+                    if code == 0:
+                        del running[number]
+                    elif code is not None:
+                        if not self.left:
+                            return [f"ended with {code}"]
+                        self.left -= 1
+                        running[number] = self._start(self.starts[number])
+                time.sleep(0.02)
+            return []
+        finally:
+            for process in running.values():
+                process.kill()
+                process.wait(20)
+
+    def _start(self, line: tuple[list[str], dict[str, str]]) -> subprocess.Popen[bytes]:
+        arguments, env = line
+        with self.output_file.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, MAIN, *arguments], env=environment(env), cwd=ROOT, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            )
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes of the job that are alive."""
+        found = [p for p in psutil.process_iter() if environ_of(p.pid).get("JOB_UNDER_TEST") == self.mark]
+        return [process for process in found if process.is_running()]
+
+
+# Claims -----------------------------------------------------------------------------------------------------------
+
+
+def _of_run(run_dir: Path) -> dict[str, Any]:
+    clock = ("time", "train/images_per_s", "train/texts_per_s", "train/samples_per_s")
+    lines = [{name: value for name, value in entry.items() if name not in clock} for entry in metrics(run_dir)]
+    return {"digest": result(run_dir)["digest"], "metrics": lines, "tensorboard": _tensorboard(run_dir / "tensorboard")}
+
+
+def _tensorboard(folder: Path) -> dict[str, list[int]]:
+    """The steps of each curve, as TensorBoard shows it."""
+    if not folder.exists():
+        return {}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {tag: [point.step for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def _differences(run_dir: Path, expected: Mapping[str, Any]) -> list[str]:
+    got = _of_run(run_dir)
+    problems = []
+    if got["digest"] != expected["digest"]:
+        problems.append("other weights")
+    if got["tensorboard"] != expected["tensorboard"]:
+        problems.append(f"other curves in TensorBoard: {got['tensorboard']}")
+    if got["metrics"] != expected["metrics"]:
+        steps = [entry["step"] for entry in got["metrics"] if "train/loss" in entry]
+        twice = sorted({step for step in steps if steps.count(step) > 1})
+        missing = sorted(set(range(1, STEPS + 1)) - set(steps))
+        problems.append(f"other metrics (training steps twice: {twice}, missing: {missing})")
+    return problems
+
+
+def _done_again(folder: Path) -> tuple[int, list[str]]:
+    """How many optimizer steps had to be done again, and those that need not: a process had finished them and lived on.
+
+    A killed process takes the step along that it had finished as the first.
+    """
+    killed = {pid for strike in places.strikes(folder) for pid in strike.pids}
+    done: dict[tuple[int, int], dict[str, Any]] = {}  # by rank and step
+    lost, repeated = 0, []
+    for update in places.updates(folder):
+        rank, step = update["rank"], update["step"]
+        before = done.get((rank, step))
+        if before is not None and before["pid"] in killed:
+            lost += 1
+        elif before is not None:
+            repeated.append(f"step {step} by rank {rank}")
+        done[rank, step] = update
+    return lost, repeated
+
+
+def _slowest(folder: Path) -> tuple[float, str]:
+    """The longest time from a loss to the next step of the lost rank, or to the next loss: seconds, and the place."""
+    struck, done = places.strikes(folder), places.updates(folder)
+    times = [(0.0, "")]
+    for strike in struck:
+        later = [other.time for other in struck if other.time > strike.time]
+        later += [u["time"] for u in done if u["rank"] == strike.rank and u["time"] > strike.time]
+        if later:
+            times.append((min(later) - strike.time, strike.fault.place))
+    return max(times)
+
+
+def _left_in_memory(folder: Path) -> list[str]:
+    """What the job has left in /dev/shm: rescues of its run, and what its processes shared with their workers."""
+    try:
+        run = json.loads((folder / "run" / "run.json").read_text())["run"]
+    except (OSError, KeyError, ValueError):
+        run = None
+    pids = {str(update["pid"]) for update in places.updates(folder / "faults")}
+    shared = Path("/dev/shm")
+    left = [path for path in shared.glob("torch_*") if path.name.split("_")[1] in pids]
+    left += [path for path in shared.glob(f"rankup-{os.getuid()}/*") if path.name == run]
+    return [f"left in memory: {path}" for path in left]
