@@ -52,8 +52,8 @@ def prepare(order: Order) -> None:
         for module in (order.entry.partition(":")[0], *order.modules):
             with contextlib.suppress(Exception):
                 importlib.import_module(module)
-    if "train.workloads.images" in order.modules:
-        torch: Any = sys.modules["torch"]
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and "train.workloads.images" in order.modules:
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # more would be started at the first large tensor, and stay
         with contextlib.suppress(Exception):

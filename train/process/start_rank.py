@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -31,7 +32,9 @@ Start = Callable[[str, list[str], dict[str, str]], int]
 
 def start_fresh(name: str, arguments: list[str], env: dict[str, str]) -> int:
     """A fresh interpreter in a session of its own. Returns its process id."""
-    return os.posix_spawn(sys.executable, [sys.executable, MAIN, *arguments], {**os.environ, **env}, setsid=True)
+    process = subprocess.Popen([sys.executable, MAIN, *arguments], env={**os.environ, **env}, start_new_session=True)
+    process.returncode = 0  # the server waits for all its children; a Popen without a code would do it too, and warn
+    return process.pid
 
 
 def fork_rank(

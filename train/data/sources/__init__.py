@@ -39,6 +39,9 @@ def hold(config: Config) -> None:
     They share its memory, and save the time to read and unpack it, 0.2 s for Fashion-MNIST. Nothing is held that would
     have to be downloaded first or can't be used: a forked process finds that out again, and says it.
     """
+    if config.dataset == "imagefolder":
+        return  # its files are decoded one by one, and to list those of a large one takes minutes
+
     def give_up(line: str) -> None:
         raise _TakesTimeError
 
@@ -46,7 +49,7 @@ def hold(config: Config) -> None:
         halves = load(config, say=give_up)
     except Exception:
         return
-    if not hasattr(halves[0], "paths"):  # files are decoded one by one: there is nothing to hold
+    if not hasattr(halves[0], "paths"):
         _held[_key(config)] = halves
 
 
