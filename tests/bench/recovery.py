@@ -93,7 +93,7 @@ def is_training(line: str) -> bool:
 
 
 def measure(name: str, kills: int) -> list[str]:
-    """The rows of one launcher."""
+    """The rows of one launcher, with the machine's load beside them."""
     costs: dict[str, list[tuple[float, int]]] = defaultdict(list)
     loads = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -111,13 +111,13 @@ def measure(name: str, kills: int) -> list[str]:
                 costs[what].append(cost(job, what))
                 print(f"{name}, {what}: %.2f s, %d steps twice" % costs[what][-1], file=sys.stderr, flush=True)
     cold_s = statistics.median(took_s for took_s, _ in costs[COLD])
+    load = f"{min(loads):.0f} to {max(loads):.0f}"
     rows = []
     for what, found in costs.items():
         took_s = [each for each, _ in found]
         median_s = statistics.median(took_s)
         cells = [name, what, f"{median_s:.2f}", f"{max(took_s):.2f}", f"{median_s / cold_s:.2f}"]
-        rows.append(f"| {' | '.join(cells)} | {sum(twice for _, twice in found)} |")
-    print(f"{name}: load average {min(loads):.1f} to {max(loads):.1f}", file=sys.stderr)
+        rows.append(f"| {' | '.join(cells)} | {sum(twice for _, twice in found)} | {load} |")
     return rows
 
 
@@ -147,8 +147,8 @@ def main() -> None:
         if reason := ask():
             sys.exit(f"{name}: {reason}")
     rows = [row for name in options.launchers for row in measure(name, options.kills)]
-    print("| launcher | lost | median, s | worst, s | of the cold restart | steps done twice |")
-    print("|---|---|---|---|---|---|")
+    print("| launcher | lost | median, s | worst, s | of the cold restart | steps done twice | load average |")
+    print("|---|---|---|---|---|---|---|")
     print("\n".join(rows))
     print(
         f"\n{options.kills} of each, taking turns; two ranks of the program's defaults (Fashion-MNIST, small CNN). "
