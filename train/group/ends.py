@@ -59,9 +59,8 @@ class EndReporter:
                 time.sleep(0.02)
             self.status.write_summary(end.state, self._ends(end))
 
-    def report_loss(self) -> bool:
-        """Say that this rank lost a peer and looks for it. The others, which may not have noticed, wake up by that.
-        Returns True unless the store does not answer, which takes STORE_S."""
+    def report_loss(self) -> None:
+        """Say that this rank lost a peer and looks for it. The others, which may not have noticed, wake up by that."""
         end = End(self.rank, self.log.host, UNDECIDED, PEER_LOST, "a peer was lost", self.step).to_json()
 
         if self._hosts_store:
@@ -69,14 +68,13 @@ class EndReporter:
             # in the thread that serves the others' last words
             self._no_lookups.enter_context(no_name_lookups())
 
-        def tell() -> bool:
+        def tell() -> None:
             if self._store is not None:
                 with contextlib.suppress(RuntimeError):
                     self._store.set(keys.end(self.rank), end)
                     self._store.compare_set(keys.FAILED, "", end)
-            return True
 
-        return within(STORE_S, tell) is not None
+        within(STORE_S, tell)
 
     def report_stop(self, why: str) -> None:
         """This rank was asked to stop, and leaves without waiting for the others."""

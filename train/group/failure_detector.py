@@ -1,5 +1,6 @@
 """Which rank caused the end: read from the reports and the signs of life that the ranks leave in the shared store."""
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -9,13 +10,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from train.errors import FINISHED, PEER_LOST, root_cause, worth_restarting
 from train.group import keys
-from train.group.store import wait_for
+from train.group.store import second_connection, wait_for
+from train.process.exit import within
 from train.process.status import GONE, End
 
 BEAT_S = 0.5
 SILENT_S = 2.0  # a rank without a beat for so long, that has reported no end, is lost
 SEVERAL_SILENT_S = 4.5  # longer for several: on a machine with too much to do some that are alive seem silent at first
 LOOK_AGAIN_S = 0.1
+WAIT_S = 3600.0  # torch waits no longer than some weeks at a time
 LOOK_S = 7.0  # a store that does not answer within this is in a process that is stopped itself
 
 
@@ -32,6 +35,51 @@ class Suspect:
     def gone(self) -> bool:
         """Whether somebody saw its process end."""
         return self.end is not None and self.end.state == GONE
+
+
+class FailureDetector:
+    """Learns from the store that a rank has failed, and which."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, *, holder: str) -> None:
+        """`store`: a connection that no other thread holds for long, made for this group. It breaks with the process
+        that holds the store, where a new one would be tried again and again, or meet the store of the next attempt.
+        `holder`: whose process that is, for messages."""
+        self._store, self._rank, self._world_size, self._holder = store, rank, world_size, holder
+        self._waiting_store = second_connection(store)  # who waits holds a connection
+        self._reported: list[Suspect] = []
+
+    def wait_for_failure(self) -> None:
+        """Return once a rank has reported a failure, its own or another's, or the store is gone."""
+        with contextlib.suppress(RuntimeError):  # torch's own error: the process that holds the store has ended
+            while not wait_for(self._waiting_store, [keys.FAILED], WAIT_S):
+                pass
+
+    def look(self) -> bool:
+        """Read what was reported so far. Returns whether a process is gone."""
+        try:
+            # Kept, because rank 0 may take the store with it before a collective breaks here
+            self._reported = named_so_far(self._waiting_store, myself=self._rank) or self._reported
+        except RuntimeError:
+            if not self._reported:
+                return True  # the process that holds the store, without a word
+        return any(suspect.gone for suspect in self._reported)
+
+    def suspects(self, *, waiting: bool, overdue: bool) -> list[Suspect]:
+        """The ranks that may be the cause, the most likely first, see `find_suspects`. `overdue`: this rank's own
+        deadline has passed. Takes LOOK_S at most, as a store whose process is stopped never answers."""
+        found = within(LOOK_S, lambda: self._find(waiting, overdue))
+        return found if found is not None else [Suspect(0, f"the store of {self._holder} does not answer")]
+
+    def _find(self, waiting: bool, overdue: bool) -> list[Suspect]:
+        try:
+            return find_suspects(self._store, self._world_size, myself=self._rank, waiting=waiting)
+        except RuntimeError:
+            if self._reported:
+                return self._reported
+            if overdue and not waiting:
+                # This rank is the one that takes too long: those that waited for it have left, and the store with them
+                return [Suspect(self._rank, "the others have left")]
+            return [Suspect(0, f"the store of {self._holder} is gone")]
 
 
 def find_suspects(store: Store, world_size: int, *, myself: int, waiting: bool) -> list[Suspect]:

@@ -18,8 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from train.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
 from train.group import keys
 from train.group.ends import EndReporter
-from train.group.failure_detector import BEAT_S, LOOK_S, Suspect, describe, find_suspects, named_so_far, root_exit_code
-from train.group.store import second_connection, wait_for
+from train.group.failure_detector import BEAT_S, LOOK_S, FailureDetector, Suspect, describe, root_exit_code
 from train.process import health
 from train.process.exit import clear_hard_deadline, leave, set_hard_deadline, within
 from train.process.log import Log
@@ -39,7 +38,6 @@ UNNOTICED_WAITING_S = 1.0  # in a collective
 # rank's silence for longer than this. Long, because a machine with too much to do may look dead for a while.
 NO_SIGN_S = 30.0
 LOOK_AT_NEXT = 4
-WAIT_S = 3600.0  # torch waits no longer than some weeks at a time
 # How long a last word may take: the store may be the very thing that hangs, or be in use by the thread that hangs.
 LAST_WORD_S = 5.0
 # How long a rank that failed may take to find the cause, to report it and to leave.
@@ -68,13 +66,11 @@ class Watchdog:
         self.ends, self.stop, self.log = ends, stop, log
         self.rank, self.world_size = ends.rank, ends.world_size
         self.hosts: Sequence[str] = [log.host] * self.world_size
-        self.host_of_store = "rank 0"
-        self.store: Store | None = None
         self.phase = "start"
         self._entered_s = time.monotonic()
         self._timeout_s = 0.0
         self._ended = threading.Event()
-        self._reported: list[Suspect] = []
+        self._detector: FailureDetector | None = None  # once the ranks have met
         self._quiet = threading.Event()
         self._waiting = False  # inside a collective: the others are to blame, not this rank
         self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
@@ -109,12 +105,13 @@ class Watchdog:
         self._waiting = waiting
 
     def connect(self, store: Store, hosts: Sequence[str], *, agent_store: bool) -> None:
-        """Begin to beat. `store` must be a connection of its own: a collective's set-up blocks the one it uses."""
-        self.store, self.hosts = store, hosts
-        self.host_of_store = "the launcher's agent on node 0" if agent_store else f"rank 0 on {hosts[0]}"
-        # Waiting holds a connection, so it is a third one
-        threading.Thread(target=self._await_loss, args=(second_connection(store),), name="losses", daemon=True).start()
-        threading.Thread(target=self._beat, name="beats", daemon=True).start()
+        """Begin to beat, and to wait for losses. `store` must be a connection of its own: a collective's set-up blocks
+        the one it uses."""
+        self.hosts = hosts
+        holder = "the launcher's agent on node 0" if agent_store else f"rank 0 on {hosts[0]}"
+        self._detector = FailureDetector(store, self.rank, self.world_size, holder=holder)
+        threading.Thread(target=self._await_loss, args=(self._detector,), name="losses", daemon=True).start()
+        threading.Thread(target=self._beat, args=(store,), name="beats", daemon=True).start()
 
     def protect(self, keeper: Keeper, *, timeout_s: float) -> None:
         """From now on call `keeper.keep()` before this process ends because of a lost peer or a deadline. It gets
@@ -144,22 +141,12 @@ class Watchdog:
 
     # Threads --------------------------------------------------------------------------------------------------
 
-    def _await_loss(self, store: Store) -> None:
+    def _await_loss(self, detector: FailureDetector) -> None:
         """Leave soon after another rank has failed, unless the loop notices that by itself."""
-        gone = False  # the process of a rank, so that every moment counts: it is started again already
-        try:
-            while not wait_for(store, [keys.FAILED], WAIT_S):
-                pass
-        except RuntimeError:
-            gone = True  # the store's process
+        detector.wait_for_failure()
         since_s = time.monotonic()
         while True:
-            try:
-                # Kept, because rank 0 may take the store with it before a collective breaks here
-                self._reported = named_so_far(store, myself=self.rank) or self._reported
-            except RuntimeError:
-                gone = gone or not self._reported
-            gone = gone or any(suspect.gone for suspect in self._reported)
+            gone = detector.look()
             if self._quiet.wait(NOTICE_S):
                 break
             waiting = self._waiting or self.phase == "join"
@@ -170,8 +157,7 @@ class Watchdog:
             if time.monotonic() - since_s > patience_s:
                 self._leave(f"lost a peer at step {self.ends.step}")
 
-    def _beat(self) -> None:
-        assert self.store is not None
+    def _beat(self, store: Store) -> None:
         count = 0
         next_rank = keys.beat((self.rank + 1) % self.world_size)
         next_beat, next_beat_s = b"", time.monotonic()
@@ -179,9 +165,9 @@ class Watchdog:
             count += 1
             try:
                 state = {"n": count, "phase": self.phase, "step": self.ends.step, "waiting": self._waiting}
-                self.store.set(keys.beat(self.rank), json.dumps(state))
-                if count % LOOK_AT_NEXT == 0 and self.store.check([next_rank]):
-                    beat = self.store.get(next_rank)
+                store.set(keys.beat(self.rank), json.dumps(state))
+                if count % LOOK_AT_NEXT == 0 and store.check([next_rank]):
+                    beat = store.get(next_rank)
                     if beat != next_beat:
                         next_beat, next_beat_s = beat, time.monotonic()
             except RuntimeError:
@@ -230,16 +216,11 @@ class Watchdog:
     def suspects(self, *, overdue: bool = False) -> list[Suspect]:
         """Report that this rank lost a peer, keep what it holds, and find out which; the most likely suspect first.
 
-        `overdue`: this rank's own deadline has passed. Takes LOOK_S at most, since a store whose process is stopped
-        would hold us without end. Over the connection of the beats: it breaks with the process that holds the store,
-        where a new one would be tried again and again, or meet the store of the next attempt.
+        `overdue`: this rank's own deadline has passed.
         """
-        answers = self.ends.report_loss()  # first: who has not noticed yet wakes up while this rank writes
+        self.ends.report_loss()  # first: who has not noticed yet wakes up while this rank writes
         self._keep()
-        if self.store is None:
-            return []
-        found = within(LOOK_S, lambda: self._look_for_suspects(overdue)) if answers else None
-        return found if found is not None else [Suspect(0, f"the store of {self.host_of_store} does not answer")]
+        return self._detector.suspects(waiting=self._waiting, overdue=overdue) if self._detector else []
 
     def _keep(self) -> None:
         """Have the keeper write, once. A second caller waits for the first: the process must not end meanwhile."""
@@ -250,15 +231,3 @@ class Watchdog:
             self._extend(self._keep_timeout_s + LEAVING_S)
             within(self._keep_timeout_s, keeper.keep)
             self._extend(LEAVING_S)
-
-    def _look_for_suspects(self, overdue: bool) -> list[Suspect]:
-        assert self.store is not None
-        try:
-            return find_suspects(self.store, self.world_size, myself=self.rank, waiting=self._waiting)
-        except RuntimeError:
-            if self._reported:
-                return self._reported
-            if overdue and not self._waiting:
-                # This rank is the one that takes too long: those that waited for it have left, and the store with them
-                return [Suspect(self.rank, "the others have left")]
-            return [Suspect(0, f"the store of {self.host_of_store} is gone")]
