@@ -28,7 +28,7 @@ from train.process.stop import FAREWELL_S, StopRequest
 TICK_S = 0.2
 # How long the loop gets to notice by itself that another rank's process is gone. It does so within milliseconds where a
 # collective of gloo breaks. NCCL's do not break, nor does one whose other side is a third rank that is alive.
-NOTICE_S = 0.1
+NOTICE_S = 0.05
 # The same where the other rank ended with an error. The loop may be about to raise that error too (a mistake of the
 # user shows on all ranks), and then says more about it than this rank's end for a lost peer would.
 UNNOTICED_S = 10.0
