@@ -85,15 +85,16 @@ def test_torchruns_summary_says_what_a_rank_waited_for(tmp_path: Path) -> None:
     assert "<N/A>" not in summary
 
 
-def test_torchruns_restart_goes_on_from_the_checkpoint(forks: Forks, tmp_path: Path) -> None:
+def test_torchruns_restart_goes_on_from_the_last_finished_step(forks: Forks, tmp_path: Path) -> None:
     codes, output = forks.run("train", *SETTINGS, f"--run-dir={tmp_path}", "--name=undisturbed", world_size=2)
     assert codes == [0, 0], output
     run = tmp_path / "run"
-    # The sixth step of an incarnation; one that goes on from step 4 has only five
+    # Of one incarnation: the next one has fewer steps to do
     order = {"where": "loss", "call": 8, "rank": 1, "signal": "SIGKILL"}
     with ended(torchrun(run, options=("--max-restarts=1",), order=order)) as job:
         assert job.wait() == [0], job.output
-    assert "resumed from step-00000004" in job.output
+    assert "rescued by rank 0" in job.output
+    assert "no finished step was lost" in job.output
     assert result(run)["digest"] == result(tmp_path / "undisturbed")["digest"]
 
 
