@@ -225,6 +225,27 @@ def test_a_rank_that_died_before_anybody_watched_it_is_reported_by_the_process_i
     assert result(tmp_path / "run")["world_size"] == 3
 
 
+def test_a_process_that_takes_the_place_of_none_in_a_group_does_not_end_it(forks: Forks, tmp_path: Path) -> None:
+    """Two jobs on one port, by mistake: the one that comes later was started again, too."""
+    port, go = free_port(), tmp_path / "go"
+    line = ("train", *SETTINGS, f"--run-dir={tmp_path}", "--num-workers=0")
+    arrived = tmp_path / "arrived"
+    order = {"where": "loss", "call": 6, "rank": 0, "tell": str(arrived), "until": str(go)}
+    env = {"PROBE": json.dumps(order)}
+    ranks = [forks.start(*line, "--name=run", env=rank_env(r, 2, port) | env).processes[0] for r in range(2)]
+    while not arrived.exists():
+        assert ranks[0].code is None, ranks[0].output
+        time.sleep(0.01)
+    again = {**rank_env(1, 2, port), "RANKUP_RESTART": "1", "RANKUP_ENDED": "137"}
+    other = forks.start(*line, "--name=other", "--join-timeout-s=3", env=again).processes[0]
+    assert other.ended.wait(PATIENCE_S)
+    assert "was complete before this rank came" in other.output
+    go.touch()
+    for process in ranks:
+        assert process.ended.wait(PATIENCE_S)
+        assert process.code == 0, process.output
+
+
 def die_before_the_routes() -> None:
     """Call it first in a process: as rank 2 it dies when all have met, and before any rank knows its port."""
     from train.group import join

@@ -28,9 +28,10 @@ from train.process.log import Log
 from train.process.status import GONE, End
 
 CONNECT_S = 4.0  # a packet that a firewall drops is sent again after one and after three seconds
-# The kernel answers for a process, however busy the machine is. Of a container that was killed no address is left.
+# The kernel answers for a process at once, however busy the machine is. Where a container was killed nothing answers.
 CHECK_S = 0.3
-# A connection that held for longer and then ends may have been cut by a firewall that ends idle ones.
+# A connection that held for longer and then ends may have been cut by a firewall that ends idle ones: the process is
+# alive if it can be reached again.
 YOUNG_S = 1.0
 KEEP_ALIVE_S = 60  # such firewalls wait for minutes at least
 ENDED = "its process has ended"
@@ -79,8 +80,9 @@ class PeerWatch:
             while (rank := (rank + 1) % self.world_size) != self.rank and self.store.check([keys.listener(rank)]):
                 self._wait_for_end(rank)
                 report_gone(self.store, rank, self._address(rank)["host"], ENDED)
-        except OSError as error:  # the route to it is lost: that may pass, and the beats say whether it is alive
-            self.log.debug(f"no longer watching rank {rank}: {error}")
+        except (OSError, LookupError) as error:
+            # The route to it is lost, which may pass, and the beats say whether it is alive. Or it could not listen
+            self.log.debug(f"no longer watching rank {rank}: {type(error).__name__}: {error}")
         except RuntimeError:
             pass  # torch's own error: rank 0 took the store with it, and everybody notices that
 
