@@ -164,8 +164,8 @@ def _strike(fault: Fault) -> None:
         ctypes.string_at(0)  # a real one, in C
     for pid in victims:
         os.kill(pid, number)
-    if number != signal.SIGTERM:
-        time.sleep(600)  # for the others: the end of a parent takes this process along
+    # The end of a parent takes this process along; a request to stop comes back from it while this place lasts
+    time.sleep(2.0 if number == signal.SIGTERM else 600.0)
 
 
 def _siblings() -> list[int]:
