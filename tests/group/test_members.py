@@ -91,7 +91,38 @@ def test_a_rank_reads_of_the_others_only_whom_it_is_asked_about():
         store.set(keys.member(rank), Member(rank, host="read later").to_json())
     assert [hosts[rank] for rank in (0, 46, 50, 54)] == ["host0", "host46", "host50", "host54"], "read at once"
     assert hosts[90] == "read later"
+    assert hosts[91] == "read later"
     assert len(list(hosts)) == 100
+
+
+def test_who_is_on_every_rank_is_asked_in_one_request():
+    class Counting(HashStore):
+        requests = 0
+
+        def multi_get(self, names: list[str]) -> list[bytes]:
+            Counting.requests += 1
+            return [self.get(name) for name in names]
+
+    store = Counting()
+    for rank in range(100):
+        store.set(keys.member(rank), Member(rank, host=f"host{rank}").to_json())
+    hosts = Hosts(Members(store, 100, myself=50))
+    assert list(hosts) == [f"host{rank}" for rank in range(100)]
+    assert Counting.requests == 2
+
+
+def test_without_a_store_the_names_that_are_known_remain():
+    class Leaving(HashStore):
+        def multi_get(self, names: list[str]) -> list[bytes]:
+            if "member/90" in names:
+                raise RuntimeError("the store's process is gone")
+            return [self.get(name) for name in names]
+
+    store = Leaving()
+    for rank in range(100):
+        store.set(keys.member(rank), Member(rank, host=f"host{rank}").to_json())
+    hosts = list(Hosts(Members(store, 100, myself=50)))
+    assert (hosts[50], hosts[90]) == ("host50", "?")
 
 
 def test_a_member_of_another_version_is_understood():

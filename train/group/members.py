@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -70,9 +70,20 @@ class Members(Sequence[Member]):
 
     def __init__(self, store: Store, size: int, *, myself: int) -> None:
         self._store, self._size = store, size
-        near = sorted({0, *((myself + distance) % size for distance in range(-NEAR, NEAR + 1))})
-        texts = store.multi_get([keys.member(rank) for rank in near])
-        self._known = {rank: Member.from_json(text) for rank, text in zip(near, texts, strict=True)}
+        self._known: dict[int, Member] = {}
+        self._read({0, *((myself + distance) % size for distance in range(-NEAR, NEAR + 1))})
+
+    def _read(self, ranks: Iterable[int]) -> None:
+        """Read these in one request. Raises RuntimeError where the store is gone."""
+        wanted = sorted(set(ranks) - set(self._known))
+        texts = self._store.multi_get([keys.member(rank) for rank in wanted]) if wanted else []
+        self._known |= {rank: Member.from_json(text) for rank, text in zip(wanted, texts, strict=True)}
+
+    def __iter__(self) -> Iterator[Member]:
+        """All of them: for rank 0's summaries, and for the doctor."""
+        with contextlib.suppress(RuntimeError):
+            self._read(range(self._size))
+        return (self[rank] for rank in range(self._size))
 
     def __len__(self) -> int:
         return self._size
@@ -82,7 +93,7 @@ class Members(Sequence[Member]):
             raise IndexError(rank)
         if rank not in self._known:
             try:
-                self._known[rank] = Member.from_json(self._store.get(keys.member(rank)))
+                self._read([rank])
             except RuntimeError:  # torch's own error: the store is gone, and a message has to do without the name
                 return Member(rank)
         return self._known[rank]
@@ -93,6 +104,9 @@ class Hosts(Sequence[str]):
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
+
+    def __iter__(self) -> Iterator[str]:
+        return (member.host for member in self._members)
 
     def __len__(self) -> int:
         return len(self._members)
