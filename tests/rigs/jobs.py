@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MAIN = ROOT / "train" / "main.py"
 # What launchers, schedulers and earlier tests may have left in the environment
 FOREIGN = re.compile(
-    r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_|MASTER_|PET_|TORCHELASTIC|SLURM_|OMPI_|HOROVOD_|RANKUP_|GLOO_|NCCL_|TP_)"
+    r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_|MASTER_|PET_|TORCHELASTIC|SLURM_|OMPI_|HOROVOD_|RANKUP_|GLOO_"
+    r"|NCCL_|TP_)"
 )
 
 

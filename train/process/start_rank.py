@@ -93,7 +93,9 @@ def start_spawned(name: str, arguments: list[str], env: dict[str, str]) -> int:
     # torch exports it under a condition that mypy does not follow
     from torch.multiprocessing import start_processes  # type: ignore[attr-defined]
 
-    context = start_processes(_be, (arguments, env), 1, join=False, start_method="spawn")  # type: ignore[no-untyped-call]
+    context = start_processes(  # type: ignore[no-untyped-call]
+        _be, (arguments, env), 1, join=False, start_method="spawn"
+    )
     process = context.processes[0]
     # multiprocessing looks after its children whenever it starts one, and the end that it sees nobody else does
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
