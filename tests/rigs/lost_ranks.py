@@ -97,6 +97,7 @@ class Soak:
         problems += [f"left: {process}" for process in left]
         for process in left:
             process.kill()
+        places.remove_cgroups(folder / "faults")
         if not problems:
             problems = _differences(folder / "run", expected)
         struck = places.strikes(folder / "faults")

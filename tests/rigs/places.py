@@ -81,6 +81,13 @@ def strikes(folder: Path) -> list[Strike]:
     return [Strike(Fault(**entry.pop("fault")), **entry) for entry in found if entry]
 
 
+def remove_cgroups(folder: Path) -> None:
+    """Remove those that faults of the kind "memory" have made; all in them has ended."""
+    for strike in strikes(folder):
+        for pid in strike.pids if strike.fault.how == "memory" else []:
+            (OUT_OF_MEMORY_CGROUPS / f"places-{pid}").rmdir()
+
+
 def updates(folder: Path) -> list[dict[str, Any]]:
     """The optimizer steps that all processes have finished: {"rank", "pid", "step", "time"}, by time."""
     lines = [line for path in folder.glob("updates-*.jsonl") for line in path.read_text().splitlines()]
