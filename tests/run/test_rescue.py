@@ -5,6 +5,7 @@ import shutil
 import stat
 import time
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,15 @@ def test_nothing_is_left_once_a_later_checkpoint_stands(memory: Path) -> None:
     assert list(memory.iterdir()) == []
     rescue.remove(RUN)
     rescue.remove(RUN, up_to=9)
+
+
+def test_ranks_of_a_node_remove_it_at_the_same_time(memory: Path) -> None:
+    with ThreadPoolExecutor(4) as ranks:
+        for step in range(1, 60):
+            write(step)
+            for done in [ranks.submit(rescue.remove, RUN, up_to=step) for _ in range(4)]:
+                done.result()
+    assert found() is None
 
 
 def test_other_runs_keep_theirs(memory: Path) -> None:

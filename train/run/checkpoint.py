@@ -62,9 +62,12 @@ class Checkpoint:
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """All folders that are named like a checkpoint, good or not, oldest first; a replaced one before its successor."""
-    if not directory.is_dir():
+    try:
+        # Not after a look whether it is there: ranks of one node remove a rescue's folder at the same time
+        paths = list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    named = [(match, path) for path in directory.iterdir() if (match := NAME.fullmatch(path.name)) and path.is_dir()]
+    named = [(match, path) for path in paths if (match := NAME.fullmatch(path.name)) and path.is_dir()]
     # As numbers: from step 100,000,000 on the names have a digit more
     return [path for match, path in sorted(named, key=lambda pair: (int(pair[0][1]), not pair[0][2]))]
 
