@@ -11,7 +11,10 @@ from tests.rigs.fork_server import Forks, Job
 from train.errors import LaunchError
 from train.group.file_rendezvous import Endpoint, publish_endpoint, read_endpoint, remove_endpoint
 from train.group.store import open_port, serve_store
+from train.group.waiting import Wait
+from train.process.env import Launch
 from train.process.init_method import environment, parse_url
+from train.process.log import Log
 
 LINE = ("train", "--dataset", "digits", "--model", "mlp", "--max-steps", "3", "--tensorboard=false", "--name", "run")
 
@@ -59,7 +62,9 @@ def test_file_that_leads_to_another_store_is_replaced(forks: Forks, tmp_path: Pa
     listener = open_port(0)
     assert listener is not None
     port = listener.getsockname()[1]
-    store = serve_store(listener, timeout_s=60)
+    wait = Wait(Launch(), timeout_s=60, log=Log())
+    store = serve_store(listener, wait)
+    wait.no_lookups.close()
     publish_endpoint(tmp_path / "meeting", Endpoint("old", "elsewhere", ["127.0.0.1"], port))
     finish(forks, tmp_path / "meeting")
     assert not store.check(["rankup/generation"])  # nobody introduced itself there

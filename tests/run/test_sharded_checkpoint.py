@@ -1,5 +1,6 @@
 """Sharded checkpoints: each rank writes its part, whole or not at all; they resume and load wherever plain ones do."""
 
+import enum
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from tests.rigs.bare_group import group_of
 from tests.rigs.checkpoints import training_state
@@ -18,6 +20,7 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import small_disk
 from train.errors import UserError
+from train.group.group import pack, unpack
 from train.run import publish, sharded_checkpoint, weights
 from train.run.checkpoint import find_problem, list_checkpoints, load_checkpoint, load_newest
 
@@ -240,6 +243,26 @@ def test_metadata_runs_nothing_that_somebody_put_there(tmp_path: Path) -> None:
     with pytest.raises(pickle.UnpicklingError, match="mkdir has no place in it"):
         sharded_checkpoint.read_all_shards(tmp_path)
     assert not (tmp_path / "harm").exists()
+
+
+def test_members_of_enums_are_read_as_each_release_of_python_writes_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """3.11.0 to 3.11.3, Debian 12's among them, write `getattr(WriteItemType, "TENSOR")`."""
+    member = sharded_checkpoint.WriteItemType.TENSOR
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
+    with torch.serialization.safe_globals([*sharded_checkpoint.SENT]):
+        assert unpack(pack(member)) is member
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(TensorProperties(memory_format=torch.preserve_format)))
+    properties: Any = sharded_checkpoint._Reader(tmp_path).read_metadata()
+    assert properties.memory_format is torch.preserve_format
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), "mro")))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(TensorProperties(memory_format=torch.preserve_format)))
+    with pytest.raises(pickle.UnpicklingError, match=r"'mro'\) has no place in it"):
+        sharded_checkpoint._Reader(tmp_path).read_metadata()
+    sent = torch.serialization.safe_globals([*sharded_checkpoint.SENT])
+    with sent, pytest.raises(pickle.UnpicklingError, match=r"'mro'\) has no place in it"):
+        unpack(pack(member))
 
 
 def die_in_save() -> None:

@@ -7,6 +7,7 @@ torch's `save` and `load` have the ranks unpickle what they send each other. So 
 of planner and writer have for themselves, are taken here one by one, and the group carries what passes between ranks.
 """
 
+import enum
 import errno
 import hashlib
 import pickle
@@ -39,11 +40,23 @@ FOLDER = "shards"
 NOT_VISIBLE = "not visible"
 VISIBLE_S = 10.0  # NFS caches directories: a node may see another node's new file this much later
 Fingerprint = dict[str, Any]  # {"bytes": int, "sha256": str} of one file
+
+
+def enum_member(kind: type[enum.Enum], name: str) -> enum.Enum:
+    """What Python 3.11.0 to 3.11.3, Debian 12's among them, call `getattr` for when they unpickle a member of an Enum.
+
+    Raises pickle.UnpicklingError for an attribute of anything else.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)) or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"getattr({kind!r}, {name!r}) has no place in it")
+    return kind[name]
+
+
 # What a rank's plan, and the places to which it wrote, consist of beside plain values. None of them does anything when
 # it is made, so what another process sends can only be a wrong plan.
 SENT = (
     SavePlan, WriteItem, WriteItemType, TensorWriteData, MetadataIndex, ChunkStorageMetadata, TensorProperties,
-    _MEM_FORMAT_ENCODING, WriteResult, _StorageInfo,
+    _MEM_FORMAT_ENCODING, WriteResult, _StorageInfo, (enum_member, "builtins.getattr"),
 )
 
 
@@ -65,6 +78,8 @@ class _SafeUnpickler(pickle.Unpickler):
     })
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return enum_member
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if module.split(".")[0] in ("torch", "pathlib") and (dtype or name in self.NAMES):
             return super().find_class(module, name)
