@@ -128,7 +128,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
         log.info("rescue none: no rank has the whole state, so a lost rank costs the steps since the newest checkpoint")
 
     # Model ------------------------------------------------------------------------------------------------------
-    plain = whole = prepare(workload.model, config, device)
+    plain = whole = prepare(workload, config, group)
     check_same_shapes(group, plain)
     progress = load_initial_weights(
         config, group, plain, run.checkpoint, data_name=workload.data_name, rescued=run.rescuer is not None

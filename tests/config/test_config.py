@@ -221,6 +221,7 @@ def test_precedence_is_defaults_then_file_then_flags(write):
         ("data_dir", "null", None), ("data_dir", "none", None), ("data_dir", "1", "1"), ("image_size", "none", None),
         ("image_size", "null", None), ("image_size", "32", 32), ("lr", "1", 1.0), ("lr", "1e-3", 1e-3),
         ("augment", "true", True), ("augment", "false", False),
+        ("channels_last", "auto", "auto"), ("channels_last", "true", True), ("channels_last", "false", False),
         ("in_memory", "never", "never"), ("options.a", "no", "no"), ("options.a", "[1, 2]", "[1, 2]"),
         ("options.a", "null", None), ("options.a", "1e-3", 1e-3), ("options.a-b", "x", "x"), ("options.a.b", "1", 1),
     ],
@@ -298,6 +299,7 @@ def test_name_that_is_no_safe_folder_is_refused(name):
         ("batch_size", "true", "--batch-size must be an integer >= 1, got true."),
         ("epochs", "9" * 5000, '--epochs must be an integer >= 1, got "' + "9" * 76 + "...."),
         ("augment", "yes", '--augment must be true or false, got "yes".'),
+        ("channels_last", "yes", '--channels-last must be one of auto, true, false, got "yes".'),
         ("data_dir", "", '--data-dir must be a path or null, got "".'),
         ("options.a", ".nan", "--options.a must be finite, got .nan."),
         ("options", "x", '--options must be a mapping of words to *, got "x".'),
@@ -512,7 +514,10 @@ def test_config_files_that_ship_are_there():
         ("train --augment --no-augment", {"augment": "false"}), ("train --options.width 64", {"options.width": "64"}),
         ("train --options.a-b_c=1", {"options.a-b_c": "1"}), ("--local-rank=0 train --epochs 2", {"epochs": "2"}),
         ("--local-rank 0 train --epochs 2", {"epochs": "2"}), ("--local_rank=3 train", {}),
-        ("--local_rank 3 train", {}), ("train", {}),
+        ("--local_rank 3 train", {}), ("train", {}), ("--channels-last train", {"channels_last": "true"}),
+        ("train --channels-last --no-augment", {"channels_last": "true", "augment": "false"}),
+        ("--channels-last auto train", {"channels_last": "auto"}),
+        ("train --no-channels-last", {"channels_last": "false"}),
     ],
 )
 def test_command_line_is_understood(line, settings):

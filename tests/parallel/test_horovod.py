@@ -20,8 +20,9 @@ from train.config import Config, load_config
 from train.errors import ConfigError
 from train.parallel import horovod
 
+# Horovod takes contiguous parameters only: ddp, which it is compared with, gets those too
 DIGITS = ("train", "--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr",
-          "0.02", "--schedule", "constant", "--log-every-steps", "1", "--device", "cpu")
+          "0.02", "--schedule", "constant", "--log-every-steps", "1", "--device", "cpu", "--no-channels-last")
 HOROVOD = ("--parallel", "horovod")
 STEPS = ("--max-steps", "14")
 ENDLESS = ("--max-steps", "1000000", "--save-every-steps", "3")

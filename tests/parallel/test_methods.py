@@ -61,7 +61,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], float]] = {
     "fp16": (("--precision", "fp16"), 2e-2),
     "fp16 accumulated and clipped at 1e9": (("--precision", "fp16", "--accumulate", "2", "--clip-norm", "1e9"), 2e-2),
     "static graph": (("--static-graph",), 1e-3),
-    "channels last": (("--channels-last",), 1e-3),
+    "contiguous": (("--no-channels-last",), 1e-3),
     "unused parameters looked for": (("--find-unused-parameters",), 1e-3),
     "fsdp": (("--parallel", "fsdp"), 1e-3),
     "fsdp in bf16, accumulated": (("--parallel", "fsdp", "--precision", "bf16", "--accumulate", "2"), 3e-2),
@@ -90,7 +90,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "clipped": ("--clip-norm", "0.5"),
     "fsdp with adamw, clipped": ("--parallel", "fsdp", "--optimizer", "adamw", "--lr", "0.002", "--clip-norm", "0.5"),
     "everything": ("--optimizer", "adamw", "--precision", "bf16", "--accumulate", "2", "--clip-norm", "1", "--lr",
-                   "0.002", "--label-smoothing", "0.1", "--augment", "--channels-last"),
+                   "0.002", "--label-smoothing", "0.1", "--augment"),
 }
 
 

@@ -74,7 +74,7 @@ def open_checkpoint(context: Context, path: str) -> Iterator[CheckpointModel]:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"{checkpoint.path} does not fit the model of these settings: {reason}.") from None
         # No rank trains here: batch norm uses its stored statistics, and sync_bn would need ranks to compute others
-        prepare(workload.model, settings.model_copy(update={"sync_bn": False}), group.device)
+        prepare(workload, settings.model_copy(update={"sync_bn": False}), group)
         context.stop.finish_step_first()
         yield CheckpointModel(settings, group, workload, checkpoint)
 

@@ -135,7 +135,7 @@ def _exact(argv: Sequence[str], fields: Fields, commands: Collection[str]) -> It
             # No command is called true or false, so such a word behind a switch can only be its value. A command behind
             # a name that nobody knows is the command, so that one mistake does not cause another.
             if _is_switch(name, fields):
-                alone = following not in ("true", "false")
+                alone = following not in ("true", "false", *kind(fields[name])[2])
             else:
                 takes_value = name in (*fields, "config", "local_rank")
                 alone = _is_flag(following) or (following in commands and not takes_value)

@@ -18,7 +18,7 @@ MAX_PROFILED_STEPS = 100  # a trace holds some hundred lines for each step
 
 # Method -> the switches that it does not have, and why
 _ONLY_DDP = {"compile": "The two together are not tried here. Use ddp.",
-             "channels_last": "It takes contiguous parameters only. Use ddp.",
+             "channels_last": "It takes contiguous parameters only. Use ddp.",  # so auto is false there
              "static_graph": "It is a setting of ddp."}
 NOT_WITH = {
     "dp": {"compile": "DataParallel copies the module in each step. Use ddp.",
@@ -89,7 +89,7 @@ def _of_method(c: Settings) -> Iterator[Contradiction]:
     if c.parallel != "dp" and c.output_device is not None:
         yield Contradiction(("output_device", "parallel"), "null without parallel dp", one_device)
     for field, why in NOT_WITH.get(c.parallel, {}).items():
-        if getattr(c, field):
+        if getattr(c, field) is True:
             yield refuse(field, "false", why)
     if c.parallel == "fsdp" and c.precision == "fp16":
         yield refuse("precision", "fp32 or bf16", "Each rank would scale by the overflows of its own part.")

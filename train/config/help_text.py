@@ -61,7 +61,7 @@ def _option(name: str, field: FieldInfo) -> tuple[str, str]:
 def _setting(name: str, field: FieldInfo, choices: Choices) -> tuple[str, str]:
     of, _, declared = kind(field)
     known = choices.get(name, declared)
-    if of is bool:
+    if of is bool and not known:
         left = f"{flag(name)}, --no-{name.replace('_', '-')}" if field.default else flag(name)
     elif of is dict:
         left = f"{flag(name)}.NAME VALUE"

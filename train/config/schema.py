@@ -47,10 +47,16 @@ def flag(name: str) -> str:
 
 
 def kind(field: FieldInfo) -> tuple[type, bool, tuple[str, ...]]:
-    """A field's scalar type, whether it may be null, and its choices (empty: any value)."""
+    """A field's scalar type, whether it may be null, and its choices (empty: any value).
+
+    `bool | Literal["auto"]` is a switch too, of three values.
+    """
     annotation: Any = field.annotation
     if get_origin(annotation) is Literal:
         return str, False, get_args(annotation)
+    if bool in get_args(annotation) and NoneType not in get_args(annotation):
+        words = [word for part in get_args(annotation) for word in get_args(part)]
+        return bool, False, (*words, "true", "false")
     if NoneType in get_args(annotation):  # X | None, in this order
         return get_args(annotation)[0], True, ()
     return get_origin(annotation) or annotation, False, ()

@@ -101,7 +101,8 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     clip_norm: float = _result(0.0, "Clip the global norm of the gradient to this; 0: off.", unit="norm", ge=0)
     precision: Literal["fp32", "bf16", "fp16"] = _result("fp32", "Mixed precision; fp16 scales the loss.")
     compile: bool = _result(False, "torch.compile the model.")
-    channels_last: bool = _result(False, "Memory format NHWC, faster for convolutions on GPUs.")
+    channels_last: bool | Literal["auto"] = _result(
+        "auto", "Memory format NHWC, faster for convolutions; auto: where the model has some.")
     sync_bn: bool = _result(False, "Batch norm over all processes; needs an accelerator.")
     static_graph: bool = _result(False, "Tell DDP that the graph never changes; not with accumulate.")
     find_unused_parameters: bool = _result(False, "Tell DDP that some parameters may get no gradient.")

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from train.errors import ConfigError
-from train.parallel.method import Method, keep_kernels, parameter_names, rekeyed
+from train.parallel.method import Method, keep_kernels, laid_out, parameter_names, rekeyed
 
 # Gathered on rank 0, on the CPU, one tensor at a time: no device has to hold the whole model
 GATHERED = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -62,7 +62,7 @@ class FSDP(Method):
     def load_optimizer_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Each rank takes its slices of the whole tensors, whatever the number of ranks was."""
         names = dict(enumerate(parameter_names(plain, optimizer)))
-        named = rekeyed(keep_kernels(state, optimizer), names)
+        named = laid_out(rekeyed(keep_kernels(state, optimizer), names), dict(plain.named_parameters()))
         options = dcp_state.StateDictOptions(full_state_dict=True)
         dcp_state.set_optimizer_state_dict(plain, optimizer, named, options=options)
 

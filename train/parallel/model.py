@@ -2,27 +2,79 @@
 
 import shutil
 import sysconfig
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from train.config import Config
+from train.config.contradictions import NOT_WITH
+from train.data.batch import to_device
 from train.errors import ConfigError, UserError
 from train.group.group import Group
+from train.workloads import Workload
+
+VIEW_FAILED = "view size is not compatible"  # how torch's message begins
 
 
-def prepare(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """Move a model to its device, in its memory format, with SyncBatchNorm if asked for. Raises ConfigError."""
+def prepare(workload: Workload, config: Config, group: Group) -> nn.Module:
+    """The workload's model on its device, in its memory format, with SyncBatchNorm if asked for. Raises ConfigError.
+
+    The weights keep their values. The memory format depends on the settings and the model alone, so it is the same on
+    all ranks, and when the run goes on.
+    """
+    model = workload.model
     if config.sync_bn:
-        if device.type == "cpu":
+        if group.device.type == "cpu":
             raise ConfigError("sync_bn needs GPUs (torch has no CPU version), got device cpu. Leave --sync-bn out.")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    model = model.to(device)
-    if config.channels_last:
+    model = model.to(group.device)
+    if config.channels_last is True or (config.channels_last == "auto" and _gains_from_channels_last(model, config)):
         model = model.to(memory_format=torch.channels_last)
+        # The models for images are known to work in it; nothing is known of your own
+        if config.channels_last == "auto" and config.workload != "images" and _needs_contiguous(model, workload, group):
+            model = model.to(memory_format=torch.contiguous_format)
+            group.log.info(
+                "channels_last is off: the model calls view() on what a convolution returned. With reshape() or "
+                "flatten() in its place the model may run faster."
+            )
     return model
+
+
+def _gains_from_channels_last(model: nn.Module, config: Config) -> bool:
+    """Whether the model has 2-D convolutions, whose kernels read all channels of a pixel together, and the method of
+    training in parallel takes parameters in this memory format."""
+    taken = "channels_last" not in NOT_WITH.get(config.parallel, {})
+    return taken and any(isinstance(module, nn.Conv2d) for module in model.modules())
+
+
+@torch.no_grad()
+def _needs_contiguous(model: nn.Module, workload: Workload, group: Group) -> bool:
+    """Whether a pass with two samples fails because the model calls view() where tensors are in NHWC now.
+
+    Any other failure is left to the training, where it is reported as it is without this test.
+    """
+    batch = to_device(workload.train.batch(torch.arange(min(2, len(workload.train))), None), group.device)
+    with eval_mode(model):  # a batch norm keeps its statistics
+        try:
+            workload.loss(model, batch)
+        except Exception as error:
+            return VIEW_FAILED in str(error)
+    return False
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode. Afterwards each module is as before: one that the user keeps in eval mode stays in it."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager[None]:

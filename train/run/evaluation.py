@@ -22,7 +22,7 @@ from train.data.loader import open_loader
 from train.data.order import evaluation_batches, num_batches
 from train.errors import UserError
 from train.group.group import Group
-from train.parallel.model import autocast
+from train.parallel.model import autocast, eval_mode
 from train.workloads import Sums, Workload
 
 # In place of a batch's number: it is there to pass the time with, and was counted already
@@ -43,14 +43,8 @@ def evaluate(config: Config, group: Group, workload: Workload, model: nn.Module,
     All ranks take part and get the same result, or None if a stop was requested on any of them. `pad`: see
     `batches_of_rank`. Raises UserError where the workload's sums have no "count".
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with eval_mode(model):
         sums = _sums_of_rank(config, group, workload, model, pad=pad)
-    finally:
-        # Not model.train(): a part that the user keeps in eval mode, such as a frozen batch norm, stays in it
-        for module, training in modes:
-            module.training = training
     if sums is None:
         return None
     rows, tables = (_add_over_ranks(group, part) for part in sums)

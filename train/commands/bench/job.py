@@ -27,7 +27,7 @@ def describe_job(config: Config, group: Group, step_ms: float) -> dict[str, Any]
     """
     seed_everything(derive_seed(config.seed))
     workload = load(config)
-    model = prepare(workload.model, config, group.device)
+    model = prepare(workload, config, group)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     microbatch = max(1, config.batch_size // (group.world_size * config.accumulate))
     step_s, source = step_ms / 1000, "given by --step-ms"
