@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.rigs.faulting_workload import probe_saves
 from tests.rigs.faults import lives, session
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import result
@@ -138,23 +139,39 @@ def test_stopped_rank_is_found_by_its_deadline_and_the_job_goes_on_after_a_resta
     assert result(run)["digest"] == undisturbed, output
 
 
-def test_rank_that_gives_no_sign_is_found_long_before_a_deadline(forks: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("where", "call", "culprit", "method"),
+    # Rank 0 takes the store along, which then answers nobody. With fsdp all ranks give their part to a checkpoint
+    [("loss", 6, 2, "ddp"), ("loss", 6, 0, "ddp"), ("save", 2, 0, "ddp"), ("save", 2, 2, "fsdp")],
+)
+def test_rank_that_gives_no_sign_is_found_long_before_a_deadline(
+    where: str, call: int, culprit: int, method: str, forks: Forks, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    order = probe("loss", 6, 2, signal="SIGSTOP")
-    line = train(run, "--step-timeout-s=1000")
+    line = train(run, "--step-timeout-s=1000", f"--parallel={method}")
+    order = probe(where, call, culprit, signal="SIGSTOP")
     preload = "tests.group.test_deadlines:accept_little_silence"
     with forks.running(*line, world_size=WORLD, env=order, preload=preload) as job:
-        for rank in (0, 1):
+        others = [rank for rank in range(WORLD) if rank != culprit]
+        for rank in others:
             assert job.processes[rank].ended.wait(240), job.output
             assert job.processes[rank].code == 171, job.output
         assert "waited in vain" in job.output
-        assert_named(job, run, 2, among=[0, 1])
+        assert_named(job, run, culprit, among=others)
+
+
+def test_rank_0_that_saves_for_long_is_not_silent(forks: Forks, tmp_path: Path) -> None:
+    order = probe("save", 2, 0, sleep_s=12)
+    preload = "tests.group.test_deadlines:accept_little_silence"
+    codes, output = forks.run(*train(tmp_path / "run"), world_size=WORLD, env=order, preload=preload)
+    assert codes == [0] * WORLD, output
 
 
 def accept_little_silence() -> None:
     from train.group import watchdog
 
     watchdog.NO_SIGN_S = 5.0
+    probe_saves()
 
 
 def test_rank_that_is_the_last_to_find_out_names_itself(forks: Forks, tmp_path: Path) -> None:

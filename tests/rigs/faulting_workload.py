@@ -1,10 +1,11 @@
 """A small workload that does something to its own process at an exact moment, named by the variable PROBE.
 
 PROBE is JSON: {"where": "loss", "call": 7, "rank": 1, "signal": "SIGTERM", "to": "group", "sleep_s": 300}. `where` is
-one of build, data, loss, eval_data, evaluate; `call` counts them from 1 in each process; without `rank` all ranks do
-it; `tell` is a file it makes on arrival, `before_s` it waits first, `until` a file exists it waits afterwards, `raise`
-names an error to end with, `hold_s` it keeps the interpreter lock. The loss is counted from 2: call 2 is the warm-up's,
-call 3 that of the first step. Not an option of the workload: those may not change when a run is resumed.
+one of build, data, loss, eval_data, evaluate, save (see `probe_saves`); `call` counts them from 1 in each process;
+without `rank` all ranks do it; `tell` is a file it makes on arrival, `before_s` it waits first, `until` a file exists
+it waits afterwards, `raise` names an error to end with, `hold_s` it keeps the interpreter lock. The loss is counted
+from 2: call 2 is the warm-up's, call 3 that of the first step. Not an option of the workload: those may not change
+when a run is resumed.
 """
 
 import ctypes
@@ -93,6 +94,20 @@ class Samples:
         if epoch is not None:
             points = points + 0.1 * random_numbers(self.seed, epoch, indices, 8).float()
         return points, self.labels[indices]
+
+
+def probe_saves() -> None:
+    """Call it first in a process: a probe may strike as it begins to save."""
+    from train.group.watchdog import Watchdog
+
+    enter = Watchdog.enter
+
+    def entered(self: Watchdog, phase: str, *values: Any, **more: Any) -> None:
+        enter(self, phase, *values, **more)
+        if phase == "save":
+            probe("save")
+
+    Watchdog.enter = entered  # type: ignore[method-assign]
 
 
 def slow_save() -> None:

@@ -7,7 +7,7 @@ what arrives, which runs whatever code the sender wants, and anybody in the netw
 import io
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from train.process.stop import StopRequest
 
 # gloo's and nccl's own timeouts are this much longer than ours, which know the phase and name the rank.
 BEHIND_OURS_S = 120.0
+T = TypeVar("T")
 
 
 class Group:
@@ -76,13 +77,13 @@ class Group:
         if self.world_size == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.int32)
-        self._collective(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX))
+        self.collective(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX))
         return int(tensor.item())
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a host tensor of any shape over all ranks, in place."""
         if self.world_size > 1:
-            self._collective(lambda: dist.all_reduce(tensor))
+            self.collective(lambda: dist.all_reduce(tensor))
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
@@ -120,10 +121,10 @@ class Group:
         if self.world_size == 1:
             return data
         size = torch.tensor(len(data))
-        self._collective(lambda: dist.broadcast(size, src=source))
+        self.collective(lambda: dist.broadcast(size, src=source))
         content = _as_tensor(data) if self.rank == source else torch.empty(int(size), dtype=torch.uint8)
         if len(content):
-            self._collective(lambda: dist.broadcast(content, src=source))
+            self.collective(lambda: dist.broadcast(content, src=source))
         return data if self.rank == source else content.numpy().tobytes()
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
@@ -131,14 +132,14 @@ class Group:
         if self.world_size == 1:
             return [data]
         sizes = [torch.zeros((), dtype=torch.int64) for _ in range(self.world_size)]
-        self._collective(lambda: dist.all_gather(sizes, torch.tensor(len(data))))
+        self.collective(lambda: dist.all_gather(sizes, torch.tensor(len(data))))
         # All parts of an all-gather have one size, that of the longest
         longest = int(max(sizes))
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
         own = torch.zeros(longest, dtype=torch.uint8)
         own[: len(data)] = _as_tensor(data)
         if longest:
-            self._collective(lambda: dist.all_gather(parts, own))
+            self.collective(lambda: dist.all_gather(parts, own))
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def must_match(self, what: str, value: str, *, remedy: str) -> None:
@@ -152,10 +153,12 @@ class Group:
                     printed_elsewhere=not self.is_rank0,
                 )
 
-    def _collective(self, call: Callable[[], Any]) -> None:
+    def collective(self, call: Callable[[], T]) -> T:
+        """What `call` returns, which waits for the other ranks: not this rank is to blame if that takes long."""
         self.watch.wait_for_others(True)
-        call()
+        result = call()
         self.watch.wait_for_others(False)
+        return result
 
 
 def pack(value: Any) -> bytes:

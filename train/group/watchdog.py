@@ -1,8 +1,10 @@
 """Deadlines and signs of life: a hang always turns into an exit that names the suspect, and so does a lost rank.
 
 Three threads run beside the loop. One waits until another rank reports a loss. One sends a beat through the store, so
-that the others can tell which rank is alive and where it stands. One looks at the clock, and uses nothing that could
-block it. A process that is stopped (SIGSTOP, a frozen node) does none of that: the other ranks find it.
+that the others can tell which rank is alive and where it stands, and reads the beat of the next rank. One looks at the
+clock, and uses nothing that could block it: a store in a process that is stopped, or behind a cable that is pulled,
+keeps the other two waiting without end. A process that is stopped itself (SIGSTOP, a frozen node) does none of that:
+the other ranks find it.
 """
 
 import faulthandler
@@ -35,7 +37,8 @@ UNNOTICED_S = 10.0
 UNNOTICED_WAITING_S = 1.0  # in a collective
 # gloo was seen to wait without end for a rank that was killed while something was being sent to it. So each rank looks
 # at the beats of the next rank, at every fourth of its own. While it waits in a collective, it does not accept that
-# rank's silence for longer than this. Long, because a machine with too much to do may look dead for a while.
+# rank's silence, or that of the store, for longer than this. Long, because a machine with too much to do may look dead
+# for a while. A rank that works for minutes (rank 0 writes a checkpoint to a slow disk) goes on beating meanwhile.
 NO_SIGN_S = 30.0
 LOOK_AT_NEXT = 4
 # How long a last word may take: the store may be the very thing that hangs, or be in use by the thread that hangs.
@@ -71,6 +74,7 @@ class Watchdog:
         self._timeout_s = 0.0
         self._ended = threading.Event()
         self._detector: FailureDetector | None = None  # once the ranks have met
+        self._heard = 0  # counted up with each sign of life of the next rank
         self._quiet = threading.Event()
         self._waiting = False  # inside a collective: the others are to blame, not this rank
         self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
@@ -159,8 +163,7 @@ class Watchdog:
 
     def _beat(self, store: Store) -> None:
         count = 0
-        next_rank = keys.beat((self.rank + 1) % self.world_size)
-        next_beat, next_beat_s = b"", time.monotonic()
+        next_rank, next_beat = keys.beat((self.rank + 1) % self.world_size), b""
         while not self._quiet.wait(BEAT_S):
             count += 1
             try:
@@ -169,17 +172,21 @@ class Watchdog:
                 if count % LOOK_AT_NEXT == 0 and store.check([next_rank]):
                     beat = store.get(next_rank)
                     if beat != next_beat:
-                        next_beat, next_beat_s = beat, time.monotonic()
+                        next_beat, self._heard = beat, self._heard + 1
             except RuntimeError:
                 break  # the store's process is gone, and the other thread knows
-            if self._waiting and time.monotonic() - next_beat_s > NO_SIGN_S and not self._quiet.is_set():
-                self._leave(f"waited in vain at step {self.ends.step}")
 
     def _watch_clock(self) -> None:
-        armed_s = 0.0
+        armed_s = silent_s = 0.0
+        heard = self._heard
         while not self._ended.wait(TICK_S):
             if why := self.stop.leave_now:
                 leave(STOPPED, functools.partial(self.ends.report_stop, why), timeout_s=FAREWELL_S)
+            # Counted by ticks: a process that was stopped itself and goes on has missed the others' beats meanwhile
+            silent_s = silent_s + TICK_S if heard == self._heard and self._detector is not None else 0.0
+            heard = self._heard
+            if self._waiting and silent_s > NO_SIGN_S and self._leaving is None and not self._quiet.is_set():
+                self._leave(f"waited in vain at step {self.ends.step}")
             now_s = time.monotonic()
             if self._timeout_s <= 0:
                 continue

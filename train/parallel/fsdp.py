@@ -53,11 +53,12 @@ class FSDP(Method):
 
     def full_state_dict(self, plain: nn.Module) -> dict[str, torch.Tensor]:
         """Whole tensors on rank 0's CPU; empty on the others."""
-        return cast(dict[str, torch.Tensor], dcp_state.get_model_state_dict(plain, options=GATHERED))
+        state = self.group.collective(lambda: dcp_state.get_model_state_dict(plain, options=GATHERED))
+        return cast(dict[str, torch.Tensor], state)
 
     def optimizer_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Whole tensors by the names of the parameters, on rank 0's CPU; empty on the others."""
-        return dcp_state.get_optimizer_state_dict(plain, optimizer, options=GATHERED)
+        return self.group.collective(lambda: dcp_state.get_optimizer_state_dict(plain, optimizer, options=GATHERED))
 
     def load_optimizer_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Each rank takes its slices of the whole tensors, whatever the number of ranks was."""
