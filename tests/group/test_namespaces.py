@@ -219,7 +219,7 @@ def interface_to_nowhere(case: Case) -> None:
     case.rank(1, 2, 1)
 
 
-def test_an_interface_without_a_way_to_the_others_is_named(cases: dict[str, Case]):
+def test_an_interface_without_a_route_to_the_others_is_named(cases: dict[str, Case]):
     for said in cases["interface_to_nowhere"].said(170):
         assert "rank 1 on node1 has no route to rank 0 on node0 at 172.30.0.9:" in said
         assert "(interface aux0 there)" in said

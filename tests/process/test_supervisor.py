@@ -273,16 +273,16 @@ def test_forked_rank_finds_what_a_fresh_one_finds_and_trains_to_the_same_weights
         "--workload=tests.rigs.start_facts:build", "--name=run",
     )
     outputs = {}
-    for way, preload in (("fork", ""), ("fresh", "tests.rigs.start_facts:use_a_thread")):
-        folder = tmp_path / way
+    for start_method, preload in (("fork", ""), ("fresh", "tests.rigs.start_facts:use_a_thread")):
+        folder = tmp_path / start_method
         folder.mkdir()
-        words = (*line, f"--run-dir={folder}", "--options.facts", tmp_path / way)
-        codes, outputs[way] = forks.run(*words, env=env, preload=preload, timeout_s=400)
-        assert codes == [0], outputs[way]
+        words = (*line, f"--run-dir={folder}", "--options.facts", tmp_path / start_method)
+        codes, outputs[start_method] = forks.run(*words, env=env, preload=preload, timeout_s=400)
+        assert codes == [0], outputs[start_method]
     assert re.search(r"fresh interpreters, not forked .* has \d+ threads \(.*python", outputs["fresh"])
     assert "fresh interpreters" not in outputs["fork"]
     for rank in (0, 1):
-        forked, fresh = (start_facts.read(tmp_path / way, rank) for way in ("fork", "fresh"))
+        forked, fresh = (start_facts.read(tmp_path / start_method, rank) for start_method in ("fork", "fresh"))
         assert forked == {**fresh, "argv": [word.replace("fresh", "fork") for word in fresh["argv"]]}
     assert result(tmp_path / "fork" / "run")["digest"] == result(tmp_path / "fresh" / "run")["digest"]
 

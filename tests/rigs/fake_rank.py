@@ -43,7 +43,7 @@ def use_slow_server() -> None:
     use()
     lists = iter([[], ["tests.rigs.slow_library"]])
     usual = supervisor.ForkServer
-    supervisor.ForkServer = lambda way, _, *rest: usual(way, next(lists), *rest)
+    supervisor.ForkServer = lambda start_method, _, *rest: usual(start_method, next(lists), *rest)
 
 
 def use_under_nohup() -> None:

@@ -29,9 +29,9 @@ def events(folder: Path, rank: int) -> list[dict[str, Any]]:
     return [event for event in trace["traceEvents"] if event.get("ph") == "X"]
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_profile_traces_the_steps_of_every_rank_and_changes_no_bit(forks: Forks, tmp_path: Path, way: str) -> None:
-    line = ("--parallel", way, "--max-steps", "10")
+@pytest.mark.parametrize("method", ["ddp", "fsdp"])
+def test_profile_traces_the_steps_of_every_rank_and_changes_no_bit(forks: Forks, tmp_path: Path, method: str) -> None:
+    line = ("--parallel", method, "--max-steps", "10")
     train(forks, tmp_path / "plain", 2, *line)
     output = train(forks, tmp_path / "traced", 2, *line, "--profile", "3:7")
     assert result(tmp_path / "traced" / "run")["digest"] == result(tmp_path / "plain" / "run")["digest"]

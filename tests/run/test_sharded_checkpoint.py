@@ -102,7 +102,7 @@ def test_run_goes_on_to_the_same_bits_after_kills(forks: Forks, tmp_path: Path, 
     assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
 
 
-# From and to: sharded and plain, other world sizes, other ways
+# From and to: sharded and plain, other world sizes, other methods
 CHANGES: dict[str, tuple[tuple[int, tuple[str, ...]], tuple[int, tuple[str, ...]]]] = {
     "two ranks to one": ((2, SHARDED), (1, SHARDED)),
     "two ranks to four": ((2, SHARDED), (4, SHARDED)),

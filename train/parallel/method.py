@@ -11,7 +11,7 @@ from train.group.group import Group
 
 
 class Method:
-    """One way for several ranks to train one model. What a subclass does not override works as in one process.
+    """A method by which several ranks train one model. What a subclass does not override works as in one process.
 
     The loop calls the hooks in this order: `refuse`, `running`, `split`, `load_optimizer_state` or `load_local_state`,
     `wrap`, `after_warm_up`; then `micro_batch` and `step` in every step, and what is saved with every checkpoint.

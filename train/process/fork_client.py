@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Order:
-    """What the server shall be. `way`: how it starts ranks, "fork", "fresh" (interpreters) or "spawn" (by torch).
+    """What the server shall be. `start_method`: of ranks, "fork", "fresh" (interpreters) or "spawn" (by torch).
 
     `channel`: the number of the socket. `parent`: the supervisor's process. `modules`: to import before the first fork.
     `entry`: module:function, which a forked rank calls. `arguments`: of `train.main`, the same for all ranks.
@@ -21,7 +21,7 @@ class Order:
 
     channel: int
     parent: int
-    way: str
+    start_method: str
     modules: list[str]
     entry: str
     arguments: list[str]
@@ -33,10 +33,10 @@ class Order:
 class ForkServer:
     """The supervisor's side of `train.process.fork_server`."""
 
-    def __init__(self, way: str, modules: list[str], entry: str, arguments: list[str]) -> None:
+    def __init__(self, start_method: str, modules: list[str], entry: str, arguments: list[str]) -> None:
         """Start the server; it answers once it has imported `modules`. See `Order`."""
         self.channel, theirs = socket.socketpair()
-        order = Order(theirs.fileno(), os.getpid(), way, modules, entry, arguments)
+        order = Order(theirs.fileno(), os.getpid(), start_method, modules, entry, arguments)
         with theirs:
             # A session of its own: a Ctrl-C at the terminal goes to the supervisor alone, which passes it on once
             self._process = subprocess.Popen(

@@ -187,15 +187,15 @@ def main() -> NoReturn:
     channel = socket.socket(fileno=order.channel)
     channel.set_inheritable(False)
     start: Start = start_fresh
-    if order.way == "spawn":
+    if order.start_method == "spawn":
         start = start_spawned
-    elif order.way == "fork":
+    elif order.start_method == "fork":
         prepare(order)
         if why := obstacle():
             text = f"ranks are started as fresh interpreters, not forked from a process that has torch: {why}"
             Server(channel, woken, start).tell({"warning": text})
             channel.set_inheritable(True)
-            os.execv(sys.executable, replace(order, way="fresh").command())
+            os.execv(sys.executable, replace(order, start_method="fresh").command())
         start = functools.partial(fork_rank, order.entry, [channel, woken])
     Server(channel, woken, start).serve()
     leave(FINISHED)

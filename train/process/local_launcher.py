@@ -38,7 +38,7 @@ def launch(context: Context, options: LaunchOptions) -> int:
     job = new_attempt()
     supervisor = _supervisor(
         context, options, _environments(options, meeting), first_rank=options.node_rank * options.nproc, job=job,
-        way=_way(options.launcher), left_out="init_method",
+        start_method=_start_method(options.launcher), left_out="init_method",
     )
     code = supervisor.run()
     if code == FINISHED and options.node_rank == 0:
@@ -56,18 +56,18 @@ def supervise(context: Context, options: SuperviseOptions) -> int:
     if options.command == "train":
         check_world_size(context.config, launch.world_size)
     job = launch.attempt or new_attempt()
-    return _supervisor(context, options, [{}], first_rank=launch.rank, job=job, way=_way()).run()
+    return _supervisor(context, options, [{}], first_rank=launch.rank, job=job, start_method=_start_method()).run()
 
 
 def _supervisor(
     context: Context, options: LaunchOptions | SuperviseOptions, environments: list[dict[str, str]], *, first_rank: int,
-    job: str, way: str, left_out: str = "",
+    job: str, start_method: str, left_out: str = "",
 ) -> Supervisor:
     """`left_out`: an option that means something else for a rank."""
     passed_on = [name for name in fields_of(OPTIONS[options.command]) if name != left_out]
     arguments = [options.command, *context.request.words(options=passed_on)]
     return Supervisor(
-        environments, arguments, first_rank=first_rank, job=job, way=way,
+        environments, arguments, first_rank=first_rank, job=job, start_method=start_method,
         modules=slow_modules(context.config, options.command), max_restarts=options.max_restarts, stop=context.stop,
         log=context.log,
     )
@@ -93,7 +93,7 @@ def slow_modules(config: Config, command: str) -> list[str]:
     return modules
 
 
-def _way(launcher: str = "processes") -> str:
+def _start_method(launcher: str = "processes") -> str:
     if launcher == "spawn":
         return "spawn"
     # Elsewhere the system's own libraries may have threads that a fork breaks (macOS)

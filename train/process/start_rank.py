@@ -1,4 +1,4 @@
-"""Three ways to start one rank from the fork server; each returns the process id. No torch here.
+"""The three methods by which the fork server starts one rank; each returns the process id. No torch here.
 
 `fork_rank` copies the server, which has imported torch. `start_fresh` starts an interpreter. `start_spawned` does it
 through torch.multiprocessing, as on Windows.

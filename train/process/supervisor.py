@@ -54,20 +54,20 @@ class Supervisor:
     """Runs the ranks of a node to their end."""
 
     def __init__(
-        self, environments: list[dict[str, str]], arguments: list[str], *, first_rank: int, job: str, way: str,
+        self, environments: list[dict[str, str]], arguments: list[str], *, first_rank: int, job: str, start_method: str,
         modules: list[str], max_restarts: int, stop: StopRequest, log: Log,
     ) -> None:
         """`environments`: what each local rank gets beside ours. `arguments`: of `train.main`.
 
-        `job`: restart N of a rank is attempt `attempt_of(job, N)`. `way`, `modules`: see `fork_client.Order`.
+        `job`: restart N of a rank is attempt `attempt_of(job, N)`. `start_method`, `modules`: see `fork_client.Order`.
         `max_restarts`: of one rank, in a row without a new step.
         """
         self.ranks = {local_rank: Rank(first_rank + local_rank, own) for local_rank, own in enumerate(environments)}
-        self.arguments, self.job, self.way, self.modules = arguments, job, way, modules
+        self.arguments, self.job, self.start_method, self.modules = arguments, job, start_method, modules
         self.max_restarts, self.stop, self.log = max_restarts, stop, log
         self.codes: dict[int, int] = {}  # by local rank, the first that ended first
         self._board = ProgressBoard(len(environments))
-        self._server = ForkServer(way, modules, ENTRY, arguments)
+        self._server = ForkServer(start_method, modules, ENTRY, arguments)
         self._forwarded = False
         self._settled_s = float("inf")  # when ranks that still run are late; finite once no rank is started again
         self._tell_rest_s = float("inf")  # when ranks that still run are told that one has failed
@@ -244,6 +244,6 @@ class Supervisor:
         until_s = time.monotonic() + KILL_S
         while any(state_of(rank.pid) not in ("", "Z") for rank in lost.values()) and time.monotonic() < until_s:
             time.sleep(0.01)
-        self._server = ForkServer(self.way, self.modules, ENTRY, self.arguments)
+        self._server = ForkServer(self.start_method, self.modules, ENTRY, self.arguments)
         for local_rank in lost:
             self._note_end(local_rank, KILLED)
