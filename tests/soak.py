@@ -10,6 +10,7 @@ import random
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -118,10 +119,10 @@ def main() -> int:
             outcome = soak.run(case)
             outcomes.append(outcome)
             verdict = "; ".join(outcome.problems) or "well"
-            times = f"{outcome.seconds:.0f} s, {outcome.struck} faults, {outcome.lost} lost steps done again"
-            times += ", slowest recovery {:.1f} s, {}".format(*outcome.slowest)
+            times = f"{outcome.seconds:.0f} s, {len(outcome.struck)} faults, {outcome.lost} lost steps done again"
+            times += f", slowest recovery {outcome.slowest.seconds:.1f} s, {outcome.slowest.place}"
             log.write(f"{number}: {verdict} ({times}): {case}\n")
-            if outcome.problems or outcome.slowest[0] > SLOW_S:
+            if outcome.problems or outcome.slowest.seconds > SLOW_S:
                 given.log.with_name(f"{given.log.stem}-{number}.txt").write_text(f"{case}\n\n{outcome.output}")
         log.write(summary(outcomes) + "\n")
     print(summary(outcomes))
@@ -130,9 +131,17 @@ def main() -> int:
 
 def summary(outcomes: Sequence[Outcome]) -> str:
     well = sum(not outcome.problems for outcome in outcomes)
-    faults = sum(outcome.struck for outcome in outcomes)
+    kinds = Counter(strike.fault.how for outcome in outcomes for strike in outcome.struck)
+    faults = ", ".join(f"{count} {how}" for how, count in kinds.most_common())
+    lost = sum(outcome.lost for outcome in outcomes)
     seconds = statistics.median(outcome.seconds for outcome in outcomes) if outcomes else 0.0
-    return f"{well} of {len(outcomes)} cases ended well; {faults} faults struck; a job took {seconds:.0f} s (median)"
+    recovered = [each.seconds for outcome in outcomes for each in outcome.recoveries if each.complete] or [0.0]
+    return (
+        f"{well} of {len(outcomes)} cases ended well; {kinds.total()} faults struck ({faults}); {lost} steps were done "
+        "again, as all ranks that had finished them died; from a loss to the next step of the lost rank "
+        f"{statistics.median(recovered):.2f} s (median of {len(recovered)}), {max(recovered):.1f} s (longest); "
+        f"a job took {seconds:.0f} s (median)"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Jobs that lose ranks at exact places, and what has to be true of each in the end: nothing, but for the time."""
 
-import json
-import os
 import secrets
 import subprocess
 import sys
@@ -13,8 +11,8 @@ from typing import Any
 
 import psutil
 
-from tests.rigs import places
-from tests.rigs.jobs import MAIN, ROOT, ended, environ_of, environment, free_port, metrics, rank_env, result, start
+from tests.rigs import claims, places
+from tests.rigs.jobs import MAIN, ROOT, ended, environ_of, environment, free_port, rank_env, start
 from tests.rigs.places import Fault
 
 STEPS = 24
@@ -71,10 +69,14 @@ class Outcome:
 
     problems: list[str]
     seconds: float = 0.0
-    struck: int = 0
+    struck: Sequence[places.Strike] = ()
     lost: int = 0  # optimizer steps that were done again, since nobody who had finished them lived on
-    slowest: tuple[float, str] = (0.0, "")  # seconds from a loss to the next step or the next loss, and where
+    recoveries: Sequence[claims.Recovery] = ()
     output: str = ""
+
+    @property
+    def slowest(self) -> claims.Recovery:
+        return max(self.recoveries, key=lambda recovery: recovery.seconds, default=claims.Recovery(0.0, "", True))
 
 
 @dataclass
@@ -99,17 +101,18 @@ class Soak:
             process.kill()
         places.remove_cgroups(folder / "faults")
         if not problems:
-            problems = _differences(folder / "run", expected)
-        struck = places.strikes(folder / "faults")
+            problems = claims.differences(folder / "run", expected)
+        struck, updates = places.strikes(folder / "faults"), places.updates(folder / "faults")
         wanted = sum(map(len, case.faults))
         if len(struck) < wanted:
             problems.append(f"only {len(struck)} of {wanted} faults struck")
-        lost, repeated = _done_again(folder / "faults")
+        lost, repeated = claims.done_again(struck, updates)
         if case.profile not in FROM_CHECKPOINT and repeated:
             problems.append(f"done again although a rank had finished them and lived on: {', '.join(repeated)}")
-        problems += _left_in_memory(folder)
+        problems += claims.left_in_memory(folder)
         output = job.output + "".join(path.read_text() for path in sorted((folder / "run" / "logs").glob("*.log")))
-        return Outcome(problems, time.monotonic() - began_s, len(struck), lost, _slowest(folder / "faults"), output)
+        recoveries = claims.recoveries(struck, updates)
+        return Outcome(problems, time.monotonic() - began_s, struck, lost, recoveries, output)
 
     def undisturbed(self, profile: str, world_size: int) -> Mapping[str, Any]:
         """Digest and metrics of the run that nothing happens to."""
@@ -119,7 +122,7 @@ class Soak:
             job = start(*command, *self.settings(profile))
             with ended(job):
                 assert job.wait(JOB_TIMEOUT_S) == [0], job.output
-            self.known[profile, world_size] = _of_run(folder / "run")
+            self.known[profile, world_size] = claims.of_run(folder / "run")
         return self.known[profile, world_size]
 
     def settings(self, profile: str) -> list[str]:
@@ -192,81 +195,3 @@ class _Job:
         """All processes of the job that are alive."""
         found = [p for p in psutil.process_iter() if environ_of(p.pid).get("JOB_UNDER_TEST") == self.mark]
         return [process for process in found if process.is_running()]
-
-
-# Claims -----------------------------------------------------------------------------------------------------------
-
-
-def _of_run(run_dir: Path) -> dict[str, Any]:
-    clock = ("time", "train/images_per_s", "train/texts_per_s", "train/samples_per_s")
-    lines = [{name: value for name, value in entry.items() if name not in clock} for entry in metrics(run_dir)]
-    return {"digest": result(run_dir)["digest"], "metrics": lines, "tensorboard": _tensorboard(run_dir / "tensorboard")}
-
-
-def _tensorboard(folder: Path) -> dict[str, list[int]]:
-    """The steps of each curve, as TensorBoard shows it."""
-    if not folder.exists():
-        return {}
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return {tag: [point.step for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def _differences(run_dir: Path, expected: Mapping[str, Any]) -> list[str]:
-    got = _of_run(run_dir)
-    problems = []
-    if got["digest"] != expected["digest"]:
-        problems.append("other weights")
-    if got["tensorboard"] != expected["tensorboard"]:
-        problems.append(f"other curves in TensorBoard: {got['tensorboard']}")
-    if got["metrics"] != expected["metrics"]:
-        steps = [entry["step"] for entry in got["metrics"] if "train/loss" in entry]
-        twice = sorted({step for step in steps if steps.count(step) > 1})
-        missing = sorted(set(range(1, STEPS + 1)) - set(steps))
-        problems.append(f"other metrics (training steps twice: {twice}, missing: {missing})")
-    return problems
-
-
-def _done_again(folder: Path) -> tuple[int, list[str]]:
-    """How many optimizer steps had to be done again, and those that need not: a process had finished them and lived on.
-
-    A killed process takes the step along that it had finished as the first.
-    """
-    killed = {pid for strike in places.strikes(folder) for pid in strike.pids}
-    done: dict[tuple[int, int], dict[str, Any]] = {}  # by rank and step
-    lost, repeated = 0, []
-    for update in places.updates(folder):
-        rank, step = update["rank"], update["step"]
-        before = done.get((rank, step))
-        if before is not None and before["pid"] in killed:
-            lost += 1
-        elif before is not None:
-            repeated.append(f"step {step} by rank {rank}")
-        done[rank, step] = update
-    return lost, repeated
-
-
-def _slowest(folder: Path) -> tuple[float, str]:
-    """The longest time from a loss to the next step of the lost rank, or to the next loss: seconds, and the place."""
-    struck, done = places.strikes(folder), places.updates(folder)
-    times = [(0.0, "")]
-    for strike in struck:
-        later = [other.time for other in struck if other.time > strike.time]
-        later += [u["time"] for u in done if u["rank"] == strike.rank and u["time"] > strike.time]
-        if later:
-            times.append((min(later) - strike.time, strike.fault.place))
-    return max(times)
-
-
-def _left_in_memory(folder: Path) -> list[str]:
-    """What the job has left in /dev/shm: rescues of its run, and what its processes shared with their workers."""
-    try:
-        run = json.loads((folder / "run" / "run.json").read_text())["run"]
-    except (OSError, KeyError, ValueError):
-        run = None
-    pids = {str(update["pid"]) for update in places.updates(folder / "faults")}
-    shared = Path("/dev/shm")
-    left = [path for path in shared.glob("torch_*") if path.name.split("_")[1] in pids]
-    left += [path for path in shared.glob(f"rankup-{os.getuid()}/*") if path.name == run]
-    return [f"left in memory: {path}" for path in left]
