@@ -73,7 +73,10 @@ def known_flags() -> set[str]:
     switches = {f"--no-{name.replace('_', '-')}" for name in Config.model_fields}
     torchruns = {option for action in get_args_parser()._actions for option in action.option_strings}
     of_errors = {"--stopped", "--rest-stopped"}  # python -m train.errors, for shell files
-    return ours | switches | torchruns | of_errors | FOREIGN_FLAGS
+    benchmarks = "".join(path.read_text() for path in [*ROOT.glob("tests/bench/*.py"), ROOT / "tests/soak.py"])
+    of_benchmarks = set(re.findall(r'add_argument\("(--[a-z-]+)"', benchmarks))
+    assert "--kills" in of_benchmarks
+    return ours | switches | torchruns | of_errors | of_benchmarks | FOREIGN_FLAGS
 
 
 @pytest.mark.parametrize("document", documents())

@@ -140,20 +140,23 @@ class Strangers:
     def _talk(self, ip: str, port: int, message: bytes) -> bool:
         try:
             connection = socket.create_connection((ip, port), timeout=CONNECT_S)
-            how = self._dice.choice(("close", "reset", "half", "hold"))
+        except OSError:
+            return False
+        how = self._dice.choice(("close", "reset", "half", "hold"))
+        try:
             if how == "reset":
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.sendall(message)
             if how == "half":
                 connection.shutdown(socket.SHUT_WR)
         except OSError:
+            connection.close()
             return False
         if how in ("half", "hold") and len(self._held) < MAX_HELD:
             self._held.append(connection)
         else:
             connection.close()
         return True
-
 
 
 # In the process of a rank, before it begins ---------------------------------------------------------------------
