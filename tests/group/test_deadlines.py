@@ -142,7 +142,8 @@ def test_stopped_rank_is_found_by_its_deadline_and_the_job_goes_on_after_a_resta
 @pytest.mark.parametrize(
     ("where", "call", "culprit", "method"),
     # Rank 0 takes the store along, which then answers nobody. With fsdp all ranks give their part to a checkpoint
-    [("loss", 6, 2, "ddp"), ("loss", 6, 0, "ddp"), ("save", 2, 0, "ddp"), ("save", 2, 2, "fsdp")],
+    [("loss", 6, 2, "ddp"), ("loss", 6, 0, "ddp"), ("save", 2, 0, "ddp"), ("save", 2, 2, "fsdp"),
+     ("evaluate", 1, 2, "fsdp")],  # whose forward is a collective
 )
 def test_rank_that_gives_no_sign_is_found_long_before_a_deadline(
     where: str, call: int, culprit: int, method: str, forks: Forks, tmp_path: Path

@@ -36,9 +36,9 @@ NOTICE_S = 0.05
 UNNOTICED_S = 10.0
 UNNOTICED_WAITING_S = 1.0  # in a collective
 # gloo was seen to wait without end for a rank that was killed while something was being sent to it. So each rank looks
-# at the beats of the next rank, at every fourth of its own. While it waits in a collective, it does not accept that
-# rank's silence, or that of the store, for longer than this. Long, because a machine with too much to do may look dead
-# for a while. A rank that works for minutes (rank 0 writes a checkpoint to a slow disk) goes on beating meanwhile.
+# at the beats of the next rank, at every fourth of its own. While it waits in a collective, or gets no further, it
+# does not accept that rank's silence, or that of the store, for longer than this. Long, because a machine with too much
+# to do may look dead for a while. A rank that works for minutes (rank 0 writes to a slow disk) goes on beating.
 NO_SIGN_S = 30.0
 LOOK_AT_NEXT = 4
 # How long a last word may take: the store may be the very thing that hangs, or be in use by the thread that hangs.
@@ -184,10 +184,12 @@ class Watchdog:
                 leave(STOPPED, functools.partial(self.ends.report_stop, why), timeout_s=FAREWELL_S)
             # Counted by ticks: a process that was stopped itself and goes on has missed the others' beats meanwhile
             silent_s = silent_s + TICK_S if heard == self._heard and self._detector is not None else 0.0
-            heard = self._heard
-            if self._waiting and silent_s > NO_SIGN_S and self._leaving is None and not self._quiet.is_set():
+            heard, now_s = self._heard, time.monotonic()
+            # Collectives that torch begins by itself (fsdp's forward) are not announced: a rank that gets no further
+            # may be in one. But rank 0 shall get to the end of what it writes in a save
+            stuck = self._waiting or (self.phase != "save" and now_s - self._entered_s > NO_SIGN_S)
+            if stuck and silent_s > NO_SIGN_S and self._leaving is None and not self._quiet.is_set():
                 self._leave(f"waited in vain at step {self.ends.step}")
-            now_s = time.monotonic()
             if self._timeout_s <= 0:
                 continue
             if now_s - armed_s > REARM_S:
