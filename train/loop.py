@@ -29,6 +29,7 @@ from train.process.log import Log
 from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
 from train.run import weights
+from train.run.advice import Advice
 from train.run.changing import Changing
 from train.run.evaluation import evaluate
 from train.run.keeper import Rescuer
@@ -90,9 +91,11 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
                 with record_function("step"):
                     finished = step(t)
 
+
                 # Stop -------------------------------------------------------------------------------------------
                 if not finished:
                     raise save_and_stop(t)
+                t.advice.after_step(t.speed)
                 group.step = progress.step
                 if progress.line is not None and progress.line["step"] == progress.step:  # a new one
                     t.metrics.training(progress.line)
@@ -169,6 +172,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
         saved=run.saved, metrics=metrics,
         profiler=Profiler(config, group, step=progress.step, total_steps=total_steps),
         speed=Speed(config.batch_size, progress.step),
+        advice=Advice(config, group, method, workload, plain, batch, step=progress.step, total_steps=total_steps),
     )
 
 
@@ -180,7 +184,7 @@ def step(t: Training) -> bool:
     """
     config, group = t.config, t.group
     batches: list[Any] = []
-    with record_function("data"):
+    with record_function("data"), t.advice.waiting():
         while len(batches) < config.accumulate and (batch := t.loader.next()) is not None:
             batches.append(batch)
     if group.max(int(group.stop.requested or len(batches) < config.accumulate)):

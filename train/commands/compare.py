@@ -129,7 +129,7 @@ def _run(context: Context, name: str, run: Path, words: list[str], *, processes:
     """
     variant, output = VARIANTS[name], run.parents[1] / f"{run.name}.log"
     own = ["--run-dir", str(run.parent), "--name", run.name, "--log-every-steps", "1", "--fresh",
-           "--evaluate-every-epochs", "1000000", "--tensorboard=false", "--progress", "none"]
+           "--evaluate-every-epochs", "1000000", "--tensorboard=false", "--progress", "none", "--no-advice"]
     command, env = _command(variant, processes)
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH", "")])])
     with output.open("w") as file:

@@ -148,6 +148,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                            pattern=r"^(\d{1,9}:\d{1,9})?$", rule="FIRST:LAST, such as 10:20")
     tensorboard: bool = setting(True, "Write TensorBoard files.")
     progress: Literal["auto", "bar", "lines", "none"] = setting("auto", "auto: a bar on a terminal, lines elsewhere.")
+    advice: bool = setting(True, "After the first steps, say what other settings would gain here, as measured.")
     simulated_nodes: bool = setting(False, "Several nodes on one machine: allow a loopback MASTER_ADDR.")
 
     @field_validator("options")

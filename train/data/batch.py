@@ -20,6 +20,17 @@ def parts(batch: Any) -> Iterable[Any]:
     return batch if isinstance(batch, tuple | list) else ()
 
 
+def repeated(batch: Any, times: int) -> Any:
+    """A batch of `times` as many samples, the same ones again: tensors of [B, ...] become [times * B, ...]."""
+    if isinstance(batch, torch.Tensor):
+        return torch.cat([batch] * times) if batch.ndim else batch
+    if isinstance(batch, dict):
+        return {name: repeated(value, times) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(repeated(value, times) for value in batch)
+    return batch
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move all tensors of a batch; what is no tensor stays as it is."""
     if isinstance(batch, torch.Tensor):

@@ -84,6 +84,15 @@ def autocast(config: Config, device: torch.device) -> AbstractContextManager[Non
     return torch.autocast(device.type, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision])
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device computes in bf16 itself. Others emulate it, which is slower than fp32."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type == "cpu":
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return False
+
+
 def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
     """The model through torch.compile. Raises ConfigError where the machine lacks what it needs.
 

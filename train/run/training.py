@@ -13,6 +13,7 @@ from train.errors import Stopped
 from train.group.group import Group
 from train.parallel.buffers import Buffers
 from train.parallel.method import Method
+from train.run.advice import Advice
 from train.run.changing import Changing
 from train.run.metrics import Metrics, Progress, Speed
 from train.run.profiler import Profiler
@@ -44,6 +45,7 @@ class Training:
     saved: Progress  # where the run stood at its newest checkpoint
     metrics: Metrics
     speed: Speed
+    advice: Advice
     profiler: Profiler
 
 
