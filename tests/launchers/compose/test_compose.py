@@ -179,39 +179,6 @@ def test_compile_works_in_the_image_that_has_one(nodes: Project) -> None:
     assert nodes.codes(timeout_s=900) == [0, 0], nodes.logs()
 
 
-LOOK_INSIDE = """
-import csv, glob, os, shutil, sys
-sys.path = [p for p in sys.path if p != ""]
-wheels = {}
-for record in glob.glob("/opt/venv/lib/python3*/site-packages/*.dist-info/RECORD"):
-    for name, _, size in csv.reader(open(record)):
-        path = os.path.normpath(os.path.join(os.path.dirname(record), "..", name))
-        if size:
-            wheels[path] = int(size)
-everything = 0
-found = []
-for folder, folders, files in os.walk("/"):
-    folders[:] = [f for f in folders if os.path.join(folder, f) not in ("/proc", "/sys", "/dev")]
-    for name in files:
-        path = os.path.join(folder, name)
-        about = os.lstat(path)
-        everything += about.st_size
-        if name.endswith((".whl", ".deb")) and not path.startswith("/usr/share/python-wheels/") and about.st_size:
-            found.append(path)
-found += [tool for tool in ("gcc", "g++", "cc", "make", "pip", "git") if shutil.which(tool)]
-found += [path for path in ("/run/secrets/ca", "/root/.cache/pip") if os.path.exists(path) and os.listdir(path)]
-found += [path for path in ("/etc/pip.conf",) if os.path.exists(path) and os.path.getsize(path)]
-print((everything - sum(wheels.values())) // 10**6, found)
-"""
-
-
-def test_the_image_holds_nothing_that_training_does_not_need(image: str) -> None:
-    words = ["run", "--rm", "--network", "none", "--user", "0:0", "--entrypoint", "python", image, "-c", LOOK_INSIDE]
-    beyond_the_wheels_mb, left = docker(*words).split(maxsplit=1)
-    assert int(beyond_the_wheels_mb) < 300
-    assert left.strip() == "[]"
-
-
 def test_the_image_says_which_version_it_is(image: str) -> None:
     labels = json.loads(docker("image", "inspect", "-f", "{{json .Config.Labels}}", image))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
