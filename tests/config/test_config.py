@@ -128,6 +128,7 @@ def test_settings_that_may_change_on_resume_are_exactly_these():
         "join_timeout_s", "download_timeout_s", "setup_timeout_s", "step_timeout_s", "eval_timeout_s", "save_timeout_s",
         "name", "run_dir", "fresh", "keep", "save_every_steps", "evaluate_every_epochs", "report_every_s",
         "log_every_steps", "tensorboard", "progress", "simulated_nodes", "labels_file", "eval_split", "max_bad_lines",
+        "cache_images", "cache_max_gb",
         "parallel", "bert_dir", "bert_download", "checkpoint_format", "profile", "advice",
     }
 
@@ -220,7 +221,7 @@ def test_precedence_is_defaults_then_file_then_flags(write):
         ("name", "1e5", "1e5"), ("name", "true", "true"), ("run_dir", "007", "007"), ("run_dir", "null", "null"),
         ("data_dir", "null", None), ("data_dir", "none", None), ("data_dir", "1", "1"), ("image_size", "none", None),
         ("image_size", "null", None), ("image_size", "32", 32), ("lr", "1", 1.0), ("lr", "1e-3", 1e-3),
-        ("augment", "true", True), ("augment", "false", False),
+        ("augment", "true", True), ("augment", "false", False), ("compile", "true", True),
         ("channels_last", "auto", "auto"), ("channels_last", "true", True), ("channels_last", "false", False),
         ("in_memory", "never", "never"), ("options.a", "no", "no"), ("options.a", "[1, 2]", "[1, 2]"),
         ("options.a", "null", None), ("options.a", "1e-3", 1e-3), ("options.a-b", "x", "x"), ("options.a.b", "1", 1),
@@ -258,8 +259,10 @@ def test_integer_in_file_becomes_a_float_where_a_float_is_wanted(write):
         ("epochs: 0", "tiny.yaml: epochs must be >= 1, got 0."),
         ("epochs: 99999999999999999999", "tiny.yaml: epochs must be <= 2147483647, got 99999999999999999999."),
         ("dropout: 1", "tiny.yaml: dropout must be < 1, got 1."),
-        ("augment: yes", 'tiny.yaml: augment must be true or false, got "yes".'),
-        ("augment: 1", "tiny.yaml: augment must be true or false, got 1."),
+        ("augment: yes", 'tiny.yaml: augment must be one of imagenet, trivial, true, false, got "yes".'),
+        ("augment: 1", "tiny.yaml: augment must be one of imagenet, trivial, true, false, got 1."),
+        ("compile: yes", 'tiny.yaml: compile must be true or false, got "yes".'),
+        ("compile: 1", "tiny.yaml: compile must be true or false, got 1."),
         ("image_size: 4", "tiny.yaml: image_size must be >= 8, got 4."),
         ("image_size: big", 'tiny.yaml: image_size must be an integer >= 8 and <= 1024 or null, got "big".'),
         ("optimizer: adam", 'tiny.yaml: optimizer must be one of sgd, adamw, got "adam".'),
@@ -298,8 +301,10 @@ def test_name_that_is_no_safe_folder_is_refused(name):
         ("batch_size", "", '--batch-size must be an integer >= 1, got "".'),
         ("batch_size", "true", "--batch-size must be an integer >= 1, got true."),
         ("epochs", "9" * 5000, '--epochs must be an integer >= 1, got "' + "9" * 76 + "...."),
-        ("augment", "yes", '--augment must be true or false, got "yes".'),
         ("channels_last", "yes", '--channels-last must be one of auto, true, false, got "yes".'),
+        ("augment", "yes", '--augment must be one of imagenet, trivial, true, false, got "yes".'),
+        ("augment", "imagnet", '--augment must be one of imagenet, trivial, true, false, got "imagnet".'),
+        ("compile", "yes", '--compile must be true or false, got "yes".'),
         ("data_dir", "", '--data-dir must be a path or null, got "".'),
         ("options.a", ".nan", "--options.a must be finite, got .nan."),
         ("options", "x", '--options must be a mapping of words to *, got "x".'),
@@ -342,6 +347,8 @@ def test_broken_file_is_reported_with_the_mistakes_of_flags():
 
 # --- settings that contradict each other -----------------------------------------------------------------------------
 
+FOLDER = {"dataset": "imagefolder", "data_dir": "x"}
+
 
 @pytest.mark.parametrize(
     ("settings", "message"),
@@ -372,6 +379,12 @@ def test_broken_file_is_reported_with_the_mistakes_of_flags():
          '--compress must be none with parallel none, got "fp16". Only ddp *'),
         ({"compress": "powersgd", "precision": "fp16"},
          '--compress must be another than powersgd with precision fp16, got "powersgd". *'),
+        ({"augment": "imagenet"}, '--augment must be true or false with dataset fashion-mnist, got "imagenet". *'),
+        ({"cache_images": "true"}, "--cache-images must be false with dataset fashion-mnist, got true. *"),
+        ({**FOLDER, "augment": "imagenet", "cache_images": "true"},
+         "--cache-images must be false with augment imagenet, got true. Random crops *. Set --augment=true."),
+        ({**FOLDER, "augment": "trivial", "in_memory": "always"},
+         '--in-memory must be auto or never with augment trivial, got "always". Random crops *'),
         ({"dataset": "imagefolder"}, "data_dir must be a folder * with dataset imagefolder, got null. Set it with *"),
     ],
 )
@@ -386,7 +399,8 @@ def test_contradiction_is_refused(settings, message):
         {"static_graph": "true"}, {"accumulate": "4"}, {"max_steps": "10", "warmup_steps": "9"}, {"warmup_steps": "9"},
         {"parallel": "dp", "device_ids": "1,0", "output_device": "0"},
         {"sync_bn": "true"}, {"backend": "nccl"}, {"precision": "fp16", "device": "cpu"},
-        {"dataset": "imagefolder", "data_dir": "x"}, {"dataset": "imagefolder", "workload": "my.job:build"},
+        FOLDER, {**FOLDER, "augment": "imagenet"}, {**FOLDER, "augment": "true", "cache_images": "true"},
+        {"dataset": "imagefolder", "workload": "my.job:build"},
     ],
 )
 def test_settings_that_go_together_are_taken(settings):
@@ -511,7 +525,8 @@ def test_config_files_that_ship_are_there():
         ("train --name=--x", {"name": "--x"}), ("--augment train", {"augment": "true"}),
         ("train --augment=true", {"augment": "true"}), ("--augment false train", {"augment": "false"}),
         ("train --no-augment", {"augment": "false"}), ("train --no_augment", {"augment": "false"}),
-        ("train --augment --no-augment", {"augment": "false"}), ("train --options.width 64", {"options.width": "64"}),
+        ("train --augment --no-augment", {"augment": "false"}), ("--augment trivial train", {"augment": "trivial"}),
+        ("train --augment imagenet", {"augment": "imagenet"}), ("train --options.width 64", {"options.width": "64"}),
         ("train --options.a-b_c=1", {"options.a-b_c": "1"}), ("--local-rank=0 train --epochs 2", {"epochs": "2"}),
         ("--local-rank 0 train --epochs 2", {"epochs": "2"}), ("--local_rank=3 train", {}),
         ("--local_rank 3 train", {}), ("train", {}), ("--channels-last train", {"channels_last": "true"}),

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from train.config import Config
+from train.data.file_samples import FileSamples
 from train.data.sources import load
 from train.data.sources.sets import FileSet
 from train.errors import DataError
@@ -25,6 +26,10 @@ def folder_set(root: Path, *, train: bool = True, image_size: int | None = 16) -
     found = train_half if train else test_half
     assert isinstance(found, FileSet)
     return found
+
+
+def image_of(found: FileSet, index: int) -> torch.Tensor:
+    return FileSamples(found).batch(torch.tensor([index]), None)[0][0]
 
 
 @pytest.mark.parametrize("other", ["val", "test"])
@@ -64,7 +69,7 @@ def test_imagefolder_decodes_to_rgb_of_one_size(tmp_path: Path, suffix: str, mod
     for half in (True, False):
         found = folder_set(tmp_path, train=half)
         for index in range(len(found)):
-            image = found.load(index)
+            image = image_of(found, index)
             assert (image.shape, image.dtype, image.is_contiguous()) == ((3, 16, 16), torch.uint8, True)
 
 
@@ -76,7 +81,7 @@ def test_imagefolder_keeps_the_middle_and_224_is_the_default(tmp_path: Path) -> 
         image.save(tmp_path / name / "wide.jpg", quality=95)
     for half in (True, False):
         found = folder_set(tmp_path, train=half, image_size=None)
-        wide = [found.load(index) for index, path in enumerate(found.paths) if path.endswith("wide.jpg")]
+        wide = [image_of(found, index) for index, path in enumerate(found.paths) if path.endswith("wide.jpg")]
         for image in wide:
             assert image.shape == (3, 224, 224)
             assert image[1, :, 5:-5].float().mean() > 245
@@ -91,7 +96,7 @@ def test_palette_with_transparency_gives_no_warning(tmp_path: Path) -> None:
         palette.save(tmp_path / name / "p.png", transparency=bytes([0, 128]))
     for half in (True, False):
         found = folder_set(tmp_path, train=half)
-        assert [found.load(index).shape for index in range(len(found))] == [(3, 16, 16)] * 2
+        assert [image_of(found, index).shape for index in range(len(found))] == [(3, 16, 16)] * 2
 
 
 def test_empty_class_folder_is_named(tmp_path: Path) -> None:
@@ -158,7 +163,7 @@ def test_file_that_is_no_image_is_named_when_loaded(tmp_path: Path, kind: str, m
     else:
         path.write_bytes({"text": b"hello", "empty": b""}.get(kind, whole[: len(whole) // 2]))
     with pytest.raises(DataError) as caught:
-        found.load(0)
+        image_of(found, 0)
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert "\n" not in message

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.jobs import ROOT, environment
+from tests.rigs.photographs import write_photographs
 from tests.rigs.tiny_bert import make_bert
 from train.process.imports import without_collections
 
@@ -43,15 +44,19 @@ def test_garbage_is_collected_again_after_the_imports() -> None:
         gc.unfreeze()
 
 
-@pytest.mark.parametrize("what", ["images", "torchvision", "bert"])
+@pytest.mark.parametrize("what", ["images", "torchvision", "files", "bert"])
 def test_forked_rank_imports_nothing_slow_before_its_first_step(tmp_path: Path, what: str) -> None:
     lines = {
         "images": ["--dataset", "digits", "--model", "mlp"],
         "torchvision": ["--dataset", "fake", "--fake-samples", "64", "--model", "resnet18", "--batch-size", "8"],
+        "files": ["--dataset", "imagefolder", "--data-dir", str(tmp_path / "files"), "--image-size", "16",
+                  "--augment", "trivial", "--batch-size", "4"],
         "bert": ["--workload", "text", "--max-seq-len", "32", "--bert-dir", str(tmp_path / "bert")],
     }
     if what == "bert":
         make_bert(tmp_path / "bert")
+    if what == "files":
+        write_photographs(tmp_path / "files", 8, width=40, height=30)
     line = ["train", *lines[what], "--max-steps", "1", "--limit-eval", "8", "--run-dir", str(tmp_path), "--name", "run"]
     ran = subprocess.run(
         [sys.executable, "-c", SERVER_AND_RANK, *line], cwd=ROOT, env=environment(), text=True, capture_output=True,

@@ -75,6 +75,26 @@ def contradictions(c: Settings) -> Iterator[Contradiction]:
     if c.workload == "images" and c.dataset == "imagefolder" and c.data_dir is None:
         yield Contradiction(("data_dir", "dataset", "workload"), "a folder of class folders with dataset imagefolder",
                             "Set it with --data-dir.")
+    yield from _of_image_files(c)
+
+
+def _of_image_files(c: Settings) -> Iterator[Contradiction]:
+    """What needs the files of an image folder, as they are."""
+    crops = isinstance(c.augment, str)
+    if c.workload == "images" and c.dataset != "imagefolder":
+        others = f"with dataset {c.dataset}"
+        if crops:
+            yield Contradiction(("augment", "dataset", "workload"), f"true or false {others}",
+                                "Its images are small and whole already.")
+        if c.cache_images:
+            yield Contradiction(("cache_images", "dataset", "workload"), f"false {others}",
+                                "It has no files to decode.")
+    if crops and c.cache_images:
+        yield Contradiction(("cache_images", "augment"), f"false with augment {c.augment}",
+                            "Random crops need the whole images, the cache holds their middle. Set --augment=true.")
+    if crops and c.in_memory == "always":
+        yield Contradiction(("in_memory", "augment"), f"auto or never with augment {c.augment}",
+                            "Random crops need the whole images, memory would hold their middle.")
 
 
 def _of_method(c: Settings) -> Iterator[Contradiction]:

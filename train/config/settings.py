@@ -15,6 +15,7 @@ WEEK_S = 7 * 24 * 3600
 INT32_MAX = 2**31 - 1  # steps, samples: what a 32-bit counter holds
 Natural = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
+Augment = bool | Literal["imagenet", "trivial"]
 
 
 def setting(
@@ -62,7 +63,9 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                                    unit="fraction", ge=0, lt=1)
     init_from: str | None = _path(None, "Start from these weights: a checkpoint or a state dict.", result=True)
     dropout: float = _result(0.0, "Share of activations dropped in training.", unit="fraction", ge=0, lt=1)
-    augment: bool = _result(False, "Random shifts and flips of the training images.")
+    augment: Augment = _result(
+        False, "Change the training images at random. true: shift and flip; imagenet: its random crops and flips; "
+        "trivial: TrivialAugmentWide besides. The last two are for imagefolder.")
     limit_train: Natural = _result(0, "Use only the first so many training samples; 0: all.", unit="samples")
     limit_eval: Natural = _result(0, "Evaluate on only the first so many samples; 0: all.", unit="samples")
     fake_samples: Count = _result(1024, "How many images the dataset fake has.", unit="samples")
@@ -118,6 +121,10 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                                unit="threads", ge=1, le=1024)
 
     in_memory: Literal["auto", "always", "never"] = setting("auto", "Hold the data in memory; auto: where they fit.")
+    cache_images: bool = setting(False, "imagefolder: decode and resize each file once, into a file that all processes "
+                                        "of a node share; not with augment imagenet, trivial.")
+    cache_max_gb: float = setting(50.0, "cache_images: what all decoded images kept on a node take at most.", unit="GB",
+                                  gt=0, le=1e6)
     num_workers: int = setting(0, "DataLoader workers of each process, for data not in memory.", unit="processes",
                                ge=0, le=1024)
     prefetch_factor: int = setting(2, "Batches that each worker prepares ahead.", unit="batches", ge=1, le=1024)

@@ -86,6 +86,10 @@ def slow_modules(config: Config, command: str) -> list[str]:
         modules.append(f"train.workloads.{config.workload}")
     if config.workload == "images" and config.model not in ("cnn", "mlp"):
         modules.append("torchvision.models")
+    if config.workload == "images" and config.dataset == "imagefolder":
+        modules.append("train.data.file_samples")  # torchvision
+    if config.augment == "trivial":
+        modules.append("torchvision.transforms.v2")
     if config.workload == "text" and config.bert_dir is not None:
         modules += ["transformers.models.bert.modeling_bert", "tokenizers.implementations", "safetensors.torch"]
     if config.tensorboard:

@@ -48,7 +48,7 @@ def writable_cache() -> Path:
         if _ours(root) and os.access(root, os.W_OK | os.X_OK):
             return root
     raise DataError(
-        f"{' and '.join(map(str, roots))}: cannot be written, so data cannot be downloaded. "
+        f"{' and '.join(map(str, roots))}: cannot be written, so no data can be kept there. "
         "Set RANKUP_CACHE or data_dir to a folder that can."
     )
 

@@ -1,4 +1,4 @@
-"""Any folder of class folders with images: listed here, decoded one at a time by FileSet.load."""
+"""Any folder of class folders with images: listed here, decoded one at a time by FileSamples."""
 
 import hashlib
 import os
@@ -33,7 +33,7 @@ def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
     if not train.is_dir() and not test.is_dir():
         parts = {name: _split(root / name, paths) for name, paths in _list_classes(root).items()}
         trained, tested = ({name: part[half] for name, part in parts.items()} for half in (0, 1))
-        return _file_set(trained, root), _file_set(tested, root)
+        return _file_set(trained, root, config), _file_set(tested, root, config)
     for half, other in ((train, test), (test, train)):
         if not half.is_dir():
             raise DataError(f"{half}: is missing beside {other.name}/. {LAYOUT}")
@@ -41,15 +41,18 @@ def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
     for name in sorted(set(train_files) ^ set(test_files)):
         here, there = (train, test) if name in train_files else (test, train)
         raise DataError(f"{here / name}: is a class that {there} lacks. Both need the same class folders.")
-    return _file_set(train_files, train), _file_set(test_files, test)
+    return _file_set(train_files, train, config), _file_set(test_files, test, config)
 
 
-def _file_set(files: Mapping[str, list[str]], folder: Path) -> FileSet:
+def _file_set(files: Mapping[str, list[str]], folder: Path, config: Config) -> FileSet:
     """The files of each class as one set; a class's number is its place among the sorted names."""
     classes = tuple(sorted(files))
     labels = torch.tensor([label for label, name in enumerate(classes) for _ in files[name]], dtype=torch.int64)
     paths = tuple(path for name in classes for path in files[name])
-    return FileSet(paths, labels, classes, MEAN, STD, "imagefolder", origin=f"images in {folder}")
+    return FileSet(
+        paths, labels, classes, MEAN, STD, "imagefolder", origin=f"images in {folder}",
+        margin=config.augment in ("imagenet", "trivial"),
+    )
 
 
 def _list_classes(root: Path) -> dict[str, list[str]]:

@@ -1,13 +1,17 @@
-"""What a data source gives: images held in memory, or files that are decoded one at a time."""
+"""What a data source gives: images held in memory, or names of files that are decoded one at a time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from train.errors import DataError
+
+if TYPE_CHECKING:
+    from train.data.sources.image_cache import ImageCache  # which imports torchvision
 
 # A file as it was when it was read: name, inode, size, and the times of the last change of its contents and its entry
 Stamp = tuple[str, int, int, int, int]
@@ -75,7 +79,11 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class FileSet:
-    """A set of image files. labels: int64 [N]; mean, std: one per channel; `load` decodes one of them."""
+    """A set of image files. labels: int64 [N]; mean, std: one per channel, of images / 255.
+
+    image_size: height and width that they get; margin: whether, where nothing is random, the shorter side is resized to
+    8/7 of it first, as ImageNet's recipe does (256 for 224); cache: where the decoded ones are kept.
+    """
 
     paths: tuple[str, ...]
     labels: torch.Tensor
@@ -86,9 +94,16 @@ class FileSet:
     origin: str
     image_size: int = 224
     mirror: bool = True
+    margin: bool = False
+    cache: ImageCache | None = None
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    @property
+    def shorter_side(self) -> int:
+        """What the shorter side of an image is resized to before the middle is cut out."""
+        return round(self.image_size * 256 / 224) if self.margin else self.image_size
 
     def first(self, count: int) -> FileSet:
         """The first `count` samples, all of them with 0."""
@@ -99,34 +114,3 @@ class FileSet:
     def scaled(self, size: int | None) -> FileSet:
         """The same files, decoded to `size` x `size` pixels; None: to 224 x 224."""
         return self if size is None else replace(self, image_size=size)
-
-    def load(self, index: int) -> torch.Tensor:
-        """Decode one file: uint8 [3, S, S], RGB, shorter side resized to S = image_size, the middle cut out.
-
-        Raises DataError, naming the file, if it is missing, truncated, no image, or too large to be decoded.
-        """
-        import numpy as np
-        from PIL import Image
-
-        path = self.paths[index]
-        size = self.image_size
-        try:
-            with Image.open(path) as file:
-                # Only JPEG can be decoded at 1/2, 1/4 or 1/8; never below the size asked for.
-                file.draft("RGB", (size, size))
-                # PIL warns when it drops the transparency of a palette, unless the image passes through RGBA.
-                image = file.convert("RGBA").convert("RGB") if "transparency" in file.info else file.convert("RGB")
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise DataError(f"{path}: has too many pixels to be decoded safely. Make it smaller.") from error
-        except FileNotFoundError as error:
-            raise DataError(f"{path}: is gone since the folder was listed.") from error
-        # Every exception: for damaged files PIL's decoders also raise SyntaxError, struct.error and IndexError.
-        except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"{path}: is no image that can be decoded ({reason}). Remove or repair it.") from error
-        width, height = image.size
-        scale = size / min(width, height)
-        width, height = max(size, round(width * scale)), max(size, round(height * scale))
-        left, top = (width - size) // 2, (height - size) // 2
-        image = image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()

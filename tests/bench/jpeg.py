@@ -1,0 +1,197 @@
+"""How fast are folders of JPEG files read here, beside torchvision's ImageFolder with a DataLoader?
+
+    python tests/bench/jpeg.py --workers 2 --repeats 5
+
+Both sides get the same files and workers, and end with normalised float32 batches in the training process. They take
+turns, and each number is the median of the repeats. A second table trains ResNet-18 and says which share of a step is
+waiting for data. The files are made here, 500 x 375 pixels. Nothing is asserted.
+"""
+
+import argparse
+import datetime
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torchvision  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+from torchvision import transforms  # noqa: E402
+
+from tests.rigs.photographs import photograph  # noqa: E402
+from train.commands.machine import cpu_model  # noqa: E402
+from train.config import Config  # noqa: E402
+from train.data.loader import open_loader  # noqa: E402
+from train.data.order import Order  # noqa: E402
+from train.process.stop import StopRequest  # noqa: E402
+from train.workloads import images  # noqa: E402
+
+PICTURES = 64  # different ones; the files are copies of them, each read and decoded by itself
+SIZE, CPU = 224, torch.device("cpu")
+Batches = Generator[torch.Tensor, None, None]  # float32 [B, 3, 224, 224]
+
+# Recipe -> the value of `augment`, and what torchvision does with PIL's picture for the same
+MIDDLE = [transforms.Resize(SIZE), transforms.CenterCrop(SIZE)]
+FLIP = transforms.RandomHorizontalFlip()
+SHIFTED = "the same, shift, flip"
+RECIPES: dict[str, tuple[Any, list[Any]]] = {
+    "resize, centre crop": (False, MIDDLE),
+    SHIFTED: (True, [*MIDDLE, transforms.RandomCrop(SIZE, padding=SIZE // 8), FLIP]),
+    "ImageNet's recipe": ("imagenet", [transforms.RandomResizedCrop(SIZE), FLIP]),
+}
+
+
+def make_files(root: Path, count: int) -> None:
+    """`count` JPEG files to train on, in ten class folders, and ten to test on."""
+    folder = root / "pictures"
+    folder.mkdir(parents=True)
+    for number in range(PICTURES):
+        size = {"width": 500, "height": 375} if number % 2 == 0 else {"width": 375, "height": 500}
+        photograph(number, **size).save(folder / f"{number}.jpg", quality=90)
+    for half, images_of_half in (("train", count), ("val", 10)):
+        for number in range(images_of_half):
+            target = root / half / f"class{number % 10}" / f"{number:06}.jpg"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / f"{number % PICTURES}.jpg", target)
+
+
+def torchvisions(root: Path, recipe: str, *, batch_size: int, workers: int) -> Batches:
+    """One epoch, as torchvision's documentation loads ImageNet."""
+    normalize = transforms.Normalize(images.MEAN, images.STD)
+    transform = transforms.Compose([*RECIPES[recipe][1], transforms.ToTensor(), normalize])
+    found = torchvision.datasets.ImageFolder(str(root / "train"), transform)
+    loader = DataLoader(found, batch_size=batch_size, shuffle=True, drop_last=True, num_workers=workers)
+    return (batch for batch, _ in loader)
+
+
+def ours(
+    root: Path, recipe: str, *, batch_size: int, workers: int, epochs: int = 1, cached: bool = False
+) -> Batches:
+    """So many epochs, as training takes them."""
+    config = Config(
+        dataset="imagefolder", data_dir=str(root), augment=RECIPES[recipe][0], batch_size=batch_size, model="cnn",
+        cache_images=cached,
+    )
+    workload = images.build(config)
+    normalize = images.Normalize(images.MEAN, images.STD)
+    order = Order(len(workload.train), batch_size, seed=0)
+    steps = epochs * order.steps_per_epoch
+    loader = open_loader(
+        workload.train, order.batches(0, steps), device=CPU, stop=StopRequest(), num_workers=workers, prefetch_factor=2
+    )
+    try:
+        for _ in range(steps):
+            yield normalize(loader.next()[0])
+    finally:
+        loader.close()
+
+
+def images_per_s(batches: Batches, steps: int) -> float:
+    """Over the next `steps` batches; for the first, with the start of the workers."""
+    began_s = time.perf_counter()
+    count = sum(len(batch) for batch in islice(batches, steps))
+    return count / (time.perf_counter() - began_s)
+
+
+def measure_loading(root: Path, *, repeats: int, steps: int, **options: Any) -> dict[str, tuple[float, float]]:
+    """By recipe: the medians of torchvision's and of our images/s in an epoch of so many steps."""
+    sides: dict[str, list[list[float]]] = {}
+    for repeat in range(repeats):
+        print(f"loading: {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
+        for recipe in RECIPES:
+            row = sides.setdefault(recipe, [[], []])
+            row[0].append(images_per_s(torchvisions(root, recipe, **options), steps))
+            row[1].append(images_per_s(ours(root, recipe, **options), steps))
+            if recipe != SHIFTED:
+                continue
+            with tempfile.TemporaryDirectory(dir=root) as cache:
+                os.environ["RANKUP_CACHE"] = cache
+                # One epoch more than is measured: what is prepared ahead at the end of the second stands for what was
+                # ready at its start
+                batches = ours(root, recipe, cached=True, epochs=3, **options)
+                for name in ("first", "later"):
+                    cached = sides.setdefault(f"{recipe}, --cache-images, {name} epoch", [row[0], []])
+                    cached[1].append(images_per_s(batches, steps))
+                batches.close()
+    return {name: (statistics.median(theirs), statistics.median(own)) for name, (theirs, own) in sides.items()}
+
+
+def measure_waiting(
+    root: Path, *, repeats: int, steps: int, **options: Any
+) -> dict[str, list[tuple[float, float]]]:
+    """By recipe, for torchvision and for us: the share of a ResNet-18 step that is waiting for data, and images/s."""
+    found: dict[str, list[list[tuple[float, float]]]] = {}
+    for repeat in range(repeats):
+        print(f"ResNet-18: {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
+        for recipe in RECIPES:
+            row = found.setdefault(recipe, [[], []])
+            for side, source in enumerate((torchvisions, ours)):
+                row[side].append(_train(source(root, recipe, **options), steps))
+    return {
+        recipe: [(statistics.median(s for s, _ in side), statistics.median(v for _, v in side)) for side in row]
+        for recipe, row in found.items()
+    }
+
+
+def _train(batches: Batches, steps: int) -> tuple[float, float]:
+    model = torchvision.models.resnet18(num_classes=10).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    waited_s = trained_s = 0.0
+    for step in range(steps + 1):
+        began_s = time.perf_counter()
+        batch = next(batches)
+        got_s = time.perf_counter()
+        optimizer.zero_grad()
+        labels = torch.zeros(len(batch), dtype=torch.int64)
+        nn.functional.cross_entropy(model(batch.to(memory_format=torch.channels_last)), labels).backward()
+        optimizer.step()
+        if step > 0:  # the first waits for the workers to start
+            waited_s, trained_s = waited_s + got_s - began_s, trained_s + time.perf_counter() - got_s
+    return waited_s / (waited_s + trained_s), steps * len(batch) / (waited_s + trained_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--images", type=int, default=1280)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8, help="of ResNet-18, in each repeat; 0: none")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    before = os.getloadavg()[0]
+    options = {"batch_size": arguments.batch_size, "workers": arguments.workers}
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        make_files(root, arguments.images)
+        epoch = arguments.images // arguments.batch_size
+        loading = measure_loading(root, repeats=arguments.repeats, steps=epoch, **options)
+        waiting = measure_waiting(root, repeats=arguments.repeats, steps=arguments.steps, **options) \
+            if arguments.steps else {}
+    print(
+        f"{cpu_model()}, {os.cpu_count()} CPUs (load {before:.1f} before), one thread a process, {arguments.workers} "
+        f"workers, batch {arguments.batch_size}, {arguments.images} files of 500 x 375; torch {torch.__version__}, "
+        f"torchvision {torchvision.__version__}, {datetime.date.today().isoformat()}.\n"
+    )
+    print("| images/s | torchvision | rankup | ratio |\n|---|---|---|---|")
+    for name, (theirs, own) in loading.items():
+        print(f"| {name} | {theirs:,.0f} | {own:,.0f} | {own / theirs:.2f} |")
+    if waiting:
+        print("\n| share of a ResNet-18 step that waits for data (images/s) | torchvision | rankup |\n|---|---|---|")
+    for name, ((their_share, their_speed), (own_share, own_speed)) in waiting.items():
+        print(f"| {name} | {their_share:.1%} ({their_speed:.1f}) | {own_share:.1%} ({own_speed:.1f}) |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Image files as samples: torchvision's recipes to the bit, the same pixels for any batch, rank, worker and start."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torchvision.transforms import v2
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import result
+from tests.rigs.photographs import write_photographs
+from train.config import Config
+from train.config.settings import Augment
+from train.data.crops import shift_and_flip_into
+from train.data.file_samples import FileSamples
+from train.data.loader import open_loader
+from train.data.random_numbers import derive_seed, seed_host
+from train.data.samples import shift_and_flip
+from train.data.sources import load
+from train.data.sources.decode import decode
+from train.data.sources.sets import FileSet
+from train.process.stop import StopRequest
+from train.workloads import images as workload
+
+RECIPES: list[Augment] = [False, True, "imagenet", "trivial"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("photographs")
+    write_photographs(root / "train", 12, width=100, height=75)
+    write_photographs(root / "val", 6, width=100, height=75, first=100)
+    return root
+
+
+def config_of(folder: Path, augment: Augment, image_size: int | None = 56) -> Config:
+    return Config(dataset="imagefolder", data_dir=str(folder), augment=augment, image_size=image_size)
+
+
+def samples_of(folder: Path, augment: Augment, *, seed: int = 0, image_size: int | None = 56) -> FileSamples:
+    found, _ = load(config_of(folder, augment, image_size))
+    assert isinstance(found, FileSet)
+    return FileSamples(found, augment=augment, seed=seed)
+
+
+# The recipes ----------------------------------------------------------------------------------------------------
+
+
+def as_torchvision_has_it(samples: FileSamples, transform: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """All samples in epoch 3, each with torch's random state seeded for it."""
+    found = []
+    for index, path in enumerate(samples.files.paths):
+        seed_host(derive_seed(samples.seed, 3, index))
+        found.append(transform(decode(path)))
+    return torch.stack(found)
+
+
+def test_imagenet_is_torchvisions_recipe_to_the_bit(folder: Path) -> None:
+    samples = samples_of(folder, "imagenet")
+    expected = as_torchvision_has_it(samples, v2.Compose([v2.RandomResizedCrop(56), v2.RandomHorizontalFlip()]))
+    assert torch.equal(samples.batch(torch.arange(12), 3)[0], expected)
+
+
+def test_trivial_is_torchvisions_recipe_to_the_bit(folder: Path) -> None:
+    samples = samples_of(folder, "trivial")
+    trivial = v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR)
+    transform = v2.Compose([v2.RandomResizedCrop(56), v2.RandomHorizontalFlip(), trivial])
+    assert torch.equal(samples.batch(torch.arange(12), 3)[0], as_torchvision_has_it(samples, transform))
+
+
+@pytest.mark.parametrize("augment", ["imagenet", "trivial"])
+@pytest.mark.parametrize(("image_size", "shorter_side"), [(None, 256), (224, 256), (56, 64), (33, 38)])
+def test_recipe_evaluates_with_the_middle_of_a_larger_picture(
+    folder: Path, augment: Augment, image_size: int | None, shorter_side: int
+) -> None:
+    samples = samples_of(folder, augment, image_size=image_size)
+    transform = v2.Compose([v2.Resize(shorter_side), v2.CenterCrop(image_size or 224)])
+    expected = as_torchvision_has_it(samples, transform)
+    assert torch.equal(samples.batch(torch.arange(12), None)[0], expected)
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_other_images_are_the_middle_of_the_picture_as_torchvision_cuts_it(folder: Path, augment: Augment) -> None:
+    samples = samples_of(folder, augment)
+    expected = as_torchvision_has_it(samples, v2.Compose([v2.Resize(56), v2.CenterCrop(56)]))
+    assert torch.equal(samples.batch(torch.arange(12), None)[0], expected)
+    plain = samples.batch(torch.arange(12), 3)[0]
+    assert torch.equal(plain, expected) is (augment is False)
+
+
+@pytest.mark.parametrize("mirror", [True, False])
+@pytest.mark.parametrize("size", [8, 9, 56])
+def test_shift_of_one_large_image_gives_the_pixels_of_the_many_small(size: int, mirror: bool) -> None:
+    images = torch.randint(0, 256, (200, 3, size, size), dtype=torch.uint8)
+    numbers = torch.rand(200, 3, dtype=torch.float64)
+    found = torch.empty_like(images)
+    for place, image, own in zip(found, images, numbers.tolist(), strict=True):
+        shift_and_flip_into(place, image, own, mirror=mirror)
+    assert torch.equal(found, shift_and_flip(images, numbers, mirror=mirror))
+
+
+# The same everywhere --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("augment", RECIPES)
+def test_sample_is_the_same_in_any_batch_and_another_in_each_epoch_and_run(folder: Path, augment: Augment) -> None:
+    samples = samples_of(folder, augment, seed=1)
+    whole = samples.batch(torch.arange(12), 0)[0]
+    assert (whole.shape, whole.dtype, whole.is_contiguous()) == ((12, 3, 56, 56), torch.uint8, True)
+    torch.rand(7)  # what was drawn before changes nothing
+    some = torch.tensor([9, 2, 5])
+    assert torch.equal(samples.batch(some, 0)[0], whole[some])
+    for other in (samples.batch(some, 1)[0], samples_of(folder, augment, seed=2).batch(some, 0)[0]):
+        assert torch.equal(other, whole[some]) is (augment is False)
+
+
+@pytest.mark.parametrize("augment", RECIPES)
+def test_any_number_of_workers_prepares_the_same_images(folder: Path, augment: Augment) -> None:
+    samples = samples_of(folder, augment)
+    indices = [(epoch, torch.arange(start, start + 4)) for epoch in (0, 1) for start in (0, 4, 8)]
+    found = []
+    for num_workers in (0, 2):
+        loader = open_loader(
+            samples, iter(indices), device=torch.device("cpu"), stop=StopRequest(), num_workers=num_workers,
+            prefetch_factor=2,
+        )
+        found.append([loader.next() for _ in indices])
+        loader.close()
+    for alone, worked in zip(*found, strict=True):
+        assert torch.equal(alone[0], worked[0])
+        assert torch.equal(alone[1], worked[1])
+
+
+def test_images_held_in_memory_are_those_of_the_files(folder: Path) -> None:
+    config = config_of(folder, True)
+    files, held = (
+        workload.build(config.model_copy(update={"in_memory": where})).train for where in ("never", "always")
+    )
+    for epoch in (None, 0, 5):
+        for one, other in zip(files.batch(torch.arange(12), epoch), held.batch(torch.arange(12), epoch), strict=True):
+            assert torch.equal(one, other)
+            assert one.stride() == other.stride()
+
+
+def test_grey_images_are_the_mean_of_the_colours(folder: Path) -> None:
+    samples = samples_of(folder, False)
+    grey = FileSamples(samples.files, channels=1).batch(torch.arange(3), None)[0]
+    expected = samples.batch(torch.arange(3), None)[0].float().mean(1, keepdim=True).round()
+    assert torch.equal(grey.float(), expected)
+
+
+def test_predicted_files_are_prepared_as_those_of_the_evaluation(folder: Path) -> None:
+    for augment in (True, "imagenet"):
+        built = workload.build(config_of(folder, augment))
+        assert built.open_input is not None
+        samples, name_of = built.open_input(str(folder / "val"))
+        assert isinstance(built.evaluation, FileSamples)
+        assert [name_of(index) for index in range(6)] == list(built.evaluation.files.paths)
+        assert torch.equal(samples.batch(torch.arange(6), None)[0], built.evaluation.batch(torch.arange(6), None)[0])
+
+
+def test_labels_and_a_subset_belong_to_their_images(folder: Path) -> None:
+    samples = samples_of(folder, False)
+    assert samples.batch(torch.tensor([11, 0]), 0)[1].tolist() == [1, 0]
+    second = FileSamples(replace(samples.files, paths=samples.files.paths[1:], labels=samples.files.labels[1:]))
+    assert torch.equal(second.batch(torch.tensor([0]), 0)[0], samples.batch(torch.tensor([1]), 0)[0])
+
+
+# Whole jobs -----------------------------------------------------------------------------------------------------
+
+
+def line(folder: Path, *more: str) -> tuple[str, ...]:
+    return (
+        "train", "--dataset", "imagefolder", "--data-dir", str(folder), "--image-size", "32", "--batch-size", "4",
+        "--epochs", "3", "--tensorboard=false", *more,
+    )
+
+
+@pytest.mark.parametrize("augment", ["imagenet", "trivial"])
+def test_job_that_was_killed_goes_on_with_the_same_crops(
+    forks: Forks, folder: Path, tmp_path: Path, augment: str
+) -> None:
+    words = line(folder, "--augment", augment, "--run-dir", str(tmp_path), "--save-every-steps", "2")
+    whole = forks.run(*words, "--name", "whole", "--num-workers", "1", world_size=2)
+    assert whole[0] == [0, 0], whole[1]
+    killed = forks.run(
+        *words, "--name", "killed", world_size=2, preload="tests.rigs.injected_faults:dies_in_step_8"
+    )
+    assert killed[0] == [171, -9], killed[1]
+    again = forks.run(*words, "--name", "killed", world_size=2)
+    assert again[0] == [0, 0], again[1]
+    assert result(tmp_path / "killed")["digest"] == result(tmp_path / "whole")["digest"]
+
+
+def test_evaluate_and_predict_prepare_images_as_the_training_did(forks: Forks, folder: Path, tmp_path: Path) -> None:
+    where = ("--name", "run", "--run-dir", str(tmp_path))
+    codes, output = forks.run(*line(folder, "--augment", "imagenet"), *where)
+    assert codes == [0], output
+    trained = result(tmp_path / "run")["metrics"]
+    codes, output = forks.run("evaluate", *where)
+    assert codes == [0], output
+    assert f"{trained['loss']:.4f}" in output
+    rows = []
+    for number, more in enumerate(((), ("--input", str(folder / "val")))):
+        codes, output = forks.run("predict", *where, *more, "--output", str(tmp_path / f"{number}.csv"))
+        assert codes == [0], output
+        with (tmp_path / f"{number}.csv").open() as file:
+            rows.append(list(csv.reader(file)))
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 7

@@ -1,0 +1,33 @@
+"""Made-up photographs: smooth colours, edges and noise, about as large as JPEG files of real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def photograph(number: int, *, width: int = 500, height: int = 375) -> Image.Image:
+    """An RGB picture, the same for the same number."""
+    random = np.random.default_rng(number)
+    picture = np.full((height, width, 3), 128.0)
+    for columns, contrast in ((8, 60), (32, 40), (125, 30)):
+        rows = columns * height // width + 1
+        grid = random.integers(0, 256, (rows, columns, 3), dtype=np.uint8)
+        layer = Image.fromarray(grid).resize((width, height), Image.Resampling.BICUBIC)
+        picture += (np.asarray(layer) - 128.0) * contrast / 64
+    picture += random.normal(0, 5, picture.shape)
+    return Image.fromarray(np.clip(picture, 0, 255).astype(np.uint8))
+
+
+def write_photographs(
+    root: Path, count: int, *, classes: int = 2, width: int = 500, height: int = 375, first: int = 0
+) -> None:
+    """`count` JPEG files in the class folders of `root`, every other one upright."""
+    for number in range(count):
+        folder = root / f"class{number % classes}"
+        folder.mkdir(parents=True, exist_ok=True)
+        size = (width, height) if number // classes % 2 == 0 else (height, width)
+        picture = photograph(first + number, width=size[0], height=size[1])
+        picture.save(folder / f"{number:05}.jpg", quality=90)
