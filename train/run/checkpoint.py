@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,6 +38,7 @@ class Checkpoint:
     state: TrainingState
     model: dict[str, torch.Tensor]
     sharded: bool = False
+    files: dict[str, bytes] = field(default_factory=dict, repr=False)  # as read, for `share_checkpoint`
 
     @property
     def step(self) -> int:
@@ -45,6 +46,8 @@ class Checkpoint:
 
     def to_files(self) -> dict[str, bytes]:
         """The contents of its files by their names, without manifest and shards."""
+        if self.files:
+            return self.files
         model = {} if self.sharded else {"model.pt": pack(self.model)}
         return {**model, **self.state.to_files()}
 
@@ -57,7 +60,8 @@ class Checkpoint:
         names = tensors.get("optimizer", {}).keys() | state.keys()
         merged = {name: {**state.get(name, {}), **tensors.get("optimizer", {}).get(name, {})} for name in names}
         optimizer = {**self.state.optimizer, "state": merged}
-        return replace(self, state=replace(self.state, optimizer=optimizer), model=tensors["model"], sharded=False)
+        state = replace(self.state, optimizer=optimizer)
+        return replace(self, state=state, model=tensors["model"], sharded=False, files={})
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -116,15 +120,14 @@ def share_checkpoint(checkpoint: Checkpoint | None, group: Group, *, source: int
     own = {} if checkpoint is None or group.rank != source else checkpoint.to_files()
     path, names = group.broadcast(("" if checkpoint is None else str(checkpoint.path), list(own)), source=source)
     files = {name: group.broadcast_bytes(own.get(name, b""), source=source) for name in names}
-    if group.rank == source:
-        return checkpoint
-    return _parse(Path(path), files) if files else None
+    received = checkpoint if group.rank == source else _parse(Path(path), files) if files else None
+    return received and replace(received, files={})  # they take as much memory as the state itself
 
 
 def _parse(path: Path, files: dict[str, bytes]) -> Checkpoint:
     state = TrainingState.from_files(path, files)
     sharded = "model.pt" not in files
-    return Checkpoint(path, state, {} if sharded else unpack(files["model.pt"]), sharded)
+    return Checkpoint(path, state, {} if sharded else unpack(files["model.pt"]), sharded, files)
 
 
 def _read_verified(path: Path) -> tuple[dict[str, bytes], str]:
