@@ -5,6 +5,7 @@ in each function, for tests.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -36,11 +37,16 @@ def memory_limit(root: Path = ROOT) -> int | None:
 
 
 def memory_left(root: Path = ROOT) -> int | None:
-    """Bytes that this container or job may still take; None where there is no limit.
-
-    There may be more: the kernel can take back a part of what is used, such as cached files.
-    """
+    """Bytes that this container or job may still take; None where there is no limit."""
     return min((max(0, limit - used) for limit, used in _memory(root)), default=None)
+
+
+def memory_available() -> int:
+    """Bytes that this process can take without swapping, of the machine and of its container or job."""
+    import psutil  # 20 ms that a supervisor does without
+
+    left, available = memory_left(), psutil.virtual_memory().available
+    return available if left is None else min(available, left)
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
@@ -77,12 +83,18 @@ def read(file: Path) -> str:
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use in bytes of each group that has a limit. A parent may grant less than the group itself."""
+    """Limit and use in bytes of each group that has a limit. A parent may grant less than the group itself.
+
+    Files that were read or written count as used too, until the kernel needs the memory. What was not touched of late
+    is left out here, as Kubernetes does (its "working set"): a data set that was read once would fill any limit.
+    """
     for folder, version in _groups("memory", root):
         names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         limit, used = (read(folder / name).strip() for name in names)
         if limit.isdigit() and int(limit) < 2**60:  # v1 writes 2**63 less a page where there is no limit
-            yield int(limit), int(used or 0)
+            entry = "inactive_file" if version == 2 else "total_inactive_file"
+            cached = re.search(rf"^{entry} (\d+)$", read(folder / "memory.stat"), re.MULTILINE)
+            yield int(limit), int(used or 0) - (int(cached[1]) if cached else 0)
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:

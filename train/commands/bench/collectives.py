@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -17,7 +16,7 @@ from train.commands.bench.cost_model import bus_factor
 from train.commands.bench.tcp_pair import tcp_pair
 from train.commands.ping_pong import Peer, ping_pong, torch_peer, wait_for_device
 from train.group.group import Group
-from train.process.limits import memory_left
+from train.process.limits import memory_available
 
 POINT_TO_POINT, SOCKETS = "point to point", "sockets"  # sockets: no backend of torch, but the plain connection
 OPERATIONS = ("all-reduce", "all-gather", "broadcast", POINT_TO_POINT)
@@ -72,10 +71,7 @@ def default_sizes(group: Group, device: torch.device) -> list[int]:
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        left = memory_left()
-        available = psutil.virtual_memory().available
-        free = min(available, available if left is None else left)
-        free //= max(1, group.launch.local_world_size or group.world_size)
+        free = memory_available() // max(1, group.launch.local_world_size or group.world_size)
     largest = max(1024, group.min(min(free // 4, LARGEST)))  # two buffers, and as much again stays free
     return [size for size in (1024 * 4**power for power in range(16)) if size <= largest]
 
