@@ -39,7 +39,7 @@ from train.run.result import describe, write_result
 from train.run.resume import load_initial_weights, load_training_state
 from train.run.run_directory import RunDirectory, open_run_directory
 from train.run.sharded_checkpoint import check_shared
-from train.run.training import Training, save, save_and_stop
+from train.run.training import Training, look_at_save, save, save_and_stop
 from train.workloads import Workload, load
 from train.workloads.batches import build_order, first_batch
 
@@ -74,13 +74,14 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         try:
             while True:
                 # Report, evaluate, save -------------------------------------------------------------------------
+                look_at_save(t)
                 at_end = progress.step >= t.total_steps
                 due = at_end or progress.step % (t.steps_per_epoch * config.evaluate_every_epochs) == 0
                 t.speed.pause()
                 if due and progress.step > progress.evaluated:
                     evaluate_and_report(t)
                 if due or progress.step % (config.save_every_steps or t.steps_per_epoch) == 0:
-                    save(t)
+                    save(t, wait=at_end)
                 t.speed.resume()
                 t.profiler.at(progress.step)
                 if at_end:

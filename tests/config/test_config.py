@@ -126,7 +126,7 @@ def test_settings_that_may_change_on_resume_are_exactly_these():
     assert free == {
         "data_dir", "epochs", "max_steps", "in_memory", "num_workers", "prefetch_factor", "eval_batch_size",
         "join_timeout_s", "download_timeout_s", "setup_timeout_s", "step_timeout_s", "eval_timeout_s", "save_timeout_s",
-        "name", "run_dir", "fresh", "keep", "save_every_steps", "evaluate_every_epochs", "report_every_s",
+        "name", "run_dir", "fresh", "save", "keep", "save_every_steps", "evaluate_every_epochs", "report_every_s",
         "log_every_steps", "tensorboard", "progress", "simulated_nodes", "labels_file", "eval_split", "max_bad_lines",
         "cache_images", "cache_max_gb",
         "parallel", "bert_dir", "bert_download", "checkpoint_format", "profile", "advice",
@@ -375,6 +375,7 @@ FOLDER = {"dataset": "imagefolder", "data_dir": "x"}
         ({"parallel": "fsdp", "find_unused_parameters": "true"},
          "--find-unused-parameters must be false with parallel fsdp, got true. *"),
         ({"parallel": "fsdp", "static_graph": "true"}, "--static-graph must be false with parallel fsdp, got true. *"),
+        ({"parallel": "fsdp", "save": "async"}, '--save must be auto or sync with parallel fsdp, got "async". *'),
         ({"parallel": "none", "compress": "fp16"},
          '--compress must be none with parallel none, got "fp16". Only ddp *'),
         ({"compress": "powersgd", "precision": "fp16"},

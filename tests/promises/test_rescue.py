@@ -104,7 +104,7 @@ def test_fresh_goes_on_from_its_own_rescue_and_takes_none_of_an_earlier_run(
 
 @pytest.mark.usefixtures("left")
 def test_all_ranks_at_once_leave_no_rescue(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
-    groups = [[Fault("backward", 0, 8), Fault("backward", 1, 8)]]
+    groups = [[Fault("backward", 0, 8, saved=True), Fault("backward", 1, 8)]]
     with ended(launch(tmp_path, faults=tmp_path / "faults", groups=groups)) as job:
         assert job.wait() == [0], job.output
     assert "resumed from step-00000005" in job.output
@@ -114,7 +114,8 @@ def test_all_ranks_at_once_leave_no_rescue(tmp_path: Path, undisturbed: dict[str
 
 @pytest.mark.usefixtures("left")
 def test_damaged_rescue_is_passed_over_and_said(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
-    with ended(launch(tmp_path, "--max-restarts=0", faults=tmp_path / "f", groups=[[Fault("backward", 1, 8)]])) as job:
+    groups = [[Fault("backward", 0, 8, saved=True)]]
+    with ended(launch(tmp_path, "--max-restarts=0", faults=tmp_path / "f", groups=groups)) as job:
         assert job.wait() == [137], job.output
     (path,) = (path for place in folders() for path in place.glob(f"rankup-*/{run_id(tmp_path)}/*/model.pt"))
     path.write_bytes(path.read_bytes()[:-1])

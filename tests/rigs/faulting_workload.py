@@ -3,9 +3,9 @@
 PROBE is JSON: {"where": "loss", "call": 7, "rank": 1, "signal": "SIGTERM", "to": "group", "sleep_s": 300}. `where` is
 one of build, data, loss, eval_data, evaluate, save (see `probe_saves`); `call` counts them from 1 in each process;
 without `rank` all ranks do it; `tell` is a file it makes on arrival, `before_s` it waits first, `until` a file exists
-it waits afterwards, `raise` names an error to end with, `hold_s` it keeps the interpreter lock. The loss is counted
-from 2: call 2 is the warm-up's, call 3 that of the first step. Not an option of the workload: those may not change
-when a run is resumed.
+it waits afterwards, `raise` names an error to end with, `hold_s` it keeps the interpreter lock, `saved` it first lets
+a save get done that is under way in its process. The loss is counted from 2: call 2 is the warm-up's, call 3 that of
+the first step. Not an option of the workload: those may not change when a run is resumed.
 """
 
 import ctypes
@@ -52,6 +52,8 @@ def probe(where: str) -> None:
     if "tell" in order:
         Path(order["tell"]).touch()
     time.sleep(order.get("before_s", 0))
+    if order.get("saved"):
+        let_save_end()
     if "signal" in order:
         number = getattr(signal, order["signal"])
         os.killpg(os.getpgrp(), number) if order.get("to") == "group" else os.kill(os.getpid(), number)
@@ -64,6 +66,13 @@ def probe(where: str) -> None:
     time.sleep(order.get("sleep_s", 0.3))
     if "raise" in order:
         raise ERRORS[order["raise"]]
+
+
+def let_save_end() -> None:
+    """Wait for the thread that writes a checkpoint, if there is one: for tests that say how old the newest one is."""
+    for thread in threading.enumerate():
+        if thread.name == "save":
+            thread.join()
 
 
 def _wait_for_notice() -> None:

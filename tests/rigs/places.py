@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -42,7 +43,8 @@ class Fault:
     """What happens to one process, where. `rank` -1: whichever rank gets there first. `step`: not before that step.
 
     `how`: a signal's name, or "memory": the kernel ends it for want of memory. `whom`: the rank itself, the process
-    that forked it ("server"), the supervisor, or the whole "node", all three.
+    that forked it ("server"), the supervisor, or the whole "node", all three. `saved`: a save that is under way gets
+    done first.
     """
 
     place: str
@@ -50,6 +52,7 @@ class Fault:
     step: int = 0
     how: str = "SIGKILL"
     whom: str = "self"
+    saved: bool = False
 
     def __post_init__(self) -> None:
         assert self.place in PLACES, self.place
@@ -133,6 +136,9 @@ def at(place: str) -> None:
     folder, groups = _order()
     number, index = (int(part) for part in file.stem.split("-"))
     group = groups[number]
+    for thread in threading.enumerate():
+        if thread.name == "save" and group[index].saved:
+            thread.join()
     if len(group) > 1:
         file.with_suffix(".here").touch()
         until_s = time.monotonic() + TOGETHER_S

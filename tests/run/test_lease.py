@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import train.run.lease
+from tests.rigs.checkpoints import steps
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment, result
 from train.errors import PeerLost, UserError
@@ -308,7 +309,7 @@ def test_frozen_job_that_was_taken_over_publishes_nothing_more(forks: Forks, tmp
     there = tmp_path / "there"
     order = waiting(tmp_path / "never", tell=str(there))
     with forks.running(*train_arguments(run), env=order, preload="tests.run.test_lease:on_machine_one") as first:
-        first.wait_until(there.exists, "the step after the checkpoint")
+        first.wait_until(lambda: there.exists() and steps(run / "checkpoints") == [8], "checkpoint and a step after it")
         first.processes[0].signal("SIGSTOP")
         codes, output = forks.run(*train_arguments(run), preload="tests.run.test_lease:on_machine_two")
         assert codes == [0], output

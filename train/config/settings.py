@@ -144,6 +144,8 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     fresh: bool = setting(False, "Start anew although the run has checkpoints.")
     checkpoint_format: Literal["plain", "sharded"] = setting(
         "plain", "plain: rank 0 writes all; sharded, with fsdp: each rank its part, on storage that all nodes share.")
+    save: Literal["auto", "async", "sync"] = setting(
+        "auto", "async: train on while a thread writes; sync: wait for it; auto: async where memory allows.")
     keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", ge=1, le=1_000_000)
     save_every_steps: Natural = setting(0, "Save each so many steps; 0: after each epoch.", unit="steps")
     evaluate_every_epochs: Count = setting(1, "Evaluate each so many epochs and at the end.", unit="epochs")

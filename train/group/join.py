@@ -207,11 +207,9 @@ def _part(group: Group) -> None:
 
 
 def _explain(group: Group, error: BaseException) -> BaseException:
-    """The failure behind an error: what a collective raises when a peer is gone does not say which, nor why."""
-    # A failed check inside gloo (of sizes that differ, say) is a fault, although it carries the path of the connection
-    lost = isinstance(error, RuntimeError) and LOST.search(str(error)) and "enforce fail" not in str(error)
+    """The failure behind an error."""
     known = isinstance(error, JoinError | PeerLost) or group.meeting is None
-    if known or not (lost or isinstance(error, dist.DistError)):
+    if known or not broke_collective(error):
         return error
     suspects = group.watch.suspects()
     group.log.debug(f"{type(error).__name__}: {error}")
@@ -220,6 +218,13 @@ def _explain(group: Group, error: BaseException) -> BaseException:
         # It did not wait to save; somebody asked it to stop, which is no reason to start again
         return Stopped(f"rank {end.rank} on {end.host} left: {end.why}")
     return _peer_lost(group, suspects)
+
+
+def broke_collective(error: BaseException) -> bool:
+    """Whether a collective raised `error` because a peer is gone. It does not say which, nor why."""
+    # A failed check inside gloo (of sizes that differ, say) is a fault, although it carries the path of the connection
+    lost = isinstance(error, RuntimeError) and LOST.search(str(error)) and "enforce fail" not in str(error)
+    return bool(lost) or isinstance(error, dist.DistError)
 
 
 def _peer_lost(group: Group, suspects: list[Suspect]) -> PeerLost:

@@ -93,13 +93,20 @@ class Watchdog:
             "timeout_s": self._timeout_s,
         }
 
-    def enter(self, phase: str, timeout_s: float, *, step: int | None = None) -> None:
-        """Begin a phase, with a deadline `timeout_s` seconds from now. Entering it anew moves the deadline."""
+    def enter(
+        self, phase: str, timeout_s: float, *, step: int | None = None, since_s: float | None = None
+    ) -> None:
+        """Begin a phase, with a deadline `timeout_s` seconds from now. Entering it anew moves the deadline.
+
+        `since_s`: the phase began earlier, at this time of `time.monotonic()`, and its deadline counts from there.
+        """
         if phase != self.phase:
             set_hard_deadline(timeout_s + LOCKED_GRACE_S)
         # First: the clock must never see the new, shorter time with the old beginning
         self._entered_s = time.monotonic()
         self.phase, self._timeout_s = phase, timeout_s
+        if since_s is not None:
+            self._entered_s = since_s
         self._waiting = False
         if step is not None:
             self.ends.step = step

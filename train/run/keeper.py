@@ -21,28 +21,36 @@ class Rescuer:
         self.t = t
 
     def keep(self) -> None:
-        """Write the state of the last finished step to this node's memory. The loop never goes on afterwards."""
+        """Write the state of the last finished step to this node's memory. The loop never goes on afterwards.
+
+        Where that can't be, the checkpoint that rank 0 may be writing is all that will be left: it gets done first.
+        """
+        rescued = False
         try:
-            self._keep()
+            rescued = self._keep()
         except Exception as error:  # the loss of a peer is what is to be reported, and the checkpoint is still there
             self.t.group.log.warning(f"no rescue: {reason(error)}")
+        if not rescued:
+            self.t.run.saver.wait()
 
-    def _keep(self) -> None:
+    def _keep(self) -> bool:
+        """Whether a rescue was written."""
         t, log = self.t, self.t.group.log
         if not t.method.every_rank_has_all or t.progress.step == 0:
-            return
+            return False
         progress = t.changing.stop()
         if progress is None:
             log.warning("no rescue: this rank was in the middle of changing the weights")
-            return
+            return False
         progress = copy(progress)
         if progress.step <= t.saved.step:
-            return
+            return False
         began_s = time.monotonic()
         if problem := rescue.write(t.run.lineage.run, progress.step, lambda: self._copy(progress)):
             log.warning(f"no rescue, so the next attempt goes on from the newest checkpoint: {problem}")
-        else:
-            log.debug(f"rescued step {progress.step} in {time.monotonic() - began_s:.2f} s")
+            return False
+        log.debug(f"rescued step {progress.step} in {time.monotonic() - began_s:.2f} s")
+        return True
 
     def _copy(self, progress: Progress) -> dict[str, bytes]:
         """The files of a checkpoint of the last finished step, at which `progress` stands."""

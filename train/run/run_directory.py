@@ -18,16 +18,16 @@ import torch
 from train.config import Config, changed_settings, to_yaml
 from train.errors import UserError, disk_error
 from train.group.group import Group, on_rank0
+from train.group.join import broke_collective
 from train.process.atomic_file import write_atomically
 from train.process.status import job_of, read_json
-from train.run import lineage, publish, rescue
+from train.run import lineage, rescue
 from train.run.checkpoint import Checkpoint, load_newest, share_checkpoint
 from train.run.choices import CHOICES
 from train.run.lease import Lease
 from train.run.lineage import Lineage
 from train.run.metrics import Metrics, Progress
-from train.run.sharded_checkpoint import FOLDER, write_shards
-from train.run.training_state import TrainingState
+from train.run.saver import Saver
 
 
 @dataclass(slots=True)
@@ -46,6 +46,10 @@ class RunDirectory:
     # Writes nothing until `open_metrics`
     metrics: Metrics = field(default_factory=lambda: Metrics(None, Progress(), saved=Progress(), tensorboard=False))
     tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
+    saver: Saver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.saver = Saver(self.config, self.group, self.path / "checkpoints", self.check_owner)
 
     @property
     def path(self) -> Path:
@@ -75,51 +79,10 @@ class RunDirectory:
         on_rank0(self.group, open_files)
         return self.metrics
 
-    def save(self, state: TrainingState, tensors: dict[str, Any]) -> None:
-        """Write one checkpoint. All ranks call this, rank 0 publishes, and all raise UserError if that failed.
-
-        `tensors`: on rank 0 the plain state dict of the model; with checkpoint_format sharded each rank's part of the
-        model's and the optimizer's tensors, and `state.optimizer` holds the rest. Metrics are flushed first: a resumed
-        run does not repeat the saved steps, so their metrics must survive a kill.
-        """
-        directory = self.path / "checkpoints"
-        if self.config.checkpoint_format == "sharded":
-            self._save_shards(directory, state, tensors)
-        else:
-            def save_plain() -> None:
-                self.metrics.flush()
-                publish.save_checkpoint(directory, state, tensors, keep=self.config.keep, check_owner=self.check_owner)
-
-            on_rank0(self.group, save_plain)
-        rescue.remove(self.lineage.run, up_to=state.step)
-        if self.group.is_rank0:
-            self.group.log.debug(f"saved step {state.step}")
-
     def check_owner(self) -> None:
         """Raises PeerLost where another attempt owns the directory by now. Rank 0 only."""
         assert self.lease is not None
         self.lease.check()
-
-    def _save_shards(self, directory: Path, state: TrainingState, tensors: dict[str, Any]) -> None:
-        def begin() -> str:
-            self.metrics.flush()
-            return publish.create_staging(directory, state.step, self.group.attempt).name
-
-        staging = directory / on_rank0(self.group, begin)
-        try:
-            shards = write_shards(staging / FOLDER, tensors, self.group)
-        except UserError:
-            # All ranks raise it together, so no rank still writes there
-            if self.group.is_rank0:
-                shutil.rmtree(staging, ignore_errors=True)
-            raise
-
-        def publish_it() -> None:
-            publish.publish(
-                staging, state.to_files(), shards, step=state.step, keep=self.config.keep, check_owner=self.check_owner
-            )
-
-        on_rank0(self.group, publish_it)
 
 
 @contextlib.contextmanager
@@ -159,7 +122,14 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
         run = RunDirectory(config, group, found["finished"], earlier, rescuer, saved, begun, found["mark"], lease)
         try:
             yield run
-        except BaseException:
+        except BaseException as error:
+            if run.saver.writing and broke_collective(error):
+                # There will be a rescue, which must not wait for the disk. The thread may publish until this process
+                # ends. Until then no other attempt may own the directory: the kernel frees the lease, as after a kill
+                stack.pop_all()
+            elif run.saver.writing:
+                group.watch.enter("save", config.save_timeout_s)
+                run.saver.wait()
             with contextlib.suppress(UserError):  # the reason for leaving is the other error
                 run.metrics.close()
             raise

@@ -13,6 +13,7 @@ from train.errors import Stopped
 from train.group.group import Group
 from train.parallel.buffers import Buffers
 from train.parallel.method import Method
+from train.run import rescue
 from train.run.advice import Advice
 from train.run.changing import Changing
 from train.run.metrics import Metrics, Progress, Speed
@@ -43,29 +44,62 @@ class Training:
     progress: Progress
     changing: Changing  # held while a step is finished, or an evaluation
     saved: Progress  # where the run stood at its newest checkpoint
+    saving: Progress | None = None  # and at the one that rank 0 writes beside the training, if there is one
     metrics: Metrics
     speed: Speed
     advice: Advice
     profiler: Profiler
 
 
-def save(t: Training) -> None:
-    """Write a checkpoint, unless the newest one holds this state already. All ranks call this at the same step."""
+def save(t: Training, *, wait: bool = False) -> None:
+    """Write a checkpoint, unless the newest one holds this state already. All ranks call this at the same step.
+
+    Where rank 0 writes it beside the training, `look_at_save` notices its end; with `wait` it is waited for here. At
+    most one is under way: the next one waits for it.
+    """
     config, group, progress = t.config, t.group, t.progress
-    if (t.saved.step, t.saved.evaluated) == (progress.step, progress.evaluated):
+    newest = t.saving or t.saved
+    if (newest.step, newest.evaluated) != (progress.step, progress.evaluated):
+        look_at_save(t, wait=True)
+        group.watch.enter("save", config.save_timeout_s, step=progress.step)
+        if config.checkpoint_format == "sharded":
+            tensors, optimizer = t.method.local_state(t.plain, t.optimizer)
+        else:
+            tensors, optimizer = t.method.full_state_dict(t.plain), t.method.optimizer_state(t.plain, t.optimizer)
+        state = state_of(t, progress, optimizer, t.method.memory())
+        under_way = t.run.saver.save(state, tensors, may_go_on=t.method.replicates_state, flush=t.metrics.flush)
+        t.saving = copy(progress)
+        if not under_way:
+            _note_saved(t)
+    if wait:
+        look_at_save(t, wait=True)
+
+
+def look_at_save(t: Training, *, wait: bool = False) -> None:
+    """Notice whether the save beside the training has ended; with `wait`, wait for it. All ranks, at the same step.
+
+    Raises UserError and PeerLost, on all ranks, where it has failed.
+    """
+    if t.saving is None:
         return
-    group.watch.enter("save", config.save_timeout_s, step=progress.step)
-    if config.checkpoint_format == "sharded":
-        tensors, optimizer = t.method.local_state(t.plain, t.optimizer)
-    else:
-        tensors, optimizer = t.method.full_state_dict(t.plain), t.method.optimizer_state(t.plain, t.optimizer)
-    t.run.save(state_of(t, progress, optimizer, t.method.memory()), tensors)
-    t.saved = copy(progress)
+    if wait:
+        t.group.watch.enter("save", t.config.save_timeout_s, step=t.progress.step)
+    if t.run.saver.ended(wait=wait):
+        _note_saved(t)
+
+
+def _note_saved(t: Training) -> None:
+    """The checkpoint stands on the disk, and all ranks know: rescues up to its step are needed no longer."""
+    assert t.saving is not None
+    t.saved, t.saving = t.saving, None
+    rescue.remove(t.run.lineage.run, up_to=t.saved.step)
+    if t.group.is_rank0:
+        t.group.log.debug(f"saved step {t.saved.step}")
 
 
 def save_and_stop(t: Training) -> Stopped:
     """Save, and return what to raise. All ranks come here at the same step."""
-    save(t)
+    save(t, wait=True)
     t.profiler.end()
     step, reason = t.progress.step, t.group.stop.signal_name or "another rank's signal"
     where = f"saved at step {step}" if step else "at step 0, nothing to save,"

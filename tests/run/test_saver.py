@@ -1,0 +1,243 @@
+"""The training goes on while rank 0 writes a checkpoint, and nothing else differs from a save that it waits for."""
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.checkpoints import steps, train
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import metrics, result
+from train.run.checkpoint import find_problem
+
+# 8 of the 32 steps end with a save
+OFTEN = ("--save-every-steps=4", "--keep=99")
+# Step 20 alone, and the last
+ONCE = ("--save-every-steps=20", "--evaluate-every-epochs=4", "--keep=99")
+
+
+def held_save() -> None:
+    """Preloaded: once its weights are written, a save waits until a file is there. HOLD: {"step", "until", "fails"}.
+
+    The file `writing` beside that one says that it waits. `fails`: the number of the error that it ends with, or -1 for
+    one that nobody expects; the file `failed` says so.
+    """
+    from train.run import publish
+
+    write, order = publish._write_durably, json.loads(os.environ["HOLD"])
+    until = Path(order["until"])
+
+    def held(path: Path, data: bytes) -> None:
+        write(path, data)
+        if path.name != "model.pt" or f"step-{order['step']:08d}" not in path.parent.name or "dev" in path.parts:
+            return
+        until.with_name("writing").touch()
+        while not until.exists():
+            time.sleep(0.01)
+        if number := order["fails"]:
+            until.with_name("failed").touch()
+            raise OSError(number, os.strerror(number)) if number > 0 else LookupError("nobody expected this")
+
+    publish._write_durably = held
+
+
+HELD = "tests.run.test_saver:held_save"
+
+
+def hold(until: Path, *, step: int = 8, fails: int = 0) -> dict[str, str]:
+    return {"HOLD": json.dumps({"step": step, "until": str(until), "fails": fails})}
+
+
+def in_step(step: int, **more: Any) -> dict[str, str]:
+    """What happens as the loss of that step is computed. Calls are counted from 1, and the second is the warm-up's."""
+    return {"PROBE": json.dumps({"where": "loss", "call": step + 2, "sleep_s": 0.0, **more})}
+
+
+@pytest.fixture(scope="module")
+def digest(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """The final weights of the run that nobody disturbed, by world size."""
+    known: dict[int, str] = {}
+
+    def of(world_size: int) -> str:
+        if world_size not in known:
+            run = tmp_path_factory.mktemp("undisturbed") / "run"
+            codes, output = forks.run(*train(run), world_size=world_size)
+            assert codes == [0] * world_size, output
+            known[world_size] = result(run)["digest"]
+        return known[world_size]
+
+    return of
+
+
+@pytest.mark.parametrize(("method", "world_size"), [("ddp", 1), ("ddp", 2), ("none", 1), ("dp", 1)])
+def test_steps_are_done_while_a_save_is_written(
+    forks: Forks, digest: Callable[[int], str], tmp_path: Path, method: str, world_size: int
+) -> None:
+    # Step 11 lets the save of step 8 go on: a training that waited for that save would wait until the deadline
+    env = hold(tmp_path / "go") | in_step(11, tell=str(tmp_path / "go"), rank=world_size - 1)
+    line = train(tmp_path / "run", *OFTEN, f"--parallel={method}", "--device=cpu", "--save-timeout-s=60")
+    codes, output = forks.run(*line, world_size=world_size, env=env, preload=HELD)
+    assert codes == [0] * world_size, output
+    assert (tmp_path / "writing").exists()
+    assert steps(tmp_path / "run" / "checkpoints") == list(range(4, 33, 4))
+    assert result(tmp_path / "run")["digest"] == digest(world_size)
+
+
+def test_evaluation_whose_workers_are_forked_meanwhile_goes_on_beside_a_save(forks: Forks, tmp_path: Path) -> None:
+    # Both ranks take turns with the three batches of an evaluation: rank 1 has its second call in the second one
+    order = {"where": "evaluate", "call": 2, "rank": 1, "tell": str(tmp_path / "go")}
+    env = hold(tmp_path / "go") | {"PROBE": json.dumps(order)}
+    line = train(tmp_path / "run", "--num-workers=2", "--eval-batch-size=7", "--save-timeout-s=60")
+    codes, output = forks.run(*line, world_size=2, env=env, preload=HELD)
+    assert codes == [0, 0], output
+    assert (tmp_path / "writing").exists()
+
+
+def counted_saves() -> None:
+    """Preloaded: a save notes in the file SAVES when it begins and ends, and in which thread. It takes a while."""
+    from train.run import publish, saver
+
+    save, file = publish.save_checkpoint, Path(os.environ["SAVES"])
+
+    def counted(directory: Path, state: Any, *values: Any, **more: Any) -> Any:
+        with file.open("a") as lines:
+            print("begin", state.step, threading.current_thread().name, file=lines, flush=True)
+            time.sleep(0.1)
+            done = save(directory, state, *values, **more)
+            print("end", state.step, threading.current_thread().name, file=lines, flush=True)
+        return done
+
+    publish.save_checkpoint = counted
+    if "FREE" in os.environ:
+        saver.memory_available = lambda: int(os.environ["FREE"])
+
+
+@pytest.mark.parametrize(("how", "free", "thread"), [
+    ("auto", "", "save"), ("async", "1000", "save"), ("sync", "", "MainThread"), ("auto", "1000", "MainThread"),
+])
+def test_one_save_after_the_other_beside_the_training_where_memory_allows(
+    forks: Forks, tmp_path: Path, how: str, free: str, thread: str
+) -> None:
+    env = {"SAVES": str(tmp_path / "saves")} | ({"FREE": free} if free else {})
+    line = train(tmp_path / "run", *OFTEN, f"--save={how}")
+    codes, output = forks.run(*line, world_size=2, env=env, preload="tests.run.test_saver:counted_saves")
+    assert codes == [0, 0], output
+    expected = [f"{word} {step} {thread}" for step in range(4, 33, 4) for word in ("begin", "end")]
+    assert (tmp_path / "saves").read_text().splitlines() == expected
+    assert steps(tmp_path / "run" / "checkpoints") == list(range(4, 33, 4))
+    too_little = how == "auto" and free != ""
+    assert output.count("save   the training waits for each save: ") == too_little, output
+
+
+@pytest.mark.parametrize("more", [
+    (), ("--optimizer=adamw", "--lr=0.01"), ("--precision=fp16",), ("--compress=powersgd", "--powersgd-start=2"),
+])
+def test_files_are_those_of_a_save_that_is_waited_for_to_the_byte(
+    forks: Forks, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    for how in ("async", "sync"):
+        codes, output = forks.run(*train(tmp_path / how, *OFTEN, f"--save={how}", *more), world_size=2)
+        assert codes == [0, 0], output
+    assert result(tmp_path / "async")["digest"] == result(tmp_path / "sync")["digest"]
+    assert steps(tmp_path / "sync" / "checkpoints") == list(range(4, 33, 4))
+    for folder in (tmp_path / "sync" / "checkpoints").iterdir():
+        other = tmp_path / "async" / "checkpoints" / folder.name
+        assert sorted(path.name for path in other.iterdir()) == sorted(path.name for path in folder.iterdir())
+        assert find_problem(other) == ""
+        for name in ("model.pt", "training.pt"):
+            assert (other / name).read_bytes() == (folder / name).read_bytes(), f"{folder.name}/{name}"
+
+
+# Ends -----------------------------------------------------------------------------------------------------------
+
+
+def test_stop_waits_for_the_save_under_way_and_saves_its_own_step(forks: Forks, tmp_path: Path) -> None:
+    run, asked = tmp_path / "run", tmp_path / "asked"
+    env = hold(tmp_path / "go") | in_step(10, signal="SIGTERM", tell=str(asked), rank=1)
+    with forks.running(*train(run, *OFTEN), world_size=2, env=env, preload=HELD) as job:
+        job.wait_until(asked.exists, "the signal")
+        (tmp_path / "go").touch()
+        assert job.wait() == [143, 143], job.output
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step-00000004", "step-00000008", "step-00000010"
+    ]
+    assert "saved at step 10 of 32" in job.output
+
+
+@pytest.mark.parametrize(("fails", "code", "line"), [
+    (errno.ENOSPC, 2, "has no space left"), (errno.EIO, 2, "can't be written (Input/output error)"),
+    (-1, 1, "LookupError: nobody expected this"),
+])
+def test_failure_ends_all_ranks_at_the_next_step(
+    forks: Forks, tmp_path: Path, fails: int, code: int, line: str
+) -> None:
+    run, failed = tmp_path / "run", tmp_path / "failed"
+    env = hold(tmp_path / "go", step=20, fails=fails)
+    env |= in_step(22, rank=0, tell=str(tmp_path / "go"), until=str(failed), sleep_s=0.3)
+    codes, output = forks.run(*train(run, *ONCE), world_size=2, env=env, preload=HELD)
+    assert codes == [code, code], output
+    assert line in output
+    if code == 2:
+        assert output.count(line) == 1
+        assert "Traceback" not in output
+        assert list((run / "checkpoints").iterdir()) == []
+    assert 22 <= max(entry["step"] for entry in metrics(run)) < 32
+    assert steps(run / "checkpoints") == []
+
+
+def test_mistake_elsewhere_does_not_cost_the_save_under_way(forks: Forks, tmp_path: Path) -> None:
+    run, asked = tmp_path / "run", tmp_path / "asked"
+    env = hold(tmp_path / "go") | in_step(10, rank=0, tell=str(asked), **{"raise": "DataError"})
+    with forks.running(*train(run, *OFTEN), world_size=2, env=env, preload=HELD) as job:
+        job.wait_until(asked.exists, "the mistake")
+        (tmp_path / "go").touch()
+        assert job.wait() == [2, 2], job.output
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
+
+
+def test_kill_of_the_writer_leaves_nothing_half(forks: Forks, digest: Callable[[int], str], tmp_path: Path) -> None:
+    run, writing = tmp_path / "run", tmp_path / "writing"
+    env = hold(tmp_path / "never") | in_step(10, tell=str(tmp_path / "there"), until=str(tmp_path / "never"))
+    with forks.running(*train(run, *OFTEN), env=env, preload=HELD) as job:
+        job.wait_until(lambda: writing.exists() and (tmp_path / "there").exists(), "the save and the step")
+        job.processes[0].signal("SIGKILL")
+        assert job.wait() == [-9], job.output
+    assert steps(run / "checkpoints") == [4]
+    codes, output = forks.run(*train(run, *OFTEN))
+    assert codes == [0], output
+    assert "resumed from step-00000004" in output
+    assert result(run)["digest"] == digest(1)
+    assert [path.name for path in (run / "checkpoints").glob(".*")] == []
+
+
+def test_survivor_that_writes_a_rescue_does_not_wait_for_the_disk(
+    forks: Forks, digest: Callable[[int], str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    env = hold(tmp_path / "never") | in_step(10, rank=1, signal="SIGKILL")
+    codes, output = forks.run(*train(run, *OFTEN), world_size=2, env=env, preload=HELD)
+    assert codes == [171, -9], output
+    assert steps(run / "checkpoints") == [4]
+    codes, output = forks.run(*train(run, *OFTEN), world_size=2)
+    assert codes == [0, 0], output
+    assert "resumed from step 9, rescued by rank 0 on " in output
+    assert result(run)["digest"] == digest(2)
+
+
+def test_survivor_that_has_no_rescue_finishes_the_save_under_way(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    line = train(run, *OFTEN, "--compress=powersgd", "--powersgd-start=2")
+    env = hold(tmp_path / "go") | in_step(10, rank=1, signal="SIGKILL")
+    with forks.running(*line, world_size=2, env=env, preload=HELD) as job:
+        job.wait_until(lambda: job.processes[1].code is not None, "end of rank 1")
+        (tmp_path / "go").touch()
+        assert job.wait() == [171, -9], job.output
+    codes, output = forks.run(*line, world_size=2)
+    assert codes == [0, 0], output
+    assert "resumed from step-00000008" in output

@@ -1,0 +1,174 @@
+"""Saves of a run. Plain ones go on beside the training: rank 0 copies its state, and a thread writes the copy.
+
+So the ranks stand still for the copy alone, not for packing, digests and the disk (tests/bench/saves.py measures both).
+To write beside the next steps is the idea of CheckFreq (Mohan et al., FAST '21). The thread calls no collective: gloo
+pairs them by their order, and the loop calls its own meanwhile.
+"""
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.config import Config
+from train.errors import UserError
+from train.group.group import Group, on_rank0
+from train.process.limits import memory_available
+from train.run import publish
+from train.run.host_copies import HostCopies, storages_of
+from train.run.sharded_checkpoint import FOLDER, write_shards
+from train.run.training_state import TENSOR_FIELDS, TrainingState
+
+# The copy, the files made of it, and what is read back of them at the same time; and as much again stays free
+ROOM = 4
+
+
+class Saver:
+    """Writes the checkpoints of a run into `directory`, at most one at a time.
+
+    `check_owner`: see `train.run.publish.publish`. Rank 0 alone calls it.
+    """
+
+    def __init__(self, config: Config, group: Group, directory: Path, check_owner: Callable[[], None]) -> None:
+        self.config, self.group, self.directory, self.check_owner = config, group, directory, check_owner
+        # Rank 0's; the others never have a thread
+        self._copies = HostCopies(group.device)
+        self._beside_training: bool | None = None  # decided at the first save, when the size of the state is known
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._began_s, self._step = 0.0, 0
+
+    def save(
+        self, state: TrainingState, tensors: dict[str, Any], *, may_go_on: bool, flush: Callable[[], None]
+    ) -> bool:
+        """Write one checkpoint. All ranks call this, rank 0 publishes.
+
+        Returns True where rank 0 goes on to write beside the training. Then all ranks call `ended` at each step until
+        it returns True, and call this no more before that. `may_go_on`: False where the method of training in parallel
+        does not allow that.
+
+        `tensors`: on rank 0 the plain state dict of the model; with checkpoint_format sharded each rank's part of the
+        model's and the optimizer's tensors, and `state.optimizer` holds the rest. `flush`: of the metrics. A resumed
+        run does not repeat the saved steps, so their metrics must be on the disk first.
+        Raises, on all ranks, UserError where rank 0 can't write, and PeerLost where another attempt owns the run.
+        """
+        if self.config.checkpoint_format == "sharded":
+            self._save_shards(state, tensors, flush)
+            return False
+
+        def begin() -> bool:
+            flush()
+            return self._begin(state, tensors, may_go_on)
+
+        return bool(on_rank0(self.group, begin))
+
+    def ended(self, *, wait: bool) -> bool:
+        """Whether rank 0 has written what `save` began; with `wait` it gets done first. All ranks call this.
+
+        Raises as `save` does.
+        """
+        if not wait and not self.group.max(int(self.group.is_rank0 and self._due)):
+            return False
+        on_rank0(self.group, self._finish)
+        return True
+
+    @property
+    def writing(self) -> bool:
+        """Whether a thread of this process is writing at this moment."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Let the thread get done within its deadline, because this process is about to end. Raises nothing."""
+        thread = self._thread  # any thread may call this, and the main one be in `_finish`
+        if thread is not None:
+            thread.join(max(0.0, self._left_s()))
+
+    # Rank 0 ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, state: TrainingState, model: dict[str, torch.Tensor], may_go_on: bool) -> bool:
+        assert self._thread is None, "the save before has to be finished first"
+        held = (model, {name: getattr(state, name) for name in TENSOR_FIELDS})
+        if self._beside_training is None:
+            size = sum(storage.nbytes() for storage in storages_of(held).values())
+            self._beside_training = may_go_on and self._choose(size)
+        if not self._beside_training:
+            self._publish(state, model)
+            return False
+        model, tensors = self._copies.take(held)
+        self._failure, self._began_s, self._step = None, time.monotonic(), state.step
+        work = (replace(state, **tensors), model)
+        self._thread = threading.Thread(target=self._write, args=work, name="save", daemon=True)
+        self._thread.start()
+        return True
+
+    def _choose(self, size: int) -> bool:
+        """Whether to save beside the training. `size`: of the state, in bytes.
+
+        Asked once: the copy's memory is kept from then on.
+        """
+        if self.config.save != "auto":
+            return self.config.save == "async"
+        needed, free = ROOM * size, memory_available()
+        if free < needed:
+            self.group.log.info(
+                f"save   the training waits for each save: to go on meanwhile takes {needed / 2**20:,.0f} MiB of "
+                f"memory, {free / 2**20:,.0f} are free"
+            )
+        return free >= needed
+
+    def _write(self, state: TrainingState, model: dict[str, torch.Tensor]) -> None:
+        try:
+            self._copies.wait()
+            self._publish(state, model)
+        except BaseException as error:  # a fault too: `_finish` raises it where the loop sees it
+            self._failure = error
+
+    def _publish(self, state: TrainingState, model: dict[str, torch.Tensor]) -> None:
+        publish.save_checkpoint(self.directory, state, model, keep=self.config.keep, check_owner=self.check_owner)
+
+    @property
+    def _due(self) -> bool:
+        """Whether it is time to finish: the thread is done, or has taken longer than it may."""
+        return not self.writing or self._left_s() <= 0
+
+    def _left_s(self) -> float:
+        return self._began_s + self.config.save_timeout_s - time.monotonic()
+
+    def _finish(self) -> None:
+        """Wait for the thread, and raise what it raised."""
+        assert self._thread is not None
+        if self.writing:
+            # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process
+            self.group.watch.enter("save", self.config.save_timeout_s, step=self._step, since_s=self._began_s)
+            self._thread.join()
+        self._thread = None
+        if self._failure is not None:
+            raise self._failure
+
+    # All ranks ------------------------------------------------------------------------------------------------
+
+    def _save_shards(self, state: TrainingState, tensors: dict[str, Any], flush: Callable[[], None]) -> None:
+        def begin() -> str:
+            flush()
+            return publish.create_staging(self.directory, state.step, self.group.attempt).name
+
+        staging = self.directory / on_rank0(self.group, begin)
+        try:
+            shards = write_shards(staging / FOLDER, tensors, self.group)
+        except UserError:
+            # All ranks raise it together, so no rank still writes there
+            if self.group.is_rank0:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+
+        def publish_it() -> None:
+            publish.publish(
+                staging, state.to_files(), shards, step=state.step, keep=self.config.keep, check_owner=self.check_owner
+            )
+
+        on_rank0(self.group, publish_it)
