@@ -121,7 +121,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
         check_shared(run.path / "checkpoints", group)
 
     # Data -------------------------------------------------------------------------------------------------------
-    seed_everything(derive_seed(config.seed))
+    seed_everything(derive_seed(config.seed), group.device)
     workload = load(config, pretrained=run.checkpoint is None)
     for note in workload.notes:
         log.info(note)
@@ -191,7 +191,7 @@ def step(t: Training) -> bool:
     if group.max(int(group.stop.requested or len(batches) < config.accumulate)):
         return False
     # A random state of each step's and rank's own: a resumed run needs none of the past, and no two ranks drop the same
-    seed_everything(derive_seed(config.seed, t.progress.step, group.rank))
+    seed_everything(derive_seed(config.seed, t.progress.step, group.rank), group.device)
     total = torch.zeros((), device=group.device)
     for number, batch in enumerate(batches, 1):
         with t.method.micro_batch(t.model, last=number == config.accumulate):
@@ -248,7 +248,8 @@ def _warm_up(
         with autocast(config, group.device):
             return workload.loss(model, batch)
 
-    seed_everything(derive_seed(config.seed, -1, group.rank))  # of no step: the run's own seeds are not used up
+    # Of no step: the run's own seeds are not used up
+    seed_everything(derive_seed(config.seed, -1, group.rank), group.device)
     warm_up(
         plain, loss, unused_allowed=config.find_unused_parameters or config.static_graph,
         graph_ends_in_parameters=method.graph_ends_in_parameters, passes=2 if config.static_graph else 1,

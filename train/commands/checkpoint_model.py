@@ -63,7 +63,7 @@ def open_checkpoint(context: Context, path: str) -> Iterator[CheckpointModel]:
         settings = _settings_of(checkpoint, config)
         torch.set_num_threads(settings.num_threads)
         torch.use_deterministic_algorithms(settings.deterministic)
-        seed_everything(derive_seed(settings.seed))
+        seed_everything(derive_seed(settings.seed), group.device)
         workload = load(settings, pretrained=False)
         for note in workload.notes:
             log.info(note)

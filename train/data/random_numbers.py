@@ -45,14 +45,19 @@ def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python, torch on all devices and, where it is loaded already, numpy, in this process."""
-    torch.manual_seed(seed)
+def seed_everything(seed: int, device: torch.device) -> None:
+    """Seed Python, torch and, where it is loaded already, numpy, in this process; torch on all GPUs too where `device`
+    is one of them.
+
+    For the CPU that is left out: each step seeds anew, and to ask after GPUs takes 70 µs there, ten times the rest.
+    """
+    if device.type != "cpu":
+        torch.manual_seed(seed)
     seed_host(seed)
 
 
 def seed_host(seed: int) -> None:
-    """The same without accelerators: 20 µs instead of 400, because this is done for each sample."""
+    """The same without accelerators, as it is done for each sample."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:

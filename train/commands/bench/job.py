@@ -25,7 +25,7 @@ def describe_job(config: Config, group: Group, step_ms: float) -> dict[str, Any]
     `step_ms`: milliseconds of a step if the user knows them; 0 measures them. Raises UserError for data or a model that
     can't be loaded.
     """
-    seed_everything(derive_seed(config.seed))
+    seed_everything(derive_seed(config.seed), group.device)
     workload = load(config)
     model = prepare(workload, config, group)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
