@@ -9,7 +9,7 @@ import pytest
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.config import Config
-from train.run.profiler import shares_of
+from train.run.profiler import COMMUNICATION, shares_of
 
 # 8 steps an epoch
 LINE = (
@@ -41,7 +41,7 @@ def test_profile_traces_the_steps_of_every_rank_and_changes_no_bit(forks: Forks,
         found = events(tmp_path / "traced", rank)
         names = [event["name"] for event in found if event.get("cat") == "user_annotation"]
         assert (names.count("step"), names.count("data")) == (4, 4)
-        assert any(event["name"].startswith("gloo:") for event in found)
+        assert any(event["name"].startswith(COMMUNICATION) for event in found)
         assert any(event["name"].startswith("aten::") for event in found)
     traced = result(tmp_path / "traced" / "run")["profile"]
     assert traced["steps"] == [3, 7]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from train.errors import PeerLost, UserError
 from train.group.ends import EndReporter
+from train.group.host_link import HostLink
 from train.group.members import Meeting
 from train.group.watchdog import Watchdog
 from train.process.env import Launch
@@ -43,6 +44,7 @@ class Group:
         self.hosts: Sequence[str] = [log.host] * launch.world_size  # by rank
         self.restarted = launch.restart_count > 0  # any rank's process
         self.meeting: Meeting | None = None
+        self.link: HostLink | None = None  # where all ranks are on one host
         self._progress = StepReporter(launch.progress)
 
     @property
@@ -76,6 +78,8 @@ class Group:
         """The largest `value` of all ranks, an int32."""
         if self.world_size == 1:
             return value
+        if (link := self.link) is not None:
+            return self.collective(lambda: link.max(value))
         tensor = torch.tensor(value, dtype=torch.int32)
         self.collective(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX))
         return int(tensor.item())

@@ -25,6 +25,7 @@ from train.group.device import pick_backend, pick_device
 from train.group.ends import EndReporter
 from train.group.failure_detector import Suspect, describe, root_exit_code
 from train.group.group import BEHIND_OURS_S, Group
+from train.group.host_link import open_link
 from train.group.members import Hosts
 from train.group.peer_watch import PeerWatch
 from train.group.watchdog import Watchdog
@@ -145,6 +146,7 @@ def form(config: Config, group: Group) -> None:
         # It uses each connection of gloo's that a step uses. gloo takes whoever sends the right number for the
         # peer that it waits for; a peer whose place is taken waits in vain, and that has to be here, not in a step
         dist.barrier() if backend == "gloo" else group.barrier()
+        group.link = open_link(group.rank, group.world_size, gather=group.gather)
         group.meeting.no_lookups.close()  # all connections to the store stand
     except (RuntimeError, ValueError) as error:
         group.log.debug(f"{type(error).__name__}: {error}")
