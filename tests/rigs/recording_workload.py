@@ -86,6 +86,7 @@ class Recorder:
         if folder is not None:
             folder.mkdir(exist_ok=True)
             self.file = folder / f"rank-{os.environ.get('RANK', '0')}.jsonl"
+            self._count_exchanges()
 
     def write(self, **entry: Any) -> None:
         if self.file is not None:
@@ -93,18 +94,26 @@ class Recorder:
                 file.write(json.dumps(entry) + "\n")
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        if isinstance(model, DistributedDataParallel) and self.file is not None and not hasattr(model, "counted"):
-            model.counted = True
-            model.register_comm_hook(None, self._send)
+        if isinstance(model, DistributedDataParallel) and self.file is not None and not model._comm_hooks:
+            model.register_comm_hook(None, allreduce_hook)
         features, labels = batch
         loss = functional.cross_entropy(model(features), labels)
         masks = [module.mask for module in model.modules() if isinstance(module, Masked)]
         self.write(kind="loss", sent=self.sent, masks=masks, size=len(labels))
         return loss
 
-    def _send(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        self.sent += 1
-        return allreduce_hook(None, bucket)
+    def _count_exchanges(self) -> None:
+        """Count the calls of whatever hook is given to DDP: the program's own, or the one above."""
+        register = DistributedDataParallel.register_comm_hook
+
+        def register_counted(model: DistributedDataParallel, state: Any, hook: Any) -> None:
+            def counted(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+                self.sent += 1
+                return hook(state, bucket)  # type: ignore[no-any-return]
+
+            register(model, state, counted)
+
+        DistributedDataParallel.register_comm_hook = register_counted  # type: ignore[method-assign]
 
     def evaluate(self, model: nn.Module, batch: Any) -> Sums:
         features, labels = batch

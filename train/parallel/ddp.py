@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train.config import Config
 from train.group.group import Group
 from train.parallel.method import Method
+from train.parallel.shared_gradients import SharedGradients, average
 
 HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 ONE_BUCKET_MB = 100_000  # more than any model has
@@ -65,6 +66,9 @@ class DDP(Method):
             wrapped.register_comm_hook(self.powersgd, powerSGD_hook)
         elif config.compress != "none":
             wrapped.register_comm_hook(None, HOOKS[config.compress])
+        elif self.group.link is not None and self.group.world_size == 2 and device.type == "cpu":
+            # Not for more ranks: their sums would be others than gloo's, and than those of ranks on several hosts
+            wrapped.register_comm_hook(SharedGradients(self.group.link, self.group.rank), average)
         return wrapped
 
     def micro_batch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:

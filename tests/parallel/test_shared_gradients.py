@@ -1,0 +1,129 @@
+"""Two ranks of one host exchange gradients through shared memory: the same bits as with gloo, in every setting."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.rigs.bare_group import group_of
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import metrics, result
+from train.group import join
+from train.group.host_link import open_link
+from train.parallel import ddp
+from train.parallel.shared_gradients import PART, SharedGradients, average
+
+# A part of shared memory and a bit, half of one, and a single number; in one bucket or in several
+SIZES = ((PART + 77,), (PART // 2, 1), (3,))
+STEPS = 8
+EXCHANGED = "exchanged through shared memory"
+LINE = ("train", "--dataset=digits", "--model=cnn", "--limit-train=256", f"--max-steps={STEPS}", "--log-every-steps=1",
+        "--tensorboard=false", "--name=run")
+
+
+def test_mean_is_gloos_to_the_bit(forks: Forks) -> None:
+    codes, output = forks.run(world_size=2, preload="tests.parallel.test_shared_gradients:compare_with_gloo")
+    assert codes == [0, 0], output
+
+
+def compare_with_gloo() -> None:
+    """In each of two ranks: gradients of all magnitudes go through DDP with the hook and without."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    link = open_link(rank, 2, gather=group_of(rank, 2).gather)
+    assert link is not None
+    shared = SharedGradients(link, rank)
+    draw = torch.Generator().manual_seed(rank)
+    for dtype in (torch.float32, torch.float64):
+        for bucket_mb in (0.5, 25.0):
+            modules = [Weights(dtype), Weights(dtype)]
+            wrapped = [
+                DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+                for module in modules
+            ]
+            wrapped[1].register_comm_hook(shared, average)
+            for step in range(4):
+                wanted = [magnitudes(parameter, draw) for parameter in modules[0].parameters()]
+                for model, module in zip(wrapped, modules, strict=True):
+                    if step == 2:  # two backward passes, of which the second one exchanges what both added up
+                        with model.no_sync():
+                            model(wanted).backward()
+                    model(wanted).backward()
+                    assert all(parameter.grad is not None for parameter in module.parameters())
+                for one, other in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+                    assert one.grad is not None
+                    assert other.grad is not None
+                    assert torch.equal(one.grad.view(torch.uint8), other.grad.view(torch.uint8))
+                    one.grad = other.grad = None
+    dist.barrier()
+    os._exit(0)
+
+
+class Weights(nn.Module):
+    """Its gradients are what the forward pass is given."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.all = nn.ParameterList([torch.zeros(size, dtype=dtype) for size in SIZES])
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(w * g).sum() for w, g in zip(self.all, gradients, strict=True)]).sum()
+
+
+def magnitudes(like: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Numbers of all magnitudes, with the smallest that there are and the largest."""
+    numbers = torch.randn(like.shape, generator=draw, dtype=like.dtype)
+    numbers *= 10 ** (80 * torch.rand(like.shape, generator=draw, dtype=like.dtype) - 42)
+    numbers.view(-1)[:3] = torch.tensor([-0.0, torch.inf, torch.finfo(like.dtype).tiny], dtype=like.dtype)
+    return numbers
+
+
+VARIANTS = {
+    "fp32": (), "accumulated": ("--accumulate=4",), "bf16": ("--precision=bf16",), "fp16": ("--precision=fp16",),
+    "unused parameters looked for": ("--find-unused-parameters",), "static graph": ("--static-graph",),
+    "clipped": ("--clip-norm=0.5",),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_run_gives_the_weights_of_ranks_on_two_hosts(forks: Forks, tmp_path: Path, variant: str) -> None:
+    near, exchanges = train(forks, tmp_path / "near", *VARIANTS[variant], preload="near")
+    assert exchanges == 2 * (STEPS + (2 if variant == "static graph" else 1))  # with the warm-up's passes
+    far, exchanges = train(forks, tmp_path / "far", *VARIANTS[variant], preload="far")
+    assert exchanges == 0
+    assert result(near)["digest"] == result(far)["digest"]
+    assert [line.get("train/loss") for line in metrics(near)] == [line.get("train/loss") for line in metrics(far)]
+
+
+def test_three_ranks_leave_their_sums_to_gloo(forks: Forks, tmp_path: Path) -> None:
+    assert train(forks, tmp_path, "--batch-size=48", preload="near", world_size=3)[1] == 0
+
+
+def train(forks: Forks, folder: Path, *more: str, preload: str, world_size: int = 2) -> tuple[Path, int]:
+    """The run's folder, and how many exchanges through shared memory there were."""
+    codes, output = forks.run(
+        *LINE, *more, f"--run-dir={folder}", world_size=world_size,
+        preload=f"tests.parallel.test_shared_gradients:{preload}",
+    )
+    assert codes == [0] * world_size, output
+    return folder / "run", output.count(EXCHANGED)
+
+
+def near() -> None:
+    """Preloaded: print a line for each exchange through shared memory."""
+
+    def counted(shared: SharedGradients, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        os.write(2, f"{EXCHANGED}\n".encode())
+        return average(shared, bucket)
+
+    ddp.average = counted
+
+
+def far() -> None:
+    """Preloaded: the same for ranks that find no link to each other, as on two hosts."""
+    near()
+    join.open_link = lambda *_, **__: None  # type: ignore[assignment, misc]
