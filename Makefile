@@ -36,8 +36,7 @@ sif: ; @slurm/sif.sh ## Make rankup.sif, for Apptainer, of the image that make i
 test: lint types unit ## All checks: lint, types, tests. This is what CI runs
 lint: $(READY) ; $(RUN)ruff check . ## ruff: mistakes and import order
 types: $(READY) ; $(RUN)mypy ## mypy, strict on train/
-unit: $(READY) ## pytest
-	$(RUN)python -m pytest $(ARGS)
+unit: $(READY) ; $(RUN)python -m pytest $(ARGS) ## pytest
 
 engine: $(READY) ## pytest on a real container engine: builds the image, starts and kills containers (root)
 	RANKUP_ENGINE=1 $(RUN)python -m pytest tests/launchers/compose tests/launchers/k8s $(ARGS)
@@ -46,12 +45,12 @@ soak: $(READY) ## The tests with random faults, a hundred runs of each, and a ra
 	RANKUP_RUNS=100 $(RUN)python -m pytest --timeout 0 $(or $(ARGS),$(shell grep -rl RANKUP_RUNS tests --include="test_*.py"))
 	$(RUN)python -m tests.soak --random 100
 
-compare: $(READY) ## Methods and launchers side by side (ARGS: settings, --only none,ddp)
-	$(RUN)python -m train.main compare $(ARGS)
-
+compare: $(READY) ; $(RUN)python -m train.main compare $(ARGS) ## Methods and launchers side by side (ARGS: settings)
 doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Is this machine fit to train? (ARGS: settings)
-throughput: $(READY) ## Measure images/s, start, save and load on this machine
-	$(RUN)python tests/bench/throughput.py $(ARGS)
+throughput: $(READY) ; $(RUN)python tests/bench/throughput.py $(ARGS) ## Measure images/s, start, save and load here
+race: $(READY) ## Race the tutorial's loop, Accelerate, Lightning and a loop tuned by hand (ARGS: --repeats 3)
+	@$(RUN)python -c 'import accelerate, lightning' 2> /dev/null || $(RUN)pip install -r docker/requirements-race.lock
+	$(RUN)python tests/bench/race.py $(ARGS)
 
 k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it (OVERLAY=gpu): k8s/README.md
 	@k8s/kube.sh $(@:k8s-%=%)
@@ -76,4 +75,4 @@ $(VENV)/.ready: docker/requirements.lock docker/requirements-test.lock docker/re
 	@PIP_QUIET=1 $(RUN)pip install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-.PHONY: doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down sif engine help venv demo up down image wheels push test lint types unit soak throughput lock clean
+.PHONY: doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down sif engine help venv demo up down image wheels push test lint types unit soak throughput race lock clean

@@ -24,6 +24,7 @@ from train.parallel.model import autocast, check_same_shapes, compile_model, pre
 from train.parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
 from train.parallel.warm_up import warm_up
 from train.process import machine_checks
+from train.process.allocator import keep_freed_memory
 from train.process.env import Launch
 from train.process.log import Log
 from train.process.status_file import StatusFile
@@ -52,6 +53,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
     began_s = time.monotonic()
     check_world_size(config, launch.world_size)
     torch.set_num_threads(config.num_threads)
+    keep_freed_memory()
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS sums in one order only with it
         torch.use_deterministic_algorithms(True)

@@ -1,0 +1,139 @@
+"""Who races, what a lap measures, and the table of all laps."""
+
+import argparse
+import datetime
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from train.commands.chart import bar_chart
+from train.commands.machine import cpu_model
+from train.commands.markdown import markdown_table
+
+RANKUP, ADVISED = "rankup", "rankup as advised"
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One that races. `script`: in racers/; empty: rankup's own command line. `package`: what it needs beside torch.
+
+    `about`: what was done for its speed, in short; the script's docstring says more. `goal`: how many times as fast
+    rankup shall be, with its defaults and with its advice followed.
+    """
+
+    name: str
+    about: str
+    script: str = ""
+    variant: str = ""
+    package: str = ""
+    goal: tuple[float, float] = (1.5, 2.0)
+
+
+ENTRANTS = (
+    Entrant("tutorial", "PyTorch's DDP tutorial, torchvision's FashionMNIST, a DataLoader", "tutorial", "loader"),
+    Entrant("tutorial, in memory", "the same loop, batches taken from memory by index", "tutorial", "memory"),
+    Entrant(
+        "Accelerate", "from memory; gradients as views of the buckets, static graph", "accelerate_loop",
+        package="accelerate",
+    ),
+    Entrant(
+        "Lightning", "from memory; barebones=True, gradients as views of the buckets, static graph",
+        "lightning_trainer", package="lightning",
+    ),
+    Entrant(
+        "tuned by hand", "no loader; channels_last, fused SGD, gradients as views of the buckets, static graph",
+        "hand_tuned", goal=(1.0, 1.0),
+    ),
+    Entrant(RANKUP, "its defaults; it also writes metrics, watches its ranks, can stop and saves"),
+    Entrant(ADVISED, "with the flags that its start lines advise"),
+)
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One training. `accuracy`, `loss`: on the test images. `command_s`: seconds of the whole command.
+
+    `load`: the machine's load average before it.
+    """
+
+    entrant: str
+    precision: str
+    processes: int
+    repeat: int
+    images_per_s: float
+    accuracy: float
+    loss: float
+    command_s: float
+    load: float
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """The median, and the range in brackets: `form` is one value's format."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def ratio(laps: Sequence[Lap], winner: str, other: str) -> float | None:
+    """The median, over the repeats, of how many times as fast `winner` was; None if one of the two did not race."""
+    speeds = {(each.entrant, each.repeat): each.images_per_s for each in laps}
+    both = [repeat for name, repeat in speeds if name == other and (winner, repeat) in speeds]
+    found = [speeds[winner, repeat] / speeds[other, repeat] for repeat in both]
+    return statistics.median(found) if found else None
+
+
+def table(laps: Sequence[Lap], precision: str) -> list[str]:
+    """Markdown of one precision. The ratios are those at the largest number of processes."""
+    own = [each for each in laps if each.precision == precision]
+    worlds = sorted({each.processes for each in own})
+    most = [each for each in own if each.processes == worlds[-1]]
+    rows = []
+    for entrant in ENTRANTS:
+        name = entrant.name
+        if not (mine := [each for each in most if each.entrant == name]):
+            continue
+        speeds = [[each.images_per_s for each in own if (each.entrant, each.processes) == (name, w)] for w in worlds]
+        factors = [ratio(most, rankup, name) if entrant.script else None for rankup in (RANKUP, ADVISED)]
+        cells = [spread(values, ",.0f") for values in speeds]
+        cells += [f"{f:.2f} (goal {goal:g})" if f else "" for f, goal in zip(factors, entrant.goal, strict=True)]
+        cells.append(spread([100 * each.accuracy for each in own if each.entrant == name], ".1f"))
+        rows.append([name, *cells, f"{statistics.median(each.command_s for each in mine):.1f}"])
+    titles = [f"images/s, {world} process{'es' if world > 1 else ''}" for world in worlds]
+    at = f"at {worlds[-1]}" if len(worlds) > 1 else ""
+    header = [precision, *titles, f"rankup is faster {at}", f"with its advice {at}", "accuracy, %", f"command {at}, s"]
+    return markdown_table([title.strip() for title in header], rows)
+
+
+def conditions(options: argparse.Namespace, laps: Sequence[Lap]) -> str:
+    """What the figures must not be read without."""
+    import torch
+
+    packages = ["torch", "torchvision", *(each.package for each in ENTRANTS if each.package)]
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in packages if importlib.util.find_spec(name)]
+    loads = [each.load for each in laps]
+    where = f"{os.cpu_count()} CPUs of {cpu_model()}"
+    if options.device == "cuda":
+        where = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {where}"
+    data = "Fashion-MNIST" if options.data == "fashion-mnist" else "random images"
+    raced = {each.entrant for each in laps}
+    notes = "\n".join(f"- {each.name}: {each.about}." for each in ENTRANTS if each.name in raced)
+    return (
+        f"{notes}\n\n{options.model}, {data}, global batch {options.batch_size}, one thread a process"
+        f"{', torch.compile' if options.compile else ''}; medians of {options.repeats} (and their range) from step "
+        f"{options.warm_up} to {options.steps}; ratios are medians of those within a repeat. {where}, load average "
+        f"{min(loads):.1f} to {max(loads):.1f}, Linux {platform.release()}, Python {platform.python_version()}, "
+        f"{', '.join(versions)}, {datetime.date.today():%d %B %Y}."
+    )
+
+
+def draw(laps: Sequence[Lap], precision: str, processes: int, path: Path) -> None:
+    """The medians at so many processes, a bar for each entrant."""
+    speeds: dict[str, list[float]] = {}
+    for each in laps:
+        if (each.precision, each.processes) == (precision, processes):
+            speeds.setdefault(each.entrant, []).append(each.images_per_s)
+    medians = {each.name: statistics.median(speeds[each.name]) for each in ENTRANTS if each.name in speeds}
+    bar_chart(medians, f"images/s with {processes} processes, {precision}", path=path)

@@ -1,0 +1,81 @@
+"""`make race`: the entrants that need torch alone run, train the same, and the table says who was how fast.
+
+Accelerate and Lightning are not installed here; their scripts are in tests/bench/racers/ beside the others.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.bench.racers import hand_tuned, shared
+from tests.bench.racers.report import ADVISED, ENTRANTS, RANKUP, Lap, ratio, table
+from tests.rigs import jobs
+from tests.rigs.jobs import ROOT
+from train.data.order import Order
+
+ALONE = [entrant.name for entrant in ENTRANTS if not entrant.package and entrant.name != ADVISED]
+SAMPLES, BATCH = 103, 8
+
+
+def lap(entrant: str, repeat: int, images_per_s: float) -> Lap:
+    return Lap(entrant, "fp32", 2, repeat, images_per_s, accuracy=0.875, loss=0.5, command_s=3.0, load=1.0)
+
+
+def test_race_runs_and_all_entrants_train_the_same(tmp_path: Path) -> None:
+    line = ["--repeats", "1", "--precision", "fp32", "--data", "random", "--warm-up", "20", "--steps", "80"]
+    command = [sys.executable, ROOT / "tests/bench/race.py", *line, "--only", *ALONE, "--output", tmp_path]
+    with jobs.ended(jobs.start(*command)) as job:
+        assert job.wait(timeout_s=800) == [0], job.output
+    laps = json.loads((tmp_path / "race.json").read_text())
+    assert {(each["entrant"], each["processes"]) for each in laps} == {(name, n) for name in ALONE for n in (1, 2)}
+    # 80 steps are more than one epoch of the random images: the order of the second one counts too. Other weights or
+    # another order would change the loss in its first digits
+    for each in laps:
+        assert each["loss"] == pytest.approx(laps[0]["loss"], rel=1e-3), laps
+        assert each["images_per_s"] > 0
+    text = (tmp_path / "race.md").read_text()
+    assert text in job.output
+    assert all(f"| {name} |" in text and f"\n- {name}: " in text for name in ALONE)
+    assert (tmp_path / "race-fp32.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_race_has_one_order_for_all_entrants(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = shared.Task("cnn", "", BATCH, 1, 2, "fp32", "cpu", False, "", "")
+    steps = SAMPLES // BATCH
+    wanted = [set(indices.tolist()) for _, indices in Order(SAMPLES, BATCH, shared.SEED).batches(0, 2 * steps)]
+    own = []
+    for rank in range(world_size):
+        sampler = shared.SameOrder(range(SAMPLES), num_replicas=world_size, rank=rank, drop_last=True)
+        share, chosen = BATCH // world_size, []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            chosen += list(torch.tensor(list(sampler))[: steps * share].split(share))
+        own.append(chosen)
+    assert [set(torch.cat(parts).tolist()) for parts in zip(*own, strict=True)] == wanted
+    own = []
+    for rank in range(world_size):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        batches = hand_tuned.shares(task, SAMPLES)
+        own.append([next(batches) for _ in wanted])
+    assert [set(torch.cat(parts).tolist()) for parts in zip(*own, strict=True)] == wanted
+
+
+def test_race_ratios_are_medians_of_those_within_a_repeat() -> None:
+    # The machine is three times as fast in the second repeat: medians of all laps would say 1.5
+    laps = [lap(RANKUP, 1, 200), lap("Lightning", 1, 100), lap(RANKUP, 2, 600), lap("Lightning", 2, 300)]
+    laps += [lap(RANKUP, 3, 150), lap("Lightning", 3, 100)]
+    assert ratio(laps, RANKUP, "Lightning") == 2.0
+    assert ratio(laps, ADVISED, "Lightning") is None
+    (row,) = [line for line in table(laps, "fp32") if line.startswith("| Lightning")]
+    assert row == "| Lightning | 100 (100 to 300) | 2.00 (goal 1.5) |  | 87.5 (87.5 to 87.5) | 3.0 |"
+
+
+def test_race_names_what_it_cannot_run() -> None:
+    with jobs.ended(jobs.start(sys.executable, ROOT / "tests/bench/race.py", "--only", "nobody")) as job:
+        assert job.wait() == [1]
+    assert "--only must be some of tutorial" in job.output
