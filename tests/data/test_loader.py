@@ -25,6 +25,7 @@ from train.errors import DataError
 from train.process import machine_checks
 from train.process.placement import Launch
 from train.process.stop import StopRequest
+from train.run.checkpoint import find_problem
 
 CPU = torch.device("cpu")
 
@@ -253,10 +254,13 @@ def test_worker_killed_during_a_save_does_not_hurt_it(forks: Forks, tmp_path: Pa
     codes, output = forks.run(*train(run), preload="tests.data.test_loader:kill_a_worker_in_the_second_save")
     assert codes == [171], output
     assert "a DataLoader worker was killed" in output
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000008", "step-00000016"]
+    # The steps that the batches prepared before sufficed for may have led to one more save
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names in (["step-00000008", "step-00000016"], ["step-00000016", "step-00000024"])
+    assert [find_problem(run / "checkpoints" / name) for name in names] == ["", ""]
     codes, output = forks.run(*train(run))
     assert codes == [0], output
-    assert "resumed from step-00000016" in output
+    assert f"resumed from {names[-1]}" in output
 
 
 def kill_a_worker_in_the_second_save() -> None:
