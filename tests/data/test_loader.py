@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -253,7 +254,7 @@ def test_worker_killed_during_a_save_does_not_hurt_it(forks: Forks, tmp_path: Pa
     run = tmp_path / "run"
     codes, output = forks.run(*train(run), preload="tests.data.test_loader:kill_a_worker_in_the_second_save")
     assert codes == [171], output
-    assert "a DataLoader worker was killed" in output
+    assert re.search("a DataLoader worker (was killed|died: )", output), output  # it may be in the middle of a batch
     # The steps that the batches prepared before sufficed for may have led to one more save
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names in (["step-00000008", "step-00000016"], ["step-00000016", "step-00000024"])
