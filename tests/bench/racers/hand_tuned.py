@@ -1,8 +1,10 @@
 """A loop tuned by hand, by somebody who has time: the least that each step can be with PyTorch alone.
 
-PyTorch's performance tuning guide, all that applies: channels_last, a fused optimizer, gradients that are views of the
-buckets, a static graph, no buffers to send, no loss read in the loop, non-blocking copies of pinned memory to a GPU.
-Besides: no DataLoader, but images in memory (of the GPU, where there is one), taken by index.
+From PyTorch's performance tuning guide: channels_last, a fused optimizer, gradients that are views of the buckets, a
+static graph, no buffers to send, no loss read in the loop. Besides: no DataLoader, but images in memory
+(of the GPU, where there is one), taken by index.
+One advice of the guide is not followed: to preload jemalloc or tcmalloc, which somebody has to install on each machine
+first. It is a part of rankup's lead on a CPU, see train/process/allocator.py.
 """
 
 import warnings
