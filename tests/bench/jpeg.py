@@ -34,6 +34,7 @@ from train.commands.machine import cpu_model  # noqa: E402
 from train.config import Config  # noqa: E402
 from train.data.loader import open_loader  # noqa: E402
 from train.data.order import Order  # noqa: E402
+from train.process.allocator import keep_freed_memory  # noqa: E402
 from train.process.stop import StopRequest  # noqa: E402
 from train.workloads import images  # noqa: E402
 
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="of ResNet-18, in each repeat; 0: none")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as training does; torchvision's side gains from it too
     before = os.getloadavg()[0]
     options = {"batch_size": arguments.batch_size, "workers": arguments.workers}
     with tempfile.TemporaryDirectory() as folder:
