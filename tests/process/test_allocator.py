@@ -41,4 +41,5 @@ def test_steps_reuse_the_memory_that_earlier_ones_freed(tmp_path: Path) -> None:
     counts = [int(count) for count in re.findall(r"page faults so far: (\d+)", job.output)]
     assert len(counts) >= STEPS
     late = [after - before for before, after in zip(counts[-6:], counts[-5:], strict=False)]
-    assert max(late) < PAGES / 10, counts
+    # A block may move up in the heap, behind something small that stays; all four at once come from the kernel only
+    assert max(late) < PAGES / 2, counts
