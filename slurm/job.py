@@ -15,13 +15,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from train.errors import USER_MISTAKE
+from train.errors import STOPPED, USER_MISTAKE
 from train.process.addresses import ephemeral_range, port_for
 
 ROOT = Path(__file__).resolve().parents[1]
 TASK = str(ROOT / "slurm" / "task.sh")
 PATIENCE_S = 60  # after the first process has ended well, the others have this long
-LIFTED = 200  # task.sh adds this to the codes of mistakes and faults: srun returns the highest code of all tasks
+# What task.sh adds to a code that explains the others: srun returns the highest code of all tasks
+LIFTED_FAULT, LIFTED_SIGNAL = 200, 50  # from 1 on, and from 129 to 142
 
 
 def say(text: str) -> None:
@@ -116,7 +117,9 @@ class Job:
             self._stop()  # a signal came while the step was being started
         code = shell_code(self.step.wait())
         self.step = None
-        return code - LIFTED if code > LIFTED else code
+        if code > LIFTED_FAULT:
+            return code - LIFTED_FAULT
+        return code - LIFTED_SIGNAL if 128 < code - LIFTED_SIGNAL < STOPPED else code
 
     def port(self, attempt: int = 0, *, step: int = 0) -> int:
         """The port of one attempt: another job on these nodes, or an earlier attempt, may still hold its own."""

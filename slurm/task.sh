@@ -35,7 +35,10 @@ else
   python "$RANKUP/train/main.py" supervise --command "$@"
 fi
 code=$?
-# srun returns the highest code of all tasks. Lifted, the code of a mistake or a fault is not hidden by the codes of the
-# ranks that lost this one. supervise.py takes the 200 off again
-if [[ -n ${RANKUP_ATTEMPT:-} ]] && ((code > 0 && code < 56)); then code=$((200 + code)); fi
+# srun returns the highest code of all tasks, so the cause needs the highest: those that lost this task end with 171, and
+# with 143 where srun asks them to stop; supervise.py takes off what is added here
+if [[ -n ${RANKUP_ATTEMPT:-} ]]; then
+  if ((code > 0 && code < 56)); then code=$((200 + code)); fi     # a mistake or a fault
+  if ((code > 128 && code < 143)); then code=$((50 + code)); fi   # killed by a signal: 137, 139
+fi
 exit "$code"

@@ -3,8 +3,8 @@
 From PyTorch's performance tuning guide: channels_last, a fused optimizer, gradients that are views of the buckets, a
 static graph, no buffers to send, no loss read in the loop. Besides: no DataLoader, but images in memory
 (of the GPU, where there is one), taken by index.
-One advice of the guide is not followed: to preload jemalloc or tcmalloc, which somebody has to install on each machine
-first. It is a part of rankup's lead on a CPU, see train/process/allocator.py.
+The guide also advises another malloc, for the page faults of each step. Here glibc's is set up instead, as by rankup:
+see train/process/allocator.py.
 """
 
 import warnings
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.bench.racers import shared
 from train.data.random_numbers import derive_seed
+from train.process.allocator import keep_freed_memory
 
 
 def shares(task: shared.Task, num_samples: int) -> Iterator[torch.Tensor]:
@@ -31,6 +32,7 @@ def shares(task: shared.Task, num_samples: int) -> Iterator[torch.Tensor]:
 
 def main() -> None:
     task = shared.read_task()
+    keep_freed_memory()
     on_gpu = task.device == "cuda"
     if shared.world_size() > 1:
         dist.init_process_group("nccl" if on_gpu else "gloo")

@@ -47,7 +47,7 @@ ENTRANTS = (
     ),
     Entrant(
         "tuned by hand",
-        "no loader; channels_last, fused SGD, gradients as views of the buckets, static graph; the system's malloc",
+        "no loader; channels_last, fused SGD, gradients as views of the buckets, static graph; malloc set up",
         "hand_tuned", goal=(1.0, 1.0),
     ),
     Entrant(RANKUP, "its defaults; it also writes metrics, watches its ranks, can stop, and saves at the end"),

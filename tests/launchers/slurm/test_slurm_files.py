@@ -162,6 +162,22 @@ def test_slurm_task_hands_slurms_numbers_on(launcher: str, tmp_path: Path) -> No
         assert "--max-restarts 0" in words
 
 
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("exit 0", 0), ("exit 2", 202), ("exit 143", 143), ("exit 171", 171),
+        # More than the 143 of the tasks that srun stops then: the job was not asked to stop, it lost a rank
+        ("kill -KILL $$", 137 + 50), ("kill -SEGV $$", 139 + 50),
+    ],
+)
+def test_slurm_task_ends_with_a_code_that_the_codes_of_its_peers_do_not_hide(
+    end: str, code: int, tmp_path: Path
+) -> None:
+    stub(tmp_path, "python", f"#!/bin/bash\n{end}\n")
+    env = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "RANKUP_ATTEMPT": "slurm-7-0"}
+    assert subprocess.run([TASK, "train"], env=env, capture_output=True, check=False).returncode == code
+
+
 def test_slurm_batch_file_outside_a_job_says_how_it_is_run(tmp_path: Path) -> None:
     done = subprocess.run(["bash", DDP], capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]})
     assert done.returncode == 2

@@ -97,6 +97,8 @@ class Supervised:
         ("171 171 170 137", 137, 4, 1),  # the restarts are used up
         ("202", 2, 1, 0),  # task.sh lifts a mistake above the codes of those that lost this rank
         ("171 201", 1, 2, 0),
+        ("187 0", 0, 2, 0),  # as well the 137 of a killed supervisor: the others end with 143 then
+        ("187 171 171 189", 139, 4, 1),
         ("143", 143, 1, 1),  # the ranks were stopped without us: to go on later is what a requeue does
     ],
 )
@@ -110,8 +112,8 @@ def test_slurm_step_is_started_again_where_that_may_help(
     assert attempts == [f"slurm-7-{n}" for n in range(steps)]
     assert len({line.split()[1] for line in job.trained()}) == steps, "each attempt has a port of its own"
     assert all(line.endswith("task.sh train --lr 1") for line in job.trained())
-    if end == 2:
-        assert "attempt 0 ended with 2 at step 40" in said
+    if end in (2, 139):
+        assert f"attempt {steps - 1} ended with {end} at step 40" in said
 
 
 def test_slurm_start_after_a_requeue_counts_attempts_on(tmp_path: Path) -> None:
