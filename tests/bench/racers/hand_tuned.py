@@ -1,7 +1,7 @@
 """A loop tuned by hand, by somebody who has time: the least that each step can be with PyTorch alone.
 
-From PyTorch's performance tuning guide: channels_last, a fused optimizer, gradients that are views of the buckets, a
-static graph, no buffers to send, no loss read in the loop. Besides: no DataLoader, but images in memory
+From PyTorch's performance tuning guide: channels_last, a fused optimizer, gradients that are views of the buckets (a
+static graph was slower), no buffers to send, no loss read in the loop. Besides: no DataLoader, but images in memory
 (of the GPU, where there is one), taken by index.
 The guide also advises another malloc, for the page faults of each step. Here glibc's is set up instead, as by rankup:
 see train/process/allocator.py.
@@ -43,7 +43,7 @@ def main() -> None:
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)  # torch 2.14 renamed it
         model = DistributedDataParallel(
             model, device_ids=[task.here.index] if on_gpu else None,
-            gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False,
+            gradient_as_bucket_view=True, broadcast_buffers=False,
         )
     optimizer = torch.optim.SGD(plain.parameters(), shared.LR, shared.MOMENTUM, fused=True)
     clock = shared.Clock(task)

@@ -1,9 +1,9 @@
 """Lightning's Trainer with `barebones=True`: its own mode for raw speed, in which it reports, saves and checks nothing.
 
 Its documentation discourages that mode for real training, where it is slower. From its pages "Speed up model training"
-and "DDP optimizations": gradients as views of the buckets, a static graph, `benchmark`, mixed precision by its own
-switch, torch.compile of the module before `fit`. The images are in memory, fetched a batch at a time: no loader slows
-it down.
+and "DDP optimizations": gradients as views of the buckets (a static graph was slower), `benchmark`, mixed precision by
+its own switch, torch.compile of the module before `fit`. The images are in memory, fetched a batch at a time: no loader
+slows it down.
 """
 
 import logging
@@ -41,7 +41,7 @@ def main() -> None:
     task = shared.read_task()
     on_gpu = task.device == "cuda"
     together = DDPStrategy(
-        process_group_backend="nccl" if on_gpu else "gloo", gradient_as_bucket_view=True, static_graph=True
+        process_group_backend="nccl" if on_gpu else "gloo", gradient_as_bucket_view=True
     )
     trainer = lightning.Trainer(
         accelerator="gpu" if on_gpu else "cpu", devices=shared.world_size(),
