@@ -72,7 +72,9 @@ def data_on_each_node(job: Job) -> Iterator[list[str]]:
         return
     copy = f"/tmp/rankup-{job.id}"
     try:
-        if job.srun(1, ["cp", "-r", "--no-target-directory", job.env["DATA"], copy]).wait() != 0:
+        # Nodes may share /tmp, as those of local.sh do: cp fails where another one makes the same file at that moment
+        words = ["bash", "-c", 'mkdir -p "$2" && flock "$2" cp -r "$1/." "$2"', "-", job.env["DATA"], copy]
+        if job.srun(1, words).wait() != 0:
             fail(f"DATA={job.env['DATA']} can't be copied to {copy} of every node")
         yield ["--data-dir", copy]
     finally:

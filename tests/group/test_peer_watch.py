@@ -17,8 +17,9 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, free_port, rank_env, result
-from train.errors import FINISHED
+from train.errors import FINISHED, PeerLost
 from train.group import keys, peer_watch
+from train.group.join import broke_collective
 from train.group.peer_watch import ENDED, PeerWatch
 from train.group.store import second_connection, wait_for
 from train.process.log import Log, host_name
@@ -252,3 +253,16 @@ def die_before_the_routes() -> None:
 
     if os.environ["RANK"] == "2":
         join.check_connectivity = lambda *values, **more: os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("error", "broke"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4711"), True),
+        (RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes"), False),
+        # Somebody knows more already: a rescue would not wait for the save that goes on beside the training
+        (PeerLost("a DataLoader worker died: [Errno 104] Connection reset by peer"), False),
+    ],
+)
+def test_error_of_a_collective_that_lost_its_peer_is_known_from_others(error: BaseException, broke: bool) -> None:
+    assert broke_collective(error) is broke

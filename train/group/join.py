@@ -210,8 +210,7 @@ def _part(group: Group) -> None:
 
 def _explain(group: Group, error: BaseException) -> BaseException:
     """The failure behind an error."""
-    known = isinstance(error, JoinError | PeerLost) or group.meeting is None
-    if known or not broke_collective(error):
+    if group.meeting is None or not broke_collective(error):
         return error
     suspects = group.watch.suspects()
     group.log.debug(f"{type(error).__name__}: {error}")
@@ -224,6 +223,9 @@ def _explain(group: Group, error: BaseException) -> BaseException:
 
 def broke_collective(error: BaseException) -> bool:
     """Whether a collective raised `error` because a peer is gone. It does not say which, nor why."""
+    if isinstance(error, JoinError | PeerLost):
+        # Who raised it knows more: of a DataLoader's worker that died, for one, whose connection is reset as well
+        return False
     # A failed check inside gloo (of sizes that differ, say) is a fault, although it carries the path of the connection
     lost = isinstance(error, RuntimeError) and LOST.search(str(error)) and "enforce fail" not in str(error)
     return bool(lost) or isinstance(error, dist.DistError)

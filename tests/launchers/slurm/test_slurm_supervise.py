@@ -276,7 +276,7 @@ def test_slurm_data_are_on_each_node_until_the_end(copied: str, end: int, tmp_pa
     code, said = job.run("--lr", "1")
     assert code == end
     steps = [re.sub(r"^.*--wait=60 ", "", line) for line in job.lines("steps")]
-    assert "cp -r --no-target-directory /shared/photos /tmp/rankup-7" in steps
+    assert any(step.startswith("bash -c mkdir") and step.endswith("- /shared/photos /tmp/rankup-7") for step in steps)
     assert steps[-1] == "rm -rf /tmp/rankup-7"
     if end == 2:
         assert "DATA=/shared/photos can't be copied to /tmp/rankup-7 of every node" in said
