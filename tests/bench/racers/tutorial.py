@@ -2,8 +2,8 @@
 
 Variant "loader": the data as PyTorch's quickstart has them, torchvision's FashionMNIST and its transforms, behind a
 DataLoader with a DistributedSampler. The tutorial has no workers. PyTorch's performance tuning guide recommends them,
-but two processes on the two CPUs of README's table were 0.82 times as fast with one each, and 0.78 with two. With a GPU
-each process has four, which is not measured.
+but two processes on the two CPUs of README's table were slower with one each, and with two. With a GPU each process has
+four, which is not measured.
 Variant "memory": the same loop on images in memory, fetched a batch at a time, so that no loader slows it down.
 Nothing else that the tutorial does not have: no channels_last, DDP and SGD as they are by default.
 """
