@@ -14,6 +14,7 @@ import pytest
 from tests.rigs.jobs import ROOT
 
 SUPERVISE = ROOT / "slurm" / "supervise.py"
+COPY = re.compile("bash -c (.+) - /shared/photos /tmp/rankup-7")
 # Writes down each call, and answers as the files in $STUB say. A training ends with the next line of `codes`
 SRUN = r"""#!/bin/bash
 echo "$RANKUP_ATTEMPT $MASTER_PORT $LAUNCHER $*" >> "$STUB/steps"
@@ -276,7 +277,7 @@ def test_slurm_data_are_on_each_node_until_the_end(copied: str, end: int, tmp_pa
     code, said = job.run("--lr", "1")
     assert code == end
     steps = [re.sub(r"^.*--wait=60 ", "", line) for line in job.lines("steps")]
-    assert any(step.startswith("bash -c mkdir") and step.endswith("- /shared/photos /tmp/rankup-7") for step in steps)
+    assert any(COPY.fullmatch(step) for step in steps), steps
     assert steps[-1] == "rm -rf /tmp/rankup-7"
     if end == 2:
         assert "DATA=/shared/photos can't be copied to /tmp/rankup-7 of every node" in said
@@ -284,6 +285,23 @@ def test_slurm_data_are_on_each_node_until_the_end(copied: str, end: int, tmp_pa
     else:
         assert job.trained()[0].endswith("train --lr 1 --data-dir /tmp/rankup-7")
         assert job.requeued() == ["requeue 7"]
+
+
+def test_slurm_nodes_that_share_their_own_disk_copy_the_data_in_turns(tmp_path: Path) -> None:
+    """As those of local.sh do, which have one /tmp: whatever one of them makes, the other must not stumble over."""
+    (tmp_path / "copy").write_text("0")
+    job = Supervised(tmp_path, "0", DATA="/shared/photos")
+    assert job.run()[0] == 0
+    (script,) = [found[1] for line in job.lines("steps") if (found := COPY.search(line))]
+    for number in range(300):
+        file = tmp_path / "photos" / f"class{number % 60}" / f"{number}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{number}")
+    copy = tmp_path / "own disk" / "rankup-7"
+    copy.parent.mkdir()
+    nodes = [subprocess.Popen(["bash", "-c", script, "-", tmp_path / "photos", copy]) for _ in range(8)]
+    assert [node.wait() for node in nodes] == [0] * 8
+    assert sorted(path.read_text() for path in copy.rglob("*.txt")) == sorted(map(str, range(300)))
 
 
 @pytest.mark.parametrize(
