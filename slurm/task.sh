@@ -36,7 +36,7 @@ else
 fi
 code=$?
 # srun returns the highest code of all tasks, so the cause needs the highest: those that lost this task end with 171, and
-# with 143 where srun asks them to stop; supervise.py takes off what is added here
+# with 143 where srun asks them to stop; job.py takes off what is added here
 if [[ -n ${RANKUP_ATTEMPT:-} ]]; then
   if ((code > 0 && code < 56)); then code=$((200 + code)); fi     # a mistake or a fault
   if ((code > 128 && code < 143)); then code=$((50 + code)); fi   # killed by a signal: 137, 139

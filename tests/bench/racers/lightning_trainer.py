@@ -40,9 +40,7 @@ def main() -> None:
     logging.getLogger("lightning").setLevel(logging.ERROR)
     task = shared.read_task()
     on_gpu = task.device == "cuda"
-    together = DDPStrategy(
-        process_group_backend="nccl" if on_gpu else "gloo", gradient_as_bucket_view=True
-    )
+    together = DDPStrategy(process_group_backend="nccl" if on_gpu else "gloo", gradient_as_bucket_view=True)
     trainer = lightning.Trainer(
         accelerator="gpu" if on_gpu else "cpu", devices=shared.world_size(),
         strategy=together if shared.world_size() > 1 else "auto",

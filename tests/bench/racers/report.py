@@ -38,8 +38,7 @@ ENTRANTS = (
     Entrant("tutorial", "PyTorch's DDP tutorial, torchvision's FashionMNIST, a DataLoader", "tutorial", "loader"),
     Entrant("tutorial, in memory", "the same loop, batches taken from memory by index", "tutorial", "memory"),
     Entrant(
-        "Accelerate", "from memory; gradients as views of the buckets", "accelerate_loop",
-        package="accelerate",
+        "Accelerate", "from memory; gradients as views of the buckets", "accelerate_loop", package="accelerate",
     ),
     Entrant(
         "Lightning", "from memory; barebones=True, gradients as views of the buckets",
