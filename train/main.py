@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         if request.command is None:
             raise ConfigError(f"a command is missing: {', '.join(COMMANDS)}.")
         stop = stop or StopRequest().install()
-        if isinstance(found, Launch) and request.command not in ("show", "explain"):  # they only print
+        if isinstance(found, Launch) and not request.options.only_reads:
             _prepare_process(found, log, stop)
         return COMMANDS[request.command](Context(config, request, found, log, stop), request.options) or FINISHED
     except BaseException as error:

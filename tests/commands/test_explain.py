@@ -331,20 +331,21 @@ def test_explain_reads_a_file_and_standard_input(tmp_path: Path) -> None:
 
     log, fine = tmp_path / "log", tmp_path / "fine"
     log.write_text(f"[node0 r0/2] step 5\n[rank1]: torch.OutOfMemoryError: {OUCH}. Tried to allocate 2.00 GiB.\n")
-    done = explain("--log", str(log))
+    done = explain(str(log))
     assert (done.returncode, done.stderr) == (20, "")
     assert "rank 1" in done.stdout
     assert "\n  fix   " in done.stdout
-    piped = explain("--log", "-", "--json", stdin=log)
+    piped = explain("-", "--json", stdin=log)
     assert (piped.returncode, json.loads(piped.stdout)[0]["rank"]) == (20, 1)
     fine.write_text("[node0 r0/2] step 5\n")
-    assert explain("--log", str(fine)).returncode == 0
-    missing = explain("--log", str(tmp_path / "none"))
+    assert explain(str(fine)).returncode == 0
+    assert explain(str(fine), str(log)).returncode == 20
+    missing = explain(str(tmp_path / "none"))
     assert (missing.returncode, missing.stdout) == (2, "")
-    assert "--log must be a file or directory that can be read, got " in missing.stderr
+    assert f"explain needs a file or folder that it can read, got {tmp_path / 'none'}: " in missing.stderr
     nothing = explain()
     assert (nothing.returncode, nothing.stdout) == (2, "")
-    assert "--log must be a log file, a run's directory or - for standard input, got nothing." in nothing.stderr
+    assert "explain must be followed by a log file, a folder or - for standard input, got nothing." in nothing.stderr
 
 
 def test_advice_is_one_line_and_only_on_what_is_known() -> None:

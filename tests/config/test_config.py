@@ -30,6 +30,21 @@ class Train(Options):
     quiet: bool = setting(False, "Say less.")
 
 
+class Read(Options):
+    """Read."""
+
+    positional = "names"
+    names: tuple[str, ...] = setting((), "What to read.", metavar="NAME...")
+    follow: bool = setting(False, "Go on.")
+
+
+class Show(Options):
+    """Show."""
+
+    positional = "name"
+    name: str = setting("", "What to show.", metavar="[NAME]")
+
+
 class Launch(Train):
     """Start processes."""
 
@@ -47,7 +62,7 @@ class Predict(Train):
             yield "--format must be csv with --quiet, got jsonl."
 
 
-COMMANDS = {"train": Train, "launch": Launch, "predict": Predict}
+COMMANDS = {"train": Train, "launch": Launch, "predict": Predict, "read": Read, "show": Show}
 
 
 def mistakes(settings=None, *, file=None, earlier=()):
@@ -602,6 +617,18 @@ def test_command_line_mistakes_are_all_collected(line, messages):
         assert any(re.fullmatch(re.escape(message).replace(r"\*", ".*"), f) for f in found), found
 
 
+def test_command_line_gives_words_to_a_command_that_takes_them():
+    parsed = parse("read a --follow b - --lr 0.5 5")
+    assert (parsed.options.names, parsed.options.follow, parsed.mistakes) == (("a", "b", "-", "5"), True, [])
+    assert parsed.settings == {"lr": "0.5"}
+    assert parse("read").options.names == ()
+    parsed = parse("show a b")
+    assert (parsed.options.name, parsed.mistakes) == ("a", ['unexpected argument "b".'])
+    # It has no flag
+    assert parse("show --name a").options.name == ""
+    assert 'unknown setting "--names"' in parse("read --names a").mistakes[0]
+
+
 def test_command_line_finds_the_command_behind_an_unknown_option():
     assert parse("--bogus train").command == "train"
     assert parse("--bogus 3 train").command == "train"
@@ -671,7 +698,7 @@ def test_help_shows_every_setting_with_unit_and_default_and_fits_the_width(width
     assert "[samples, >= 1, default 64]" in flat
     assert "[fashion-mnist, mnist, cifar10, imagefolder, digits, fake, default fashion-mnist]" in flat
     assert "--no-tensorboard" in text
-    for word in [*COMMANDS, "--nproc N", "--checkpoint DIR", "--format {csv,jsonl}", "--config FILE"]:
+    for word in [*COMMANDS, "--nproc N", "--checkpoint DIR", "--format {csv,jsonl}", "--config FILE", "NAME..."]:
         assert word in text
     assert "2147483647" not in text
 

@@ -99,6 +99,7 @@ def test_reader_that_has_had_enough_is_no_fault(words: str) -> None:
 MISTAKES = {
     "trian": 'unknown command "trian"; did you mean "train"?',
     "train evaluate": 'unexpected argument "evaluate"',
+    "explain": "explain must be followed by a log file, a folder or - for standard input, got nothing.",
     "train lr=0.1": 'unexpected argument "lr=0.1"; did you mean --lr=0.1?',
     "--lr 0.1": "a command is missing: train, evaluate, predict, export, show, doctor, explain, compare, bench, "
                "launch, supervise.",

@@ -105,10 +105,10 @@ def _doctor(context: Context, given: options.DoctorOptions) -> int:
 
 
 def _explain(context: Context, given: options.ExplainOptions) -> int:
-    """Say what a log shows: 20 if it shows a fault, 0 if nothing is wrong with it."""
-    from train.commands.explain.explain import explain_log
+    """Say what logs show: 20 if they show a fault, 0 if nothing is wrong with them."""
+    from train.commands.explain.explain import explain_logs
 
-    text, faulty = explain_log(Path(given.log), as_json=given.as_json)
+    text, faulty = explain_logs([Path(path) for path in given.paths], as_json=given.as_json)
     print_whole(f"{text}\n")
     return findings.CODES[findings.UNFIT] if faulty else FINISHED
 

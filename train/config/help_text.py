@@ -33,6 +33,9 @@ def help_text(
     for command, model in commands.items():
         for name, field in fields_of(model).items():
             owners.setdefault(_option(name, field), []).append(command)
+        if model.positional:
+            field = model.model_fields[model.positional]
+            owners.setdefault((facts(field)["metavar"], str(field.description)), []).append(command)
     rows["options"] += [(left, f"{', '.join(who)}: {right}") for (left, right), who in owners.items()]
     for name, field in Settings.model_fields.items() if settings else ():
         title = GROUPS.get(name, title)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -14,6 +14,8 @@ class Options(BaseModel):
     """The options of one command. The docstring of a command's class is its line in --help."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    positional: ClassVar[str] = ""  # the field that takes the words behind the command; it has no flag
+    only_reads: ClassVar[bool] = False  # it starts no rank and leaves nothing behind, so a signal may end it at once
 
     def mistakes(self) -> Iterator[str]:
         """Options that are each right and cannot go together."""
@@ -83,19 +85,25 @@ class ExportOptions(CheckpointOptions):
 class ShowOptions(Options):
     """Print all settings as they would be used, with help, range and unit."""
 
+    only_reads: ClassVar[bool] = True
+
 
 class DoctorOptions(JsonOptions, RankOptions):
     """Is this machine, and this group of machines, fit to train? Ends with 0, 10 (warnings), 20 (not fit) or 30."""
 
 
 class ExplainOptions(JsonOptions):
-    """Say which known fault the log of a failed job shows, on which rank, and what to do. Ends with 0 or 20."""
+    """Say which fault the logs of a failed job show, on which rank, and what to do. Ends with 0 or 20."""
 
-    log: str = setting("", "The log of a failed job, a run's directory, or - for standard input.", metavar="FILE")
+    positional: ClassVar[str] = "paths"
+    only_reads: ClassVar[bool] = True
+    paths: tuple[str, ...] = setting(
+        (), "Logs of a failed job, whoever started it: files, folders, a run's directory, or - for standard input.",
+        metavar="PATH...")
 
     def mistakes(self) -> Iterator[str]:
-        if not self.log:
-            yield "--log must be a log file, a run's directory or - for standard input, got nothing."
+        if not self.paths:
+            yield "explain must be followed by a log file, a folder or - for standard input, got nothing."
 
 
 class CompareOptions(Options):

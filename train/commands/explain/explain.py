@@ -173,12 +173,12 @@ def advice(text: str) -> str:
     return f"this is: {known[0].title}. {known[0].why} {known[0].remedy}" if known else ""
 
 
-def explain_log(path: Path, *, as_json: bool) -> tuple[str, bool]:
-    """What the command `explain` prints about a log, and whether the log shows a fault. Raises ConfigError."""
+def explain_logs(paths: Sequence[Path], *, as_json: bool) -> tuple[str, bool]:
+    """What the command `explain` prints about logs, and whether they show a fault. Raises ConfigError."""
     try:
-        found = diagnose(read_log(path))
+        found = diagnose(line for path in paths for line in read_log(path))
     except OSError as error:
-        got = f"{path}: {error.strerror}"
-        raise ConfigError(f"--log must be a file or directory that can be read, got {got}.") from None
+        got = f"{error.filename}: {error.strerror}"
+        raise ConfigError(f"explain needs a file or folder that it can read, got {got}.") from None
     text = json.dumps([asdict(diagnosis) for diagnosis in found]) if as_json else format_report(found)
     return text, not all(diagnosis.harmless for diagnosis in found)
