@@ -36,10 +36,12 @@ from train.run.evaluation import evaluate
 from train.run.keeper import Rescuer
 from train.run.metrics import Speed
 from train.run.profiler import Profiler
+from train.run.rank_reports import RankReports
 from train.run.result import describe, write_result
 from train.run.resume import load_initial_weights, load_training_state
 from train.run.run_directory import RunDirectory, open_run_directory
 from train.run.sharded_checkpoint import check_shared
+from train.run.step_clock import COMPUTE, DATA, WAITING, open_clock
 from train.run.training import Training, look_at_save, save, save_and_stop
 from train.workloads import Workload, load
 from train.workloads.batches import build_order, first_batch
@@ -167,6 +169,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     optimizer = method.after_warm_up(plain, optimizer, memory)
 
     metrics = run.open_metrics(progress, workload.unit)
+    clock = open_clock(device, group.link, world_size=group.world_size)
     log.start_progress(kind=config.progress, total_steps=total_steps, step=progress.step, every_s=config.report_every_s)
     return Training(
         config=config, group=group, method=method, run=run, workload=workload, plain=plain, model=model, whole=whole,
@@ -175,6 +178,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
         saved=run.saved, metrics=metrics,
         profiler=Profiler(config, group, step=progress.step, total_steps=total_steps),
         speed=Speed(config.batch_size, progress.step),
+        clock=clock, reports=RankReports(group, clock, step=progress.step),
         advice=Advice(config, group, method, workload, plain, batch, step=progress.step, total_steps=total_steps),
     )
 
@@ -185,13 +189,16 @@ def step(t: Training) -> bool:
     Returns False, and updates nothing, if any rank was asked to stop: all agree on that before the first gradient is
     exchanged, and a rank that still waits for data agrees without it.
     """
-    config, group = t.config, t.group
+    config, group, clock = t.config, t.group, t.clock
+    clock.start()
     batches: list[Any] = []
     with record_function("data"), t.advice.waiting():
         while len(batches) < config.accumulate and (batch := t.loader.next()) is not None:
             batches.append(batch)
+    clock.lap(DATA)
     if group.max(int(group.stop.requested or len(batches) < config.accumulate)):
         return False
+    clock.agreed()
     # A random state of each step's and rank's own: a resumed run needs none of the past, and no two ranks drop the same
     seed_everything(derive_seed(config.seed, t.progress.step, group.rank), group.device)
     total = torch.zeros((), device=group.device)
@@ -200,18 +207,22 @@ def step(t: Training) -> bool:
             with autocast(config, group.device):
                 loss = t.workload.loss(t.model, batch) / config.accumulate
             group.watch.wait_for_others(True)  # backward holds the all-reduce of the gradients
+            clock.split_backward(loss)
             t.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             group.watch.wait_for_others(False)
+            clock.mark(WAITING)
         total += loss.detach().to(group.device)
     t.buffers.share()
     rate = rate_at(config, t.progress.step, total_steps=t.total_steps, steps_per_epoch=t.steps_per_epoch)
     set_rate(t.optimizer, rate)
     line = report(t, total, rate)
+    clock.mark(WAITING)
     # With ddp all exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
     with t.changing:
         t.method.step(t.plain, t.optimizer, t.scaler)
         t.buffers.keep()
         t.progress.step, t.progress.line = t.progress.step + 1, line
+    clock.mark(COMPUTE)
     return True
 
 
@@ -220,12 +231,12 @@ def report(t: Training, loss: torch.Tensor, rate: float) -> dict[str, Any] | Non
 
     Before the step is finished: a rank that finishes it knows its line, and whoever goes on from there can write it.
     """
-    group, number = t.group, t.progress.step + 1
+    number = t.progress.step + 1
     if number % t.config.log_every_steps != 0 and number != t.total_steps:
         return t.progress.line
     # .cpu() and the sum wait for the device: only when we report
-    mean = group.sum(loss.double().cpu()).item() / group.world_size
-    return t.metrics.training_entry(number, mean, rate, t.speed.at(number))
+    mean, seen = t.reports.exchange(loss.double().cpu(), step=number, saving=t.saving is not None)
+    return t.metrics.training_entry(number, mean, rate, t.speed.at(number)) | seen
 
 
 def evaluate_and_report(t: Training) -> None:

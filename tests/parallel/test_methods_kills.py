@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, ROOT, ended, free_port, metrics, result, start
+from tests.rigs.jobs import MAIN, ROOT, comparable_metrics, ended, free_port, result, start
 
 # 8 steps an epoch, with dropout and data that are drawn anew in each epoch
 LINE = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--max-steps", "14",
@@ -27,9 +27,7 @@ def kill(rank: int | None, step: int) -> dict[str, str]:
 
 def outcome(folder: Path) -> tuple[str, list[dict[str, Any]]]:
     """The digest, and all metrics but those that depend on the clock."""
-    clock = ("time", "train/images_per_s", "train/texts_per_s", "train/samples_per_s")
-    lines = [{name: value for name, value in line.items() if name not in clock} for line in metrics(folder / "run")]
-    return result(folder / "run")["digest"], lines
+    return result(folder / "run")["digest"], comparable_metrics(folder / "run")
 
 
 # Methods ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from train.process.limits import cpu_quota, oom_kills
+from train.process.limits import cpu_quota, cpu_time, oom_kills
 
 
 def files(root: Path, contents: dict[str, str]) -> Path:
@@ -39,6 +39,27 @@ def test_cpu_quota_is_the_least_granted(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)))
     assert cpu_quota(files(tmp_path, contents)) == expected
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [
+        ({"proc/self/cgroup": "0::/job/task\n", "sys/fs/cgroup/job/task/cpu.max": "400000 100000\n",
+          "sys/fs/cgroup/job/cpu.max": "150000 100000\n", "sys/fs/cgroup/job/task/cpu.stat": "usage_usec 1000000\n",
+          "sys/fs/cgroup/job/cpu.stat": "usage_usec 2500000\nuser_usec 2000000\n"}, (2.5, 1.5)),
+        ({"proc/self/cgroup": "3:cpu,cpuacct:/x\n", "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "50000\n",
+          "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n",
+          "sys/fs/cgroup/cpu,cpuacct/x/cpuacct.usage": "7500000000\n"}, (7.5, 0.5)),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n",
+          "sys/fs/cgroup/cpu.stat": "usage_usec 2500000\n"}, None),
+        ({}, None),
+    ],
+    ids=["v2-parent", "v1", "v2-unlimited", "no-cgroup"],
+)
+def test_cpu_time_is_that_of_the_group_with_the_least_quota(
+    tmp_path: Path, contents: dict[str, str], expected: tuple[float, float] | None
+) -> None:
+    assert cpu_time(files(tmp_path, contents)) == expected
 
 
 def test_cpu_quota_of_this_machine_is_positive():

@@ -15,7 +15,7 @@ import pytest
 
 from tests.rigs.faults import ByHand, Launched, Scene, deliver, random_kills
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import ended, free_port, metrics, rank_env, result
+from tests.rigs.jobs import comparable_metrics, ended, free_port, rank_env, result
 from train.process.status import attempt_of, new_attempt
 
 RUNS = int(os.environ.get("RANKUP_RUNS", "20"))
@@ -47,21 +47,15 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Calla
             folder = tmp_path_factory.mktemp(f"undisturbed-{world_size}")
             codes, output = forks.run("train", f"--run-dir={folder}", *SETTINGS, world_size=world_size)
             assert codes == [0] * world_size, output
-            known[world_size] = Undisturbed(result(folder / "run")["digest"], comparable(folder / "run"))
+            known[world_size] = Undisturbed(result(folder / "run")["digest"], comparable_metrics(folder / "run"))
         return known[world_size]
 
     return run
 
 
-def comparable(run_dir: Path) -> list[dict[str, Any]]:
-    """The metrics without what depends on the clock."""
-    clock = ("time", "train/images_per_s", "train/texts_per_s", "train/samples_per_s")
-    return [{name: value for name, value in entry.items() if name not in clock} for entry in metrics(run_dir)]
-
-
 def assert_same(scene: Scene, expected: Undisturbed, story: str) -> None:
     assert result(scene.run_dir)["digest"] == expected.digest, story
-    assert comparable(scene.run_dir) == expected.metrics, story
+    assert comparable_metrics(scene.run_dir) == expected.metrics, story
     assert scene.left_after() == [], story
 
 

@@ -8,24 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from tests.rigs import places
-from tests.rigs.jobs import metrics, result
+from tests.rigs.jobs import comparable_metrics, is_comparable, result
 from tests.rigs.places import Strike
 
 
 def of_run(run_dir: Path) -> dict[str, Any]:
-    clock = ("time", "train/images_per_s", "train/texts_per_s", "train/samples_per_s")
-    lines = [{name: value for name, value in entry.items() if name not in clock} for entry in metrics(run_dir)]
-    return {"digest": result(run_dir)["digest"], "metrics": lines, "tensorboard": _tensorboard(run_dir / "tensorboard")}
+    return {
+        "digest": result(run_dir)["digest"], "metrics": comparable_metrics(run_dir),
+        "tensorboard": _tensorboard(run_dir / "tensorboard"),
+    }
 
 
 def _tensorboard(folder: Path) -> dict[str, list[int]]:
-    """The steps of each curve, as TensorBoard shows it."""
+    """The steps of each curve, as TensorBoard shows it, but for curves whose steps depend on the clock."""
     if not folder.exists():
         return {}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return {tag: [point.step for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    tags = [tag for tag in events.Tags()["scalars"] if is_comparable(tag) or tag.startswith("train/")]
+    return {tag: [point.step for point in events.Scalars(tag)] for tag in tags}
 
 
 def differences(run_dir: Path, expected: Mapping[str, Any]) -> list[str]:

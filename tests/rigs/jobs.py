@@ -145,6 +145,16 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def comparable_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics without what depends on the clock and on the machine."""
+    return [{name: value for name, value in entry.items() if is_comparable(name)} for entry in metrics(run_dir)]
+
+
+def is_comparable(name: str) -> bool:
+    """Whether a value in the metrics must be the same when the run is done again."""
+    return name != "time" and not name.endswith("_per_s") and not name.startswith(("ranks/", "nodes/"))
+
+
 def environ_of(pid: int) -> dict[str, str]:
     """The environment that a process was started with, {} for one that is gone. psutil leaves the file open when a
     process ends while it is read, which warns, much later, in somebody else's test."""

@@ -14,6 +14,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from tests.rigs.fork_server import Forks
 from train.errors import UserError
+from train.process.log import host_name
 from train.run.metrics import Metrics, Progress, cut_after
 from train.workloads.pictures import confusion_picture, grid_picture
 
@@ -25,6 +26,9 @@ MADE_UP = (
     "--eval-batch-size", "4", "--join-timeout-s", "30",
 )
 SCALARS = {"train/loss", "train/lr", "train/images_per_s", "eval/loss", "eval/accuracy", "eval/accuracy_top5"}
+
+
+HOST = host_name()
 
 
 def at(run: Path) -> tuple[str, ...]:
@@ -79,12 +83,26 @@ def digits(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_scalars_are_those_of_the_run(digits: Path) -> None:
     written = assert_same(digits)
-    assert written.keys() == SCALARS
+    assert {name for name in written if not name.startswith(("ranks/", "nodes/"))} == SCALARS
     assert list(written["train/loss"]) == [10, 20, 30, 40, 44]
     assert list(written["eval/accuracy"]) == [22, 44]
     result = json.loads((digits / "result.json").read_text())
     assert result["metrics"] == {name: written[f"eval/{name}"][44] for name in ("loss", "accuracy", "accuracy_top5")}
     assert 0.5 < result["metrics"]["accuracy"] < result["metrics"]["accuracy_top5"] <= 1.0
+
+
+def test_ranks_and_their_node_are_measured(digits: Path) -> None:
+    """At the first report, and then every few seconds."""
+    written = lines(digits)
+    ranks = {name for name in written if name.startswith("ranks/")}
+    assert ranks == {f"ranks/{part}_s/{rank}" for part in ("data", "compute", "waiting") for rank in (0, 1)}
+    assert all(written[name][10] > 0 for name in ranks)
+    own = f"nodes/{HOST}/"
+    found = {name.removeprefix(own): points[10] for name, points in written.items() if name.startswith(own)}
+    assert found.keys() >= {"cpu_percent", "memory_percent", "disk_free_gb"}
+    assert found["cpu_percent"] > 0
+    assert 0 < found["memory_percent"] < 100
+    assert found["disk_free_gb"] > 0
 
 
 def test_one_writer_a_run(digits: Path) -> None:

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,17 +38,19 @@ class HostLink:
     def __init__(self, rank: int, sockets: dict[int, socket.socket]) -> None:
         """`sockets`: the connection to each other rank."""
         self.rank, self._sockets = rank, sockets
+        self.waited_s = 0.0  # in `max`, for who counts what a step waits for others
         # DataLoader workers are forked, and a connection ends only when its last holder has closed it
         os.register_at_fork(after_in_child=self._close)
 
     def max(self, value: int) -> int:
         """The largest `value` of all ranks, an int32. No rank returns before all have called it."""
-        message = INT.pack(value)
+        message, began_s = INT.pack(value), time.perf_counter()
         with lost_peer(), record_function("c10d::host_link"):  # a name that the profiler takes for communication
             for peer in self._sockets.values():
                 peer.send(message)
             for peer in self._sockets.values():
                 value = max(value, INT.unpack(_received(peer))[0])
+        self.waited_s += time.perf_counter() - began_s
         return value
 
     def share_memory(self, num_bytes: int) -> mmap.mmap:

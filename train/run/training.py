@@ -18,7 +18,9 @@ from train.run.advice import Advice
 from train.run.changing import Changing
 from train.run.metrics import Metrics, Progress, Speed
 from train.run.profiler import Profiler
+from train.run.rank_reports import RankReports
 from train.run.run_directory import RunDirectory
+from train.run.step_clock import StepClock
 from train.run.training_state import TrainingState
 from train.workloads import Workload
 
@@ -47,6 +49,8 @@ class Training:
     saving: Progress | None = None  # and at the one that rank 0 writes beside the training, if there is one
     metrics: Metrics
     speed: Speed
+    clock: StepClock
+    reports: RankReports
     advice: Advice
     profiler: Profiler
 

@@ -1,0 +1,108 @@
+"""What the ranks measure beside the training, and how rank 0 gets it: with the sum of the losses at each report.
+
+Each rank has places of its own in the vector that is summed, and the others add zeros there: no message more than the
+loss needs anyway. Rank 0 puts the reports of some seconds together: short ones say little of a busy machine, and
+TensorBoard takes 50 µs for a value.
+"""
+
+import math
+import statistics
+import time
+
+import torch
+
+from train.group.group import Group
+from train.run.node_use import GPU_NAMES, NAMES, NodeUse, sample_gpu
+from train.run.step_clock import PARTS, StepClock
+from train.run.stragglers import Stragglers, Window
+
+WINDOW_S = 5.0  # of the reports that are looked at together
+WINDOW_S_PER_RANK = 0.05  # longer for many ranks: each has values to write
+WIDTH = len(PARTS) + len(NAMES) + len(GPU_NAMES)  # numbers of one rank
+
+
+class RankReports:
+    """Sends what this rank measured, and on rank 0 makes entries for the metrics and words on slow ranks of it."""
+
+    def __init__(self, group: Group, clock: StepClock, *, step: int) -> None:
+        """`step`: where the run is."""
+        self.group, self._clock = group, clock
+        self._window_s = max(WINDOW_S, WINDOW_S_PER_RANK * group.world_size)
+        self._node = NodeUse(group.run_dir) if group.launch.local_rank == 0 else None
+        self._use = torch.full((WIDTH - len(PARTS),), math.nan, dtype=torch.float64)
+        self._sampled_s = -math.inf
+        # Rank 0's
+        self._hosts: list[str] = []
+        self._stragglers: Stragglers | None = None
+        self._seconds = torch.zeros(group.world_size, len(PARTS), dtype=torch.float64)
+        self._began_s, self._first, self._saving = -math.inf, step + 1, False
+
+    def exchange(self, loss: torch.Tensor, *, step: int, saving: bool) -> tuple[float, dict[str, float]]:
+        """All ranks call this at a report, after `loss` [], float64, has come from the device.
+
+        Returns the mean of the ranks' losses, and values for the line in the metrics: on rank 0, once a window, else
+        none. `saving`: rank 0 writes a checkpoint beside the training.
+        """
+        group = self.group
+        numbers = torch.zeros(1 + WIDTH * group.world_size, dtype=torch.float64)
+        numbers[0] = loss
+        ranks = numbers[1:].view(group.world_size, WIDTH)
+        ranks[group.rank, : len(PARTS)] = torch.tensor(self._clock.take(), dtype=torch.float64)
+        ranks[group.rank, len(PARTS) :] = self._sampled()
+        group.sum(numbers)
+        return numbers[0].item() / group.world_size, self._looked_at(ranks, step, saving) if group.is_rank0 else {}
+
+    def _sampled(self) -> torch.Tensor:
+        """The use of this node and this GPU, not older than a window."""
+        now_s = time.monotonic()
+        if now_s - self._sampled_s >= self._window_s:
+            self._sampled_s = now_s
+            node = self._node.sample() if self._node is not None else [math.nan] * len(NAMES)
+            self._use = torch.tensor(node + sample_gpu(self.group.device), dtype=torch.float64)
+        return self._use
+
+    def _looked_at(self, ranks: torch.Tensor, step: int, saving: bool) -> dict[str, float]:
+        self._seconds += ranks[:, : len(PARTS)]
+        self._saving |= saving
+        now_s = time.monotonic()
+        if now_s - self._began_s < self._window_s:
+            return {}
+        self._hosts = self._hosts or list(self.group.hosts)
+        window = Window(self._first, step, (self._seconds / (step + 1 - self._first)).tolist())
+        values = node_values(self._hosts, ranks[:, len(PARTS) :].tolist())
+        if self.group.world_size > 1:
+            values |= {
+                f"ranks/{name}_s/{rank}": round(own[part], 6)
+                for rank, own in enumerate(window.seconds) for part, name in enumerate(PARTS)
+            }
+            self._judge(window)
+        self._seconds.zero_()
+        self._began_s, self._first, self._saving = now_s, step + 1, saving
+        return values
+
+    def _judge(self, window: Window) -> None:
+        """Say what there is to say. The first window is of set-up and first steps; in a save rank 0 works for two."""
+        if self._stragglers is None:
+            self._stragglers = Stragglers(self._hosts)
+        elif not self._saving:
+            for line in self._stragglers.look(window):
+                self.group.log.info(line)
+
+
+def node_values(hosts: list[str], ranks: list[list[float]]) -> dict[str, float]:
+    """Values for the metrics by node: its own, and of its ranks' GPUs the mean use and the fullest memory.
+
+    `hosts` and `ranks` by rank; the latter are the values of NAMES, NaN but on the first rank of a node, and of
+    GPU_NAMES.
+    """
+    values: dict[str, float] = {}
+    for host in dict.fromkeys(hosts):
+        mine = [use for use, name in zip(ranks, hosts, strict=True) if name == host]
+        # Of two nodes that share a name, or of ranks that all take themselves for the first, the first one counts
+        columns = [[value for value in column if not math.isnan(value)] for column in zip(*mine, strict=True)]
+        chosen = [column[:1] for column in columns[: len(NAMES)]]
+        busy, memory = columns[len(NAMES) :]
+        chosen += [[statistics.mean(busy)] if busy else [], [max(memory)] if memory else []]
+        for name, found in zip((*NAMES, *GPU_NAMES), chosen, strict=True):
+            values |= {f"nodes/{host}/{name}": round(value, 3) for value in found}
+    return values
