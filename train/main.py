@@ -52,6 +52,8 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         config = load_config(request.settings, file=request.config_file, mistakes=request.mistakes, choices=CHOICES)
         if request.command is None:
             raise ConfigError(f"a command is missing: {', '.join(COMMANDS)}.")
+        if request.options.only_reads:
+            stop = (stop or StopRequest()).uninstall()
         stop = stop or StopRequest().install()
         if isinstance(found, Launch) and not request.options.only_reads:
             _prepare_process(found, log, stop)

@@ -13,9 +13,9 @@ from train.group.members import (
     describe_claims,
     describe_differences,
     describe_missing,
-    ranges,
     speakers,
 )
+from train.process.placement import ranges
 
 
 @pytest.mark.parametrize(

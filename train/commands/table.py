@@ -108,9 +108,17 @@ def _explain(context: Context, given: options.ExplainOptions) -> int:
     """Say what logs show: 20 if they show a fault, 0 if nothing is wrong with them."""
     from train.commands.explain.explain import explain_logs
 
-    text, faulty = explain_logs([Path(path) for path in given.paths], as_json=given.as_json)
+    text, faulty = explain_logs(
+        [Path(path) for path in given.paths], as_json=given.as_json, run_dir=Path(context.config.run_dir)
+    )
     print_whole(f"{text}\n")
     return findings.CODES[findings.UNFIT] if faulty else FINISHED
+
+
+def _logs(context: Context, given: options.LogsOptions) -> None:
+    from train.commands.logs.logs import logs
+
+    logs(context, given)
 
 
 def _show(context: Context, given: options.ShowOptions) -> None:
@@ -127,6 +135,6 @@ def print_whole(text: str) -> None:
 
 COMMANDS: dict[str, Callable[[Context, Any], int | None]] = {
     "train": _train, "evaluate": _evaluate, "predict": _predict, "export": _export, "show": _show, "doctor": _doctor,
-    "explain": _explain, "compare": _compare, "bench": _bench, "launch": _launch,
+    "explain": _explain, "logs": _logs, "compare": _compare, "bench": _bench, "launch": _launch,
     "supervise": _supervise,
 }

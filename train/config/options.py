@@ -106,6 +106,17 @@ class ExplainOptions(JsonOptions):
             yield "explain must be followed by a log file, a folder or - for standard input, got nothing."
 
 
+class LogsOptions(Options):
+    """Print what all ranks of a run wrote, by time; equal lines of several ranks as one."""
+
+    positional: ClassVar[str] = "run"
+    only_reads: ClassVar[bool] = True
+    run: str = setting("", "A run's name or folder; by default the one that wrote last.", metavar="[RUN]")
+    rank: str = setting("", "Only these ranks, such as 3 or 0-3,7.", metavar="LIST")
+    since: str = setting("", "Nothing older, such as 10m, 2h30m, 14:05 or 2026-11-22T14:05.", metavar="TIME")
+    follow: bool = setting(False, "Go on with what is written from now on, until Ctrl-C.")
+
+
 class CompareOptions(Options):
     """Train with each method and launcher that can run here, several times, and set them side by side."""
 
@@ -150,6 +161,7 @@ class LaunchOptions(SupervisorOptions, InitMethod):
 
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "evaluate": EvaluateOptions, "predict": PredictOptions, "export": ExportOptions,
-    "show": ShowOptions, "doctor": DoctorOptions, "explain": ExplainOptions, "compare": CompareOptions,
+    "show": ShowOptions, "doctor": DoctorOptions, "explain": ExplainOptions,
+    "logs": LogsOptions, "compare": CompareOptions,
     "bench": BenchOptions, "launch": LaunchOptions, "supervise": SuperviseOptions,
 }

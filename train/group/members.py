@@ -10,6 +10,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from train.group import keys
 from train.process.addresses import is_loopback
+from train.process.placement import ranges
 
 NEAR = 4  # ranks before and after this one whose names it always knows
 MOST_HOSTS = 64  # that a message names: it is sent to all who wait
@@ -149,17 +150,6 @@ class Meeting:
     deadline_s: float  # on the monotonic clock: what is left of the time to join
     # To close when the group has formed: until then the process with the store looks up no names
     no_lookups: contextlib.ExitStack
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 4, 6, 7] -> "0-2, 4, 6-7"."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 def _by_host(members: Iterable[Member]) -> str:

@@ -1,6 +1,7 @@
 """Who this process is: a Launch, made from RANK and its companions, with every mistake named. No torch here."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from train.errors import LaunchError
@@ -197,6 +198,17 @@ def describe(launch: Launch) -> str:
     origins = ", ".join(f"{' '.join(names)} {_from(origin)}" for origin, names in names_by_origin.items())
     who = f"rank {launch.rank} of {launch.world_size} ({', '.join(places)})"
     return f"{who}, {meets}; {origins}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 4, 6, 7] -> "0-2, 4, 6-7"."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 def _from(origin: str) -> str:

@@ -65,6 +65,15 @@ class StopRequest:
         threading.Thread(target=self._read, name="stop-request", daemon=True).start()
         return self
 
+    def uninstall(self) -> "StopRequest":
+        """Let the signals end the process as they end any other: a command that only reads has nothing to save."""
+        if hasattr(self, "_reader"):
+            signal.set_wakeup_fd(-1)
+            for name in SIGNALS:
+                if hasattr(signal, name):
+                    signal.signal(getattr(signal, name), signal.SIG_DFL)
+        return self
+
     def print_through(self, log: Log) -> None:
         """Print through the log of this rank from now on. Before the rank is known, lines go to stderr."""
         self._log = log

@@ -22,13 +22,13 @@ from train.group.ends import EndReporter
 from train.group.failure_detector import Suspect
 from train.group.group import Group
 from train.group.join import check_devices, form, meet, starting, try_routes
-from train.group.members import ranges
 from train.group.network import explain_connection, interface_of, is_own_address, try_connect
 from train.process import env, machine_checks
 from train.process.context import Context
 from train.process.exit import within
 from train.process.findings import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding
 from train.process.log import Log
+from train.process.placement import ranges
 from train.process.status_file import StatusFile
 
 NAME_S, DISK_S = 10.0, 30.0  # a resolver and a network disk may never answer

@@ -19,10 +19,10 @@ from train.commands.doctor import link_speed
 from train.commands.doctor.link_speed import LinkSpeed
 from train.commands.machine import cpu_model
 from train.group.group import Group
-from train.group.members import ranges
 from train.process.env import Launch
 from train.process.findings import NOTE, OK, UNFIT, WARNING, Finding
 from train.process.limits import read
+from train.process.placement import ranges
 
 SLOWEST_LINK = 12.5e6  # bytes/s: 100 Mbit/s. The gradients of a ResNet-50, 102 MB, take 16 s a step over it
 APART = 5.0  # times slower than the median of its kind

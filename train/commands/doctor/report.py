@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from train.group.group import Group
-from train.group.members import ranges
 from train.process.findings import INCOMPLETE, UNFIT, VERDICTS, WARNING, Finding, exit_code, line, merge
 from train.process.log import Log
+from train.process.placement import ranges
 from train.process.status import write_json
 
 
