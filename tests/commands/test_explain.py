@@ -16,9 +16,11 @@ import pytest
 from tests.rigs import jobs
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment
-from train.commands.explain.explain import MAX_SEEN, Diagnosis, advice, diagnose, format_report
+from train.commands.explain.diagnosis import MAX_SEEN, Diagnosis, diagnose
+from train.commands.explain.explain import advice, diagnose_files
 from train.commands.explain.faults import FOLLOWED, HARMLESS, Fault, known_faults
-from train.commands.explain.log_lines import read_log, split_prefixes
+from train.commands.explain.log_lines import split_prefixes
+from train.commands.explain.report import format_report
 
 LOGS = Path(__file__).parent / "logs"
 TINY = ["train", "--dataset", "digits", "--model", "mlp", "--progress", "none", "--no-tensorboard"]
@@ -48,7 +50,7 @@ def test_fault_fills_its_text_from_groups_of_its_pattern(fault: Fault) -> None:
 
 
 def test_strings_that_a_line_must_contain_hide_no_match_of_a_pattern() -> None:
-    lines = [line for path in LOGS.glob("*.log") for line in read_log(path)]
+    lines = [line for path in LOGS.glob("*.log") for line in path.read_text().splitlines()]
     lines += [fault.example for fault in known_faults()]
     for fault in known_faults():
         matched = [line for line in lines if fault.pattern and fault.pattern.search(line)]
@@ -88,7 +90,7 @@ RECORDED = {
 
 @pytest.mark.parametrize("case", RECORDED)
 def test_recorded_log_has_its_root_first(case: str) -> None:
-    first = diagnose(read_log(LOGS / f"{case}.log"))[0]
+    first = diagnose_files([LOGS / f"{case}.log"])[0]
     assert (first.name, first.rank) == RECORDED[case]
 
 
@@ -97,13 +99,13 @@ def test_recorded_logs_all_have_an_expected_root() -> None:
 
 
 def test_recorded_healthy_log_has_nothing_wrong() -> None:
-    found = diagnose(read_log(LOGS / "healthy.log"))
+    found = diagnose_files([LOGS / "healthy.log"])
     assert all(diagnosis.harmless for diagnosis in found)
     assert format_report(found).startswith("nothing wrong was found")
 
 
 def test_exception_that_is_not_known_is_quoted_and_not_guessed_at() -> None:
-    first, *rest = diagnose(read_log(LOGS / "exception-on-one-rank.log"))
+    first, *rest = diagnose_files([LOGS / "exception-on-one-rank.log"])
     assert first.seen == "KeyError: 'image_17'"
     assert "not known" in first.title
     assert {diagnosis.order for diagnosis in rest} == {FOLLOWED}
@@ -112,7 +114,7 @@ def test_exception_that_is_not_known_is_quoted_and_not_guessed_at() -> None:
 def test_every_line_of_the_logs_alone_names_no_other_root() -> None:
     """The patterns are not so wide that they find each other's texts."""
     for case, (name, _) in RECORDED.items():
-        found = {diagnosis.name for diagnosis in diagnose(read_log(LOGS / f"{case}.log")) if diagnosis.order < FOLLOWED}
+        found = {diagnosis.name for diagnosis in diagnose_files([LOGS / f"{case}.log"]) if diagnosis.order < FOLLOWED}
         also = {"no-such-name": {"master-unreached"}, "monitored-barrier": {"collective-timeout"}}.get(case, set())
         assert found - also <= {name, ""}, case
 
@@ -199,7 +201,7 @@ def test_tracebacks_of_ranks_that_mix_are_told_apart() -> None:
 
 def test_report_names_all_ranks_with_one_fault_once() -> None:
     text = format_report(diagnose([f"[n{rank} r{rank}/3] {OUCH}" for rank in range(3)]))
-    assert text.splitlines()[0] == "the GPU's memory was not enough, ranks 0, 1, 2 on n0, n1, n2 (line 1)"
+    assert text.splitlines()[0] == "the GPU's memory was not enough, ranks 0-2 on n0, n1, n2 (line 1)"
     assert "also seen" not in text
 
 
@@ -209,7 +211,7 @@ def test_report_names_all_ranks_with_one_fault_once() -> None:
 def test_long_lines_and_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     log.write_bytes(b"\xff\xfe\x00" + b"x" * 3_000_000 + b"\n" + OUCH.encode() + b" \xff" * 1000 + b"\n")
-    (found,) = diagnose(read_log(log))
+    (found,) = diagnose_files([log])
     assert found.name == "cuda-memory"
     assert len(found.seen) <= MAX_SEEN
 
@@ -241,8 +243,8 @@ def test_healthy_run_has_nothing_wrong(forks: Forks, tmp_path: Path) -> None:
     codes, output = forks.run(*TINY, "--max-steps", "3", "--run-dir", str(tmp_path), "--name", "run", world_size=2)
     assert codes == [0, 0], output
     assert diagnose(output.splitlines()) == []
-    assert diagnose(read_log(tmp_path / "run" / "logs" / "rank-0.log")) == []
-    assert diagnose(read_log(tmp_path / "run")) == []
+    assert diagnose_files([tmp_path / "run" / "logs" / "rank-0.log"]) == []
+    assert diagnose_files([tmp_path / "run"]) == []
 
 
 def test_run_that_never_joined_names_the_missing_rank(forks: Forks, tmp_path: Path) -> None:
@@ -250,8 +252,7 @@ def test_run_that_never_joined_names_the_missing_rank(forks: Forks, tmp_path: Pa
     line = [*TINY, "--join-timeout-s", "1", "--run-dir", str(tmp_path), "--name", "run"]
     codes, output = forks.run(*line, env=env)
     assert codes == [170], output
-    for lines in (output.splitlines(), list(read_log(tmp_path / "run"))):
-        first = diagnose(lines)[0]
+    for first, *_ in (diagnose(output.splitlines()), diagnose_files([tmp_path / "run"])):
         assert (first.name, first.rank) == ("rank-missing", 1)
 
 
@@ -309,16 +310,16 @@ def test_lost_rank_is_named_with_its_reason(tmp_path: Path) -> None:
     lost = "lost a peer at step 5: suspected: rank 1 on node1 (MemoryError: ) (exit code 1)"
     old = "2026-11-20T10:00:00 node0 r0 torch.OutOfMemoryError: CUDA out of memory\n"
     (run / "logs" / "rank-0.log").write_text(f"{old}2026-11-21T10:00:09 node0 r0 {lost}\n")
-    found = diagnose(read_log(run))
+    found = diagnose_files([run])
     assert [(d.name, d.rank, d.host, d.times) for d in found] == [("host-memory", 1, "node1", 2)]
 
 
 def test_finished_run_is_over_whatever_earlier_attempts_said(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-0.log").write_text(f"2026-11-21T10:00:09 node0 r0 {OUCH}\n")
-    assert named(list(read_log(tmp_path))) == ["cuda-memory"]
+    assert [diagnosis.name for diagnosis in diagnose_files([tmp_path])] == ["cuda-memory"]
     (tmp_path / "status.json").write_text('{"attempt": "20261121T100000-abc123", "state": "finished"}')
-    assert named(list(read_log(tmp_path))) == []
+    assert diagnose_files([tmp_path]) == []
 
 
 def test_explain_reads_a_file_and_standard_input(tmp_path: Path) -> None:

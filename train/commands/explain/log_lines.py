@@ -1,16 +1,8 @@
-"""The lines of a log, and who wrote each of them. No torch here.
-
-A log is read line by line, so its size does not matter: one of 10 GB needs no more memory than one of 10 KB.
-"""
+"""The lines of a log: who wrote each of them, and when. No torch here."""
 
 import re
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from train.process.status import read_json
+from datetime import datetime, timedelta
 
 MAX_LINE = 1500  # characters: the rest of a longer line is not looked at
 MAX_PREFIXES = 5  # docker compose, a time stamp, srun's label, torchrun's and ours have been seen on one line
@@ -42,6 +34,15 @@ PREFIXES = [
         (DIGITS + " ", r"\s{0,3}(?P<rank>\d{1,5}): "),  # srun --label
     )
 ]
+CLOCK = re.compile(r"\d\d:\d\d:\d\d")
+# Where in a line a time is, by who writes it so. glog and torch leave out the year
+TIMES = (
+    r"(?P<year>\d{4})[-/](?P<month>\d\d)[-/](?P<day>\d\d)[T _](?P<clock>\d\d:\d\d:\d\d)(?P<part>[.,]\d{1,6})?\d*"
+    r"(?P<zone>Z|[+-]\d\d:?\d\d)?",
+    r"(?P<month>\d\d)/(?P<day>\d\d)/(?P<year>\d{4}) (?P<clock>\d\d:\d\d:\d\d)(?P<part>(?P<zone>))",  # transformers
+    r"\b[IWEF](?P<month>\d\d)(?P<day>\d\d) (?P<clock>\d\d:\d\d:\d\d)(?P<part>\.\d{1,6})?\d*(?P<year>)(?P<zone>)",
+)
+TIME_PATTERNS = [re.compile(pattern) for pattern in TIMES]
 
 
 def split_prefixes(text: str) -> LogLine:
@@ -63,40 +64,24 @@ def split_prefixes(text: str) -> LogLine:
     return LogLine(rest, rank, host, f"{rank} {host}" if prefixed else "")
 
 
-def read_log(path: Path) -> Iterator[str]:
-    """The lines of a log file, of standard input ("-"), or of a run's directory.
-
-    Of a directory: how each rank ended in the last attempt, then what its log says of that attempt. Bytes that are not
-    UTF-8 become question marks. Raises OSError if the file can't be read.
-    """
-    if path.is_dir():
-        yield from _read_run(path)
-        return
-    file_or_number = sys.stdin.fileno() if str(path) == "-" else path
-    with open(file_or_number, encoding="utf-8", errors="replace", closefd=str(path) != "-") as file:
-        # A size for each readline: a file without line ends would otherwise be read into memory as a whole
-        yield from iter(lambda: file.readline(1 << 16), "")
+def has_time(text: str) -> bool:
+    """Whether `time_of` may find a time in this line; quick."""
+    return CLOCK.search(text, 0, 120) is not None
 
 
-def _read_run(directory: Path) -> Iterator[str]:
-    status = _read_object(directory / "status.json")
-    if status.get("state") == "finished":
-        return  # whatever went wrong in earlier attempts was overcome
-    attempt = str(status.get("attempt", ""))
-    began = re.match(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)", attempt)
-    since = "{}-{}-{}T{}:{}:{}".format(*began.groups()) if began else ""
-    for path in sorted((directory / "status" / attempt).glob("rank-*.json")) if attempt else []:
-        end = _read_object(path)
-        if end.get("state") == "failed":
-            # A user's mistake is marked as on the terminal
-            text = f"error: {end.get('why')}" if end.get("code") == 2 else str(end.get("why"))
-            yield f"[{end.get('host')} r{end.get('rank')}/{status.get('world_size')}] {text}\n"
-    for path in sorted((directory / "logs").glob("rank-*.log")):
-        # Logs are appended to; each line begins with its time, and ISO times compare as text
-        yield from (line for line in read_log(path) if line[:19] >= since)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one if there is none, since a failed run may have left anything."""
-    found = read_json(path)
-    return found if isinstance(found, dict) else {}
+def time_of(text: str) -> float | None:
+    """The time in a line, in seconds since 1970; a time without a zone is taken for this machine's."""
+    for pattern in TIME_PATTERNS:
+        if found := pattern.search(text, 0, 160):
+            now = datetime.now()
+            zone = (found["zone"] or "").replace("Z", "+00:00")
+            try:
+                date = f"{found['year'] or now.year}-{found['month']}-{found['day']}T{found['clock']}"
+                time = datetime.fromisoformat(f"{date}{zone}")
+                # A line of last December, read in January
+                if not found["year"] and time > now + timedelta(days=1):
+                    time = time.replace(year=now.year - 1)
+            except ValueError:
+                continue
+            return time.timestamp() + float("0." + (found["part"] or ".0")[1:])
+    return None

@@ -1,0 +1,275 @@
+"""explain on anybody's logs: torchrun's folders, files of Slurm, kubectl and compose; who failed first."""
+
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from tests.group.test_deadlines import HOST, WORLD, probe, train
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import ended, free_port, start
+from train.commands.explain.diagnosis import Diagnosis, diagnose
+from train.commands.explain.explain import diagnose_files, explain_logs
+from train.commands.explain.log_lines import has_time, time_of
+from train.commands.explain.report import format_report
+from train.errors import ConfigError
+from train.main import main
+
+NOW = datetime.now()
+LOGS = Path(__file__).parent / "logs"
+BEGIN = "Traceback (most recent call last):"
+FAILED = [BEGIN, '  File "a.py", line 7, in main', "    load(image)", "KeyError: 'image_17'"]
+LOST = [BEGIN, "RuntimeError: [pair.cc:553] Connection closed by peer [10.77.0.2]:19612.", "", ""]
+
+
+def write(path: Path, lines: list[str], prefix: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{prefix}{line}\n" for line in lines))
+    return path
+
+
+def root(*paths: Path) -> Diagnosis:
+    return diagnose_files(paths)[0]
+
+
+# torchrun -------------------------------------------------------------------------------------------------------
+
+
+def torchrun_error(when: int, text: list[str]) -> list[str]:
+    more = {"py_callstack": "\n".join(text), "timestamp": str(when)}
+    return [json.dumps({"message": {"message": text[-1], "extraInfo": more}})]
+
+
+def test_torchrun_folder_is_read_rank_by_rank_of_the_last_attempt(tmp_path: Path) -> None:
+    job = tmp_path / "none_x8k2"
+    write(job / "attempt_0" / "1" / "stderr.log", ["torch.OutOfMemoryError: CUDA out of memory."])
+    write(job / "attempt_1" / "0" / "stderr.log", LOST)
+    write(job / "attempt_1" / "0" / "stdout.log", ["step 3"])
+    write(job / "attempt_1" / "1" / "stderr.log", FAILED)
+    write(job / "attempt_1" / "filtered_stderr.log", FAILED)
+    first, *rest = diagnose_files([tmp_path])
+    assert (first.seen, first.rank, first.file) == ("KeyError: 'image_17'", 1, "none_x8k2/attempt_1/1/stderr.log")
+    assert first.traceback == ('  File "a.py", line 7, in main', "    load(image)")
+    assert [(other.name, other.rank) for other in rest] == [("peer-closed", 0)]
+
+
+def test_torchrun_folders_of_two_nodes_are_told_apart(tmp_path: Path) -> None:
+    write(tmp_path / "7_aa" / "attempt_0" / "0" / "stderr.log", LOST, prefix="[rank0]: ")
+    write(tmp_path / "7_bb" / "attempt_0" / "0" / "stderr.log", FAILED, prefix="[rank1]: ")
+    first = root(tmp_path)
+    assert (first.rank, first.file) == (1, "7_bb/attempt_0/0/stderr.log")
+
+
+def test_torchrun_error_files_say_when_each_rank_failed(tmp_path: Path) -> None:
+    attempt = tmp_path / "none_x" / "attempt_0"
+    write(attempt / "0" / "error.json", torchrun_error(1_700_000_005, [BEGIN, "ValueError: later"]))
+    write(attempt / "1" / "error.json", torchrun_error(1_700_000_001, FAILED))
+    write(attempt / "1" / "stderr.log", FAILED)
+    found = diagnose_files([tmp_path])
+    assert [(d.rank, d.seen, d.time) for d in found] == [
+        (1, "KeyError: 'image_17'", 1_700_000_001.0), (0, "ValueError: later", 1_700_000_005.0),
+    ]
+
+
+SUMMARY = (LOGS / "exception-on-one-rank.log").read_text().splitlines()[-20:]
+
+
+def test_torchrun_summary_alone_says_which_rank_failed_first() -> None:
+    assert SUMMARY[0].startswith("job.py FAILED")
+    first = diagnose(SUMMARY)[0]
+    assert (first.rank, first.host, first.title) == (1, "localhost", "torchrun saw a rank fail before all others")
+    assert first.seen == "exitcode  : 1 (pid: 27411)"
+
+
+def test_torchrun_summary_of_a_recorded_function_has_the_traceback() -> None:
+    inside = ["  traceback : " + FAILED[0], *(f"  {line}" for line in FAILED[1:])]
+    first, *rest = diagnose([*SUMMARY[:-2], *inside, SUMMARY[-1]])
+    assert (first.seen, first.rank, first.traceback[-1]) == ("KeyError: 'image_17'", 1, "    load(image)")
+    assert {other.name for other in rest} == {"torchrun-stops"}
+
+
+def test_torchrun_summary_decides_between_ranks_without_times(tmp_path: Path) -> None:
+    attempt = tmp_path / "none_x" / "attempt_0"
+    write(attempt / "0" / "stderr.log", ["Traceback (most recent call last):", "ValueError: later"])
+    write(attempt / "1" / "stderr.log", FAILED)
+    assert root(tmp_path).rank == 0
+    assert "do not have times" in format_report(diagnose_files([tmp_path]))
+    assert root(tmp_path, write(tmp_path / "torchrun.out", SUMMARY)).rank == 1
+
+
+# Schedulers and containers --------------------------------------------------------------------------------------
+
+
+def test_slurm_output_with_labels_names_the_task(tmp_path: Path) -> None:
+    mixed = [f"{task}: {line}" for one, two in zip(FAILED, LOST, strict=True) for task, line in ((3, one), (0, two))]
+    log = write(tmp_path / "slurm-7.out", [*mixed, "srun: error: n1: task 3: Exited with exit code 1"])
+    first = root(log)
+    assert (first.seen, first.rank, first.file) == ("KeyError: 'image_17'", 3, "")
+
+
+def test_pods_logs_with_timestamps_are_ordered_by_time(tmp_path: Path) -> None:
+    early, late = "2026-11-22T10:00:01.5Z ", "2026-11-22T11:00:02+01:00 "
+    write(tmp_path / "ddp-worker-0.log", [BEGIN, "ValueError: second"], prefix=late)
+    write(tmp_path / "ddp-worker-1.log", FAILED, prefix=early)
+    first, second = diagnose_files([tmp_path / "ddp-worker-0.log", tmp_path / "ddp-worker-1.log"])
+    assert (first.host, first.seen) == ("", "KeyError: 'image_17'")
+    assert first.file.endswith("ddp-worker-1.log")
+    assert (second.time or 0) - (first.time or 0) == 0.5
+    assert [(d.host, d.seen) for d in diagnose_files([tmp_path])] == [
+        ("ddp-worker-1", "KeyError: 'image_17'"), ("ddp-worker-0", "ValueError: second"),
+    ]
+
+
+def test_one_stream_of_several_pods_is_told_apart() -> None:
+    lines = []
+    for lost, failed in zip(LOST, FAILED, strict=True):
+        lines.append(f"[pod/ddp-0/pytorch] 2026-11-22T10:00:02Z {lost}")
+        lines.append(f"[pod/ddp-1/pytorch] 2026-11-22T10:00:01Z {failed}")
+    first, second = diagnose(lines)
+    assert (first.host, first.seen) == ("ddp-1", "KeyError: 'image_17'")
+    assert (second.host, second.name) == ("ddp-0", "peer-closed")
+
+
+def test_compose_output_names_the_container() -> None:
+    first = diagnose([f"\x1b[33mjob-node1-1  | \x1b[0m{line}" for line in FAILED])[0]
+    assert (first.host, first.traceback) == ("job-node1-1", tuple(FAILED[1:3]))
+
+
+def test_traceback_without_times_has_the_time_of_the_line_before() -> None:
+    (found,) = diagnose(["2026-11-22 10:00:01,250 - INFO - step 3", *FAILED])
+    assert found.time == datetime(2026, 11, 22, 10, 0, 1, 250_000).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("line", "time"),
+    [
+        ("2026-11-22T10:00:01 node1 r3 step", datetime(2026, 11, 22, 10, 0, 1)),
+        ("2026-11-22 10:00:01,5 - INFO - x", datetime(2026, 11, 22, 10, 0, 1, 500_000)),
+        ("[2026-11-22 10:00:01,500] [INFO] x", datetime(2026, 11, 22, 10, 0, 1, 500_000)),
+        ("11/22/2026 10:00:01 - WARNING - x", datetime(2026, 11, 22, 10, 0, 1)),
+        ("  time      : 2026-11-22_10:00:01", datetime(2026, 11, 22, 10, 0, 1)),
+        ("[rank0]:[W1121 10:00:01.500000000 socket.cpp:764] x", datetime(NOW.year, 11, 21, 10, 0, 1, 500_000)),
+        ("epoch 3 [10:00:01<00:20]", None),
+        ("9999-99-99T10:00:01 x", None),
+    ],
+)
+def test_time_of_a_line_is_read_as_programs_write_it(line: str, time: datetime | None) -> None:
+    assert has_time(line)
+    found = time_of(line)
+    if found is not None and time is not None and time > NOW:
+        time = time.replace(year=time.year - 1)  # a date without a year lies in the past
+    assert found == (None if time is None else time.timestamp())
+
+
+# Folders --------------------------------------------------------------------------------------------------------
+
+
+def test_folder_is_searched_for_logs_alone(tmp_path: Path) -> None:
+    write(tmp_path / "train.py", FAILED)
+    write(tmp_path / "metrics.json", FAILED)
+    (tmp_path / "events.out.1").write_bytes(b"\0\1KeyError: 1\n")
+    write(tmp_path / "sub" / "rank_2.err", FAILED)
+    write(tmp_path / "job.o4711", ["all is well"])
+    (found,) = diagnose_files([tmp_path])
+    assert (found.rank, found.file) == (2, "sub/rank_2.err")
+
+
+def test_folder_without_logs_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"explain needs a folder with logs \(\*.log, "):
+        diagnose_files([tmp_path])
+
+
+def test_run_is_found_by_name_and_its_unstamped_lines_belong_to_the_line_before(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "mine"
+    old, new = "2026-11-21T09:59:59 vm r0 ", "2026-11-21T10:00:09 vm r0 "
+    write(run / "logs" / "rank-0.log", [f"{old}{FAILED[0]}", "ValueError: of an earlier attempt", f"{new}{FAILED[0]}",
+                                        *FAILED[1:]])
+    write(run / "status.json", ['{"attempt": "20261121T100000-abc123", "state": "failed", "world_size": 1}'])
+    text, faulty = explain_logs([Path("mine")], as_json=False, run_dir=tmp_path / "runs")
+    assert faulty
+    assert "KeyError: 'image_17'" in text
+    assert "earlier attempt" not in text
+
+
+def test_progress_bar_hides_no_error(tmp_path: Path) -> None:
+    bar = "".join(f"\r{n}%|####" for n in range(100))
+    assert root(write(tmp_path / "job.log", [f"{bar}\rRuntimeError: CUDA out of memory"])).name == "cuda-memory"
+
+
+# Report ---------------------------------------------------------------------------------------------------------
+
+
+def test_report_tells_the_cause_from_what_the_others_suffered(tmp_path: Path) -> None:
+    for rank in range(8):
+        stamp = f"2026-11-22T10:00:0{1 + (rank != 5)} node{rank // 4} r{rank} "
+        write(tmp_path / f"rank-{rank}.log", FAILED if rank == 5 else LOST, prefix=stamp)
+    assert format_report(diagnose_files([tmp_path])).splitlines() == [
+        "an error that is not known here, rank 5 on node1 (rank-5.log line 4)",
+        "  when  2026-11-22 10:00:01",
+        "  seen  KeyError: 'image_17'",
+        '          File "a.py", line 7, in main',
+        "            load(image)",
+        "  why   this is the last line of its traceback, or the last line that looks like an error.",
+        "  fix   It is not in the table of known faults. The last lines of its traceback say where it happened.",
+        "what others suffered from it:",
+        "  a peer's connection ended, ranks 0-4, 6-7 on node0, node1 (rank-0.log line 2, 7 times): "
+        "Look for the first rank that failed, in its own log.",
+    ]
+
+
+def test_report_names_the_first_of_several_ranks_with_one_fault(tmp_path: Path) -> None:
+    for rank, second in ((0, 7), (1, 3), (2, 9)):
+        write(tmp_path / f"rank-{rank}.log", [f"2026-11-22T10:00:0{second} n r{rank} CUDA out of memory"])
+    lines = format_report(diagnose_files([tmp_path])).splitlines()
+    assert lines[:2] == ["the GPU's memory was not enough, ranks 0-2 on n (rank-1.log line 1)",
+                         "  first rank 1 on n, 2026-11-22 10:00:03"]
+
+
+# Real jobs ------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(9):
+    if step == 5 and dist.get_rank() == 1:
+        if sys.argv[1] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise KeyError("image_17")
+    dist.all_reduce(torch.ones(10))
+"""
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_torchrun_of_three_ranks_with_one_that_fails(tmp_path: Path, how: str) -> None:
+    script = write(tmp_path / "job.py", SCRIPT.splitlines())
+    logs = tmp_path / "logs"
+    words = ["--nproc-per-node=3", f"--master-port={free_port()}", f"--log-dir={logs}", "--redirects=3"]
+    with ended(start(sys.executable, "-m", "torch.distributed.run", *words, str(script), how)) as job:
+        assert job.wait() == [1]
+        out = write(tmp_path / "torchrun.out", job.output.splitlines())
+    for paths in ([logs, out], [out]) if how == "kill" else ([logs, out], [logs], [out]):
+        first = root(*paths)
+        assert first.rank == 1, (paths, first)
+        if how == "kill":
+            assert first.name == "killed"
+        elif logs in paths:
+            assert (first.seen, first.traceback[-1].strip()) == ("KeyError: 'image_17'", 'raise KeyError("image_17")')
+        else:
+            assert first.title == "torchrun saw a rank fail before all others"
+    report = format_report(diagnose_files([logs, out]))
+    assert "what others suffered from it:\n  a peer's connection ended, ranks 0, 2 " in report
+
+
+def test_run_of_three_ranks_with_one_killed(forks: Forks, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    with forks.running(*train(run), world_size=WORLD, env=probe("loss", 6, 1, signal="SIGKILL")) as job:
+        assert job.wait() == [171, -9, 171], job.output
+    first = root(run)
+    assert (first.name, first.rank, first.host) == ("lost-silent", 1, HOST)
+    capfd.readouterr()
+    assert main(["logs", str(run)]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert any(f" rank 0 on {HOST}: " in line for line in lines)
+    assert any(f" ranks 0, 2 on {HOST}: lost a peer at step " in line for line in lines), lines
