@@ -139,7 +139,7 @@ def test_run_is_found_by_name_folder_and_as_the_newest(write, tmp_path, capfd) -
     assert main(["logs", "odl", *where]) == 2
     assert f"got odl. In {tmp_path} there are new, old." in capfd.readouterr().err
     assert main(["logs", "--run-dir", str(tmp_path / "none")]) == 2
-    assert "logs found no run with logs in " in capfd.readouterr().err
+    assert "no run with logs was found in " in capfd.readouterr().err
 
 
 def test_ranks_are_chosen(write, tmp_path, capfd) -> None:

@@ -130,7 +130,7 @@ def test_stopped_rank_is_found_by_its_deadline_and_the_job_goes_on_after_a_resta
         # The other one's deadline may begin a second later: it then reads of the loss before its own is over
         found = [rank for rank in others if f"{phase} (step" in job.processes[rank].output]
         assert found, job.output
-        assert all("Thread 0x" in (run / "logs" / f"rank-{rank}.log").read_text() for rank in found)
+        assert all("Thread 0x" in (run / "stacks" / f"rank-{rank}.txt").read_text() for rank in found)
         assert job.processes[culprit].code is None
         assert_named(job, run, culprit, among=others)
     assert_nothing_left(job)
@@ -202,6 +202,10 @@ def test_rank_that_works_too_long_is_named_by_the_others_and_by_itself(
     with forks.running(*line, world_size=WORLD, env=order) as job:
         assert job.wait() == [171] * WORLD, job.output
     assert f"{phase} (step" in job.processes[culprit].output
+    # Where all ranks are, in one line, and each one's stacks
+    assert re.search(rf"rank {culprit}: .*faulting_workload\.py:\d+ probe\b", job.processes[culprit].output)
+    for rank in range(WORLD):
+        assert "Thread 0x" in (run / "stacks" / f"rank-{rank}.txt").read_text()
     assert_named(job, run, culprit, among=list(range(WORLD)))
 
 
@@ -213,7 +217,7 @@ def test_rank_0_that_saves_too_long_is_named(forks: Forks, tmp_path: Path) -> No
     # Said by the rank that found out first; the others read it from that one
     assert f"save (step 4) took longer than {SHORT} s" in job.output
     assert_named(job, run, 0, among=list(range(WORLD)))
-    assert "faulting_workload.py" in (run / "logs" / "rank-0.log").read_text()  # the stacks say where
+    assert "faulting_workload.py" in (run / "stacks" / "rank-0.txt").read_text()
 
 
 def test_hang_that_holds_the_interpreter_lock_ends_as_worth_a_restart(forks: Forks, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from train.errors import FINISHED, LaunchError
 from train.process import env, findings
 from train.process.context import Context
 from train.process.imports import without_collections
+from train.process.stacks import open_stacks
 from train.run.choices import CHOICES
 
 
@@ -23,6 +24,7 @@ def _train(context: Context, given: options.TrainOptions) -> None:
 
     check_world_size(context.config, context.launch.world_size)
     _start_rank(context)
+    open_stacks(context.run_dir, context.launch)
     train(context.config, context.launch, run_dir=context.run_dir, log=context.log, stop=context.stop)
 
 
@@ -48,6 +50,7 @@ def _bench(context: Context, given: options.BenchOptions) -> None:
 
     context = context.in_folder("bench")
     _start_rank(context)
+    open_stacks(context.run_dir, context.launch)
     bench(context, given)
 
 
@@ -121,6 +124,12 @@ def _logs(context: Context, given: options.LogsOptions) -> None:
     logs(context, given)
 
 
+def _stacks(context: Context, given: options.StacksOptions) -> None:
+    from train.commands.stacks import stacks
+
+    print_whole(f"{stacks(context, given)}\n")
+
+
 def _show(context: Context, given: options.ShowOptions) -> None:
     print_whole(to_yaml(context.config, choices=CHOICES))
 
@@ -135,6 +144,6 @@ def print_whole(text: str) -> None:
 
 COMMANDS: dict[str, Callable[[Context, Any], int | None]] = {
     "train": _train, "evaluate": _evaluate, "predict": _predict, "export": _export, "show": _show, "doctor": _doctor,
-    "explain": _explain, "logs": _logs, "compare": _compare, "bench": _bench, "launch": _launch,
+    "explain": _explain, "logs": _logs, "stacks": _stacks, "compare": _compare, "bench": _bench, "launch": _launch,
     "supervise": _supervise,
 }

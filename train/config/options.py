@@ -117,6 +117,15 @@ class LogsOptions(Options):
     follow: bool = setting(False, "Go on with what is written from now on, until Ctrl-C.")
 
 
+class StacksOptions(Options):
+    """Say where each rank of a run is now, and which are somewhere else than the others; for a run that hangs."""
+
+    positional: ClassVar[str] = "run"
+    only_reads: ClassVar[bool] = True
+    run: str = setting("", "A run's name or folder; by default the one that wrote last.", metavar="[RUN]")
+    full: bool = setting(False, "The stacks of all threads too.")
+
+
 class CompareOptions(Options):
     """Train with each method and launcher that can run here, several times, and set them side by side."""
 
@@ -162,6 +171,6 @@ class LaunchOptions(SupervisorOptions, InitMethod):
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "evaluate": EvaluateOptions, "predict": PredictOptions, "export": ExportOptions,
     "show": ShowOptions, "doctor": DoctorOptions, "explain": ExplainOptions,
-    "logs": LogsOptions, "compare": CompareOptions,
+    "logs": LogsOptions, "stacks": StacksOptions, "compare": CompareOptions,
     "bench": BenchOptions, "launch": LaunchOptions, "supervise": SuperviseOptions,
 }

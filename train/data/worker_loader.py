@@ -29,6 +29,7 @@ from train.data.samples import Samples
 from train.errors import DataError, PeerLost
 from train.process.machine_checks import ENLARGE_SHM
 from train.process.stop import SIGNALS, StopRequest, die_with_parent
+from train.process.worker_stacks import open_worker
 
 SHM_FULL = (
     f"/dev/shm must hold the batches of all DataLoader workers, got no space left on it. {ENLARGE_SHM}, or set "
@@ -176,6 +177,7 @@ def _start_worker(parent: int, started: Any, worker: int) -> None:
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _stop_signals())
     die_with_parent(parent)
+    open_worker(worker)
     torch.set_num_threads(1)  # the workers are the parallelism; more threads would take the loop's cores
     started.release()
 

@@ -19,6 +19,7 @@ SILENT_S = 2.0  # a rank without a beat for so long, that has reported no end, i
 SEVERAL_SILENT_S = 4.5  # longer for several: on a machine with too much to do some that are alive seem silent at first
 LOOK_AGAIN_S = 0.1
 WAIT_S = 3600.0  # torch waits no longer than some weeks at a time
+PLACES_S = 2.0
 LOOK_S = 7.0  # a store that does not answer within this is in a process that is stopped itself
 
 
@@ -63,6 +64,20 @@ class FailureDetector:
             if not self._reported:
                 return True  # the process that holds the store, without a word
         return any(suspect.gone for suspect in self._reported)
+
+    def places(self) -> dict[int, str]:
+        """Where each rank was at its last sign of life, by rank; those that gave none are left out. Takes PLACES_S
+        at most: the others have not been told as yet."""
+
+        def read() -> dict[int, str]:
+            names = {rank: keys.beat(rank) for rank in range(self._world_size)}
+            with contextlib.suppress(RuntimeError):  # the process that holds the store has ended
+                there = [rank for rank, name in names.items() if self._store.check([name])]
+                beats = self._store.multi_get([names[rank] for rank in there])
+                return {rank: json.loads(beat)["place"] for rank, beat in zip(there, beats, strict=True)}
+            return {}
+
+        return within(PLACES_S, read) or {}
 
     def suspects(self, *, waiting: bool, overdue: bool) -> list[Suspect]:
         """The ranks that may be the cause, the most likely first, see `find_suspects`. `overdue`: this rank's own

@@ -29,6 +29,7 @@ from train.group.host_link import open_link
 from train.group.members import Hosts
 from train.group.peer_watch import PeerWatch
 from train.group.watchdog import Watchdog
+from train.process import flight_recorder
 from train.process.env import Launch
 from train.process.log import Log
 from train.process.status import tell_torchrun
@@ -139,6 +140,8 @@ def form(config: Config, group: Group) -> None:
     timeout = timedelta(seconds=longest_s + BEHIND_OURS_S)
     # So far it was what was left of the time to join; nccl waits with it for the id that it exchanges at the first step
     group.meeting.store.set_timeout(timeout)
+    if "nccl" in backend:
+        flight_recorder.switch_on(group.run_dir)
     try:
         dist.init_process_group(
             backend, store=group.meeting.store, rank=group.rank, world_size=group.world_size, timeout=timeout

@@ -50,5 +50,5 @@ report = "report/{}".format  # (rank): whether it reached its neighbour, JSON: {
 FAILED = "failed"  # an `End` as JSON, of a rank that failed: of the first, later of one that knows why
 CAUSES = "causes"  # the ranks whose end is of their own making or whose process is gone, appended one a line
 DECIDED = "decided"  # a counter: how many ranks have reported how they end, or are gone
-beat = "beat/{}".format  # (rank): the last sign of life, JSON: {"n", "phase", "step", "waiting"}
+beat = "beat/{}".format  # (rank): the last sign of life, JSON: {"n", "phase", "step", "waiting", "place"}
 end = "end/{}".format  # (rank): how it ended, a `train.process.status.End` as JSON

@@ -7,7 +7,6 @@ keeps the other two waiting without end. A process that is stopped itself (SIGST
 the other ranks find it.
 """
 
-import faulthandler
 import functools
 import json
 import threading
@@ -21,9 +20,11 @@ from train.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
 from train.group import keys
 from train.group.ends import EndReporter
 from train.group.failure_detector import BEAT_S, LOOK_S, FailureDetector, Suspect, describe, root_exit_code
-from train.process import health
+from train.group.last_stacks import LAST_STACKS_S, take_stacks
+from train.process import flight_recorder, health, stacks
 from train.process.exit import clear_hard_deadline, leave, set_hard_deadline, within
 from train.process.log import Log
+from train.process.places import moment, own_place
 from train.process.status import tell_torchrun
 from train.process.stop import FAREWELL_S, StopRequest
 
@@ -110,6 +111,7 @@ class Watchdog:
         self._waiting = False
         if step is not None:
             self.ends.step = step
+        stacks.note(phase, self.ends.step)
 
     def wait_for_others(self, waiting: bool) -> None:
         """Say that this rank is about to wait in a collective, or has left it."""
@@ -166,7 +168,7 @@ class Watchdog:
             if gone and (waiting or self.phase != "save" or self._keeper is not None):
                 patience_s = 0.0
             if time.monotonic() - since_s > patience_s:
-                self._leave(f"lost a peer at step {self.ends.step}")
+                self._leave(f"lost a peer at step {self.ends.step}", hung=False)
 
     def _beat(self, store: Store) -> None:
         count = 0
@@ -174,7 +176,10 @@ class Watchdog:
         while not self._quiet.wait(BEAT_S):
             count += 1
             try:
-                state = {"n": count, "phase": self.phase, "step": self.ends.step, "waiting": self._waiting}
+                state = {
+                    "n": count, "phase": self.phase, "step": self.ends.step, "waiting": self._waiting,
+                    "place": self._place(),
+                }
                 store.set(keys.beat(self.rank), json.dumps(state))
                 if count % LOOK_AT_NEXT == 0 and store.check([next_rank]):
                     beat = store.get(next_rank)
@@ -208,26 +213,36 @@ class Watchdog:
                 what = f"{self.phase} (step {self.ends.step}) took longer than {self._timeout_s:g} s"
                 self._leave(what, overdue=True)
 
-    def _leave(self, what: str, *, overdue: bool = False) -> None:
-        """Dump the stacks, name the suspect, tell the others, and end this process at once."""
+    def _leave(self, what: str, *, overdue: bool = False, hung: bool = True) -> None:
+        """Dump the stacks, name the suspect, tell the others, and end this process at once.
+
+        `hung`: as far as this rank knows no process has ended.
+        """
         with self._leave_lock:  # two threads may find a reason; the second never gets here
-            set_hard_deadline(LOOK_S + LAST_WORD_S + LOCKED_GRACE_S)
+            set_hard_deadline(LAST_STACKS_S + LOOK_S + LAST_WORD_S + LOCKED_GRACE_S)
             otherwise = JOIN_FAILED if overdue and self.phase == "join" else PEER_LOST
-            if self._leaving is None and self.log.file is not None:
-                faulthandler.dump_traceback(self.log.file.fileno())
+            said = []
+            if self._leaving is None:
+                said = take_stacks(what, self.rank, self._place(), self._detector, hung=hung)
             suspects = self.suspects(overdue=overdue) if self._leaving is None else []
             if self._leaving is not None:
                 return  # the loop noticed by itself, and may know more
             code = root_exit_code(suspects, otherwise)
             suspect = suspects[0] if suspects else None
             why = what if self.world_size == 1 else f"{what}: {describe(suspects, self.hosts)}"
-            self.log.warning(f"{why}. The stacks of all threads are in logs/rank-{self.rank}.log (exit code {code})")
+            self.log.warning("\n".join([f"{why} (exit code {code})", *said]))
 
             def last_word() -> int:
                 tell_torchrun(PeerLost(why) if suspect and suspect.rank != self.rank else TimeoutError(why))
-                return self.ends.report_from_outside(code, why, suspect)
+                told = self.ends.report_from_outside(code, why, suspect)
+                flight_recorder.dump(self.rank)  # last: while NCCL hangs, this may hang too
+                return told
 
             leave(code, last_word, timeout_s=LAST_WORD_S)
+
+    def _place(self) -> str:
+        """Where the main thread is: "all_reduce (loop.py:213 step) of step 413"."""
+        return own_place() + moment(self.phase, self.ends.step)
 
     def suspects(self, *, overdue: bool = False) -> list[Suspect]:
         """Report that this rank lost a peer, keep what it holds, and find out which; the most likely suspect first.

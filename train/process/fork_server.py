@@ -174,7 +174,7 @@ def _wake_on_child() -> socket.socket:
     woken, writer = socket.socketpair()
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    for number in (*STOP_SIGNALS, signal.SIGCHLD):
+    for number in (*STOP_SIGNALS, signal.SIGCHLD, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which a fresh interpreter would inherit
     writer.detach()  # open as long as this process
     return woken

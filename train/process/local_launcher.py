@@ -8,6 +8,7 @@ What torchrun does not do: keep the ranks' exit codes (it turns each into 1), le
 restart only where that can help, and only the rank that needs it.
 """
 
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from train.process import init_method
 from train.process.addresses import PORT_OF_LAUNCH, free_port
 from train.process.context import Context
 from train.process.log import Log
+from train.process.stack_requests import StackWatch
 from train.process.status import new_attempt, read_json
 from train.process.supervisor import Supervisor
 
@@ -64,6 +66,11 @@ def _supervisor(
     job: str, start_method: str, left_out: str = "",
 ) -> Supervisor:
     """`left_out`: an option that means something else for a rank."""
+    folder = "" if options.command == "train" else options.command
+    ranks = range(first_rank, first_rank + len(environments))
+    watch = StackWatch(context.in_folder(folder).run_dir, ranks, context.log)
+    if hasattr(signal, "SIGUSR2"):
+        signal.signal(signal.SIGUSR2, watch.ask)
     passed_on = [name for name in fields_of(OPTIONS[options.command]) if name != left_out]
     arguments = [options.command, *context.request.words(options=passed_on)]
     return Supervisor(

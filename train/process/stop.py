@@ -1,5 +1,7 @@
 """The stop request: SIGTERM, SIGINT and SIGUSR1 set a flag that the loop looks at; they never interrupt a step.
 
+SIGUSR2 comes the same way, and asks for the stacks of all threads (`train.process.stacks`).
+
 No torch: the handlers are installed before torch is imported, so that a container stopped while it starts ends at once
 instead of being killed after its grace period. (The kernel ignores SIGTERM for a container's first process unless that
 process has a handler.)
@@ -13,6 +15,7 @@ import threading
 import time
 
 from train.errors import STOPPED
+from train.process import stacks
 from train.process.exit import leave
 from train.process.log import Log
 
@@ -20,6 +23,7 @@ from train.process.log import Log
 # milliseconds. Slurm and Kubernetes repeat theirs after longer.
 REPEAT_WINDOW_S = 5.0
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")  # Windows has no SIGUSR1
+TAKEN = (*SIGNALS, "SIGUSR2")  # which asks for the stacks
 # A full pipe or a stuck disk must not keep a process that was asked to leave.
 FAREWELL_S = 3.0
 
@@ -52,14 +56,14 @@ class StopRequest:
         return self._requested.fileno()
 
     def install(self) -> "StopRequest":
-        """Take over the three signals. Main thread only, once a process."""
+        """Take over the signals. Main thread only, once a process."""
         # The writing end is kept as an attribute: were it closed, the signals would go nowhere
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._requested, self._tell = socket.socketpair()
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # Handlers that do nothing: without any, a signal would end the process and never reach the socket
-        for name in SIGNALS:
+        for name in TAKEN:
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), lambda signum, frame: None)
         threading.Thread(target=self._read, name="stop-request", daemon=True).start()
@@ -88,10 +92,13 @@ class StopRequest:
 
     def _read(self) -> None:
         # Numbers are looked up once, and only these: SIGCHLD and others pass through the same socket
-        names = {int(getattr(signal, name)): name for name in SIGNALS if hasattr(signal, name)}
+        names = {int(getattr(signal, name)): name for name in TAKEN if hasattr(signal, name)}
         while received := self._reader.recv(1):
             name = names.get(received[0])
             if name is None:
+                continue
+            if name == "SIGUSR2":
+                stacks.dump_aside()  # a disk that hangs must not keep this thread from the next signal
                 continue
             now_s = time.monotonic()
             if not self.requested:

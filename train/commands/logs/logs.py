@@ -88,12 +88,12 @@ def find_logs(run_dir: Path, run: str) -> Path:
         places = [Path(run_dir, run, "logs"), Path(run, "logs"), Path(run)]
         found = [place for place in places if _files(place)]
         if not found:
-            raise UserError(f"logs needs a run with logs/rank-N.log, got {run}.{_runs_there(run_dir)}")
+            raise UserError(f"RUN must be a run with logs/rank-N.log, got {run}.{_runs_there(run_dir)}")
         return found[0]
     newest = max(_runs(run_dir), key=lambda folder: max(path.stat().st_mtime for path in _files(folder).values()),
                  default=None)
     if newest is None:
-        raise UserError(f"logs found no run with logs in {run_dir}. Name its folder, or set --run-dir.")
+        raise UserError(f"no run with logs was found in {run_dir}. Name its folder, or set --run-dir.")
     return newest
 
 

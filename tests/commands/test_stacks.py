@@ -1,0 +1,172 @@
+"""A run of three ranks hangs: `stacks`, a signal and a file each say which rank is somewhere else, and where."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.rigs import jobs
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import MAIN, ROOT, environment
+from train.commands import stacks
+from train.main import main
+from train.process import stack_requests
+
+WORLD = 3
+PATIENCE_S = 120.0
+SETTINGS = (
+    "--workload=tests.rigs.faulting_workload:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4",
+    "--log-every-steps=1", "--tensorboard=false", "--progress=none", "--join-timeout-s=60", "--num-workers=1",
+)
+AGREEMENT = r"ranks 0, 2: agreement \(loop\.py:\d+ step\) of step \d+"
+
+
+def settings(run: Path) -> tuple[str, ...]:
+    return (*SETTINGS, f"--run-dir={run.parent}", f"--name={run.name}")
+
+
+def probe(where: str, tell: Path, **order: object) -> dict[str, str]:
+    """Rank 1 does this at the sixth call."""
+    return {"PROBE": json.dumps({"where": where, "call": 6, "rank": 1, "tell": str(tell), **order})}
+
+
+def until(true: Callable[[], object], what: str) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < until_s, f"no {what} within {PATIENCE_S:g} s"
+        time.sleep(0.05)
+
+
+def shown(run: Path, *words: str) -> str:
+    job = jobs.run("stacks", str(run), *words)
+    assert job.codes == [0], job.output
+    return job.output
+
+
+@pytest.mark.parametrize(
+    ("where", "order", "odd"),
+    [
+        # In the rank's DataLoader worker; the rank itself waits for it
+        ("data", {"sleep_s": 1000}, r"rank 1: data: loader\.next \(worker_loader\.py:\d+ next\) of step \d+\n"
+                                    r"rank 1 worker 0: faulting_workload\.py:\d+ probe\n"),
+        ("loss", {"sleep_s": 1000}, r"rank 1: faulting_workload\.py:\d+ probe of step \d+\n"),
+        # No thread of Python runs in that process any more, and what it said of its step is old
+        ("loss", {"hold_s": 1000}, r"rank 1: faulting_workload\.py:\d+ probe\b.*\n"),
+        ("loss", {"signal": "SIGSTOP"}, r"rank 1: does not answer: it is stopped \(SIGSTOP\)"),
+    ],
+    ids=["worker", "sleep", "lock", "stopped"],
+)
+def test_rank_that_hangs_is_somewhere_else(
+    where: str, order: dict[str, object], odd: str, forks: Forks, tmp_path: Path
+) -> None:
+    run, arrived = tmp_path / "run", tmp_path / "arrived"
+    with forks.running("train", *settings(run), world_size=WORLD, env=probe(where, arrived, **order)) as job:
+        job.wait_until(arrived.exists, "hang")
+        time.sleep(1)  # the others come to where they wait
+        output = shown(run)
+        assert re.search(odd, output), output
+        assert re.search(AGREEMENT if where == "data" else "ranks 0, 2: ", output), output
+        assert all(process.code is None for process in job.processes), "it only looks"
+        full = shown(run, "--full")
+        assert "rank 0 on " in full
+        assert full.count("(most recent call first)") > WORLD
+    over = shown(run)
+    assert len(re.findall(r"rank [02] on \S+ does not run any more; last stacks, at ", over)) == 2, over
+
+
+def test_signal_to_a_whole_job_that_is_well_changes_nothing(forks: Forks, tmp_path: Path) -> None:
+    run, arrived = tmp_path / "run", tmp_path / "arrived"
+    order = probe("loss", arrived, before_s=1.0)
+    with forks.running("train", *settings(run), world_size=WORLD, env=order) as job:
+        job.wait_until(arrived.exists, "step")
+        for process in job.processes:  # as a batch system does it: to the workers too
+            process.signal_group("SIGUSR2")
+        assert job.wait() == [0] * WORLD, job.output
+    for rank in range(WORLD):
+        said = (run / "stacks" / f"rank-{rank}.txt").read_text()
+        assert '"why": "asked"' in said
+        assert re.search(r'# {"worker": 0}\n(Current thread|Thread) 0x', said), said
+
+
+@contextmanager
+def launched(run: Path, env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
+    """`launch` with three ranks, and what it has printed so far."""
+    words = [sys.executable, MAIN, "launch", "--nproc", str(WORLD), *settings(run)]
+    file = run.parent / "output"
+    with file.open("w") as output:
+        process = subprocess.Popen(words, env=environment(env), cwd=ROOT, stdout=output, stderr=output)
+    try:
+        yield process, file.read_text
+    finally:
+        below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.kill()
+        process.wait()
+        psutil.wait_procs(below, timeout=60)
+
+
+def test_launcher_passes_a_request_on_that_comes_as_a_signal_or_as_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, arrived = tmp_path / "run", tmp_path / "arrived"
+    with launched(run, probe("data", arrived, sleep_s=1000)) as (process, output):
+        until(lambda: arrived.exists() or process.poll() is not None, "hang")
+        time.sleep(1)
+        process.send_signal(signal.SIGUSR2)
+        until(lambda: f"are in {run / 'stacks'}" in output(), f"answer to the signal:\n{output()}")
+        assert re.search(AGREEMENT, output()), output()
+        assert re.search(r"rank 1: data: loader\.next .*\nrank 1 worker 0: faulting_workload\.py", output()), output()
+
+        # From a machine that shares the disk and sees none of the processes
+        before = output()
+        monkeypatch.setattr(stacks, "host_name", lambda: "login")
+        monkeypatch.setattr(stack_requests, "alive", lambda writer: False)
+        assert main(["stacks", str(run)]) == 0
+        said = capsys.readouterr().out
+        assert re.search(AGREEMENT, said), said
+        assert "rank 1 worker 0: faulting_workload.py" in said
+        assert re.search(AGREEMENT, output()[len(before) :]), output()
+        assert process.poll() is None
+
+
+def with_a_log(run: Path) -> Path:
+    (run / "logs").mkdir()
+    (run / "logs" / "rank-0.log").touch()
+    return run
+
+
+def test_run_that_nobody_has_started_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stacks", str(with_a_log(tmp_path))]) == 2
+    assert "RUN must be a run whose ranks can be asked, got no stacks/rank-N.txt in" in capsys.readouterr().err
+
+
+def test_ranks_of_another_machine_are_asked_through_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody answers here: the last stacks are shown, and the ranks without any are named."""
+    monkeypatch.setattr(stacks, "ELSEWHERE_S", 0.5)
+    facts = {
+        "rank": 1, "world_size": 3, "host": "node1", "pid": os.getpid(), "started": "1", "thread": os.getpid(),
+        "main": "0x7f", "signals": [int(signal.SIGTERM)],
+    }
+    dump = {"time": "2026-01-01T00:00:00", "why": "asked", "phase": "step", "step": 4}
+    thread = 'Thread 0x7f (most recent call first):\n  File "/me/a.py", line 3 in f\n'
+    file = tmp_path / "stacks" / "rank-1.txt"
+    file.parent.mkdir()
+    with_a_log(tmp_path)
+    file.write_text(f"# {json.dumps(facts)}\n# {json.dumps(dump)}\n{thread}")
+    os.utime(file, (1, 1))
+    assert main(["stacks", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "rank 1 on node1 has not answered" in said
+    assert "last stacks, at 2026-01-01T00:00:00 (asked): a.py:3 f of step 5" in said
+    assert "ranks 0, 2 of 3: no file here" in said
+    assert (tmp_path / "stacks" / "request").exists()

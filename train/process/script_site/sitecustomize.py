@@ -1,0 +1,32 @@
+"""Python imports this as it starts a script for `run`: from here on SIGRTMAX has all stacks written. See `stacks`.
+
+It imports nothing of this project, whose name `train` many scripts have too, and leaves no trace: what the script
+starts does not come here, and a `sitecustomize` of the user's or of the system's follows.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+
+_here = os.path.dirname(os.path.abspath(__file__))
+_path = os.environ.pop("RANKUP_STACKS", "")
+_others = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part != _here]
+# As it was: without the variable where there was none
+if _others:
+    os.environ["PYTHONPATH"] = os.pathsep.join(_others)
+else:
+    os.environ.pop("PYTHONPATH", None)
+sys.path[:] = [part for part in sys.path if part != _here]
+if _path:
+    try:
+        # Unbuffered and without an object that could be closed: only the handler writes to it
+        _file = os.open(_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        faulthandler.register(signal.SIGRTMAX, _file, all_threads=True)
+    except (OSError, AttributeError, ValueError):
+        pass  # a disk that is full, or a system without that signal: the script runs all the same
+_this = sys.modules.pop("sitecustomize")
+try:
+    import sitecustomize  # type: ignore[import-not-found]  # noqa: F401  # the next one on the path
+except ImportError:
+    sys.modules["sitecustomize"] = _this
