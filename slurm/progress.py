@@ -1,5 +1,5 @@
 # Prints where a run stands, for supervise.py: its directory, its newest checkpoint's step, and how its ranks ended.
-# Run: slurm/task.sh progress --epochs 5      (with the words that `train` got)
+# Run: slurm/task.sh progress train --epochs 5      (with the words that train.main got)
 # Edit: nothing.
 """Prints one line: DIRECTORY STEP CODE. The code is 0 where no rank of RANKUP_ATTEMPT wrote down that it failed."""
 
@@ -20,9 +20,9 @@ from train.process.status import read_json
 
 def main(arguments: list[str]) -> None:
     launch = read_env(os.environ)
-    parsed = parse_args(["train", *arguments])
+    parsed = parse_args(arguments)
     config = load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
-    run_dir = run_directory(config, launch)
+    run_dir = run_directory(config, launch, parsed.script)
     found = [re.fullmatch(r"step-(\d+)", path.name) for path in (run_dir / "checkpoints").glob("step-*")]
     step = max((int(match[1]) for match in found if match), default=0)
     # The ranks' supervisors number what they start again: ATTEMPT-0, ATTEMPT-1. torchrun's ranks have ATTEMPT itself

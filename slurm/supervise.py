@@ -94,7 +94,10 @@ def progress_of(job: Job, attempt: str, words: Sequence[str]) -> tuple[Path, int
 
 
 def train(job: Job, words: Sequence[str]) -> tuple[int, Path, int]:
-    """Run the training, and again where that can help. Returns its exit code, the run's directory and newest step."""
+    """Run the training or script, and again where that can help. Returns its code, the run's directory and newest step.
+
+    `words`: of train.main, train or run first. A script's steps are not known: its newest step is always 0.
+    """
     launcher, tries = job.env["LAUNCHER"], number(job.env, "MAX_RESTARTS") + 1
     code, run_dir, step = STOPPED, Path("RUN"), 0
     for restart in range(tries):
@@ -102,7 +105,7 @@ def train(job: Job, words: Sequence[str]) -> tuple[int, Path, int]:
             return STOPPED, run_dir, step
         index = job.num_requeues * tries + restart
         attempt = f"slurm-{job.id}-{index}"
-        code = job.run_ranks(["train", *words], attempt=attempt, port=job.port(index), launcher=launcher)
+        code = job.run_ranks(words, attempt=attempt, port=job.port(index), launcher=launcher)
         if code == FINISHED or job.ending:
             break
         if not job.is_ours():
@@ -132,24 +135,27 @@ def refuse_without_progress(run_dir: Path, step: int, code: int) -> None:
 
 
 def main(words: Sequence[str]) -> NoReturn:
-    for name, known in (("LAUNCHER", ("tasks", "torchrun")), ("COMMAND", ("train", "bench", "doctor"))):
+    for name, known in (("LAUNCHER", ("tasks", "torchrun")), ("COMMAND", ("train", "run", "bench", "doctor"))):
         if os.environ[name] not in known:
             fail(f"{name} must be {', '.join(known[:-1])} or {known[-1]}, got {os.environ[name]}")
     job = Job(os.environ)
     seed = os.environ.get("SLURM_ARRAY_TASK_ID")
-    words = [*(["--seed", seed] if seed else []), *words]  # an array trains one seed in each of its tasks
+    command = os.environ["COMMAND"]
+    if command == "run" and (os.environ["DATA"] or os.environ["DOCTOR"]):
+        fail("DATA and DOCTOR go with COMMAND=train: a script reads its data itself, COMMAND=doctor checks the nodes")
+    if command != "run":  # a script reads SLURM_ARRAY_TASK_ID itself
+        words = [*(["--seed", seed] if seed else []), *words]  # an array trains one seed in each of its tasks
     check_nodes(job)
     with data_on_each_node(job) as more:
         words = [*words, *more]
-        command = os.environ["COMMAND"]
-        if command != "train":
+        if command not in ("train", "run"):
             sys.exit(job.run_ranks([command, *words], attempt=command, port=job.port(step=1)))
         if os.environ["DOCTOR"]:
             fit = job.run_ranks(["doctor", *words], attempt="doctor", port=job.port(step=1))
             if fit not in FIT:
                 say(f"the doctor says no, exit code {fit} (20 not fit, 30 could not be completed): nothing was trained")
                 sys.exit(fit)
-        code, run_dir, step = train(job, words)
+        code, run_dir, step = train(job, [command, *words])
     if code < 128:
         sys.exit(code)
     if code != STOPPED and not job.ending:

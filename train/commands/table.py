@@ -54,6 +54,14 @@ def _bench(context: Context, given: options.BenchOptions) -> None:
     bench(context, given)
 
 
+def _run(context: Context, given: options.RunOptions) -> None:
+    with without_collections():
+        from train.commands.run.run import run
+
+    _start_rank(context)
+    run(context, given)
+
+
 def _start_rank(context: Context) -> None:
     env.check_loopback(context.launch, context.config.simulated_nodes)
     context.log.open(context.run_dir)
@@ -143,7 +151,7 @@ def print_whole(text: str) -> None:
 
 
 COMMANDS: dict[str, Callable[[Context, Any], int | None]] = {
-    "train": _train, "evaluate": _evaluate, "predict": _predict, "export": _export, "show": _show, "doctor": _doctor,
-    "explain": _explain, "logs": _logs, "stacks": _stacks, "compare": _compare, "bench": _bench, "launch": _launch,
-    "supervise": _supervise,
+    "train": _train, "run": _run, "evaluate": _evaluate, "predict": _predict, "export": _export, "show": _show,
+    "doctor": _doctor, "explain": _explain, "logs": _logs, "stacks": _stacks, "compare": _compare, "bench": _bench,
+    "launch": _launch, "supervise": _supervise,
 }

@@ -23,6 +23,9 @@ from train.config.yaml_text import describe
 # one, in a flag's name for a dash, which Fire would turn into an underscore.
 MISSING = DASH = "\0"
 
+# The settings that `run` itself uses. All others mean a training of ours, so they were meant for the script.
+OF_RUN = ("name", "run_dir", "join_timeout_s", "simulated_nodes")
+
 Fields = Mapping[str, FieldInfo]
 
 
@@ -39,6 +42,7 @@ class Request:
     options: Options = field(default_factory=Options)
     help: bool = False
     mistakes: list[str] = field(default_factory=list)
+    script: list[str] = field(default_factory=list)  # of `run`: the file and its arguments, or -m, a module and those
 
     def words(self, *, options: Collection[str] = ()) -> list[str]:
         """The settings as words of another command line, and those of `options` that are not the default."""
@@ -55,9 +59,10 @@ def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = O
     such as `explain PATH...`. --local-rank, which torch.distributed.launch puts in front, is passed over: LOCAL_RANK
     says the same.
     """
+    fields = Settings.model_fields | {name: of for model in commands.values() for name, of in fields_of(model).items()}
+    argv, script = _split_script(argv, fields, commands)
     if {"-h", "--help"} & set(argv):
         return Request(help=True)
-    fields = Settings.model_fields | {name: of for model in commands.values() for name, of in fields_of(model).items()}
     words, flags = _record(argv, fields, commands)
     flags.pop("local_rank", None)
     mistakes: list[str] = []
@@ -101,7 +106,39 @@ def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = O
         values[of.positional] = tuple(taken) if several else taken[0]
     options, wrong = validate(of, values, label=flag, shown=given)
     mistakes += wrong.values() or options.mistakes()
-    return Request(command, settings, file, options, mistakes=mistakes)
+    if "run" in (command, getattr(options, "command", "")):
+        mistakes += _mistakes_of_run(settings, script)
+    return Request(command, settings, file, options, mistakes=mistakes, script=script)
+
+
+def _mistakes_of_run(settings: Collection[str], script: Sequence[str]) -> Iterator[str]:
+    if not script:
+        yield "run must be followed by a script or -m MODULE, and its arguments, got nothing."
+    for name in settings:
+        if name not in OF_RUN:
+            yield f"{flag(name)} must stand behind the script if it is meant for it: run has no use for it."
+
+
+def _split_script(
+    argv: Sequence[str], fields: Fields, commands: Collection[str]
+) -> tuple[Sequence[str], list[str]]:
+    """Our own words, and those of the script that `run` starts: everything from the script's name on is the script's.
+
+    The name is the first word that is neither the command nor a flag or its value; or it follows `--`, or is -m.
+    """
+    command, runs, is_value = False, False, False
+    for index, (word, following) in enumerate(pairwise([*argv, "--"])):
+        if is_value:
+            is_value = False
+        elif runs and command and (word in ("--", "-m") or not _is_flag(word)):
+            return argv[:index], list(argv[index + (word == "--"):])
+        elif _is_flag(word):
+            name, equals, text = word.removeprefix("--").replace("-", "_").partition("=")
+            is_value = not equals and not _stands_alone(name, following, fields, commands)
+            runs = runs or (name == "command" and (following if is_value else text) == "run")
+        else:
+            command, runs = True, runs or word == "run"
+    return argv, []
 
 
 def _record(argv: Sequence[str], fields: Fields, commands: Collection[str]) -> tuple[list[str], dict[str, str]]:
@@ -139,15 +176,20 @@ def _exact(argv: Sequence[str], fields: Fields, commands: Collection[str]) -> It
         if not equals and name.startswith("no_") and _is_switch(name[3:], fields):
             name, equals, text = name[3:], "=", "false"
         elif not equals:
-            # No command is called true or false, so such a word behind a switch can only be its value. A command behind
-            # a name that nobody knows is the command, so that one mistake does not cause another.
-            if _is_switch(name, fields):
-                alone = following not in ("true", "false", *kind(fields[name])[2])
-            else:
-                takes_value = name in (*fields, "config", "local_rank")
-                alone = _is_flag(following) or (following in commands and not takes_value)
-            equals, text = ("=", MISSING) if alone else ("", "")
+            equals, text = ("=", MISSING) if _stands_alone(name, following, fields, commands) else ("", "")
         yield f"--{name.replace('-', DASH)}{equals}{text}"
+
+
+def _stands_alone(name: str, following: str, fields: Fields, commands: Collection[str]) -> bool:
+    """Whether the word behind the flag `name` is not its value.
+
+    No command is called true or false, so such a word behind a switch can only be its value. A command behind a name
+    that nobody knows is the command, so that one mistake does not cause another.
+    """
+    if _is_switch(name, fields):
+        return following not in ("true", "false", *kind(fields[name])[2])
+    takes_value = name in (*fields, "config", "local_rank")
+    return _is_flag(following) or (following in commands and not takes_value)
 
 
 def _is_flag(word: str) -> bool:

@@ -58,6 +58,19 @@ class CheckpointOptions(Options):
     checkpoint: str = setting("", "Checkpoint directory; by default the newest good one of the run.", metavar="DIR")
 
 
+class ScriptOptions(Options):
+    """Of run, and of `launch` and `supervise` with --command run, which pass them on."""
+
+    work_dir: str = setting(
+        "", "Folder in which the script runs; by default this one. It is made where it is missing.", metavar="DIR")
+    pass_local_rank: Literal["auto", "no", "local_rank", "local-rank"] = setting(
+        "auto", "Also give the script its local rank as an argument of this name; auto: where the script declares it.")
+
+
+class RunOptions(ScriptOptions):
+    """Run any PyTorch script, unchanged: run SCRIPT ARGS... or run -m MODULE ARGS..."""
+
+
 class TrainOptions(RankOptions):
     """Train; the same command again goes on where it stopped."""
 
@@ -138,11 +151,25 @@ class BenchOptions(JsonOptions, MeasureOptions, RankOptions):
     """Measure how fast the ranks exchange, and what that means for the model in the settings."""
 
 
-class SupervisorOptions(JsonOptions, MeasureOptions):
+class SupervisorOptions(JsonOptions, MeasureOptions, ScriptOptions):
     """Of the commands that start ranks and start each anew that is lost."""
 
-    command: Literal["train", "bench", "doctor"] = setting("train", "What the processes do.")
+    command: Literal["train", "run", "bench", "doctor"] = setting(
+        "train", "What the processes do; run is followed by SCRIPT ARGS...")
     max_restarts: int = setting(3, "Restarts of a lost rank, at most, in a row without a new step.", ge=0)
+    restart_on: str = setting(
+        "", "Exit codes of a script below 128 that are worth a restart, as 1,75.", metavar="LIST",
+        pattern=r"^([0-9]{1,3}(,[0-9]{1,3})*)?$", rule="exit codes, such as 1,75")
+
+    def mistakes(self) -> Iterator[str]:
+        if self.restart_on and self.command != "run":
+            yield f"--restart-on must be used with --command run, not with {self.command}: its codes say it already."
+        if {0, 2, 143} & self.restart_codes:
+            yield "--restart-on must name neither 0 (finished) nor 2 (a mistake) nor 143 (stopped on request)."
+
+    @property
+    def restart_codes(self) -> set[int]:
+        return {int(code) for code in self.restart_on.split(",") if code}
 
 
 class SuperviseOptions(SupervisorOptions, RankOptions):
@@ -160,6 +187,9 @@ class LaunchOptions(SupervisorOptions, InitMethod):
     launcher: Literal["processes", "spawn"] = setting("processes", "How: spawn goes through torch.multiprocessing.")
 
     def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        if self.command == "run" and self.init_method.startswith("file:"):
+            yield "--init-method must be tcp://HOST:PORT with --command run: the script needs an address to meet at."
         if not 0 <= self.node_rank < self.nnodes:
             yield f"--node-rank must be from 0 to {self.nnodes - 1}, got {self.node_rank}."
         if self.init_method and (self.master_addr or self.master_port):
@@ -169,8 +199,8 @@ class LaunchOptions(SupervisorOptions, InitMethod):
 
 
 OPTIONS: dict[str, type[Options]] = {
-    "train": TrainOptions, "evaluate": EvaluateOptions, "predict": PredictOptions, "export": ExportOptions,
-    "show": ShowOptions, "doctor": DoctorOptions, "explain": ExplainOptions,
+    "train": TrainOptions, "run": RunOptions, "evaluate": EvaluateOptions, "predict": PredictOptions,
+    "export": ExportOptions, "show": ShowOptions, "doctor": DoctorOptions, "explain": ExplainOptions,
     "logs": LogsOptions, "stacks": StacksOptions, "compare": CompareOptions,
     "bench": BenchOptions, "launch": LaunchOptions, "supervise": SuperviseOptions,
 }

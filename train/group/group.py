@@ -45,6 +45,7 @@ class Group:
         self.restarted = launch.restart_count > 0  # any rank's process
         self.meeting: Meeting | None = None
         self.link: HostLink | None = None  # where all ranks are on one host
+        self.all_done = False  # all ranks are known to have come to their end
         self._progress = StepReporter(launch.progress)
 
     @property

@@ -9,9 +9,10 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from train.group.failure_detector import Suspect, describe, root_exit_code
 from train.group.group import BEHIND_OURS_S, Group
 from train.group.host_link import open_link
 from train.group.members import Hosts
+from train.group.move import leave_port
 from train.group.peer_watch import PeerWatch
 from train.group.watchdog import Watchdog
 from train.process import flight_recorder
@@ -54,16 +56,17 @@ LOST = re.compile(
 @contextlib.contextmanager
 def join(
     config: Config, launch: Launch, *, log: Log, stop: StopRequest, status: StatusFile,
-    needs_process_group: bool = False,
+    needs_process_group: bool = False, script: Mapping[str, str] | None = None,
 ) -> Iterator[Group]:
     """Be one of the group for the length of the block. `needs_process_group`: even a rank alone gets torch's group.
 
+    `script`: the group is for a script that uses the master's port itself; this must be the same on all ranks.
     Raises JoinError (170) if it does not come together, PeerLost (171) if it falls apart, UserError (2) where ranks
     differ, and whatever the block raises; each is reported to the other ranks first.
     """
     with starting(config, launch, stop=stop, ends=EndReporter(status, log), log=log) as group:
         if launch.world_size > 1:
-            meet(config, group)
+            meet(config, group, script=script)
             try_routes(group)
             form(config, group)
             check_devices(group)
@@ -94,7 +97,8 @@ def starting(config: Config, launch: Launch, *, stop: StopRequest, ends: EndRepo
         watch.exit_within(exit_code(failure))
         tell_torchrun(failure)
         # Report before leaving: the others look here for the cause when their collectives break
-        ends.report(exit_code(failure), reason(failure), getattr(failure, "suspect", None))
+        suspect, alone = getattr(failure, "suspect", None), getattr(failure, "alone", False)
+        ends.report(exit_code(failure), reason(failure), suspect, alone=alone)
         watch.end()
         if failure is error:
             raise
@@ -104,18 +108,23 @@ def starting(config: Config, launch: Launch, *, stop: StopRequest, ends: EndRepo
 # Three steps ---------------------------------------------------------------------------------------------------------
 
 
-def meet(config: Config, group: Group) -> None:
-    """First step: find the others in a store, by name, and begin to watch each other.
+def meet(config: Config, group: Group, *, script: Mapping[str, str] | None = None) -> None:
+    """First step: find the others in a store, by name, and begin to watch each other. `script`: see `join`.
 
     Raises JoinError naming who is missing or what is in the way, UserError where ranks differ in code or settings, and
     LaunchError where the port cannot be used.
     """
     launch = group.launch
     group.watch.enter("join", config.join_timeout_s + WATCHDOG_LATER_S)
+    if script is None:
+        same = fingerprint(config, pick_backend(config.backend, group.device))
+    else:
+        same = {"torch version": torch.__version__, "program code": _program_code().hexdigest()[:12], **script}
     meeting = rendezvous.meet(
-        launch, fingerprint=fingerprint(config, pick_backend(config.backend, group.device)), attempt=group.attempt,
-        timeout_s=config.join_timeout_s, log=group.log,
+        launch, fingerprint=same, attempt=group.attempt, timeout_s=config.join_timeout_s, log=group.log
     )
+    if script is not None and not launch.agent_store:
+        leave_port(meeting, launch, log=group.log)
     group.meeting, group.status.attempt = meeting, meeting.attempt
     group.hosts, group.restarted = Hosts(meeting.members), meeting.restarted
     group.ends.connect(meeting.beat_store, hosts_store=meeting.hosts_store)
@@ -183,9 +192,7 @@ def fingerprint(config: Config, backend: str) -> dict[str, str]:
     own = {"data_dir", "labels_file", "run_dir", "tensorboard", "progress", "report_every_s", "num_workers",
            "prefetch_factor"}
     settings = {f"setting {k}": json.dumps(v) for k, v in config.model_dump().items() if k not in own}
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):  # all rooms of train/
-        digest.update(path.read_bytes())
+    digest = _program_code()
     if ":" in config.workload:
         with contextlib.suppress(ImportError, ValueError):
             spec = importlib.util.find_spec(config.workload.partition(":")[0])
@@ -193,6 +200,13 @@ def fingerprint(config: Config, backend: str) -> dict[str, str]:
                 digest.update(Path(spec.origin).read_bytes())
     code = digest.hexdigest()[:12]
     return {"torch version": torch.__version__, "program code": code, "backend": backend, **settings}
+
+
+def _program_code() -> Any:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):  # all rooms of train/
+        digest.update(path.read_bytes())
+    return digest
 
 
 # The end -------------------------------------------------------------------------------------------------------------
@@ -203,7 +217,8 @@ def _part(group: Group) -> None:
 
     torch reports a connection that ends before its user as an error, in many lines, on a run that went well.
     """
-    group.barrier()
+    if not group.all_done:
+        group.barrier()
     group.watch.end_beats()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -236,7 +251,7 @@ def broke_collective(error: BaseException) -> bool:
 
 def _peer_lost(group: Group, suspects: list[Suspect]) -> PeerLost:
     return PeerLost(
-        f"lost a peer at step {group.step}: {describe(suspects, group.hosts)}",
+        f"lost a peer{group.watch.at_step}: {describe(suspects, group.hosts)}",
         code=root_exit_code(suspects, PEER_LOST),
         suspect=suspects[0].rank if suspects else None,
         nobody_died=all(suspect.alive for suspect in suspects),

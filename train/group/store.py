@@ -111,11 +111,16 @@ def port_in_use(port: int, host: str) -> JoinError:
 
 def serve_store(listener: socket.socket, wait: Wait) -> TCPStore:
     """A store on a port that is open already: torch opens one itself, but its message does not say who holds it."""
-    port = listener.getsockname()[1]
     # Some ranks may be waiting for the server already, whose thread looks up a name for each of them
     wait.no_lookups.enter_context(no_name_lookups())
+    return start_store(listener, timeout_s=wait.timeout_s)
+
+
+def start_store(listener: socket.socket, *, timeout_s: float) -> TCPStore:
+    """The store itself, which takes the socket over. `timeout_s`: of its own requests."""
+    port = listener.getsockname()[1]
     return TCPStore(
-        "127.0.0.1", port, None, True, timedelta(seconds=wait.timeout_s), wait_for_workers=False,
+        "127.0.0.1", port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False,
         master_listen_fd=listener.detach(), use_libuv=_use_libuv(),
     )
 

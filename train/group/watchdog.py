@@ -50,6 +50,7 @@ LEAVING_S = 30.0
 # thread of ours runs. Long, because the thread that ends it properly may need most of LOOK_S + LAST_WORD_S on a busy
 # machine.
 LOCKED_GRACE_S = 60.0
+SCRIPT = "script"  # the phase in which a script of the user's runs, whose steps nobody here knows
 # A phase that is entered anew at every step would set the kernel's timer thousands of times a second.
 REARM_S = 5.0
 
@@ -97,11 +98,13 @@ class Watchdog:
     def enter(
         self, phase: str, timeout_s: float, *, step: int | None = None, since_s: float | None = None
     ) -> None:
-        """Begin a phase, with a deadline `timeout_s` seconds from now. Entering it anew moves the deadline.
+        """Begin a phase, with a deadline `timeout_s` seconds from now (0: none). Entering it anew moves the deadline.
 
         `since_s`: the phase began earlier, at this time of `time.monotonic()`, and its deadline counts from there.
         """
-        if phase != self.phase:
+        if timeout_s == 0:
+            clear_hard_deadline()
+        elif phase != self.phase:
             set_hard_deadline(timeout_s + LOCKED_GRACE_S)
         # First: the clock must never see the new, shorter time with the old beginning
         self._entered_s = time.monotonic()
@@ -112,6 +115,11 @@ class Watchdog:
         if step is not None:
             self.ends.step = step
         stacks.note(phase, self.ends.step)
+
+    @property
+    def at_step(self) -> str:
+        """For messages: where this rank stands."""
+        return "" if self.phase == SCRIPT else f" at step {self.ends.step}"
 
     def wait_for_others(self, waiting: bool) -> None:
         """Say that this rank is about to wait in a collective, or has left it."""
@@ -168,7 +176,7 @@ class Watchdog:
             if gone and (waiting or self.phase != "save" or self._keeper is not None):
                 patience_s = 0.0
             if time.monotonic() - since_s > patience_s:
-                self._leave(f"lost a peer at step {self.ends.step}", hung=False)
+                self._leave(f"lost a peer{self.at_step}", hung=False)
 
     def _beat(self, store: Store) -> None:
         count = 0
@@ -201,7 +209,7 @@ class Watchdog:
             # may be in one. But rank 0 shall get to the end of what it writes in a save
             stuck = self._waiting or (self.phase != "save" and now_s - self._entered_s > NO_SIGN_S)
             if stuck and silent_s > NO_SIGN_S and self._leaving is None and not self._quiet.is_set():
-                self._leave(f"waited in vain at step {self.ends.step}")
+                self._leave(f"waited in vain{self.at_step}")
             if self._timeout_s <= 0:
                 continue
             if now_s - armed_s > REARM_S:
@@ -222,7 +230,7 @@ class Watchdog:
             set_hard_deadline(LAST_STACKS_S + LOOK_S + LAST_WORD_S + LOCKED_GRACE_S)
             otherwise = JOIN_FAILED if overdue and self.phase == "join" else PEER_LOST
             said = []
-            if self._leaving is None:
+            if self._leaving is None and self.phase != SCRIPT:  # a script is another process: ours would say nothing
                 said = take_stacks(what, self.rank, self._place(), self._detector, hung=hung)
             suspects = self.suspects(overdue=overdue) if self._leaving is None else []
             if self._leaving is not None:

@@ -1,5 +1,6 @@
 """What every command gets: the settings, which rank this process is, and where its run lies. No torch here."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,14 +33,16 @@ class Context:
     @property
     def run_dir(self) -> Path:
         """The folder that this command writes to."""
-        return run_directory(self.config, self.launch) / self.folder
+        return run_directory(self.config, self.launch, self.request.script) / self.folder
 
     def in_folder(self, name: str) -> "Context":
         """The same in a folder of its own inside the run's, so that the run's status stays the training's."""
         return replace(self, folder=name)
 
 
-def run_directory(config: Config, launch: Launch) -> Path:
-    """Where the run lies: named by the settings, by the scheduler's job, or by what is trained."""
+def run_directory(config: Config, launch: Launch, script: Sequence[str] = ()) -> Path:
+    """Where the run lies: named by the settings, by the scheduler's job, by the script, or by what is trained."""
     default = f"{config.dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
+    if script:
+        default = script[1] if script[0] == "-m" and len(script) > 1 else Path(script[0]).stem
     return Path(config.run_dir) / (config.name or launch.run_name or default)

@@ -62,6 +62,8 @@ def _ours(environ: Mapping[str, str], found: Found) -> dict[str, Any]:
     ended = environ.get("RANKUP_ENDED", "")
     fields["predecessor"] = int(ended) if ended.isdecimal() else None
     fields["progress"] = environ.get("RANKUP_PROGRESS", "")
+    most = environ.get("RANKUP_MAX_RESTARTS", "0")
+    fields["max_restarts"] = int(most) if most.isdecimal() else 0
     # By our own supervisor, which numbers the restarts of a rank
     fields["numbers_attempts"] = bool(environ.get("RANKUP_ATTEMPT")) and "RANKUP_RESTART" in environ
     if found.launcher == "torchrun":

@@ -44,7 +44,7 @@ def launch(context: Context, options: LaunchOptions) -> int:
     )
     code = supervisor.run()
     if code == FINISHED and options.node_rank == 0:
-        folder = "" if options.command == "train" else options.command
+        folder = "" if options.command in ("train", "run") else options.command
         code = _confirmed(context.in_folder(folder).run_dir, supervisor.attempt(0), context.log)
     return code
 
@@ -73,10 +73,12 @@ def _supervisor(
         signal.signal(signal.SIGUSR2, watch.ask)
     passed_on = [name for name in fields_of(OPTIONS[options.command]) if name != left_out]
     arguments = [options.command, *context.request.words(options=passed_on)]
+    if options.command == "run":
+        arguments += ["--", *context.request.script]
     return Supervisor(
         environments, arguments, first_rank=first_rank, job=job, start_method=start_method,
         modules=slow_modules(context.config, options.command), max_restarts=options.max_restarts, stop=context.stop,
-        log=context.log,
+        log=context.log, restart_on=options.restart_codes, same_signal=options.command == "run",
     )
 
 
@@ -84,6 +86,8 @@ def slow_modules(config: Config, command: str) -> list[str]:
     """What ranks import besides `train.main`, and what takes long."""
     if command == "doctor":
         return ["fire", "train.commands.doctor.doctor"]
+    if command == "run":  # for the join; the script imports its own
+        return ["fire", "train.commands.run.run"]
     # The first step of an optimizer imports torch._dynamo, which takes as long as torch itself
     modules = ["fire", "train.commands.bench.bench" if command == "bench" else "train.loop", "torch._dynamo"]
     if config.parallel in ("auto", "ddp", "fsdp"):

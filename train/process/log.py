@@ -62,6 +62,10 @@ class Log:
             with contextlib.suppress(OSError):  # a full disk is reported by the next save, which loses something
                 self.file.writelines(f"{stamp} {self.host} r{self.rank} {line}\n" for line in text.splitlines())
 
+    def show(self, text: str, stream: TextIO) -> None:
+        """Lines for the terminal only, of any rank."""
+        self._print(text, stream)
+
     def _print(self, text: str, stream: TextIO) -> None:
         if self._bar is not None:
             self._bar.clear()

@@ -32,6 +32,7 @@ class Launch:
     origins: dict[str, str] = field(default_factory=lambda: dict.fromkeys(FIVE, "default"))  # variable -> who set it
     warnings: tuple[str, ...] = ()
     restart_count: int = 0  # restarts by torchrun or our supervisor; the requeues of a scheduler are not among them
+    max_restarts: int = 0  # of our supervisor
     predecessor: int | None = None  # the exit code of the process in whose place this one was started
     progress: str = ""  # where the supervisor looks for the last finished step: `train.process.progress`
     agent_store: bool = False  # torch's agent already listens on master_port: rank 0 connects to it like the others

@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +56,16 @@ class Supervisor:
 
     def __init__(
         self, environments: list[dict[str, str]], arguments: list[str], *, first_rank: int, job: str, start_method: str,
-        modules: list[str], max_restarts: int, stop: StopRequest, log: Log,
+        modules: list[str], max_restarts: int, stop: StopRequest, log: Log, restart_on: Collection[int] = (),
+        same_signal: bool = False,
     ) -> None:
         """`environments`: what each local rank gets beside ours. `arguments`: of `train.main`.
 
         `job`: restart N of a rank is attempt `attempt_of(job, N)`. `start_method`, `modules`: see `fork_client.Order`.
-        `max_restarts`: of one rank, in a row without a new step.
+        `max_restarts`: of one rank, in a row without a new step. `restart_on`: codes that are worth a restart beside
+        those of `errors`. `same_signal`: pass on the signal that came, which somebody's script may tell from SIGTERM.
         """
+        self.restart_on, self.same_signal = restart_on, same_signal
         self.ranks = {local_rank: Rank(first_rank + local_rank, own) for local_rank, own in enumerate(environments)}
         self.arguments, self.job, self.start_method, self.modules = arguments, job, start_method, modules
         self.max_restarts, self.stop, self.log = max_restarts, stop, log
@@ -98,7 +102,7 @@ class Supervisor:
         rank = self.ranks[local_rank]
         given = {
             "RANKUP_ATTEMPT": self.attempt(local_rank), "RANKUP_RESTART": str(rank.restarts),
-            "RANKUP_PROGRESS": self._board.place(local_rank),
+            "RANKUP_PROGRESS": self._board.place(local_rank), "RANKUP_MAX_RESTARTS": str(self.max_restarts),
         }
         if rank.code is not None:
             given["RANKUP_ENDED"] = str(rank.code)
@@ -147,7 +151,8 @@ class Supervisor:
         rank.running = False
         rank.code = self.codes[local_rank] = PEER_LOST if self._killing else code
         over = self.stop.requested or self._settled_s != float("inf")
-        if not over and worth_restarting(code) and self._count_restart(local_rank):
+        helps = worth_restarting(code) or code in self.restart_on
+        if not over and helps and self._count_restart(local_rank):
             self._start(local_rank)
         elif self._settled_s == float("inf"):
             self._settled_s = time.monotonic() + SETTLE_S
@@ -192,20 +197,21 @@ class Supervisor:
     def _forward_stop(self) -> None:
         self._forwarded, self._tell_rest_s = True, float("inf")
         running = sum(rank.running for rank in self.ranks.values())
-        self.log.info(f"{self.stop.signal_name}: passed on to {running} ranks, which save and leave")
+        then = "" if self.same_signal else ", which save and leave"
+        self.log.info(f"{self.stop.signal_name}: passed on to {running} ranks{then}")
         if any(rank.pid for rank in self.ranks.values() if rank.running):
-            self._ask_to_leave()
+            self._ask_to_leave(getattr(signal, self.stop.signal_name) if self.same_signal else signal.SIGTERM)
             return
         # A server that has replaced another one still imports, and has forked nobody
         self._server.close()
         for local_rank in self.ranks:
             self._note_end(local_rank, STOPPED)
 
-    def _ask_to_leave(self) -> None:
+    def _ask_to_leave(self, number: int = signal.SIGTERM) -> None:
+        # SIGTERM, whatever the signal was: a Python that has only just started leaves of this one without a traceback
         for local_rank, rank in self.ranks.items():
             if rank.running:
-                # Whatever the signal was: a Python that has only just started leaves of this one without a traceback
-                self._server.ask(signal=signal.SIGTERM, rank=local_rank)
+                self._server.ask(signal=number, rank=local_rank)
 
     def _end_stopped(self) -> None:
         """Kill what has been stopped (SIGSTOP) for STOPPED_S: the peers would learn of it by silence alone."""

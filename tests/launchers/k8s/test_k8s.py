@@ -94,6 +94,15 @@ def test_k8s_own_code_and_data_from_config_maps(pods: Pods) -> None:
     trained_on_rings(pods("overlays/own", OWN))
 
 
+def test_k8s_script_of_ones_own_from_a_config_map(pods: Pods) -> None:
+    cluster = pods("overlays/script")
+    cluster.start()
+    assert cluster.codes() == [0, 0], cluster.logs()
+    assert "epoch 3: loss" in cluster.log(0)
+    assert json.loads((cluster.runs / "rankup" / "status.json").read_text())["state"] == "finished"
+    assert (cluster.runs / "work" / "model.pt").exists()
+
+
 def test_k8s_own_code_and_data_from_an_image_built_as_its_dockerfile_says(pods: Pods) -> None:
     cluster = pods("overlays/image", OWN)
     (line,) = re.findall("# Run: docker (build .*)", (K8S / "overlays" / "image" / "Dockerfile").read_text())

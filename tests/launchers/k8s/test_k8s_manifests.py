@@ -16,7 +16,7 @@ from train.run.choices import CHOICES
 
 
 def test_k8s_overlays_are_all_there() -> None:
-    promised = "gpu elastic fsdp kueue volcano istio own image debug doctor bench board"
+    promised = "gpu elastic fsdp kueue volcano istio own image script debug doctor bench board"
     assert set(promised.split()) <= set(OVERLAYS)
 
 

@@ -203,7 +203,7 @@ def test_slurm_progress_says_where_the_run_stands(codes: list[int], cause: int, 
         for rank, code in enumerate(ends):
             write_json(folder / f"rank-{rank}.json", {"code": code})
         os.utime(folder, (when_s, when_s))
-    words = ["--run-dir", "my runs", "--name", "job", "--dataset", "digits"]
+    words = ["train", "--run-dir", "my runs", "--name", "job", "--dataset", "digits"]
     done = subprocess.run(
         [sys.executable, ROOT / "slurm" / "progress.py", *words], cwd=tmp_path, capture_output=True, text=True,
         check=True, env=environment({"RANKUP_ATTEMPT": "slurm-7-1"}),

@@ -21,7 +21,7 @@ echo "$RANKUP_ATTEMPT $MASTER_PORT $LAUNCHER $*" >> "$STUB/steps"
 case "$*" in
   *"task.sh progress"*) cat "$STUB/progress" ;;
   *"task.sh "*)
-    code=$(sed -n "$(grep -c 'task.sh [tdb]' "$STUB/steps")p" "$STUB/codes")
+    code=$(sed -n "$(grep -c 'task.sh [tdbr]' "$STUB/steps")p" "$STUB/codes")
     if [[ $code == waits ]]; then
       trap 'echo USR1 >> "$STUB/signals"; exit 143' USR1
       touch "$STUB/waiting"
@@ -115,6 +115,25 @@ def test_slurm_step_is_started_again_where_that_may_help(
     assert all(line.endswith("task.sh train --lr 1") for line in job.trained())
     if end in (2, 139):
         assert f"attempt {steps - 1} ended with {end} at step 40" in said
+
+
+@pytest.mark.parametrize(("codes", "end", "steps"), [("137 0", 0, 2), ("201", 1, 1)])
+def test_slurm_script_of_ones_own_is_started_again_where_that_may_help(
+    codes: str, end: int, steps: int, tmp_path: Path
+) -> None:
+    """Its arguments reach it as they are, in an array too: it reads the number of its task itself."""
+    job = Supervised(tmp_path, codes, COMMAND="run", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
+    code, said = job.run("job.py", "--lr", "1")
+    ran = [line for line in job.lines("steps") if "task.sh run" in line]
+    assert (code, len(ran)) == (end, steps), said
+    assert all(line.endswith("task.sh run job.py --lr 1") for line in ran)
+    assert any(line.endswith("task.sh progress run job.py --lr 1") for line in job.lines("steps"))
+
+
+@pytest.mark.parametrize("name", ["DATA", "DOCTOR"])
+def test_slurm_script_of_ones_own_gets_no_help_that_is_for_train(name: str, tmp_path: Path) -> None:
+    code, said = Supervised(tmp_path, "0", COMMAND="run", **{name: "1"}).run("job.py")
+    assert (code, "DATA and DOCTOR go with COMMAND=train" in said) == (2, True)
 
 
 def test_slurm_start_after_a_requeue_counts_attempts_on(tmp_path: Path) -> None:

@@ -1,0 +1,199 @@
+"""`run` with several ranks: they meet, the master's port is the script's, and the end of one is the end of all."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.commands.test_run import FACTS, TORCHRUN_SETS, facts, write
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import MAIN, Job, ended, free_port, start
+
+# In the manner of the tutorials: nothing but env://
+DDP = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("sum", int(total), "restart", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+"""
+# One rank waits for its peer for as long as it takes
+HANGS = "\ndist.all_reduce(total)\n"
+
+
+def launch(folder: Path, script: Path, *options: str, nproc: int = 2) -> Job:
+    """One node of `launch` with fresh scripts."""
+    words = ("launch", f"--nproc={nproc}", "--command=run", f"--run-dir={folder}/runs", *options)
+    return start(sys.executable, MAIN, *words, script)
+
+
+def test_launch_gives_the_script_its_port_and_keeps_a_log_of_each_rank(tmp_path: Path) -> None:
+    with ended(launch(tmp_path, write(tmp_path, DDP + "dist.destroy_process_group()\n" + FACTS))) as job:
+        assert job.wait() == [0], job.output
+    for rank in (0, 1):
+        assert re.search(rf"^\[\S+ r{rank}/2\] sum 2 restart 0$", job.output, re.MULTILINE), job.output
+        log = (tmp_path / f"runs/job/logs/rank-{rank}.log").read_text()
+        assert re.search(rf" r{rank} sum 2 restart 0$", log, re.MULTILINE)
+        assert f" r{1 - rank} " not in log
+    first, second = facts(job.output)
+    assert first["env"].keys() >= TORCHRUN_SETS
+    assert {first["env"]["RANK"], second["env"]["RANK"]} == {"0", "1"}
+    assert first["env"]["LOCAL_WORLD_SIZE"] == "2"
+    assert first["env"]["GLOO_SOCKET_IFNAME"]
+    status = json.loads((tmp_path / "runs/job/status.json").read_text())
+    assert (status["state"], [end["code"] for end in status["ranks"].values()]) == ("finished", [0, 0])
+
+
+def test_torchrun_and_launch_set_the_same_variables(tmp_path: Path) -> None:
+    script = write(tmp_path, FACTS)
+    command = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
+    env = {"PYTHONWARNINGS": ""}  # torchrun itself may warn
+    with ended(start(sys.executable, *command, MAIN, "run", f"--run-dir={tmp_path}/runs", script, env=env)) as job:
+        assert job.wait() == [0], job.output
+    for seen in facts(job.output):
+        assert seen["env"].keys() >= TORCHRUN_SETS
+        assert seen["env"]["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+
+
+def test_script_under_torchrun_meets_in_the_agents_store(tmp_path: Path) -> None:
+    script = write(tmp_path, DDP + "dist.destroy_process_group()\n")
+    command = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
+    env = {"PYTHONWARNINGS": ""}
+    with ended(start(sys.executable, *command, MAIN, "run", f"--run-dir={tmp_path}/runs", script, env=env)) as job:
+        assert job.wait() == [0], job.output
+    assert job.output.count("sum 2") == 2
+
+
+def test_rank_that_never_comes_is_named(forks: Forks, tmp_path: Path) -> None:
+    script = write(tmp_path, FACTS)
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    codes, output = forks.run("run", f"--run-dir={tmp_path}/runs", "--join-timeout-s=2", script, env=alone)
+    assert codes == [170], output
+    assert "rank 1 of 2" in output
+    assert "has not joined after 2 s" in output
+    assert not facts(output)
+
+
+def test_rank_that_reaches_the_masters_port_alone_is_named(forks: Forks, tmp_path: Path) -> None:
+    script = write(tmp_path, FACTS)
+    codes, output = forks.run(
+        "run", f"--run-dir={tmp_path}/runs", "--join-timeout-s=2", script, world_size=2,
+        preload="tests.rigs.closed_port:use",
+    )
+    assert codes == [170, 170], output
+    assert re.search(r"rank 1 .*reached .*but not (at )?192\.0\.2\.1:\d+", output), output
+    assert "open them all" in output
+    assert not facts(output)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("print('another')", "script job.py must be the same on all ranks, got"),
+        ("def f(:", "with a syntax error in line 1 (invalid syntax) on rank 1"),
+        (None, "and no such file on rank 1"),
+    ],
+    ids=["another", "syntax", "missing"],
+)
+def test_nodes_with_different_scripts_are_refused(
+    other: str | None, said: str, forks: Forks, tmp_path: Path
+) -> None:
+    write(tmp_path / "0", FACTS)
+    if other is None:
+        (tmp_path / "1").mkdir()
+    else:
+        write(tmp_path / "1", other)
+    codes, output = forks.run(
+        "run", f"--run-dir={tmp_path}/runs", "job.py", world_size=2, cwds=[tmp_path / "0", tmp_path / "1"]
+    )
+    assert codes == [2, 2], output
+    assert said in output
+    assert not facts(output)
+
+
+def test_killed_script_is_started_again_with_all_others(tmp_path: Path) -> None:
+    again = """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+    os.kill(os.getpid(), 9)
+"""
+    script = write(tmp_path, DDP + again + HANGS + "dist.destroy_process_group()\n")
+    with ended(launch(tmp_path, script)) as job:
+        assert job.wait() == [0], job.output
+    assert job.output.count("sum 2 restart 1") == 2
+    assert re.search(r"rank 1 ended with 137 \(SIGKILL: .*\), started again", job.output)
+    assert "rank 0 ended with 171, started again" in job.output
+
+
+def test_fault_of_one_rank_ends_all_and_is_not_tried_again(tmp_path: Path) -> None:
+    script = write(tmp_path, DDP + "if dist.get_rank() == 1: raise ValueError('boom')" + HANGS)
+    with ended(launch(tmp_path, script)) as job:
+        assert job.wait() == [1], job.output
+    assert "job.py failed: ValueError: boom (exit code 1)" in job.output
+    assert "started again" not in job.output
+    status = json.loads((tmp_path / "runs/job/status.json").read_text())
+    assert (status["state"], status["code"]) == ("failed", 1)
+
+
+def test_rank_that_waits_for_nobody_is_ended_too(forks: Forks, tmp_path: Path) -> None:
+    """It would not notice that its peer is gone: it is not in a collective."""
+    script = write(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)")
+    codes, output = forks.run("run", f"--run-dir={tmp_path}/runs", script, world_size=2)
+    assert codes == [7, 7], output
+    assert re.search(r"r0/2\] lost a peer: suspected: rank 1 on \S+ \(job.py failed\)", output)
+
+
+def test_code_that_the_user_names_is_tried_again(forks: Forks, tmp_path: Path) -> None:
+    script = write(tmp_path, "import os, sys\nsys.exit(75 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))")
+    words = ("launch", "--nproc=2", "--command=run", "--restart-on=75", f"--run-dir={tmp_path}/runs", script)
+    codes, output = forks.run(*words)
+    assert codes == [0], output
+    assert "ended with 75, started again" in output
+
+
+def test_rank_that_has_finished_waits_for_the_others(forks: Forks, tmp_path: Path) -> None:
+    script = write(tmp_path, """
+import os, pathlib, time
+if os.environ["RANK"] == "1":
+    while not pathlib.Path("go").exists(): time.sleep(0.05)
+print("over")
+""")
+    with forks.running("run", f"--run-dir={tmp_path}/runs", script, world_size=2, cwds=[tmp_path] * 2) as job:
+        job.wait_for("over")
+        (tmp_path / "go").touch()
+        assert job.wait() == [0, 0], job.output
+
+
+@pytest.mark.parametrize("which", [[0, 1], [1]], ids=["both", "one"])
+def test_stop_ends_all_ranks_and_lets_each_save(which: list[int], forks: Forks, tmp_path: Path) -> None:
+    """A rank that saves for longer than the others is not cut off by their end; one that nobody asked ends too."""
+    script = write(tmp_path, """
+import os, signal, sys, time
+def save(number, frame):
+    time.sleep(3 if os.environ["RANK"] == "0" else 0)
+    print("saved", os.environ["RANK"])
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready")
+while True: time.sleep(0.05)
+""")
+    with forks.running("run", f"--run-dir={tmp_path}/runs", script, world_size=2) as job:
+        job.wait_for("ready", count=2)
+        for rank in which:
+            job.processes[rank].signal("SIGTERM")
+        assert job.wait() == [143, 143], job.output
+    assert {"saved 0", "saved 1"} <= set(re.findall(r"saved \d", job.output))
+
+
+def test_lost_process_of_a_rank_takes_its_script_along(forks: Forks, tmp_path: Path) -> None:
+    script = write(tmp_path, "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)")
+    with forks.running("run", f"--run-dir={tmp_path}/runs", script, world_size=2) as job:
+        job.wait_for("pid ", count=2)
+        pids = [int(pid) for pid in re.findall(r"pid (\d+)", job.output)]
+        job.processes[1].signal("SIGKILL")
+        assert job.wait() == [171, -9], job.output
+        psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30)
+        assert not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids)

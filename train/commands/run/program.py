@@ -1,0 +1,95 @@
+"""Which file the script is, what must be the same of it on all nodes, and how its command line looks. No torch here."""
+
+import hashlib
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from train.errors import ConfigError
+
+# As a script declares it for torch.distributed.launch, which gave each process its local rank so
+DECLARES_LOCAL_RANK = re.compile(r"""["']--(local[_-]rank)["']""")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """`words`: the script and its arguments, or -m, a module and those. `file`: None where only Python can find it."""
+
+    words: Sequence[str]
+    file: Path | None
+
+    @staticmethod
+    def find(words: Sequence[str]) -> "Program":
+        """Raises ConfigError for a -m without a module."""
+        if words[0] != "-m":
+            return Program(words, Path(words[0]))
+        if len(words) < 2:
+            raise ConfigError("-m must be followed by a module, got nothing.")
+        return Program(words, _file_of(words[1]))
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"-m {self.words[1]}" if self.words[0] == "-m" else Path(self.words[0]).name
+
+    @property
+    def missing(self) -> bool:
+        return self.file is not None and not self.file.is_file()
+
+    def must_match(self) -> dict[str, str]:
+        """What all nodes must have in common, by name. Says itself what is wrong with a file that differs."""
+        return {"python version": ".".join(map(str, sys.version_info[:2])), f"script {self.name}": self._digest()}
+
+    def _digest(self) -> str:
+        if self.file is None:
+            return "a module that Python itself finds"
+        if self.missing:
+            return "no such file"
+        source = self.file.read_bytes()
+        digest = hashlib.sha256(source).hexdigest()[:12]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                compile(source, str(self.file), "exec")
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None)
+            return f"{digest} with a syntax error{f' in line {line}' if line else ''} ({getattr(error, 'msg', error)})"
+        return digest
+
+    def command(self, *, local_rank: int, option: str) -> list[str]:
+        """Python's words for it. `option`: of `--pass-local-rank`. The file's name works in any folder."""
+        script = ["-m", self.words[1]] if self.words[0] == "-m" else [str(Path(self.words[0]).absolute())]
+        arguments = list(self.words[len(script):])
+        if option == "auto":
+            option = self._declared_local_rank()
+        given = any(re.match(r"--local[_-]rank(=|$)", word) for word in arguments)
+        if option not in ("", "no") and not given:
+            arguments = [f"--{option}={local_rank}", *arguments]
+        return [*script, *arguments]
+
+    def _declared_local_rank(self) -> str:
+        if self.file is None or self.missing:
+            return ""
+        found = DECLARES_LOCAL_RANK.search(self.file.read_text(errors="replace"))
+        return found[1] if found else ""
+
+
+def _file_of(module: str) -> Path | None:
+    """The file that `python -m module` runs. Found without an import: a package's own code may be slow, or print."""
+    top, *rest = module.split(".")
+    # Python puts the current folder first for -m
+    spec = PathFinder.find_spec(top, ["", *sys.path])
+    if spec is None:
+        return None
+    if not spec.submodule_search_locations:
+        return Path(spec.origin) if spec.origin and not rest else None
+    for folder in spec.submodule_search_locations:
+        path = Path(folder, *rest)
+        for file in (path / "__main__.py", path.with_suffix(".py") if rest else path / "__main__.py"):
+            if file.is_file():
+                return file
+    return None

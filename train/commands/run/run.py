@@ -1,0 +1,208 @@
+"""`run`: anybody's script as one rank of a job. See train/commands/run/README.md.
+
+This process joins the others, starts the script as a process of its own, and then does what a launcher's agent would:
+it watches the other ranks, passes signals on, writes down what the script prints, and says how and why it ended.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from train.commands.explain.explain import advice
+from train.commands.run.program import Program
+from train.config.options import RunOptions
+from train.errors import FINISHED, STOPPED, ConfigError, ScriptFailed, Stopped, UserError, disk_error
+from train.group import keys
+from train.group.group import Group, on_rank0
+from train.group.join import LOST, join
+from train.group.store import wait_for
+from train.group.watchdog import SCRIPT
+from train.process.addresses import free_port
+from train.process.context import Context
+from train.process.limits import explain_sigkill, oom_kills
+from train.process.script import DRAIN_S, END_S, Script
+from train.process.script_env import Place, places, script_environment
+from train.process.status import job_of, read_json
+from train.process.status_file import StatusFile
+from train.run.lease import Lease
+
+KILLED = 128 + signal.SIGKILL
+LOOK_S = 0.1  # between two looks at the script and at the signals
+# A script that lost its peer ends at once, the peer may still be writing its last words: so long the cause has to show
+CAUSE_S = 10.0
+# The last line of a traceback, or what argparse says of a wrong argument
+EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failure)\b|\S+: error: ")
+
+
+def run(context: Context, options: RunOptions) -> None:
+    """Be this rank of the script's job, to the script's end.
+
+    Raises UserError (2), JoinError (170), PeerLost (171, or the code of the lost rank's script), Stopped (143), and
+    ScriptFailed with the script's own code.
+    """
+    program = Program.find(context.request.script)
+    # The ranks of this group exchange a few words over host memory: their device is the script's
+    config = context.config.model_copy(update={"device": "cpu", "backend": "auto"})
+    status = StatusFile(context.run_dir, context.launch)
+    same = program.must_match()
+    with (
+        join(config, context.launch, log=context.log, stop=context.stop, status=status, script=same) as group,
+        _owned(context, group),
+    ):
+        if program.missing:  # on all nodes, or they would have differed
+            raise ConfigError(f"SCRIPT must be a file, got {program.file}: there is none on any node.")
+        place = _place(group)
+        if dist.is_initialized():
+            # For hours nothing would go over its connections, and a firewall may end such. The store's carry the beats
+            group.barrier()
+            dist.destroy_process_group()
+        env = _environment(context, group, place)
+        kills = oom_kills()
+        script = _start(context, options, group, program, env)
+        code = _wait(script, group)
+        asked = context.stop.signal_name
+        if asked or code == STOPPED:
+            what = f"{asked}: {program.name} ended with {code}" if asked else f"somebody sent SIGTERM to {program.name}"
+            raise Stopped(f"{what}. What it saved is its own. The same command starts it again.", alone=True)
+        if code != FINISHED:
+            raise _failure(program, script, code, group, Path(env["TORCHELASTIC_ERROR_FILE"]), kills)
+        _wait_for_the_rest(group)
+
+
+@contextlib.contextmanager
+def _owned(context: Context, group: Group) -> Iterator[None]:
+    """Own the run directory for the length of the block. Raises UserError on all ranks where another run does."""
+    group.watch.enter("setup", context.config.setup_timeout_s)
+    lease = Lease(context.run_dir, group.attempt)
+    with contextlib.ExitStack() as stack:
+
+        def take() -> None:
+            try:
+                stack.enter_context(lease)  # here, not around the block: a refusal has to reach all ranks
+            except OSError as error:
+                raise disk_error("run_dir", context.run_dir, error) from None
+            group.status.claim(lease)
+
+        on_rank0(group, take)
+        yield
+
+
+def _environment(context: Context, group: Group, place: Place) -> dict[str, str]:
+    error_file = context.run_dir / "status" / group.attempt / f"error-rank-{group.rank}.json"
+    error_file.parent.mkdir(parents=True, exist_ok=True)
+    return script_environment(
+        os.environ, context.launch, place, port=context.launch.master_port or free_port(),
+        run_id=job_of(group.attempt), error_file=error_file,
+    )
+
+
+def _start(
+    context: Context, options: RunOptions, group: Group, program: Program, env: Mapping[str, str]
+) -> Script:
+    words = program.command(local_rank=context.launch.local_rank, option=options.pass_local_rank)
+    folder = _folder(options.work_dir)
+    group.log.info(f"starting {program.name} as rank {group.rank} of {group.world_size}")
+    group.log.debug(f"command: python {' '.join(words)}")
+    # Our supervisor starts a rank in a session of its own
+    own_session = not context.launch.numbers_attempts
+    script = Script(words, env=env, folder=folder, own_session=own_session, log=group.log)
+    group.watch.protect(script, timeout_s=END_S + 2 * DRAIN_S)
+    group.watch.enter(SCRIPT, 0)  # nobody but the script knows how long it takes
+    group.watch.wait_for_others(True)  # a peer's end is ours: this rank does nothing that would notice it
+    context.stop.finish_step_first()
+    return script
+
+
+def _folder(work_dir: str) -> str:
+    """Raises UserError where it can't be made."""
+    if work_dir:
+        try:
+            Path(work_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            got = f"{work_dir}: {error.strerror}"
+            raise UserError(f"--work-dir must be a folder that can be made, got {got}.") from None
+    return work_dir
+
+
+def _place(group: Group) -> Place:
+    """This rank's place among the nodes. Rank 0 works it out, since it alone knows all members."""
+    if group.world_size == 1:
+        return Place(0, 1, 1, group.launch.restart_count)
+    found: list[Place] = []
+    if group.is_rank0:
+        assert group.meeting is not None
+        members = list(group.meeting.members)
+        found = places(
+            [member.host for member in members], [member.local_rank for member in members],
+            max(member.restarts for member in members),
+        )
+    texts = [[place.node, place.num_nodes, place.local_world_size, place.restarts] for place in found]
+    return Place(*group.broadcast(texts)[group.rank])
+
+
+def _wait(script: Script, group: Group) -> int:
+    """Wait for the script's end, and pass signals on to it. Returns its code."""
+    passed_on = False
+    while (code := script.wait(LOOK_S)) is None or script.ending:
+        if script.ending:
+            time.sleep(LOOK_S)  # a peer is lost: the watchdog has ended the script and is about to end this process
+        elif group.stop.requested and not passed_on:
+            passed_on = True
+            # The others get it too, and end when they have saved: that is no loss which would have to end this script
+            group.watch.end_beats()
+            sent = signal.Signals(script.send(getattr(signal, group.stop.signal_name))).name
+            how = "" if sent == group.stop.signal_name else f" as {sent}: it has no handler for the other"
+            group.log.info(f"{group.stop.signal_name}: passed on to the script{how}")
+    return code
+
+
+def _failure(
+    program: Program, script: Script, code: int, group: Group, error_file: Path, kills: int | None
+) -> ScriptFailed:
+    """The error that says how the script failed, with its reason. What is known about that is printed at once."""
+    tail = re.sub(r"^\[rank\d+\]: ", "", script.tail, flags=re.MULTILINE)  # torch's own, before each line
+    why = _last_exception(tail) or _recorded(read_json(error_file))
+    if code == KILLED:
+        why = f"SIGKILL: {explain_sigkill(kills)}"
+    elif code > 128:
+        with contextlib.suppress(ValueError):  # a code of its own
+            why = f"{signal.Signals(code - 128).name} {why}".rstrip()
+    if group.meeting is not None and LOST.search(why):
+        # It only lost another rank's script. Our own reports say which, once that one has come to its end
+        wait_for(group.meeting.store, [keys.CAUSES], CAUSE_S)
+    elif known := advice(tail):
+        group.log.warning(known)
+    return ScriptFailed(f"{program.name} failed{f': {why}' if why else ''}", code=code)
+
+
+def _last_exception(tail: str) -> str:
+    found = [line for line in tail.splitlines() if EXCEPTION.match(line)]
+    return found[-1][:500] if found else ""
+
+
+def _recorded(content: object) -> str:
+    """What torch's @record has written, for a script whose main function has it."""
+    message = content.get("message") if isinstance(content, dict) else None
+    text = message.get("message") if isinstance(message, dict) else message
+    return str(text or "").partition("\n")[0][:500]
+
+
+def _wait_for_the_rest(group: Group) -> None:
+    """Wait until the scripts of all ranks have ended with 0. Raises Stopped where this rank is asked to stop."""
+    if group.meeting is None:
+        return
+    store: Store = group.meeting.store
+    if store.add(keys.DONE, 1) == group.world_size:
+        store.set(keys.ALL_DONE, "")
+    group.log.debug("the script has ended with 0; waiting for the other ranks")
+    while not wait_for(store, [keys.ALL_DONE], 1.0):
+        if group.stop.requested:
+            raise Stopped(f"{group.stop.signal_name}: other ranks had not finished.", alone=True)
+    group.all_done = True
