@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 
-from train.commands.logs.merge import Line, merge
+from train.commands.logs.merge import Line, Who, merge
 from train.commands.logs.rank_log import RankLog
 from train.config.options import LogsOptions
 from train.errors import UserError
@@ -155,24 +155,28 @@ def _earlier(stamp: bytes, seconds: float) -> bytes:
 
 
 def _labelled(lines: Iterable[Line], *, colour: bool) -> Iterator[bytes]:
+    stamp, label = b"", b""
+    who: Who = ()
     for line in lines:
-        label = _label(line.stamp, line.who, colour)
+        if line.stamp != stamp or line.who != who:
+            stamp, who, text = line
+            label = b"%b %b" % (stamp, _label(who, colour)) if stamp else _label(who, colour)
         text = line.text
         if b"\r" in text:  # a progress bar writes over itself: only its last state would be left on a terminal
             text = b"\n".join(part.rstrip(b"\r").rpartition(b"\r")[2] for part in text.split(b"\n"))
-        yield label + text.replace(b"\n", b"\n" + label) + b"\n"
+        yield b"%b%b\n" % (label, text.replace(b"\n", b"\n" + label) if b"\n" in text else text)
 
 
 @lru_cache(maxsize=4096)
-def _label(stamp: bytes, who: tuple[tuple[int, bytes], ...], colour: bool) -> bytes:
-    """b"2026-11-22T10:02:03 rank 3 on node1: "; several hosts are not named."""
+def _label(who: Who, colour: bool) -> bytes:
+    """b"rank 3 on node1: "; several hosts are not named."""
     hosts = {host for _, host in who}
     ranks = f"rank{'s' if len(who) > 1 else ''} {ranges(rank for rank, _ in who)}".encode()
     label = ranks + (b" on " + next(iter(hosts)) if len(hosts) == 1 and b"" not in hosts else b"") + b":"
     if colour:
         number = 1 if len(who) > 1 else COLOURS[who[0][0] % len(COLOURS)]
         label = b"\x1b[%dm%b\x1b[0m" % (number, label)
-    return (stamp + b" " if stamp else b"") + label + b" "
+    return label + b" "
 
 
 def _write(parts: Iterable[bytes]) -> None:
