@@ -3,9 +3,9 @@
     python tests/bench/stragglers.py words --seconds 60     (or: overhead --seconds 60)
 
 `words`: jobs of 2, 3 and 4 ranks on this machine, as busy as it is: healthy ones, and ones whose last rank waits longer
-for its data, computes longer, or has the lowest priority (which shows where there are fewer CPUs than ranks). Windows
-are of one second in place of five, which makes the rule's task harder and the bench shorter.
-`overhead`: in one job blocks of steps with and without measuring take turns. Nothing is asserted here.
+for its data or computes longer. Windows are of one second in place of five, which makes the rule's task harder and the
+bench shorter.
+`overhead`: in one job steps with and without measuring take turns; medians. Nothing is asserted here.
 """
 
 import argparse
@@ -27,10 +27,11 @@ from tests.bench.throughput import conditions
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics
 
-BLOCK = 10  # steps, with a report at the end of each: five times as many as there are by default
+WAYS = ("without", "with", "without again")
+WARM_STEPS = 50
 CASE, OUT = "STRAGGLER_CASE", "STRAGGLER_OUT"  # variables of the environment for the ranks
 WINDOW_S = 1.0
-MODELS = {"cnn": ("cnn", 96), "mlp": ("mlp", 96)}
+BATCH = 96  # which 2, 3 and 4 ranks divide
 
 
 def slow() -> None:
@@ -43,8 +44,6 @@ def slow() -> None:
     case = json.loads(os.environ[CASE])
     if os.environ["RANK"] != case["rank"]:
         return
-    if case["kind"] == "nice":
-        os.nice(19 - os.nice(0))
 
     def busy(seconds: float) -> None:
         until_s = time.perf_counter() + seconds
@@ -65,40 +64,27 @@ def slow() -> None:
 
 
 def alternate() -> None:
-    """Preloaded in each rank: blocks of steps without measuring, as the loop was before, and their times."""
-    import torch
+    """Preloaded in each rank: steps with and without measuring take turns, and rank 0 leaves how long each took.
 
+    WAYS has the steps without it twice: what these two differ by is chance.
+    """
     import train.loop as loop
     from train.run.step_clock import NoClock
 
-    usual, blocks = loop.step, {True: [], False: []}  # type: dict[bool, list[float]]
-
-    class Plain:
-        """Sums the loss alone."""
-
-        def __init__(self, group: Any) -> None:
-            self.group = group
-
-        def exchange(self, loss: torch.Tensor, *, step: int, saving: bool) -> tuple[float, dict[str, float]]:
-            return self.group.sum(loss).item() / self.group.world_size, {}
-
-    ways: list[tuple[Any, Any]] = []  # without and with
-    began_s = 0.0
+    usual, clocks = loop.step, []  # type: ignore[var-annotated]
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
 
     def step(t: Any) -> bool:
-        nonlocal began_s
-        if not ways:
-            ways.extend([(NoClock(None), Plain(t.group)), (t.clock, t.reports)])
-        block, rest = divmod(t.progress.step, BLOCK)
-        if rest == 0:
-            now_s = time.perf_counter()
-            if block >= 2:  # the first one warms up
-                blocks[block % 2 == 0].append(now_s - began_s)  # of the block before
-            began_s = now_s
-            t.clock, t.reports = ways[block % 2]
+        if not clocks:
+            clocks.extend([NoClock(None), t.clock, NoClock(None)])
+        number = t.progress.step
+        t.clock = clocks[number % len(WAYS)]
+        began_s = time.perf_counter()
         finished = usual(t)
+        if number > WARM_STEPS and (number + 1) % t.config.log_every_steps:  # in a step without a report
+            times[WAYS[number % len(WAYS)]].append(time.perf_counter() - began_s)
         if not finished and t.group.is_rank0:
-            Path(os.environ[OUT]).write_text(json.dumps([blocks[True], blocks[False]]))
+            Path(os.environ[OUT]).write_text(json.dumps(times))
         return finished
 
     loop.step = step
@@ -110,9 +96,8 @@ class Bench:
     def __init__(self, folder: Path, seconds: float, model: str) -> None:
         self.folder, self.seconds = folder, seconds
         self.forks = Forks(folder)
-        name, batch = MODELS[model]
         self.settings = [
-            "train", "--dataset=fake", "--fake-samples=4800", f"--model={name}", f"--batch-size={batch}",
+            "train", "--dataset=fake", "--fake-samples=4800", f"--model={model}", f"--batch-size={BATCH}",
             "--epochs=100000", "--evaluate-every-epochs=100000", "--save-every-steps=10000000", "--limit-eval=96",
             "--progress=none", "--advice=false", "--fresh", f"--run-dir={folder}",
         ]
@@ -145,9 +130,9 @@ class Bench:
         """Seconds of a step that a rank needs for itself: the median."""
         return statistics.median(rank[0] + rank[1] for _, *ranks in windows for rank in ranks)
 
-    def overhead(self, world: int) -> list[list[float]]:
-        out = self.folder / "blocks.json"
-        self.run(world, "alternate", {OUT: str(out)}, f"--log-every-steps={BLOCK}")
+    def overhead(self, world: int) -> dict[str, list[float]]:
+        out = self.folder / "times.json"
+        self.run(world, "alternate", {OUT: str(out)})
         return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
@@ -176,13 +161,12 @@ def _show(case: dict[str, Any], out: Path) -> None:
 
 
 def overhead(bench: Bench, worlds: list[int]) -> None:
-    print("| ranks | ms a step | blocks | with measuring, median of ratios | middle half |\n|---|---|---|---|---|")
+    print("| ranks | steps | ms a step | with measuring | without again |\n|---|---|---|---|---|")
     for world in worlds:
-        measured, plain = bench.overhead(world)
-        ratios = [a / b for a, b in zip(measured, plain, strict=False)]
-        low, _, high = statistics.quantiles(ratios, n=4)
-        print(f"| {world} | {1000 * statistics.median(plain) / BLOCK:.2f} | {len(ratios)} | "
-              f"{statistics.median(ratios):.4f} | {low:.3f} to {high:.3f} |", flush=True)
+        times = bench.overhead(world)
+        own, measured, again = (statistics.median(times[way]) for way in WAYS)
+        differences = f"{measured / own - 1:+.2%} | {again / own - 1:+.2%}"
+        print(f"| {world} | {len(times['with'])} | {1000 * own:.3f} | {differences} |", flush=True)
 
 
 def main() -> None:
@@ -190,9 +174,9 @@ def main() -> None:
     parser.add_argument("what", choices=["words", "overhead"])
     parser.add_argument("--seconds", type=float, default=60, help="of each training")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--kinds", nargs="*", default=["data", "compute", "nice"])
+    parser.add_argument("--kinds", nargs="*", default=["data", "compute"])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.2, 0.5], help="of a rank's own step")
-    parser.add_argument("--model", choices=MODELS, default="cnn")
+    parser.add_argument("--model", choices=["cnn", "mlp"], default="cnn")
     parser.add_argument("--out", type=Path, default=Path("runs/stragglers.jsonl"), help="all windows, a case a line")
     arguments = parser.parse_args()
     about = conditions()

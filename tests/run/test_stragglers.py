@@ -1,5 +1,6 @@
 """Which rank is called slow, and when: from numbers alone. And in a real run of three ranks the slow one is named."""
 
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from train.run.stragglers import ALARM, LARGEST_CHANGE, QUIET_WINDOWS, Straggler
 
 STEPS = 50  # of a window
 FEWEST = round(ALARM / LARGEST_CHANGE)  # windows before a word on a quiet machine
+RECORDED = Path(__file__).parent / "recorded_windows.jsonl"  # by tests/bench/stragglers.py
 HOSTS = ["node0", "node0", "node1", "node1"]
 
 
@@ -102,6 +104,32 @@ def test_random_slowness_of_a_busy_machine_says_nothing(world_size: int) -> None
     for _ in range(1000):
         ranks = [(0.002, 0.05 * rng.lognormvariate(0, 0.08)) for _ in range(world_size)]
         assert said(stragglers, windows(*ranks)) == []
+
+
+def recorded(number: int) -> tuple[str, list[Window]]:
+    """Windows of a second each, of jobs on two CPUs that had twice as much to do as they could; which part was slow."""
+    case = json.loads(RECORDED.read_text().splitlines()[number])
+    steps = [0, *(last for last, *_ in case["windows"])]
+    pairs = zip(steps, case["windows"], strict=False)
+    return case["case"], [Window(before + 1, last, ranks) for before, (last, *ranks) in pairs][1:]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_healthy_job_on_a_busy_machine_says_nothing(number: int) -> None:
+    case, found = recorded(number)
+    assert case == "healthy"
+    assert len(found) > 80
+    assert said(Stragglers(HOSTS[: len(found[0].seconds)]), iter(found)) == []
+
+
+@pytest.mark.parametrize(("number", "part"), [(2, "data"), (3, "compute")])
+def test_slow_rank_on_a_busy_machine_is_found(number: int, part: str) -> None:
+    """By a tenth, of two ranks, and by a fifth, of three."""
+    case, found = recorded(number)
+    assert case == part
+    slow, host = len(found[0].seconds) - 1, HOSTS[len(found[0].seconds) - 1]
+    (line,) = said(Stragglers(HOSTS[: slow + 1]), iter(found))
+    assert re.match(rf"rank {slow} \({host}\) is \d+ % slower .*, since step \d+: {part} \(", line)
 
 
 @pytest.mark.parametrize(("world_size", "part"), [(3, "data"), (3, "compute"), (2, "compute")])
