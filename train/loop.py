@@ -37,6 +37,7 @@ from train.run.keeper import Rescuer
 from train.run.metrics import Speed
 from train.run.profiler import Profiler
 from train.run.rank_reports import RankReports
+from train.run.reporter import Reporter
 from train.run.result import describe, write_result
 from train.run.resume import load_initial_weights, load_training_state
 from train.run.run_directory import RunDirectory, open_run_directory
@@ -67,11 +68,13 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         join(config, launch, log=log, stop=stop, status=status, needs_process_group=needs_group) as group,
         start_method(config, group) as method,
         open_run_directory(config, group) as run,
+        Reporter.of(run) as reporter,
     ):
         if run.finished:
             return
         t = build(config, group, method, run)
         progress, watch = t.progress, group.watch
+        reporter.follow(t)
         watch.protect(Rescuer(t), timeout_s=config.save_timeout_s)  # from here on a lost rank costs no finished step
         stop.finish_step_first()
         log.info(f"ready after {time.monotonic() - began_s:.1f} s")
@@ -109,7 +112,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
             t.loader.close()
             log.end_progress()
         watch.enter("end", config.save_timeout_s, step=progress.step)
-        write_result(t, seconds=time.monotonic() - began_s)
+        write_result(t, reporter, seconds=time.monotonic() - began_s)
 
 
 def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Training:
@@ -192,7 +195,7 @@ def step(t: Training) -> bool:
     config, group, clock = t.config, t.group, t.clock
     clock.start()
     batches: list[Any] = []
-    with record_function("data"), t.advice.waiting():
+    with record_function("data"), group.watch.clock.during("data"), t.advice.waiting():
         while len(batches) < config.accumulate and (batch := t.loader.next()) is not None:
             batches.append(batch)
     clock.lap(DATA)

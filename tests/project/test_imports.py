@@ -92,7 +92,8 @@ def test_imports_of_cheap_modules_leave_torch_out() -> None:
 
 
 def test_imports_of_commands_that_do_not_train_leave_torch_out() -> None:
-    lines = [["show"], ["--help"], [], ["train", "--stpes", "3"], ["launch", "--nproc", "0"]]
+    lines = [["show"], ["--help"], [], ["train", "--stpes", "3"], ["launch", "--nproc", "0"],
+             ["status", "--run-dir", "nowhere"], ["status", "none", "--run-dir", "nowhere"]]
     loaded = modules_after(f"from train.main import main\nfor line in {lines}: main(line)")
     assert {"train", "pydantic"} <= loaded
     assert "torch" not in loaded

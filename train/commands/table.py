@@ -138,20 +138,30 @@ def _stacks(context: Context, given: options.StacksOptions) -> None:
     print_whole(f"{stacks(context, given)}\n")
 
 
+def _status(context: Context, given: options.StatusOptions) -> None:
+    from train.commands.status import status
+
+    for text in status(context, given):
+        if not print_whole(text):
+            break
+
+
 def _show(context: Context, given: options.ShowOptions) -> None:
     print_whole(to_yaml(context.config, choices=CHOICES))
 
 
-def print_whole(text: str) -> None:
-    """For a reader that may have had enough before the end, as `head` and `grep -q` have."""
+def print_whole(text: str) -> bool:
+    """For a reader that may have had enough before the end, as `head` and `grep -q` have. Returns whether it reads."""
     try:
         print(text, end="", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 COMMANDS: dict[str, Callable[[Context, Any], int | None]] = {
     "train": _train, "run": _run, "evaluate": _evaluate, "predict": _predict, "export": _export, "show": _show,
-    "doctor": _doctor, "explain": _explain, "logs": _logs, "stacks": _stacks, "compare": _compare, "bench": _bench,
-    "launch": _launch, "supervise": _supervise,
+    "doctor": _doctor, "explain": _explain, "logs": _logs, "stacks": _stacks, "status": _status, "compare": _compare,
+    "bench": _bench, "launch": _launch, "supervise": _supervise,
 }

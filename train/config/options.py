@@ -139,6 +139,18 @@ class StacksOptions(Options):
     full: bool = setting(False, "The stacks of all threads too.")
 
 
+class StatusOptions(Options):
+    """Say how a run stands, also while it trains: steps, speed, time left, each rank, restarts, goodput."""
+
+    positional: ClassVar[str] = "run"
+    only_reads: ClassVar[bool] = True
+
+    run: str = setting("", "A run's name or folder; by default all runs in run_dir, a line each.", metavar="[RUN]")
+    watch: bool = setting(False, "Show it anew every interval until the run ends.")
+    interval_s: float = setting(2.0, "Seconds between two looks of --watch.", gt=0)
+    as_json: bool = setting(False, "As JSON, on one line.", alias="json")
+
+
 class CompareOptions(Options):
     """Train with each method and launcher that can run here, several times, and set them side by side."""
 
@@ -201,6 +213,6 @@ class LaunchOptions(SupervisorOptions, InitMethod):
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "run": RunOptions, "evaluate": EvaluateOptions, "predict": PredictOptions,
     "export": ExportOptions, "show": ShowOptions, "doctor": DoctorOptions, "explain": ExplainOptions,
-    "logs": LogsOptions, "stacks": StacksOptions, "compare": CompareOptions,
+    "logs": LogsOptions, "stacks": StacksOptions, "status": StatusOptions, "compare": CompareOptions,
     "bench": BenchOptions, "launch": LaunchOptions, "supervise": SuperviseOptions,
 }

@@ -16,8 +16,9 @@ the newest.
 4. From here on all keys stand below `members(generation)`. To try the routes each rank sets `listener(rank)`, reads its
    neighbour's, connects to it and sets `report(rank)`; rank 0 reads all reports and sets ROUTES, which all read.
 5. torch forms the process group, with keys of its own in the same place.
-6. While they work each rank sets `beat(rank)` twice a second, and reads the beat of the next rank now and then. Only a
-   rank that lost a peer without a reason reads the beats of all.
+6. While they work each rank sets `beat(rank)` twice a second, and reads the beat of the next rank now and then. Rank 0
+   reads the beats of all every two seconds, for whoever asks how the run stands, and so does a rank that lost a peer
+   without a reason.
 7. A rank that ends sets `end(rank)`, appends itself to CAUSES if that is of its own making, sets FAILED if the others
    can't go on without it, and counts DECIDED up. For one whose process is gone the rank before it in the ring does
    that, or the process that takes its place. All ranks wait for FAILED, and then read CAUSES. Rank 0, with whose
@@ -57,5 +58,6 @@ report = "report/{}".format  # (rank): whether it reached its neighbour, JSON: {
 FAILED = "failed"  # an `End` as JSON, of a rank that failed: of the first, later of one that knows why
 CAUSES = "causes"  # the ranks whose end is of their own making or whose process is gone, appended one a line
 DECIDED = "decided"  # a counter: how many ranks have reported how they end, or are gone
-beat = "beat/{}".format  # (rank): the last sign of life, JSON: {"n", "phase", "step", "waiting", "place"}
+# (rank): the last sign of life, JSON: {"n", "host", "phase", "step", "waiting", "for_s", "place"}
+beat = "beat/{}".format
 end = "end/{}".format  # (rank): how it ended, a `train.process.status.End` as JSON

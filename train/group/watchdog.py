@@ -24,6 +24,7 @@ from train.group.last_stacks import LAST_STACKS_S, take_stacks
 from train.process import flight_recorder, health, stacks
 from train.process.exit import clear_hard_deadline, leave, set_hard_deadline, within
 from train.process.log import Log
+from train.process.phase_clock import PhaseClock
 from train.process.places import moment, own_place
 from train.process.status import tell_torchrun
 from train.process.stop import FAREWELL_S, StopRequest
@@ -72,6 +73,8 @@ class Watchdog:
         self.rank, self.world_size = ends.rank, ends.world_size
         self.hosts: Sequence[str] = [log.host] * self.world_size
         self.phase = "start"
+        self.clock = PhaseClock(self.phase)
+        self._signs: dict[int, dict[str, Any]] = {}  # rank 0: the last sign of life of each rank
         self._entered_s = time.monotonic()
         self._timeout_s = 0.0
         self._ended = threading.Event()
@@ -95,6 +98,22 @@ class Watchdog:
             "timeout_s": self._timeout_s,
         }
 
+    def signs_of_life(self) -> list[dict[str, Any]]:
+        """Where each rank stood when this one last heard of it, in the order of the ranks.
+
+        Keys: rank, host, phase, step, waiting, for_s, which is how long it had been there, place, in the program, and
+        seen, in seconds of `time.time()`. Rank 0 knows all ranks from their first beat on, others only themselves. Callable from any
+        thread; asks nobody.
+        """
+        signs = self._signs | {self.rank: {**self._sign(), "rank": self.rank, "seen": time.time()}}
+        return [signs[rank] for rank in sorted(signs)]
+
+    def _sign(self) -> dict[str, Any]:
+        return {
+            "host": self.log.host, "phase": self.phase, "step": self.ends.step, "waiting": self._waiting,
+            "for_s": round(time.monotonic() - self._entered_s, 1), "place": self._place(),
+        }
+
     def enter(
         self, phase: str, timeout_s: float, *, step: int | None = None, since_s: float | None = None
     ) -> None:
@@ -102,6 +121,7 @@ class Watchdog:
 
         `since_s`: the phase began earlier, at this time of `time.monotonic()`, and its deadline counts from there.
         """
+        self.clock.enter(phase)
         if timeout_s == 0:
             clear_hard_deadline()
         elif phase != self.phase:
@@ -184,17 +204,26 @@ class Watchdog:
         while not self._quiet.wait(BEAT_S):
             count += 1
             try:
-                state = {
-                    "n": count, "phase": self.phase, "step": self.ends.step, "waiting": self._waiting,
-                    "place": self._place(),
-                }
-                store.set(keys.beat(self.rank), json.dumps(state))
+                store.set(keys.beat(self.rank), json.dumps({"n": count, **self._sign()}))
                 if count % LOOK_AT_NEXT == 0 and store.check([next_rank]):
                     beat = store.get(next_rank)
                     if beat != next_beat:
                         next_beat, self._heard = beat, self._heard + 1
+                if count % LOOK_AT_NEXT == 0 and self.rank == 0:
+                    self._read_beats(store)
             except RuntimeError:
                 break  # the store's process is gone, and the other thread knows
+
+    def _read_beats(self, store: Store) -> None:
+        """Note who has beaten since the last look. By this rank's clock, as clocks of machines differ."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        names = [keys.beat(rank) for rank in others]
+        if not store.check(names):  # one has only just joined: a read would wait for its first beat
+            return
+        # One request for all: it takes as long as one beat, and 200 bytes a rank
+        for rank, beat in zip(others, map(json.loads, store.multi_get(names)), strict=True):
+            if beat["n"] != self._signs.get(rank, {}).get("n"):
+                self._signs[rank] = {**beat, "rank": rank, "seen": time.time()}
 
     def _watch_clock(self) -> None:
         armed_s = silent_s = 0.0

@@ -82,8 +82,9 @@ class Advice:
         self._active = False
         speed.pause()
         try:
-            for line in self._lines():
-                self.group.log.info(f"advice: {line}")
+            with self.group.watch.clock.during("start"):  # no part of a step
+                for line in self._lines():
+                    self.group.log.info(f"advice: {line}")
         except Exception as error:  # a model that can't be copied, too little memory: no reason to end a training
             self.group.log.debug(f"no advice: {reason(error)}")
         self._subject = None

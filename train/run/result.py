@@ -15,6 +15,8 @@ from train.parallel.optimizer import peak_rate
 from train.process.status import write_json
 from train.run import weights
 from train.run.evaluation import Result
+from train.run.goodput import one_line
+from train.run.reporter import Reporter
 from train.run.training import Training
 from train.run.training_state import versions
 from train.workloads import Workload
@@ -36,7 +38,7 @@ def describe(config: Config, group: Group, workload: Workload, order: Order, *, 
     )
 
 
-def write_result(t: Training, *, seconds: float) -> None:
+def write_result(t: Training, reporter: Reporter, *, seconds: float) -> None:
     """Write `result.json` and the last pictures, and print the table. All ranks call this, rank 0 writes.
 
     `seconds`: of the whole attempt. Raises UserError where the disk is full, and PeerLost where another attempt owns
@@ -54,7 +56,7 @@ def write_result(t: Training, *, seconds: float) -> None:
         "seconds": round(seconds, 1), "peak_memory_mb": round(max(peaks)),
         "world_size": group.world_size, "hosts": sorted(set(group.hosts)),
         "digest": weights.digest(state), "data": workload.data_name,
-        "parallel": method_name(config, group.world_size), "versions": versions(),
+        "parallel": method_name(config, group.world_size), "versions": versions(), "goodput": reporter.goodput(),
     }
     if any(shares):
         result["profile"] = {"steps": [t.profiler.first, t.profiler.last], "ranks": shares}
@@ -98,6 +100,7 @@ def _table(result: dict[str, Any], unit: str) -> str:
         parts = ", ".join(f"{name} {own[name]:.0%}" for name in ("data", "compute", "communication"))
         rows[f"steps {first} to {last}"] = f"{parts} of the time (rank 0)"
     rows |= {
+        "goodput": one_line(result["goodput"]),
         "weights digest": result["digest"][:16],
         "outputs": f"{result['run']}/ (result.json, checkpoints/, tensorboard/)",
     }

@@ -1,0 +1,117 @@
+"""Rank 0 says how its attempt goes: into a file that `status` reads, and to the platform that started it, if it asks.
+
+A thread does both beside the training. It reads numbers that the loop keeps anyway and takes part in no collective, so
+it can neither delay a step nor fail one. Where nothing can be written, `status` shows an old report.
+"""
+
+import contextlib
+import math
+import os
+import secrets
+import threading
+import time
+from typing import Any
+
+from train.group.group import Group
+from train.process.launchers.platform_status import PlatformStatus
+from train.process.phase_clock import process_began
+from train.run.goodput import KIND_OF_PHASE, REPORT_S, Report, goodput, read_reports
+from train.run.run_directory import RunDirectory
+from train.run.training import Training
+
+LAST_S = 1.0  # how long the end of an attempt may wait for the last report: a disk may hang
+TRAINING = ("step", "data", "evaluation", "save")  # the phases that a run spends its time in once it trains
+
+
+class Reporter:
+    """Reports for the length of a `with` block; on rank 0 alone, to which the run directory must belong."""
+
+    def __init__(self, group: Group, *, run: str, first_step: int = 0, over: bool = False) -> None:
+        """`run`: the id of the run. `first_step`: the step it goes on from. `over`: it is finished: report nothing."""
+        self.group, self.run, self.first_step = group, run, first_step
+        self.active = group.is_rank0 and not over
+        self._began = process_began()
+        self._token = secrets.token_hex(4)
+        self._training: Training | None = None
+        self._platform: PlatformStatus | None = None
+        self._finished = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._report, name="reporter", daemon=True)
+
+    @classmethod
+    def of(cls, run: RunDirectory) -> "Reporter":
+        """Of a training."""
+        first_step = run.checkpoint.step if run.checkpoint is not None else 0
+        return cls(run.group, run=run.lineage.run, first_step=first_step, over=run.finished)
+
+    def __enter__(self) -> "Reporter":
+        if self.active:
+            self._platform = PlatformStatus.from_environment(os.environ, warn=self.group.log.warning)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self.active:
+            return
+        self._finished = kind is None
+        self._ended.set()
+        self._thread.join(LAST_S)
+        # After a loss the ranks are back within a second, and do not wait for an address
+        if self._platform is not None and self._finished:
+            self._platform.close()
+
+    def follow(self, training: Training) -> None:
+        """From now on there are steps to report."""
+        self._training = training
+
+    def goodput(self) -> dict[str, Any]:
+        """Of the run up to now, see `train.run.goodput`. Rank 0 only."""
+        earlier = [report for report in read_reports(self.group.run_dir) if report.began != self._began]
+        return goodput([*earlier, self._look()])
+
+    def _report(self) -> None:
+        """In the thread. The last report is its too: the main thread must not wait for a disk that hangs."""
+        self._write()
+        while not self._ended.wait(REPORT_S):
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
+        report = self._look()
+        with contextlib.suppress(OSError):  # a full disk: the next save says so
+            report.write(self.group.run_dir, self._token)
+        if self._platform is not None and report.total_steps is not None:
+            self._platform.tell(
+                step=report.step, total_steps=report.total_steps, finished=report.finished,
+                remaining_s=report.remaining_s, metrics=report.metrics,
+            )
+
+    def _look(self) -> Report:
+        t, now = self._training, time.time()
+        by_phase = self.group.watch.clock.seconds()
+        seconds = dict.fromkeys(("start", *KIND_OF_PHASE.values()), 0.0)
+        for phase, spent in by_phase.items():
+            seconds[KIND_OF_PHASE.get(phase, "start")] += spent
+        # The watchdog's clock is younger than the process, which first imported what it needs
+        seconds["start"] += max(0.0, now - self._began - sum(by_phase.values()))
+        first_step = step = self.first_step
+        total_steps, unit, per_s, remaining_s = None, "", 0.0, None
+        metrics: dict[str, float] = {}
+        if t is not None:
+            # Not of `t.speed`, which the loop changes at any moment
+            first_step, step, total_steps, unit = t.speed.first_step, t.progress.step, t.total_steps, t.workload.unit
+            done = step - first_step
+            if done:
+                per_s = done * t.config.batch_size / max(seconds["steps"] + seconds["data"], 1e-9)
+                remaining_s = sum(by_phase.get(phase, 0.0) for phase in TRAINING) / done * (total_steps - step)
+            line = t.progress.line or {}
+            metrics = {name: line[name] for name in line if name.startswith("train/") and line[name] is not None}
+            evaluated = (t.progress.metrics or {}).items()
+            metrics |= {f"eval/{name}": value for name, value in evaluated if math.isfinite(value)}
+        return Report(
+            run=self.run, attempt=self.group.attempt, began=self._began, time=now, first_step=first_step,
+            step=step, total_steps=total_steps, finished=self._finished,
+            seconds={kind: round(spent, 3) for kind, spent in seconds.items()}, unit=unit, per_s=round(per_s, 1),
+            remaining_s=None if remaining_s is None else round(remaining_s, 1), metrics=metrics,
+            ranks=self.group.watch.signs_of_life(),
+        )
