@@ -4,8 +4,10 @@ A job that is killed says nothing, so what counts is how old its last sign of li
 two seconds (`train.run.goodput`), and its lease as often.
 """
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -25,6 +27,8 @@ from train.run.goodput import Report, goodput, read_reports
 SILENT_S = 10.0
 # A supervisor starts a lost rank again within a second: a run that has ended for so long stays so, for --watch
 ENDED_S = 10.0
+TAIL = 2**20  # bytes of the metrics that are looked at: a line of a thousand ranks has a tenth of that
+STEP_TIME = re.compile(r"ranks/(\w+)_s/(\d+)")  # a name in the metrics
 
 
 def status(context: Context, options: StatusOptions) -> Iterator[str]:
@@ -112,7 +116,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
         "unit": newest.unit if newest else "", "per_s": newest.per_s if newest else None,
         "remaining_s": live.remaining_s if live and state == "running" else None,
         "age_s": round(now - live.began, 1) if live else None, "metrics": newest.metrics if newest else {},
-        "ranks": _ranks(summary, live), "restarts": [_end(run_dir, report) for report in earlier],
+        "ranks": _ranks(summary, live, _step_times(run_dir)), "restarts": [_end(run_dir, report) for report in earlier],
         "goodput": goodput(reports) if any(report.total_steps for report in reports) else None,
     }
 
@@ -124,13 +128,32 @@ def _modified(path: Path) -> float:
         return 0.0
 
 
-def _ranks(summary: dict[str, Any], live: Report | None) -> list[dict[str, Any]]:
-    """Each rank that is known: how it ended, or where it stood when rank 0 last heard of it."""
+def _ranks(
+    summary: dict[str, Any], live: Report | None, times: dict[int, dict[str, float]]
+) -> list[dict[str, Any]]:
+    """Each rank that is known: how it ended, or where it stood when rank 0 last heard of it. `times`: of a step."""
+    signs = {sign["rank"]: {**sign, "of_a_step_s": times.get(sign["rank"], {})} for sign in live.ranks} if live else {}
     ends = {end["rank"]: end for end in summary.get("ranks", {}).values()}
-    if live is None or ends:
-        signs = {sign["rank"]: sign for sign in live.ranks} if live else {}
-        return [{**signs.get(rank, {}), **ends[rank]} for rank in sorted(ends)]
-    return live.ranks
+    return [{**signs.get(rank, {}), **ends.get(rank, {})} for rank in sorted(ends or signs)]
+
+
+def _step_times(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Seconds of a step by rank and part (data, compute, waiting), as the metrics last had them."""
+    try:
+        with (run_dir / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        found: dict[int, dict[str, float]] = {}
+        with contextlib.suppress(ValueError):  # a line that was cut, or is being written
+            for name, value in json.loads(line).items():
+                if (match := STEP_TIME.fullmatch(name)) and value is not None:
+                    found.setdefault(int(match[2]), {})[match[1]] = value
+        if found:
+            return found
+    return {}
 
 
 def _end(run_dir: Path, report: Report) -> dict[str, Any]:

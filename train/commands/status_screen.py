@@ -29,7 +29,7 @@ def screen(run: dict[str, Any], *, now: float) -> str:
         rows["goodput"] = one_line(run["goodput"])
     lines = [f"{name:<8} {value}" for name, value in rows.items()]
     if run["ranks"]:
-        table = [("rank", "host", "step", "phase", "last sign of life"), *_rank_rows(run, now)]
+        table = [("rank", "host", "step", "phase", "of a step", "last sign of life"), *_rank_rows(run, now)]
         lines += ["", *_aligned(table)]
     if run["restarts"]:
         lines += ["", *_restart_lines(run["restarts"])]
@@ -93,8 +93,16 @@ def _rank_rows(run: dict[str, Any], now: float) -> list[tuple[str, ...]]:
         # Of several, the one that was heard of longest ago stands for all
         oldest = min(alike, key=lambda rank: float(rank.get("seen", now)))
         numbers, steps = ([rank[name] for rank in alike] for name in ("rank", "step"))
-        rows.append((_span(numbers), oldest["host"], _span(steps), *_rank_words(oldest, now)))
+        phase, sign = _rank_words(oldest, now)
+        rows.append((_span(numbers), oldest["host"], _span(steps), phase, _parts(alike), sign))
     return rows
+
+
+def _parts(ranks: list[dict[str, Any]]) -> str:
+    """What takes how long of a step; of several ranks, the mean."""
+    known = [parts for rank in ranks if (parts := rank.get("of_a_step_s"))]
+    means = {name: sum(parts[name] for parts in known) / len(known) for name in known[0]} if known else {}
+    return ", ".join(f"{name} {1000 * mean:.3g} ms" for name, mean in means.items())
 
 
 def _span(numbers: list[int]) -> str:
@@ -128,5 +136,8 @@ def _restart_lines(restarts: list[dict[str, Any]]) -> list[str]:
 
 
 def _aligned(table: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    """The lines of a table, without the columns that have nothing below their title."""
+    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    rows = zip(*columns, strict=True)
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
