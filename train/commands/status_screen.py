@@ -117,7 +117,7 @@ def _rank_words(rank: dict[str, Any], now: float) -> tuple[str, str]:
     silent_s = now - rank["seen"]
     phase = rank["phase"] + (", waits for others" if rank["waiting"] else "")
     if rank["for_s"] > LONG_S:
-        phase += f", for {duration(rank['for_s'])}"
+        phase += f", for {duration(rank['for_s'])}" + (f": {rank['place']}" if rank.get("place") else "")
     if silent_s > SILENT_S:
         return phase, f"none for {duration(silent_s)}"
     return phase, "now" if silent_s < NOW_S else f"{duration(silent_s)} ago"

@@ -102,8 +102,8 @@ class Watchdog:
         """Where each rank stood when this one last heard of it, in the order of the ranks.
 
         Keys: rank, host, phase, step, waiting, for_s, which is how long it had been there, place, in the program, and
-        seen, in seconds of `time.time()`. Rank 0 knows all ranks from their first beat on, others only themselves. Callable from any
-        thread; asks nobody.
+        seen, in seconds of `time.time()`. Rank 0 knows all ranks from their first beat on, others only themselves.
+        Callable from any thread; asks nobody.
         """
         signs = self._signs | {self.rank: {**self._sign(), "rank": self.rank, "seen": time.time()}}
         return [signs[rank] for rank in sorted(signs)]
