@@ -30,7 +30,7 @@ TOP_LEVEL = {
 # Flags and words with an underscore that belong to others
 FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank",
                  "--use-env", "--bind-to", "--allow-run-as-root", "--oversubscribe", "--version", "--gloo", "--mpi",
-                 "--separator", "--prefix", "--timestamps"}
+                 "--separator", "--prefix", "--timestamps", "--overlap", "--jobid"}
 FOREIGN_WORDS = {"weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv"}
 # What torch says, not we
 TORCH_SAYS = re.compile(
