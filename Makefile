@@ -49,7 +49,6 @@ compare: $(READY) ; $(RUN)python -m train.main compare $(ARGS) ## Methods and la
 doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Is this machine fit to train? (ARGS: settings)
 throughput: $(READY) ; $(RUN)python tests/bench/throughput.py $(ARGS) ## Measure images/s, start, save and load here
 race: $(READY) ## Race the tutorial's loop, Accelerate, Lightning and a loop tuned by hand (ARGS: --repeats 3)
-	@$(RUN)python -c 'import accelerate, lightning' 2> /dev/null || $(RUN)pip install -r docker/requirements-race.lock
 	$(RUN)python tests/bench/race.py $(ARGS)
 
 k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it (OVERLAY=gpu): k8s/README.md
@@ -62,7 +61,7 @@ clean: ## Remove .venv and caches; runs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.ready: docker/requirements.lock docker/requirements-test.lock docker/requirements-text.lock pyproject.toml
+$(VENV)/.ready: $(addprefix docker/requirements,.lock -test.lock -text.lock -trainers.lock) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed, $(PYTHON) is not. Name one: make venv PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \

@@ -1,6 +1,6 @@
 """`make race`: the entrants that need torch alone run, train the same, and the table says who was how fast.
 
-Accelerate and Lightning are not installed here; their scripts are in tests/bench/racers/ beside the others.
+Accelerate's and Lightning's laps would take as long again. Their scripts are in tests/bench/racers/ beside the others.
 """
 
 import json
