@@ -1,0 +1,94 @@
+"""Somebody's scripts, unchanged, under `run`: the weights that PyTorch's own launcher leads to.
+
+The scripts are in tests/rigs/foreign/. In containers and on Slurm: tests/launchers/. Failures: test_run_ranks.py.
+"""
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.rigs.containers import rank_of
+from tests.rigs.foreign_scripts import FOLDER, SCRIPTS, WARN, Script, by_hand, by_pytorch, ddp_tcp, result_of
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import MAIN, Job, ended, free_port, rank_env, start
+
+EACH = [
+    pytest.param(script, id=script.name, marks=pytest.mark.skipif(bool(script.why_not), reason=script.why_not))
+    for script in SCRIPTS.values()
+]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script], str]:
+    """What a script comes to in two processes of PyTorch's own launcher. Each is started once."""
+    known: dict[str, str] = {}
+
+    def of(script: Script) -> str:
+        if script.name not in known:
+            words = script.words(tmp_path_factory.mktemp(script.name))
+            known[script.name] = by_pytorch(words, launcher=script.launcher)
+        return known[script.name]
+
+    return of
+
+
+def test_foreign_scripts_are_all_in_the_table() -> None:
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*SCRIPTS, "ddp_tcp"}
+
+
+@pytest.mark.parametrize("script", EACH)
+def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
+    script: Script, expected: Callable[[Script], str], forks: Forks, tmp_path: Path
+) -> None:
+    line = ("launch", "--command", "run", "--nproc", "2", "--run-dir", tmp_path, *script.words(tmp_path / "own"))
+    codes, output = forks.run(*line, env=WARN)
+    assert codes == [0], output
+    assert result_of(output) == expected(script)
+
+
+@pytest.mark.parametrize("script", EACH)
+def test_foreign_script_under_torchrun_comes_to_the_same_weights_with_run_and_without(
+    script: Script, expected: Callable[[Script], str], tmp_path: Path
+) -> None:
+    words = [MAIN, "run", "--run-dir", tmp_path, *script.words(tmp_path / "own")]
+    assert by_pytorch(words, launcher=script.launcher) == expected(script)
+
+
+@pytest.mark.parametrize("script", EACH)
+def test_foreign_script_runs_alone(script: Script, forks: Forks, tmp_path: Path) -> None:
+    """As a group of one, where `python SCRIPT` would miss the variables of a launcher too."""
+    words = script.words(tmp_path / "own", script.alone)
+    codes, output = forks.run("run", "--run-dir", tmp_path, *words, env=WARN)
+    assert codes == [0], output
+    spawned = "--multiprocessing-distributed" in words  # two workers, by the script itself
+    assert result_of(output).startswith(f"world size {2 if spawned else 1},")
+
+
+def test_foreign_script_that_takes_all_by_arguments_meets_on_the_masters_port(tmp_path: Path) -> None:
+    """The port on which its ranks have joined under `run`."""
+    job, port = Job(), free_port()
+    for rank, words in enumerate(ddp_tcp(port)):
+        env = {**WARN, **rank_env(rank, 2, port)}
+        start(sys.executable, MAIN, "run", "--run-dir", tmp_path, *words, env=env, job=job)
+    with ended(job):
+        assert job.wait() == [0, 0], job.output
+    assert result_of(job.output) == by_hand(*ddp_tcp(free_port()))
+
+
+def test_foreign_script_goes_on_from_its_own_checkpoint_after_a_killed_rank(
+    expected: Callable[[Script], str], forks: Forks, tmp_path: Path
+) -> None:
+    script, own = SCRIPTS["dcp_checkpoints"], tmp_path / "own"
+    line = ("launch", "--command", "run", "--nproc", "2", "--run-dir", tmp_path, *script.words(own))
+    with forks.running(*line, "--seconds-per-step", "0.3", env=WARN) as job:
+        job.wait_until((own / "step-000004" / ".metadata").exists, "the first checkpoint")
+        family = psutil.Process(job.processes[0].pid).children(recursive=True)
+        (victim,) = [process for process in family if rank_of(process) == 1]
+        victim.send_signal(signal.SIGKILL)
+        assert job.wait() == [0], job.output
+    assert "rank 0 goes on from step-" in job.output
+    assert result_of(job.output) == expected(script)

@@ -1,0 +1,104 @@
+"""Somebody's scripts for tests, in tests/rigs/foreign/: how each is started, and the line that it prints at its end."""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from tests.rigs.jobs import ROOT, Job, ended, free_port, start
+
+FOLDER = ROOT / "tests" / "rigs" / "foreign"
+# Libraries and launchers give warnings of their own
+WARN = {"PYTHONWARNINGS": "default"}
+RESULT = re.compile(r"Result: (world size \d+, weights [0-9a-f]{16})")
+
+
+@dataclass(frozen=True)
+class Script:
+    """One script. `arguments`: for two processes on one node; {folder} is a new one, {url} an address on this machine.
+
+    `alone`: the arguments for a single process that nobody has launched, if it can be one. `package`: beside torch.
+    `launcher`: PyTorch's own one, for which the script was written.
+    """
+
+    name: str
+    arguments: str = ""
+    alone: str | None = ""
+    package: str = ""
+    launcher: str = "run"
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"{self.name}.py"
+
+    def words(self, folder: Path, arguments: str | None = None) -> list[str]:
+        text = self.arguments if arguments is None else arguments
+        url = f"tcp://127.0.0.1:{free_port()}"
+        return [str(self.path), *(word.format(folder=folder, url=url) for word in text.split())]
+
+    @property
+    def why_not(self) -> str:
+        """Why it can't run here, or ""."""
+        missing = self.package and find_spec(self.package) is None
+        return f"no {self.package} here: make venv installs it" if missing else ""
+
+
+SCRIPTS = {
+    script.name: script
+    for script in (
+        Script("ddp_env"),
+        Script("ddp_local_rank", launcher="launch"),
+        Script(
+            "imagenet", "--dist-url env://", "--multiprocessing-distributed --rank 0 --world-size 1 --dist-url {url}",
+        ),
+        # The Trainer is built on Accelerate
+        Script("bert_trainer", "--output-dir {folder}", "--output-dir {folder}", package="accelerate"),
+        Script("lightning_digits", "--devices 2", package="lightning"),
+        Script("accelerate_loop", package="accelerate"),
+        Script("dcp_checkpoints", "--checkpoint-dir {folder}", "--checkpoint-dir {folder}"),
+    )
+}
+
+
+def result_of(output: str) -> str:
+    """What a script printed of its end: the world size and a digest of the weights. It prints that once."""
+    found = RESULT.findall(output)
+    assert len(found) == 1, output
+    return str(found[0])
+
+
+def by_pytorch(words: Sequence[str | Path], *, launcher: str = "run", nproc: int = 2) -> str:
+    """The result under PyTorch's own launcher: run is torchrun."""
+    port = f"--master-port={free_port()}"
+    command = ["-m", f"torch.distributed.{launcher}", f"--nproc-per-node={nproc}", port, *words]
+    return _at_its_end(start(sys.executable, *command, env=WARN))
+
+
+def ddp_tcp(port: int) -> list[list[str]]:
+    """The script that is given everything by arguments: the words of each of its two processes."""
+    words = [str(FOLDER / "ddp_tcp.py"), "--dist-url", f"tcp://127.0.0.1:{port}", "--world-size", "2"]
+    return [[*words, "--rank", str(rank)] for rank in range(2)]
+
+
+def imagenet_on_two_nodes() -> str:
+    """The result of the example's script, started as its README starts two nodes."""
+    words = [str(FOLDER / "imagenet.py"), "--multiprocessing-distributed", "--world-size", "2"]
+    url = f"tcp://127.0.0.1:{free_port()}"
+    return by_hand(*([*words, "--dist-url", url, "--rank", str(node)] for node in range(2)))
+
+
+def by_hand(*lines: Sequence[str]) -> str:
+    """The result of processes that are each started with words of their own, without any launcher."""
+    job = Job()
+    for words in lines:
+        start(sys.executable, *words, env=WARN, job=job)
+    return _at_its_end(job)
+
+
+def _at_its_end(job: Job) -> str:
+    with ended(job):
+        codes = job.wait()
+    assert set(codes) == {0}, job.output
+    return result_of(job.output)
