@@ -12,7 +12,17 @@ import psutil
 import pytest
 
 from tests.rigs.containers import rank_of
-from tests.rigs.foreign_scripts import FOLDER, SCRIPTS, WARN, Script, by_hand, by_pytorch, ddp_tcp, result_of
+from tests.rigs.foreign_scripts import (
+    FOLDER,
+    SCRIPTS,
+    WARN,
+    Script,
+    again_if_aborted,
+    by_hand,
+    by_pytorch,
+    ddp_tcp,
+    result_of,
+)
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, Job, ended, free_port, rank_env, start
 
@@ -41,6 +51,7 @@ def test_foreign_scripts_are_all_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("script", EACH)
+@again_if_aborted
 def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
     script: Script, expected: Callable[[Script], str], forks: Forks, tmp_path: Path
 ) -> None:
@@ -51,6 +62,7 @@ def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
 
 
 @pytest.mark.parametrize("script", EACH)
+@again_if_aborted
 def test_foreign_script_under_torchrun_comes_to_the_same_weights_with_run_and_without(
     script: Script, expected: Callable[[Script], str], tmp_path: Path
 ) -> None:
@@ -59,6 +71,7 @@ def test_foreign_script_under_torchrun_comes_to_the_same_weights_with_run_and_wi
 
 
 @pytest.mark.parametrize("script", EACH)
+@again_if_aborted
 def test_foreign_script_runs_alone(script: Script, forks: Forks, tmp_path: Path) -> None:
     """As a group of one, where `python SCRIPT` would miss the variables of a launcher too."""
     words = script.words(tmp_path / "own", script.alone)
@@ -68,6 +81,7 @@ def test_foreign_script_runs_alone(script: Script, forks: Forks, tmp_path: Path)
     assert result_of(output).startswith(f"world size {2 if spawned else 1},")
 
 
+@again_if_aborted
 def test_foreign_script_that_takes_all_by_arguments_meets_on_the_masters_port(tmp_path: Path) -> None:
     """The port on which its ranks have joined under `run`."""
     job, port = Job(), free_port()
@@ -79,6 +93,7 @@ def test_foreign_script_that_takes_all_by_arguments_meets_on_the_masters_port(tm
     assert result_of(job.output) == by_hand(*ddp_tcp(free_port()))
 
 
+@again_if_aborted
 def test_foreign_script_goes_on_from_its_own_checkpoint_after_a_killed_rank(
     expected: Callable[[Script], str], forks: Forks, tmp_path: Path
 ) -> None:

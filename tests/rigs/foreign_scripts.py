@@ -1,17 +1,22 @@
 """Somebody's scripts for tests, in tests/rigs/foreign/: how each is started, and the line that it prints at its end."""
 
+import functools
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from tests.rigs.jobs import ROOT, Job, ended, free_port, start
 
 FOLDER = ROOT / "tests" / "rigs" / "foreign"
 # Libraries and launchers give warnings of their own
 WARN = {"PYTHONWARNINGS": "default"}
+# torch 2.14: about one process in twenty with a group of gloo's aborts so at its very end on a busy machine, after
+# destroy_process_group too, and under torchrun alone as well. That is neither the script's fault nor that of `run`
+ABORTED = "terminate called without an active exception"
 RESULT = re.compile(r"Result: (world size \d+, weights [0-9a-f]{16})")
 
 
@@ -62,10 +67,29 @@ SCRIPTS = {
 }
 
 
+def again_if_aborted(test: Callable[..., None]) -> Callable[..., None]:
+    """The test, up to three times where it fails by ABORTED."""
+
+    @functools.wraps(test)
+    def repeated(*arguments: Any, **named: Any) -> None:
+        for _ in range(2):
+            try:
+                return test(*arguments, **named)
+            except AssertionError as error:
+                if ABORTED not in str(error):
+                    raise
+        return test(*arguments, **named)
+
+    return repeated
+
+
 def result_of(output: str) -> str:
-    """What a script printed of its end: the world size and a digest of the weights. It prints that once."""
+    """What a script printed of its end: the world size and a digest of the weights. One rank prints it, once.
+
+    Where a script was started again after ABORTED, each start has to come to the same.
+    """
     found = RESULT.findall(output)
-    assert len(found) == 1, output
+    assert len(found) == 1 or (ABORTED in output and len(set(found)) == 1), output
     return str(found[0])
 
 
