@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -98,9 +98,11 @@ def test_signal_to_a_whole_job_that_is_well_changes_nothing(forks: Forks, tmp_pa
 
 
 @contextmanager
-def launched(run: Path, env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
+def launched(
+    run: Path, words: Sequence[str], env: dict[str, str]
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
     """`launch` with three ranks, and what it has printed so far."""
-    words = [sys.executable, MAIN, "launch", "--nproc", str(WORLD), *settings(run)]
+    words = [sys.executable, str(MAIN), "launch", "--nproc", str(WORLD), *words]
     file = run.parent / "output"
     with file.open("w") as output:
         process = subprocess.Popen(words, env=environment(env), cwd=ROOT, stdout=output, stderr=output)
@@ -117,7 +119,7 @@ def test_launcher_passes_a_request_on_that_comes_as_a_signal_or_as_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, arrived = tmp_path / "run", tmp_path / "arrived"
-    with launched(run, probe("data", arrived, sleep_s=1000)) as (process, output):
+    with launched(run, settings(run), probe("data", arrived, sleep_s=1000)) as (process, output):
         until(lambda: arrived.exists() or process.poll() is not None, "hang")
         time.sleep(1)
         process.send_signal(signal.SIGUSR2)
@@ -134,6 +136,40 @@ def test_launcher_passes_a_request_on_that_comes_as_a_signal_or_as_a_file(
         assert re.search(AGREEMENT, said), said
         assert "rank 1 worker 0: faulting_workload.py" in said
         assert re.search(AGREEMENT, output()[len(before) :]), output()
+        assert process.poll() is None
+
+
+SCRIPT = """
+import os, pathlib, signal, sys, time
+import torch.distributed as dist
+
+assert "train" not in sys.modules, "a script of that name imports itself"
+signal.signal(signal.SIGUSR2, lambda *_: os._exit(3))  # its own: a batch system's warning, say
+assert "RANKUP_STACKS" not in os.environ
+assert os.environ["PYTHONPATH"] == os.environ["PATH_BEFORE"]
+dist.init_process_group("gloo")
+def hang():
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(1000)
+if dist.get_rank() == 1:
+    hang()
+dist.barrier()
+"""
+
+
+def test_script_of_the_users_shows_its_stacks_too(tmp_path: Path) -> None:
+    run, arrived, script = tmp_path / "run", tmp_path / "arrived", tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    words = ["--command", "run", f"--run-dir={tmp_path}", "--name=run", str(script), str(arrived)]
+    with launched(run, words, {"PATH_BEFORE": environment()["PYTHONPATH"]}) as (process, output):
+        until(lambda: arrived.exists() or process.poll() is not None, "hang")
+        time.sleep(1)
+        said = shown(run)
+        assert re.search(r"^ranks 0, 2: barrier \(train\.py:\d+ <module>\)$", said, re.MULTILINE), said + output()
+        assert re.search(r"^rank 1: train\.py:\d+ hang$", said, re.MULTILINE), said
+        process.send_signal(signal.SIGUSR2)
+        until(lambda: f"are in {run / 'stacks'}" in output(), f"answer to the signal:\n{output()}")
+        assert "rank 1: train.py" in output()
         assert process.poll() is None
 
 

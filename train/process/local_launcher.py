@@ -66,7 +66,7 @@ def _supervisor(
     job: str, start_method: str, left_out: str = "",
 ) -> Supervisor:
     """`left_out`: an option that means something else for a rank."""
-    folder = "" if options.command == "train" else options.command
+    folder = "" if options.command in ("train", "run") else options.command
     ranks = range(first_rank, first_rank + len(environments))
     watch = StackWatch(context.in_folder(folder).run_dir, ranks, context.log)
     if hasattr(signal, "SIGUSR2"):

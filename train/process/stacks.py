@@ -116,7 +116,7 @@ def script_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> 
     """
     path = run_dir / FOLDER / f"rank-{rank}.txt"
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / "nccl").mkdir(parents=True, exist_ok=True)  # torch makes no folder for its recorder's files
     own = [environ["PYTHONPATH"]] if "PYTHONPATH" in environ else []
     site = Path(__file__).with_name("script_site")
     return {"RANKUP_STACKS": str(path.resolve()), "PYTHONPATH": os.pathsep.join([str(site), *own])}

@@ -24,6 +24,7 @@ from train.group.group import Group, on_rank0
 from train.group.join import LOST, join
 from train.group.store import wait_for
 from train.group.watchdog import SCRIPT
+from train.process import flight_recorder, stacks
 from train.process.addresses import free_port
 from train.process.context import Context
 from train.process.limits import explain_sigkill, oom_kills
@@ -97,10 +98,12 @@ def _owned(context: Context, group: Group) -> Iterator[None]:
 def _environment(context: Context, group: Group, place: Place) -> dict[str, str]:
     error_file = context.run_dir / "status" / group.attempt / f"error-rank-{group.rank}.json"
     error_file.parent.mkdir(parents=True, exist_ok=True)
-    return script_environment(
+    env = script_environment(
         os.environ, context.launch, place, port=context.launch.master_port or free_port(),
         run_id=job_of(group.attempt), error_file=error_file,
     )
+    env |= flight_recorder.environment(context.run_dir, env)
+    return env | stacks.script_environment(context.run_dir, group.rank, env)
 
 
 def _start(
@@ -113,6 +116,7 @@ def _start(
     # Our supervisor starts a rank in a session of its own
     own_session = not context.launch.numbers_attempts
     script = Script(words, env=env, folder=folder, own_session=own_session, log=group.log)
+    stacks.announce_script(context.run_dir, context.launch, script.pid)
     group.watch.protect(script, timeout_s=END_S + 2 * DRAIN_S)
     group.watch.enter(SCRIPT, 0)  # nobody but the script knows how long it takes
     group.watch.wait_for_others(True)  # a peer's end is ours: this rank does nothing that would notice it
