@@ -1,0 +1,70 @@
+"""Somebody's scripts, unchanged, by COMMAND=run sbatch on a real Slurm of two nodes: the weights of a start by hand."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.containers import wait_for
+from tests.rigs.foreign_scripts import FOLDER, SCRIPTS, again_if_aborted, by_pytorch, imagenet_on_two_nodes, result_of
+from tests.rigs.slurm_cluster import Cluster, SlurmJob
+
+pytestmark = pytest.mark.timeout(1200)
+# Of one process on each of two nodes, where that differs from two processes on one
+ON_TWO_NODES = {"lightning_digits": "--num-nodes 2"}
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(cluster: Cluster) -> Iterator[None]:
+    """After any end nothing is left running on any node."""
+    cluster.idle()
+    yield
+    cluster.idle()
+
+
+def submit(cluster: Cluster, folder: Path, line: str, **env: str) -> SlurmJob:
+    return cluster.submit(folder, f"--run-dir runs --name job {line}", COMMAND="run", **env)
+
+
+@pytest.mark.parametrize("launcher", ["tasks", "torchrun"])
+@again_if_aborted
+def test_slurm_runs_the_imagenet_script_on_two_nodes(launcher: str, cluster: Cluster, tmp_path: Path) -> None:
+    line = f"{FOLDER}/imagenet.py --multiprocessing-distributed --dist-url env://"
+    job = submit(cluster, tmp_path, line, LAUNCHER=launcher)
+    assert job.wait() == "COMPLETED", job.log()
+    assert result_of(job.output) == imagenet_on_two_nodes()
+
+
+@pytest.mark.parametrize("name", ["bert_trainer", "lightning_digits", "accelerate_loop"])
+@again_if_aborted
+def test_slurm_runs_the_scripts_of_trainers(name: str, cluster: Cluster, tmp_path: Path) -> None:
+    """They look for Slurm's variables themselves, and must not take the job for one of theirs."""
+    script = SCRIPTS[name]
+    if script.why_not:
+        pytest.skip(script.why_not)
+    words = script.words(tmp_path / "own", ON_TWO_NODES.get(name))
+    job = submit(cluster, tmp_path, " ".join(words))
+    assert job.wait() == "COMPLETED", job.log()
+    assert result_of(job.output) == by_pytorch(script.words(tmp_path / "here"))
+
+
+@again_if_aborted
+def test_slurm_restarts_a_killed_rank_and_the_script_goes_on_from_its_own_checkpoint(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    script, own = SCRIPTS["dcp_checkpoints"], tmp_path / "own"
+    job = submit(cluster, tmp_path, " ".join([*script.words(own), "--seconds-per-step", "0.3"]))
+    wait_for("the first checkpoint", (own / "step-000004" / ".metadata").exists, log=job.log)
+    job.kill_rank("node1")
+    assert job.wait() == "COMPLETED", job.log()
+    assert "rank 1 goes on from step-" in job.output
+    assert result_of(job.output) == by_pytorch(script.words(tmp_path / "here"))
+
+
+def test_slurm_job_fails_with_the_code_of_a_script_that_fails(cluster: Cluster, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("import torch.distributed as dist\ndist.init_process_group('gloo'\n")
+    job = submit(cluster, tmp_path, str(broken))
+    assert job.wait() == "FAILED", job.log()
+    assert job.code() == 1
+    assert "SyntaxError" in job.output
