@@ -48,24 +48,28 @@ def test_launch_gives_the_script_its_port_and_keeps_a_log_of_each_rank(tmp_path:
     assert (status["state"], [end["code"] for end in status["ranks"].values()]) == ("finished", [0, 0])
 
 
-def test_torchrun_and_launch_set_the_same_variables(tmp_path: Path) -> None:
-    script = write(tmp_path, FACTS)
+def torchrun(folder: Path, script: Path) -> Job:
+    """One node of torchrun with fresh scripts."""
     command = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
     env = {"PYTHONWARNINGS": ""}  # torchrun itself may warn
-    with ended(start(sys.executable, *command, MAIN, "run", f"--run-dir={tmp_path}/runs", script, env=env)) as job:
+    return start(sys.executable, *command, MAIN, "run", f"--run-dir={folder}/runs", script, env=env)
+
+
+def test_script_under_torchrun_keeps_its_variables_and_meets_in_the_agents_store(tmp_path: Path) -> None:
+    with ended(torchrun(tmp_path, write(tmp_path, DDP + "dist.destroy_process_group()\n" + FACTS))) as job:
         assert job.wait() == [0], job.output
+    assert job.output.count("sum 2") == 2
     for seen in facts(job.output):
         assert seen["env"].keys() >= TORCHRUN_SETS
         assert seen["env"]["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
-def test_script_under_torchrun_meets_in_the_agents_store(tmp_path: Path) -> None:
-    script = write(tmp_path, DDP + "dist.destroy_process_group()\n")
-    command = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
-    env = {"PYTHONWARNINGS": ""}
-    with ended(start(sys.executable, *command, MAIN, "run", f"--run-dir={tmp_path}/runs", script, env=env)) as job:
-        assert job.wait() == [0], job.output
-    assert job.output.count("sum 2") == 2
+def test_torchruns_summary_says_how_the_script_failed(tmp_path: Path) -> None:
+    script = write(tmp_path, DDP + "if dist.get_rank() == 1: raise ValueError('boom')" + HANGS)
+    with ended(torchrun(tmp_path, script)) as job:
+        assert job.wait() == [1], job.output
+    _, _, summary = job.output.partition("Root Cause")
+    assert "job.py failed: ValueError: boom" in summary, job.output
 
 
 def test_rank_that_never_comes_is_named(forks: Forks, tmp_path: Path) -> None:
@@ -152,6 +156,22 @@ def test_code_that_the_user_names_is_tried_again(forks: Forks, tmp_path: Path) -
     codes, output = forks.run(*words)
     assert codes == [0], output
     assert "ended with 75, started again" in output
+
+
+def test_status_knows_the_run_while_the_script_runs(forks: Forks, tmp_path: Path) -> None:
+    script = write(tmp_path, "import time; print('ready', flush=True); time.sleep(600)")
+    with forks.running("run", f"--run-dir={tmp_path}/runs", script, world_size=2) as job:
+        job.wait_for("ready", count=2)
+
+        def phases() -> set[str]:
+            _, text = forks.run("status", "job", "--json", f"--run-dir={tmp_path}/runs")
+            ranks = json.loads(text)["ranks"]
+            return {rank["phase"] for rank in ranks} if len(ranks) == 2 else set()
+
+        job.wait_until(lambda: phases() == {"script"}, "both ranks in the phase of the script")
+        for process in job.processes:
+            process.signal("SIGTERM")
+        assert job.wait() == [143, 143], job.output
 
 
 def test_rank_that_has_finished_waits_for_the_others(forks: Forks, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from train.process.script_env import Place, places, script_environment
 from train.process.status import job_of, read_json
 from train.process.status_file import StatusFile
 from train.run.lease import Lease
+from train.run.reporter import Reporter
 
 KILLED = 128 + signal.SIGKILL
 LOOK_S = 0.1  # between two looks at the script and at the signals
@@ -56,6 +57,7 @@ def run(context: Context, options: RunOptions) -> None:
     with (
         join(config, context.launch, log=context.log, stop=context.stop, status=status, script=same) as group,
         _owned(context, group),
+        Reporter(group, run=job_of(group.attempt)),
     ):
         if program.missing:  # on all nodes, or they would have differed
             raise ConfigError(f"SCRIPT must be a file, got {program.file}: there is none on any node.")
