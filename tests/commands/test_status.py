@@ -175,7 +175,30 @@ def test_status_of_a_run_that_reports_no_steps(tmp_path: Path) -> None:
                                   End(1, "node1", "failed", 1, "KeyError: 'x'", 0)])
     text = screen(look(tmp_path / "own", now=now + 65), now=now + 65)
     assert "state    failed with exit code 1, 1 min 5 s ago: KeyError: 'x'\n" in text
-    assert re.search(r"^1 +node1 +0 +failed with exit code 1$", text, re.MULTILINE)
+    assert re.search(r"^1 +node1 +failed with exit code 1$", text, re.MULTILINE)
+
+
+def test_status_of_somebody_elses_script_while_it_runs(tmp_path: Path) -> None:
+    script, go = tmp_path / "job.py", tmp_path / "go"
+    script.write_text(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)\n")
+    command = (sys.executable, MAIN, "launch", "--nproc", "2", "--command", "run", "--run-dir", tmp_path, "--name",
+               "own", script)
+    with ended(start(*command)) as job:
+        found = wait_for(lambda: (run := read_own(tmp_path)) and len(run["ranks"]) == 2 and run)
+        assert (found["state"], found["total_steps"], found["goodput"]) == ("running", None, None)
+        assert {rank["phase"] for rank in found["ranks"]} == {"script"}
+        text = status(tmp_path / "own").stdout
+        assert re.search(r"^state +running$", text, re.MULTILINE)
+        assert re.search(r"^1 +\S+ +script +now$", text, re.MULTILINE)
+        go.touch()
+        assert job.wait() == [0], job.output
+    assert as_json("own", "--run-dir", tmp_path)["state"] == "finished"
+
+
+def read_own(folder: Path) -> Any:
+    """Of its ranks, once all are in the script."""
+    found = as_json("own", "--run-dir", folder) if (folder / "own" / "status.json").exists() else {}
+    return found if {rank.get("phase") for rank in found.get("ranks", [])} == {"script"} else None
 
 
 def test_status_of_all_runs_is_a_line_each_and_the_newest_first(tmp_path: Path) -> None:

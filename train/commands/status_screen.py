@@ -9,6 +9,7 @@ from train.run.goodput import duration, one_line
 NOW_S = 5.0  # younger signs of life are "now": they come every two seconds
 SILENT_S = 10.0  # of a rank, whose signs of life rank 0 notes every two seconds
 LONG_S = 10.0  # in one step, or in a phase without steps: worth a word
+SCRIPT = "script"  # `train.group.watchdog.SCRIPT`, which imports torch
 MOST_ROWS = 16  # of ranks; with more of them those that stand alike share a row
 MOST_RESTARTS = 5
 CLOCK = "%Y-%m-%d %H:%M:%S"
@@ -17,7 +18,7 @@ CLOCK = "%Y-%m-%d %H:%M:%S"
 def screen(run: dict[str, Any], *, now: float) -> str:
     """One run. `run`: of `status.look`, `now`: the time it was made with."""
     rows = {"run": run["folder"], "state": _state(run)}
-    if run["step"] is not None:
+    if run["total_steps"]:
         rows["step"] = _steps(run)
     if run["attempt"]:
         number = f"{len(run['restarts']) + 1}: " if run["restarts"] else ""
@@ -42,10 +43,10 @@ def overview(runs: list[dict[str, Any]], *, where: str) -> str:
         return f"no runs in {where}\n"
     table: list[tuple[str, ...]] = [("run", "state", "step", "speed", "left", "restarts", "goodput")]
     for run in runs:
-        known = run["step"] is not None
+        steps = f"{run['step']}/{run['total_steps']}" if run["total_steps"] else ""
         left = duration(run["remaining_s"]) if run["remaining_s"] is not None else ""
         table.append((
-            run["run"], _state(run, short=True), f"{run['step']}/{run['total_steps'] or '?'}" if known else "",
+            run["run"], _state(run, short=True), steps,
             f"{run['per_s']:,.0f} {run['unit']}/s" if run["per_s"] else "", left if not run["silent"] else "",
             str(len(run["restarts"]) or ""), f"{run['goodput']['share']:.0%}" if run["goodput"] else "",
         ))
@@ -68,8 +69,6 @@ def _state(run: dict[str, Any], *, short: bool = False) -> str:
 
 def _steps(run: dict[str, Any]) -> str:
     step, total = run["step"], run["total_steps"]
-    if not total:
-        return f"{step}, the rest is not known yet"
     text = f"{step:,} of {total:,} ({step / total:.0%})"
     if run["per_s"]:
         text += f", {run['per_s']:,.0f} {run['unit']}/s"
@@ -94,7 +93,8 @@ def _rank_rows(run: dict[str, Any], now: float) -> list[tuple[str, ...]]:
         oldest = min(alike, key=lambda rank: float(rank.get("seen", now)))
         numbers, steps = ([rank[name] for rank in alike] for name in ("rank", "step"))
         phase, sign = _rank_words(oldest, now)
-        rows.append((_span(numbers), oldest["host"], _span(steps), phase, _parts(alike), sign))
+        shown = _span(steps) if run["total_steps"] else ""  # a script of the user's own says nothing of its steps
+        rows.append((_span(numbers), oldest["host"], shown, phase, _parts(alike), sign))
     return rows
 
 
@@ -115,9 +115,11 @@ def _rank_words(rank: dict[str, Any], now: float) -> tuple[str, str]:
     if "state" in rank:
         return rank["state"] + (f" with exit code {rank['code']}" if rank["code"] else ""), ""
     silent_s = now - rank["seen"]
-    phase = rank["phase"] + (", waits for others" if rank["waiting"] else "")
+    own = rank["phase"] == SCRIPT  # the rank's process only waits for the user's, so its place says nothing
+    phase = rank["phase"] + (", waits for others" if rank["waiting"] and not own else "")
     if rank["for_s"] > LONG_S:
-        phase += f", for {duration(rank['for_s'])}" + (f": {rank['place']}" if rank.get("place") else "")
+        place = f": {rank['place']}" if rank.get("place") and not own else ""
+        phase += f", for {duration(rank['for_s'])}{place}"
     if silent_s > SILENT_S:
         return phase, f"none for {duration(silent_s)}"
     return phase, "now" if silent_s < NOW_S else f"{duration(silent_s)} ago"

@@ -10,14 +10,16 @@ import os
 import secrets
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from train.group.group import Group
 from train.process.launchers.platform_status import PlatformStatus
 from train.process.phase_clock import process_began
 from train.run.goodput import KIND_OF_PHASE, REPORT_S, Report, goodput, read_reports
-from train.run.run_directory import RunDirectory
-from train.run.training import Training
+
+if TYPE_CHECKING:  # `run` reports too, and needs nothing of a training
+    from train.run.run_directory import RunDirectory
+    from train.run.training import Training
 
 LAST_S = 1.0  # how long the end of an attempt may wait for the last report: a disk may hang
 TRAINING = ("step", "data", "evaluation", "save")  # the phases that a run spends its time in once it trains
@@ -39,7 +41,7 @@ class Reporter:
         self._thread = threading.Thread(target=self._report, name="reporter", daemon=True)
 
     @classmethod
-    def of(cls, run: RunDirectory) -> "Reporter":
+    def of(cls, run: "RunDirectory") -> "Reporter":
         """Of a training."""
         first_step = run.checkpoint.step if run.checkpoint is not None else 0
         return cls(run.group, run=run.lineage.run, first_step=first_step, over=run.finished)
@@ -60,7 +62,7 @@ class Reporter:
         if self._platform is not None and self._finished:
             self._platform.close()
 
-    def follow(self, training: Training) -> None:
+    def follow(self, training: "Training") -> None:
         """From now on there are steps to report."""
         self._training = training
 

@@ -57,7 +57,7 @@ def run(context: Context, options: RunOptions) -> None:
     with (
         join(config, context.launch, log=context.log, stop=context.stop, status=status, script=same) as group,
         _owned(context, group),
-        Reporter(group, run=job_of(group.attempt)),
+        Reporter(group, run=job_of(group.attempt)),  # of the ranks alone: the script's steps are its own
     ):
         if program.missing:  # on all nodes, or they would have differed
             raise ConfigError(f"SCRIPT must be a file, got {program.file}: there is none on any node.")
