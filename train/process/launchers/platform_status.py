@@ -5,10 +5,8 @@ certificate to check it by, and a token (KEP-2779). Others may read what is sent
 metrics. No torch here.
 """
 
-import http.client
 import json
 import re
-import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -89,6 +87,9 @@ class PlatformStatus:
 
     def _post(self, body: dict[str, Any]) -> None:
         """Raises OSError and ValueError, with texts that never hold the token."""
+        import http.client  # here, as few trainings need them, and all would pay 30 ms for them at their start
+        import ssl
+
         if self.address.scheme != "https" or not self.address.hostname:
             raise ValueError(f"{ADDRESS} must begin with https://")
         # Read anew each time, as it is replaced while the training runs
