@@ -246,7 +246,7 @@ def work(rank, size, port):
     dist.init_process_group("gloo", rank=rank, world_size=size)
     total = torch.ones(1)
     dist.all_reduce(total)
-    print("sum", int(total))
+    print(f"sum {int(total)}")  # one write: two processes print at once
     dist.destroy_process_group()
 
 if __name__ == "__main__":
