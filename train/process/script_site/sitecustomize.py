@@ -1,14 +1,30 @@
 """Python imports this as it starts a script for `run`: from here on SIGRTMAX has all stacks written. See `stacks`.
 
+And it gives gloo's threads a moment at the end. After the last collective they still release its tensors, for which they
+need the interpreter's lock. If Python has begun to shut down by then, it ends such a thread in the middle of C++, and the
+process aborts after its work is done (`terminate called without an active exception`, PyTorch's issue 179291).
+
 It imports nothing of this project, whose name `train` many scripts have too, and leaves no trace: what the script
 starts does not come here, and a `sitecustomize` of the user's or of the system's follows.
 """
 
+import atexit
 import faulthandler
 import os
 import signal
 import sys
+import time
 
+END_S = 0.2
+
+
+def _settle() -> None:
+    """The first function that is registered is the last that Python calls before it shuts down."""
+    if "torch.distributed" in sys.modules:
+        time.sleep(END_S)
+
+
+atexit.register(_settle)
 _here = os.path.dirname(os.path.abspath(__file__))
 _path = os.environ.pop("RANKUP_STACKS", "")
 _others = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part != _here]
