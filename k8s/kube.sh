@@ -108,7 +108,7 @@ case ${1:-} in
   logs) follow ;;
   delete) # the job and what belongs to it, but not the volume: it holds the checkpoints
     k delete "$kind/rankup" networkpolicy/rankup service/rankup poddisruptionbudget/rankup \
-      configmap/rankup-code configmap/rankup-data configmap/rankup-debug --ignore-not-found
+      configmap/rankup-code configmap/rankup-data configmap/rankup-debug configmap/rankup-script --ignore-not-found
     say "kubectl delete pvc rankup-runs removes the checkpoints too"
     ;;
   *) fail "usage: [OVERLAY=NAME] k8s/kube.sh kind|minikube|render|logs|delete" ;;

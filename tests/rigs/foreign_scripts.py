@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.rigs.jobs import ROOT, Job, ended, free_port, start
 
+Result = TypeVar("Result")
 FOLDER = ROOT / "tests" / "rigs" / "foreign"
 # Libraries and launchers give warnings of their own
 WARN = {"PYTHONWARNINGS": "default"}
@@ -67,11 +68,11 @@ SCRIPTS = {
 }
 
 
-def again_if_aborted(test: Callable[..., None]) -> Callable[..., None]:
-    """The test, up to three times where it fails by ABORTED."""
+def again_if_aborted(test: Callable[..., Result]) -> Callable[..., Result]:
+    """The test, or a part of it, up to three times where it fails by ABORTED."""
 
     @functools.wraps(test)
-    def repeated(*arguments: Any, **named: Any) -> None:
+    def repeated(*arguments: Any, **named: Any) -> Result:
         for _ in range(2):
             try:
                 return test(*arguments, **named)
@@ -93,6 +94,7 @@ def result_of(output: str) -> str:
     return str(found[0])
 
 
+@again_if_aborted
 def by_pytorch(words: Sequence[str | Path], *, launcher: str = "run", nproc: int = 2) -> str:
     """The result under PyTorch's own launcher: run is torchrun."""
     port = f"--master-port={free_port()}"
@@ -113,6 +115,7 @@ def imagenet_on_two_nodes() -> str:
     return by_hand(*([*words, "--dist-url", url, "--rank", str(node)] for node in range(2)))
 
 
+@again_if_aborted
 def by_hand(*lines: Sequence[str]) -> str:
     """The result of processes that are each started with words of their own, without any launcher."""
     job = Job()

@@ -69,7 +69,7 @@ def test_slurm_refuses_a_command_that_is_none(cluster: Cluster, tmp_path: Path) 
     job = cluster.submit(tmp_path, f"{JOB} --run-dir runs", COMMAND="fly")
     assert job.wait() == "FAILED", job.log()
     assert job.code() == 2
-    assert "slurm: COMMAND must be train, bench or doctor, got fly" in job.output
+    assert "slurm: COMMAND must be train, run, bench or doctor, got fly" in job.output
 
 
 def test_k8s_bench_measures_between_the_pods(pods: Callable[..., Pods]) -> None:

@@ -326,7 +326,7 @@ def test_slurm_nodes_that_share_their_own_disk_copy_the_data_in_turns(tmp_path: 
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("COMMAND", "explain", "COMMAND must be train, bench or doctor, got explain"),
+        ("COMMAND", "explain", "COMMAND must be train, run, bench or doctor, got explain"),
         ("LAUNCHER", "mpirun", "LAUNCHER must be tasks or torchrun, got mpirun"),
         ("MAX_RESTARTS", "-1", "MAX_RESTARTS must be a whole number, got '-1'"),
     ],
