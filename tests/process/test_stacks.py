@@ -1,6 +1,7 @@
 """Where a thread is, in a few words; what stands in a file of stacks; and whom a request may reach."""
 
 import faulthandler
+import gc
 import json
 import os
 import pickle
@@ -76,6 +77,20 @@ def test_own_place_is_the_main_threads() -> None:
     thread.start()
     thread.join()
     assert re.fullmatch(r"test_stacks\.py:\d+ test_own_place_is_the_main_threads", found[0])
+
+
+def test_own_place_collects_no_garbage_while_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11 could stand still for good."""
+    frames, collected = sys._current_frames, []
+    monkeypatch.setattr(sys, "_current_frames", lambda: (collected.append(gc.isenabled()), frames())[1])
+    own_place()
+    assert (collected, gc.isenabled()) == ([False], True)
+    gc.disable()
+    try:
+        own_place()
+        assert not gc.isenabled()  # somebody has switched it off, and it stays so
+    finally:
+        gc.enable()
 
 
 def test_ranks_in_one_place_share_a_line() -> None:

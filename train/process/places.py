@@ -4,6 +4,7 @@ A stack comes from two sources: `sys._current_frames` of this process, and the t
 lists of frames here, the innermost first.
 """
 
+import gc
 import os
 import re
 import sys
@@ -92,7 +93,15 @@ def _ends(stack: Stack, end: str) -> bool:
 
 def own_place() -> str:
     """Where the main thread of this process is now. Takes some 20 microseconds."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    # Python 3.11 may collect garbage inside this call, under a lock that other threads need as they start and end. What
+    # it collects may let go of the interpreter's lock; then the whole process stands still (CPython's issue 106883)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    finally:
+        if collects:
+            gc.enable()
     stack: Stack = []
     while frame is not None:
         stack.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
