@@ -13,7 +13,7 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.rigs.faults import Launched, environ, lives
+from tests.rigs.faults import Launched, environ, lives, suspend
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, Job, ended, environment, free_port, result, start
 from train.process.stop import REPEAT_WINDOW_S
@@ -116,7 +116,7 @@ def test_nothing_is_left_when_launch_is_told_twice_to_stop(tmp_path: Path) -> No
     with ended(scene.job):
         wait_until(scene.checkpoints, scene.job)
         suspended = scene.ranks()[1]
-        suspended.suspend()
+        suspend(suspended)
         scene.process.send_signal(signal.SIGINT)
         wait_until(lambda: waits_for(suspended, signal.SIGTERM), scene.job)  # passed on: launch has read the first
         time.sleep(REPEAT_WINDOW_S + 0.5)

@@ -94,6 +94,14 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
+def suspend(process: psutil.Process) -> None:
+    """Send SIGSTOP and wait until it has stopped. Signals that come before that are still delivered: the kernel takes
+    the lowest number first, so a SIGTERM overtakes the SIGSTOP of a process that has not had the CPU meanwhile."""
+    process.suspend()
+    while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+        time.sleep(0.001)
+
+
 class Launched(Scene):
     """A job under `launch`, which restarts it by itself."""
 
@@ -272,9 +280,7 @@ def deliver(kills: Sequence[Kill], scene: Scene, world_size: int) -> int:
 
 def _kill_if_due(kill: Kill, ranks: Ranks, scene: Scene, began_at: int | None) -> bool:
     try:
-        ranks[0].suspend()
-        while ranks[0].status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
-            time.sleep(0.001)
+        suspend(ranks[0])
         due = kill.due(scene, began_at)
         if due:
             ranks[kill.rank].kill()
