@@ -240,7 +240,7 @@ def test_metadata_runs_nothing_that_somebody_put_there(tmp_path: Path) -> None:
             return os.mkdir, (str(tmp_path / "harm"),)
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(pickle.UnpicklingError, match="mkdir has no place in it"):
+    with pytest.raises(UserError, match="mkdir has no place in it"):
         sharded_checkpoint.read_all_shards(tmp_path)
     assert not (tmp_path / "harm").exists()
 
@@ -258,11 +258,40 @@ def test_members_of_enums_are_read_as_each_release_of_python_writes_them(
     assert properties.memory_format is torch.preserve_format
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), "mro")))
     (tmp_path / ".metadata").write_bytes(pickle.dumps(TensorProperties(memory_format=torch.preserve_format)))
-    with pytest.raises(pickle.UnpicklingError, match=r"'mro'\) has no place in it"):
+    with pytest.raises(UserError, match=r"'mro'\) has no place in it"):
         sharded_checkpoint._Reader(tmp_path).read_metadata()
     sent = torch.serialization.safe_globals([*sharded_checkpoint.SENT])
     with sent, pytest.raises(pickle.UnpicklingError, match=r"'mro'\) has no place in it"):
         unpack(pack(member))
+
+
+def unreadable(trained: Path, folder: Path) -> Path:
+    """A copy of the run whose newest `.metadata` was written by a release that knows more classes than ours."""
+    shutil.copytree(trained, folder, dirs_exist_ok=True)
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000009")
+    path = newest(folder)
+    (path / "shards/.metadata").write_bytes(b"ctorch.distributed.checkpoint.metadata\nClassOfTorch9\n.")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["shards/.metadata"] = sharded_checkpoint.fingerprint_file(path / "shards/.metadata")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "export"])
+def test_metadata_that_this_release_cannot_read_is_said_and_no_fresh_start_is_advised(
+    forks: Forks, trained: Path, tmp_path: Path, command: str
+) -> None:
+    folder = unreadable(trained, tmp_path)
+    line = ("--name", "run", "--run-dir", folder)
+    if command == "train":
+        line = (*LINE[1:], *SHARDED, "--optimizer", "adamw", "--lr", "0.01", "--max-steps", "15", *line)
+    codes, output = forks.run(command, *line, world_size=1 if command == "export" else 2)
+    assert set(codes) == {2}, output
+    assert output.count("ClassOfTorch9 has no place in it") == 1, output
+    assert "Nothing is lost: run the same command with the versions that wrote it" in output
+    assert "--fresh" not in output
+    assert "Traceback" not in output
+    assert find_problem(newest(folder)) == ""
 
 
 def die_in_save() -> None:

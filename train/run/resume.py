@@ -85,6 +85,8 @@ def _must_fit(earlier: Checkpoint) -> Iterator[None]:
     """torch raises one of three types where names or shapes differ: make each the user's one line."""
     try:
         yield
+    except UserError:  # a ValueError that says already what is wrong
+        raise
     except (RuntimeError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{earlier.path} does not fit this model: {reason}. Set --fresh or another --name.") from None

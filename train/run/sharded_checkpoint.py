@@ -11,6 +11,7 @@ import enum
 import errno
 import hashlib
 import pickle
+import platform
 import time
 import warnings
 from collections.abc import Callable
@@ -64,8 +65,18 @@ class _Reader(FileSystemReader):
     """Reads `.metadata`, which is pickled, without running code that somebody may have put into it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            return _SafeUnpickler(file).load()  # type: ignore[no-any-return]
+        """Raises UserError where this Python and this torch can't read what others wrote."""
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                return _SafeUnpickler(file).load()  # type: ignore[no-any-return]
+        except Exception as error:  # of a class that moved, pickle raises nearly anything
+            # Never "set --fresh": the digest was right, so all of the training is in there
+            raise UserError(
+                f"checkpoint: {path} is whole, but Python {platform.python_version()} with torch {torch.__version__} "
+                f"can't read it ({' '.join(str(error).split())[:200]}). Nothing is lost: run the same command with the "
+                "versions that wrote it, which state.json beside it names."
+            ) from None
 
 
 class _SafeUnpickler(pickle.Unpickler):
@@ -202,15 +213,20 @@ def fingerprint_file(path: Path) -> Fingerprint:
 def read_shards_into(folder: Path, tensors: dict[str, Any], group: Group) -> None:
     """Fill `tensors`, a nested mapping, in place, each rank its part. All ranks call this.
 
-    Raises RuntimeError, on all ranks, where names or shapes don't fit.
+    Raises, on all ranks, RuntimeError where names or shapes don't fit, and UserError where `.metadata` can't be read.
     """
-    problem = ""
+    problem, unreadable = "", False
     try:
+        _Reader(folder).read_metadata()  # `load` would hide why it can't be read, and print two tracebacks
         _load(folder, tensors)
+    except UserError as unread:
+        problem, unreadable = str(unread), True
     except CheckpointException as failure:
         ((error, _),) = failure.failures.values()
         problem = str(error)
-    for rank, text in enumerate(group.gather(problem)):
+    for rank, (text, by_nobody) in enumerate(group.gather((problem, unreadable))):
+        if by_nobody:
+            raise UserError(text, printed_elsewhere=not group.is_rank0)
         if text:
             raise RuntimeError(f"rank {rank}: {text}")
 
