@@ -1,0 +1,160 @@
+"""A run's copy in a store of objects: whole or not at all, and nothing is loaded that a digest does not confirm."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.checkpoints import newest, save, steps
+from train.errors import PeerLost, UserError
+from train.run.objects import Objects
+from train.run.run_store import RunStore
+
+RUN = "0123456789abcdef"
+
+
+@pytest.fixture(params=["folder", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A place to copy to: a folder of this machine, and a store without folders."""
+    if request.param == "folder":
+        yield str(tmp_path / "copy")
+        return
+    import fsspec
+
+    yield "memory://runs/one"
+    fsspec.filesystem("memory").store.clear()
+
+
+def open_store(url: str, *, warnings: list[str] | None = None, timeout_s: float = 0.0) -> RunStore:
+    said = [] if warnings is None else warnings
+    return RunStore(Objects.open(url, warn=said.append, timeout_s=timeout_s))
+
+
+def test_the_newest_checkpoint_comes_back_on_an_empty_disk(url: str, tmp_path: Path) -> None:
+    store = open_store(url)
+    for step in (10, 20):
+        store.upload_checkpoint(save(tmp_path / "here", step), run=RUN, keep=2)
+    fetched = open_store(url).fetch_newest(tmp_path / "there", run=RUN)
+    assert fetched == tmp_path / "there" / "step-00000020"
+    assert newest(tmp_path / "there") == (20, [])
+    assert steps(tmp_path / "there") == [20]
+
+
+def test_old_ones_are_removed_and_the_objects_of_a_killed_upload_too(url: str, tmp_path: Path) -> None:
+    store = open_store(url)
+    store.objects.write(f"checkpoints/{RUN}/step-00000005-0123456789ab/model.pt", b"cut off")
+    for step in (10, 20, 30):
+        store.upload_checkpoint(save(tmp_path / "here", step), run=RUN, keep=2)
+    left = {name.split("/")[2][:13] for name in store.objects.names("checkpoints")}
+    assert left == {"step-00000020", "step-00000030"}
+
+
+def test_an_upload_without_its_manifest_is_no_checkpoint(url: str, tmp_path: Path) -> None:
+    warnings: list[str] = []
+    store = open_store(url, warnings=warnings)
+    store.upload_checkpoint(save(tmp_path / "here", 10), run=RUN, keep=9)
+
+    def killed() -> None:
+        raise PeerLost("another attempt owns it")
+
+    with pytest.raises(PeerLost):
+        store.upload_checkpoint(save(tmp_path / "here", 20), run=RUN, keep=9, check_owner=killed)
+    assert store.fetch_newest(tmp_path / "there", run=RUN) == tmp_path / "there" / "step-00000010"
+    assert warnings == []
+
+
+def test_lists_and_the_hint_may_be_missing_or_old(url: str, tmp_path: Path) -> None:
+    store = open_store(url)
+    for step in (10, 20):
+        store.upload_checkpoint(save(tmp_path / "here", step), run=RUN, keep=9)
+    hint = store.objects.read("newest.json")
+    store.objects.remove(["newest.json"])
+    assert store.fetch_newest(tmp_path / "a", run=RUN) == tmp_path / "a" / "step-00000020"
+    assert store.current_run() == RUN
+    assert hint is not None
+    store.objects.write("newest.json", hint)
+    blind = open_store(url)
+    object.__setattr__(blind, "objects", _Blind(**vars(blind.objects)))
+    assert blind.fetch_newest(tmp_path / "b", run=RUN) == tmp_path / "b" / "step-00000020"
+
+
+class _Blind(Objects):
+    """A store whose lists lag behind."""
+
+    def names(self, prefix: str = "") -> dict[str, int]:
+        return {}
+
+
+def test_all_damaged_is_an_error_and_no_new_start(url: str, tmp_path: Path) -> None:
+    store = open_store(url)
+    store.upload_checkpoint(save(tmp_path / "here", 10), run=RUN, keep=9)
+    (model,) = [name for name in store.objects.names() if name.endswith("model.pt")]
+    store.objects.remove([model])
+    with pytest.raises(UserError, match=r"got only damaged ones: step-00000010-\w+: model\.pt is missing"):
+        store.fetch_newest(tmp_path / "there", run=RUN)
+
+
+def test_a_thousand_damaged_stores_give_no_wrong_state(tmp_path: Path) -> None:
+    """Each damages up to three objects: a bit turned over, cut, emptied, removed, another's or an older content."""
+    rng = random.Random(0)
+    store = open_store("memory://damaged")
+    for step in (10, 20, 30):
+        store.upload_checkpoint(save(tmp_path / "here", step), run=RUN, keep=9)
+    objects = {name: store.objects.read(name) or b"" for name in sorted(store.objects.names())}
+    found: dict[int | None, int] = {}
+    for case in range(1000):
+        for name, content in objects.items():
+            store.objects.write(name, content)
+        whole = {10, 20, 30}
+        for name in rng.sample(list(objects), rng.randint(1, 3)):
+            damaged = _damaged(objects[name], list(objects.values()), rng)
+            store.objects.remove([name])
+            if damaged is not None:
+                store.objects.write(name, damaged)
+            if damaged != objects[name] and name.startswith("checkpoints/"):
+                whole -= {int(name.split("/")[2][5:13])}
+        there = tmp_path / str(case)
+        try:
+            open_store("memory://damaged").fetch_newest(there, run=RUN)
+        except UserError:
+            step = None
+        else:
+            step, _ = newest(there)
+        assert step == max(whole, default=None), f"case {case}"
+        found[step] = found.get(step, 0) + 1
+    assert found.keys() == {10, 20, 30, None}
+    store.objects.fs.store.clear()
+
+
+def _damaged(content: bytes, others: list[bytes], rng: random.Random) -> bytes | None:
+    kind = rng.choice(["flip", "cut", "empty", "lose", "swap"])
+    if kind == "lose":
+        return None
+    if kind == "flip":
+        at = rng.randrange(len(content))
+        return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+    if kind == "swap":
+        return rng.choice(others)
+    return content[: rng.randrange(len(content))] if kind == "cut" else b""
+
+
+def test_files_beside_the_checkpoints_are_copied_where_they_changed(url: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for name in ("run.json", "metrics.jsonl", "tensorboard/events.1", "before-20260101T000000-1/metrics.jsonl"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(f"content of {name}\n")
+    (run / "before-20260101T000000-1" / "checkpoints").mkdir()
+    (run / "before-20260101T000000-1" / "checkpoints" / "model.pt").write_text("large")
+    store = open_store(url)
+    store.upload_files(run)
+    written = []
+    object.__setattr__(store, "objects", store.objects)
+    (run / "metrics.jsonl").write_text("more\n")
+    object.__setattr__(store.objects, "upload", lambda files: written.extend(files))
+    store.upload_files(run)
+    assert written == ["metrics.jsonl"]
+    there = tmp_path / "there"
+    open_store(url).fetch_files(there)
+    found = sorted(path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file())
+    assert found == ["before-20260101T000000-1/metrics.jsonl", "metrics.jsonl", "run.json", "tensorboard/events.1"]

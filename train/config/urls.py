@@ -1,0 +1,34 @@
+"""Addresses of object stores in settings: `s3://bucket/runs`. No torch and no fsspec here."""
+
+import re
+from urllib.parse import urlsplit
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# The one package that each needs beside fsspec, as an extra of ours
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+
+
+def is_url(text: str) -> bool:
+    """Whether `text` is an address such as s3://bucket/runs, and no path."""
+    return _URL.match(text) is not None
+
+
+def secrets_in(url: str) -> bool:
+    """Whether `url` holds a user, a password or parameters, which may be keys.
+
+    Settings are printed, logged, saved with each checkpoint and seen in the list of processes. `user@host` of abfs is
+    a container's name and passes.
+    """
+    if not is_url(url):
+        return False
+    parts = urlsplit(url)
+    name, at, _ = parts.netloc.rpartition("@")
+    return bool(parts.query or parts.fragment or (at and (":" in name or parts.scheme not in ("abfs", "abfss"))))
+
+
+def must_hold_no_secrets(what: str) -> str:
+    """The message for an address with `secrets_in` it, which it does not repeat. `what`: the setting."""
+    return (
+        f"{what} must be an address without user, password, key or parameters. Credentials come from the environment "
+        "(AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, ...) or from the cloud's own files."
+    )

@@ -1,0 +1,234 @@
+"""Objects in a store, by name: on S3, GCS, Azure, in a folder, or wherever else fsspec has a file system for.
+
+What is used is what every object store has: an object appears whole, and what was written is what is read next. There
+is no rename, a list may lag behind, and any request may fail, so that each is tried again until `until_s`.
+"""
+
+import contextlib
+import errno
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from train.config.urls import EXTRAS, is_url
+from train.errors import PeerLost, UserError, reason
+
+PARALLEL = 4  # objects at a time; a large one is sent in parts besides, ten at a time
+PART = 16 * 2**20  # bytes; S3 allows 10,000 parts of 5 MiB or more
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+# Below our own patience: a request that hangs is tried again on another connection. Listings must not come from memory
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"use_listings_cache": False, "config_kwargs": {"connect_timeout": 5, "read_timeout": 60}},
+    "gs": {"use_listings_cache": False},
+    "az": {"use_listings_cache": False},
+    "file": {"auto_mkdir": True},
+}
+_FAULTS = (TypeError, AttributeError, LookupError, AssertionError, MemoryError)
+_FULL = ("QuotaExceeded", "InsufficientCapacity", "XMinioStorageFull", "StorageFull", "EntityTooLarge")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Objects:
+    """The objects below `url`. `until_s`: on the monotonic clock, how long requests are tried again.
+
+    Every method raises UserError where the store refuses (no such bucket, denied, full), and PeerLost, since to try
+    again later may help, where it did not answer until `until_s`.
+    """
+
+    url: str  # as the user gave it, for messages
+    fs: Any  # fsspec's file system
+    root: str  # what `fs` calls `url`
+    warn: Callable[[str], None]
+    until_s: float = 0.0
+
+    @classmethod
+    def open(cls, url: str, *, warn: Callable[[str], None], timeout_s: float) -> Self:
+        """The objects below `url`, a URL or a folder. `timeout_s`: as long requests are tried again from now on."""
+        scheme = url.partition("://")[0] if is_url(url) else "file"
+        extra = EXTRAS.get(scheme, "")
+        kind = {"s3": "s3", "gcs": "gs", "azure": "az"}.get(extra, scheme)
+        try:
+            import fsspec
+
+            fs, root = fsspec.core.url_to_fs(url, **_OPTIONS.get(kind, {}))
+        except ImportError as error:
+            way_out = f"pip install 'rankup[{extra}]', or '.[{extra}]' in a checkout" if extra else reason(error)
+            raise UserError(f"{url} needs a package that is not installed here. {way_out}.") from None
+        except ValueError as error:
+            raise UserError(f"{url} must be an address that fsspec knows, got: {reason(error)}") from None
+        return cls(url.rstrip("/"), fs, root.rstrip("/"), warn).within(timeout_s)
+
+    def within(self, timeout_s: float) -> Self:
+        """The same, with requests that are tried again for `timeout_s` from now on."""
+        return replace(self, until_s=time.monotonic() + timeout_s)
+
+    def below(self, name: str) -> Self:
+        """The objects whose names begin with `name/`."""
+        return replace(self, url=f"{self.url}/{name}", root=f"{self.root}/{name}")
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether these are files of this machine."""
+        return "file" in _protocols(self.fs)
+
+    def read(self, name: str) -> bytes | None:
+        """The content of an object, None where there is none."""
+        try:
+            return bytes(self._try(f"read {name}", lambda: self.fs.cat_file(self._path(name))))
+        except FileNotFoundError:
+            return None
+
+    def size(self, name: str) -> int | None:
+        """In bytes, None where there is no such object."""
+        try:
+            return int(self._try(f"look at {name}", lambda: self.fs.info(self._path(name)))["size"])
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write one small object, in place of an earlier one."""
+        self._try(f"write {name}", lambda: self.fs.pipe_file(self._path(name), content), writes=True)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write one small object unless there is one of that name. Whether it was written.
+
+        On a store that knows no conditions this is always True.
+        """
+        path = self._path(name)
+
+        def write() -> bool:
+            try:
+                if self.is_folder or "memory" in _protocols(self.fs):
+                    with self.fs.open(path, "xb") as file:  # their own `pipe_file` looks first, and writes later
+                        file.write(content)
+                else:
+                    self.fs.pipe_file(path, content, mode="create")
+            except Exception as error:
+                if _exists_already(error):
+                    # Or our own: a request whose answer was lost was tried again
+                    return self.read(name) == content
+                raise
+            return True
+
+        return self._try(f"create {name}", write, writes=True)
+
+    def upload(self, files: dict[str, Path]) -> None:
+        """Write files as the objects with these names, several at a time, large ones in parts."""
+
+        def one(item: tuple[str, Path]) -> None:
+            name, path = item
+            size = path.stat().st_size
+            self._try(f"write {name}", lambda: self._put(path, size, name), writes=True)
+
+        with ThreadPoolExecutor(PARALLEL, thread_name_prefix="upload") as pool:
+            for _ in pool.map(one, files.items()):
+                pass
+
+    def download(self, name: str, path: Path) -> bool:
+        """Write an object into a file. Whether there is one."""
+        try:
+            self._try(f"read {name}", lambda: self.fs.get_file(self._path(name), str(path)))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def names(self, prefix: str = "") -> dict[str, int]:
+        """Names that begin with `prefix/`, and their sizes in bytes. A hint: a store may not know the newest yet."""
+        path = self._path(prefix) if prefix else self.root
+        try:
+            found = self._try(f"list {prefix}", lambda: self.fs.find(path, detail=True))
+        except FileNotFoundError:
+            return {}
+        start = len(self.root) + 1
+        return {str(key)[start:]: int(info.get("size") or 0) for key, info in found.items()}
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects, those that are gone already too."""
+        paths = [self._path(name) for name in names]
+        if not paths:
+            return
+        if not self.is_folder:
+            with contextlib.suppress(FileNotFoundError):
+                self._try(f"remove {len(paths)} objects", lambda: self.fs.rm(paths))
+            return
+        for path in map(Path, paths):
+            self._try(f"remove {path}", lambda path=path: path.unlink(missing_ok=True))  # type: ignore[misc]
+        for folder in sorted({Path(path).parent for path in paths}, reverse=True):
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
+
+    def _path(self, name: str) -> str:
+        return f"{self.root}/{name}"
+
+    def _put(self, path: Path, size: int, name: str) -> None:
+        in_parts = {"s3", "s3a", "gs", "gcs"} & _protocols(self.fs)
+        part = max(PART, size // 9_999 + 1)
+        self.fs.put_file(str(path), self._path(name), **({"chunksize": part} if in_parts else {}))
+
+    def _try(self, what: str, work: Callable[[], T], *, writes: bool = False) -> T:
+        """Call `work` until it succeeds, with growing pauses. Raises FileNotFoundError where nothing is written."""
+        pause_s, told = FIRST_PAUSE_S, False
+        while True:
+            try:
+                return work()
+            except FileNotFoundError as error:
+                if not writes:
+                    raise
+                raise UserError(f"{self.url}: the bucket or container must exist, got: {reason(error)}.") from None
+            except _FAULTS:
+                raise
+            except Exception as error:
+                if not writes and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise  # this machine's disk, to which it is copied
+                if why := _refused(error):
+                    raise UserError(
+                        f"{self.url} {why}: {what}: {reason(error)}. What was written there before is as it was. Mend "
+                        "that, and run the same command again."
+                    ) from None
+                left_s = self.until_s - time.monotonic()
+                if left_s <= 0:
+                    raise PeerLost(
+                        f"{self.url} did not answer in time: {what}: {reason(error)}", nobody_died=True
+                    ) from None
+                if not told:
+                    told = True
+                    self.warn(f"{self.url} fails, tried again for {left_s:.0f} s: {what}: {reason(error)}")
+                time.sleep(min(pause_s, left_s))
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _protocols(fs: Any) -> set[str]:
+    return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+
+
+def _answer(error: BaseException) -> tuple[int, str]:
+    """Status and code of the store's answer behind `error`, 0 and "" where there is none."""
+    # s3fs gives its own errors the client's as their cause; gcsfs has a field `code`, Azure's client `status_code`
+    while error.__cause__ is not None:
+        error = error.__cause__
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return int(status), str(response.get("Error", {}).get("Code", ""))
+    status = str(getattr(error, "status_code", "") or getattr(error, "code", ""))
+    return int(status) if status.isdigit() else 0, ""
+
+
+def _exists_already(error: BaseException) -> bool:
+    status, code = _answer(error)
+    return isinstance(error, FileExistsError) or status == 412 or code == "PreconditionFailed"
+
+
+def _refused(error: BaseException) -> str:
+    """Why no further try helps, or ""."""
+    status, code = _answer(error)
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return "denies access"
+    if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"):
+        return "needs credentials"
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "is full" if full or status == 507 or code in _FULL else ""
