@@ -176,9 +176,9 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     log.start_progress(kind=config.progress, total_steps=total_steps, step=progress.step, every_s=config.report_every_s)
     return Training(
         config=config, group=group, method=method, run=run, workload=workload, plain=plain, model=model, whole=whole,
-        optimizer=optimizer, scaler=scaler, loader=loader, steps_per_epoch=order.steps_per_epoch,
-        total_steps=total_steps, buffers=buffers, progress=progress, changing=Changing(progress, device),
-        saved=run.saved, metrics=metrics,
+        optimizer=optimizer, scaler=scaler, loader=loader, divisors=order.divisors,
+        steps_per_epoch=order.steps_per_epoch, total_steps=total_steps, buffers=buffers,
+        progress=progress, changing=Changing(progress, device), saved=run.saved, metrics=metrics,
         profiler=Profiler(config, group, step=progress.step, total_steps=total_steps),
         speed=Speed(config.batch_size, progress.step),
         clock=clock, reports=RankReports(group, clock, step=progress.step),
@@ -205,10 +205,10 @@ def step(t: Training) -> bool:
     # A random state of each step's and rank's own: a resumed run needs none of the past, and no two ranks drop the same
     seed_everything(derive_seed(config.seed, t.progress.step, group.rank), group.device)
     total = torch.zeros((), device=group.device)
-    for number, batch in enumerate(batches, 1):
+    for number, (batch, divisor) in enumerate(zip(batches, t.divisors, strict=True), 1):
         with t.method.micro_batch(t.model, last=number == config.accumulate):
             with autocast(config, group.device):
-                loss = t.workload.loss(t.model, batch) / config.accumulate
+                loss = t.workload.loss(t.model, batch) / divisor
             group.watch.wait_for_others(True)  # backward holds the all-reduce of the gradients
             clock.split_backward(loss)
             t.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -230,7 +230,7 @@ def step(t: Training) -> bool:
 
 
 def report(t: Training, loss: torch.Tensor, rate: float) -> dict[str, Any] | None:
-    """The newest line of training once this step is finished. `loss`: this rank's mean, a scalar on the device.
+    """The newest line of training once this step is finished. `loss`: this rank's, a scalar on the device.
 
     Before the step is finished: a rank that finishes it knows its line, and whoever goes on from there can write it.
     """

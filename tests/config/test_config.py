@@ -144,7 +144,7 @@ def test_settings_that_may_change_on_resume_are_exactly_these():
         "name", "run_dir", "fresh", "save", "keep", "save_every_steps", "evaluate_every_epochs", "report_every_s",
         "log_every_steps", "tensorboard", "progress", "simulated_nodes", "labels_file", "eval_split", "max_bad_lines",
         "cache_images", "cache_max_gb",
-        "parallel", "bert_dir", "bert_download", "checkpoint_format", "profile", "advice",
+        "parallel", "bert_dir", "bert_download", "checkpoint_format", "profile", "advice", "shares",
     }
 
 
@@ -372,7 +372,7 @@ FOLDER = {"dataset": "imagefolder", "data_dir": "x"}
          "--accumulate must be 1 with static_graph, got 2. Under no_sync *"),
         ({"static_graph": "true", "find_unused_parameters": "true"},
          "--find-unused-parameters must be false with static_graph, got true. A static graph finds *"),
-        ({"accumulate": "3"}, "batch_size must be a multiple of accumulate=3, got 64. Each step *"),
+        ({"accumulate": "65"}, "batch_size must be >= accumulate=65, got 64. Each micro-batch *"),
         ({"max_steps": "10", "warmup_steps": "10"}, "--warmup-steps must be < max_steps=10, got 10. The run *"),
         ({"sync_bn": "true", "device": "cpu"}, "--sync-bn must be false with device cpu, got true. *"),
         ({"backend": "nccl", "device": "cpu"}, '--backend must be gloo or auto with device cpu, got "nccl". *'),
@@ -412,7 +412,8 @@ def test_contradiction_is_refused(settings, message):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"static_graph": "true"}, {"accumulate": "4"}, {"max_steps": "10", "warmup_steps": "9"}, {"warmup_steps": "9"},
+        {"static_graph": "true"}, {"accumulate": "3"}, {"accumulate": "64"}, {"shares": "2,1"},
+        {"max_steps": "10", "warmup_steps": "9"}, {"warmup_steps": "9"},
         {"parallel": "dp", "device_ids": "1,0", "output_device": "0"},
         {"sync_bn": "true"}, {"backend": "nccl"}, {"precision": "fp16", "device": "cpu"},
         FOLDER, {**FOLDER, "augment": "imagenet"}, {**FOLDER, "augment": "true", "cache_images": "true"},
@@ -424,8 +425,8 @@ def test_settings_that_go_together_are_taken(settings):
 
 
 def test_contradiction_with_a_wrong_value_is_not_guessed():
-    # accumulate=3 contradicts the default batch of 64, but the user gave another batch, which is wrong by itself.
-    assert mistakes({"batch_size": "x", "accumulate": "3"}) == [
+    # accumulate=65 contradicts the default batch of 64, but the user gave another batch, which is wrong by itself.
+    assert mistakes({"batch_size": "x", "accumulate": "65"}) == [
         '--batch-size must be an integer >= 1, got "x".'
     ]
 
@@ -436,37 +437,39 @@ def test_contradiction_with_a_wrong_value_is_not_guessed():
 @pytest.mark.parametrize(
     ("settings", "world_size", "message"),
     [
-        ({"batch_size": 128}, 3, "batch_size must be a multiple of 3 (3 processes), got 128. "
-                                 "Start 2 or 4 processes, or set --batch-size 126 or 129."),
-        ({"batch_size": 128}, 200, "batch_size must be a multiple of 200 (200 processes), got 128. "
-                                   "Start 128 processes, or set --batch-size 200."),
-        ({"batch_size": 7}, 2, "batch_size must be a multiple of 2 (2 processes), got 7. "
-                               "Start 1 or 7 processes, or set --batch-size 6 or 8."),
-        ({"batch_size": 2**31 - 1}, 2, "batch_size must be a multiple of 2 (2 processes), got 2147483647. *"),
-        ({"batch_size": 12, "accumulate": 2}, 4, "batch_size must be a multiple of 8 (4 processes x accumulate=2), "
-                                                 "got 12. Start 3 or 6 processes, or set --batch-size 8 or 16."),
+        ({"batch_size": 128}, 200, "batch_size must be at least 200 (200 processes), got 128. "
+                                   "Start at most 128, or set --batch-size 200."),
+        ({"batch_size": 1}, 2, "batch_size must be at least 2 (2 processes), got 1. Start at most 1, or *"),
+        ({"batch_size": 12, "accumulate": 5}, 4, "batch_size must be at least 20 (4 processes x accumulate=5), "
+                                                 "got 12. Start at most 2, or set --batch-size 20."),
+        ({"shares": "2,1"}, 3, 'shares must be one number for each of 3 processes, got "2,1". Set --shares for as '
+                               "many, or leave it out: equal shares fit any number."),
+        ({"shares": "2,1"}, 1, 'shares must be one number for each of 1 process, got "2,1". *'),
+        ({"shares": "1,1000"}, 2, 'shares must leave each process 1 or more of 64 samples, got "1,1000", which leaves '
+                                  "rank 0 0. Set nearer numbers, or a larger --batch-size."),
+        ({"shares": "2,1", "batch_size": 8, "accumulate": 4}, 2,
+         'shares must leave each process 4 or more of 8 samples, got "2,1", which leaves rank 1 3. *'),
         ({"parallel": "none"}, 4, "parallel must be auto or ddp with 4 processes, got none. *"),
         ({"parallel": "dp"}, 2, "parallel must be auto or ddp with 2 processes, got dp. *"),
     ],
 )
-def test_world_size_that_does_not_divide_names_what_would(settings, world_size, message):
+def test_world_size_that_does_not_fit_is_refused_with_what_would(settings, world_size, message):
     with pytest.raises(ConfigError) as caught:
         check_world_size(Config(**settings), world_size)
     assert re.fullmatch(re.escape(message).replace(r"\*", ".*"), str(caught.value)), caught.value
 
 
-def test_world_size_named_as_fitting_is_taken():
+def test_any_world_size_that_leaves_each_micro_batch_a_sample_is_taken():
     for world_size in range(1, 130):
         try:
-            check_world_size(Config(batch_size=96, accumulate=2), world_size)
-            assert 96 % (world_size * 2) == 0
+            check_world_size(Config(batch_size=95, accumulate=2), world_size)
+            assert world_size <= 47
         except ConfigError as error:
-            assert 96 % (world_size * 2) != 0
-            worlds, batches = re.findall(r"(\d+)(?: or (\d+))?(?: process|\.$)", str(error))[-2:]
-            for fitting in filter(None, worlds):
-                check_world_size(Config(batch_size=96, accumulate=2), int(fitting))
-            for fitting in filter(None, batches):
-                check_world_size(Config(batch_size=int(fitting), accumulate=2), world_size)
+            assert world_size > 47
+            most, batch = map(int, re.search(r"at most (\d+), or set --batch-size (\d+)\.$", str(error)).groups())
+            check_world_size(Config(batch_size=95, accumulate=2), most)
+            check_world_size(Config(batch_size=batch, accumulate=2), world_size)
+    check_world_size(Config(shares="2,1.5,1"), 3)
     check_world_size(Config(parallel="none"), 1)
     check_world_size(Config(parallel="ddp"), 1)
 

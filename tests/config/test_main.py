@@ -111,7 +111,9 @@ MISTAKES = {
     "train --output x.csv": "--output must be used with predict or export, not with train.",
     "predict --output x.txt": '--output must be a .csv or .jsonl file, got "x.txt".',
     "launch --nproc 0": "--nproc must be >= 1, got 0.",
-    "launch --nproc 3 --batch-size 64": "batch_size must be a multiple of 3 (3 processes), got 64.",
+    "launch --nproc 3 --batch-size 2": "batch_size must be at least 3 (3 processes), got 2.",
+    "launch --nproc 3 --shares 2,1": 'shares must be one number for each of 3 processes, got "2,1".',
+    "launch --nproc 2 --shares 2;1": '--shares must be a number >= 1 for each rank, such as 2,1, got "2;1".',
     "launch --nproc 1 --nnodes 2":
         "--master-addr must name node 0's machine when there are several nodes, got nothing.",
     "launch --nproc 1 --nnodes 2 --node-rank 2 --master-addr a": "--node-rank must be from 0 to 1, got 2.",
@@ -135,7 +137,7 @@ def test_mistake_is_code_2_before_anything_runs(folder: Path, capsys: pytest.Cap
     [
         ({"WORLD_SIZE": "2"}, "RANK"),
         (rank_env(2, 2, 20000), "RANK"),
-        (rank_env(0, 3, 20000), "batch_size must be a multiple of 3"),
+        (rank_env(0, 65, 20000), "batch_size must be at least 65"),
     ],
 )
 def test_environment_that_cannot_work_leaves_nothing(

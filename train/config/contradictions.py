@@ -6,11 +6,11 @@ and the launcher do without. What a method refuses by itself, it refuses once th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from train.config.settings import Settings
+from train.config.shares import divide, weights
 from train.config.yaml_text import describe
 from train.errors import ConfigError
 
@@ -62,9 +62,9 @@ def contradictions(c: Settings) -> Iterator[Contradiction]:
     if c.compress == "powersgd" and c.precision == "fp16":
         yield Contradiction(("compress", "precision"), "another than powersgd with precision fp16",
                             "An fp16 overflow would stay in PowerSGD's error buffer.")
-    if c.batch_size % c.accumulate != 0:
-        yield Contradiction(("batch_size", "accumulate"), f"a multiple of accumulate={c.accumulate}",
-                            "Each step takes equal micro-batches.")
+    if c.batch_size < c.accumulate:
+        yield Contradiction(("batch_size", "accumulate"), f">= accumulate={c.accumulate}",
+                            "Each micro-batch needs a sample.")
     if 0 < c.max_steps <= c.warmup_steps:
         yield Contradiction(("warmup_steps", "max_steps"), f"< max_steps={c.max_steps}",
                             "The run would end before the warm-up does.")
@@ -124,23 +124,30 @@ def _of_method(c: Settings) -> Iterator[Contradiction]:
 
 
 def check_world_size(config: Settings, world_size: int) -> None:
-    """Raise ConfigError unless every process gets equal micro-batches; names what would fit nearby."""
+    """Raise ConfigError unless so many processes can train together and each micro-batch of each gets a sample."""
     if config.parallel in ("none", "dp") and world_size > 1:
         raise ConfigError(
             f"parallel must be auto or ddp with {world_size} processes, got {config.parallel}. "
             "Each would train a model of its own; for one process start it without a launcher."
         )
-    per_process = world_size * config.accumulate
-    if config.batch_size % per_process == 0:
+    found = weights(config.shares, world_size)
+    if len(found) != world_size:
+        raise ConfigError(
+            f'shares must be one number for each of {world_size} process{"" if world_size == 1 else "es"}, got '
+            f'"{config.shares}". Set --shares for as many, or leave it out: equal shares fit any number.'
+        )
+    parts = divide(config.batch_size, found)
+    if min(parts) >= config.accumulate:
         return
-    samples = config.batch_size // config.accumulate  # of one micro-batch, over all processes
-    small = [w for w in range(1, math.isqrt(samples) + 1) if samples % w == 0]
-    fitting = sorted({*small, *(samples // w for w in small)})
-    worlds = [w for w in fitting if w < world_size][-1:] + [w for w in fitting if w > world_size][:1]
-    below = config.batch_size // per_process * per_process
-    batches = " or ".join(str(b) for b in (below, below + per_process) if b > 0)
     product = f"{world_size} processes" + (f" x accumulate={config.accumulate}" if config.accumulate > 1 else "")
+    least = world_size * config.accumulate
+    if config.batch_size < least:
+        raise ConfigError(
+            f"batch_size must be at least {least} ({product}), got {config.batch_size}. Start at most "
+            f"{config.batch_size // config.accumulate}, or set --batch-size {least}."
+        )
+    few = parts.index(min(parts))
     raise ConfigError(
-        f"batch_size must be a multiple of {per_process} ({product}), got {config.batch_size}. "
-        f"Start {' or '.join(map(str, worlds))} process{'' if worlds == [1] else 'es'}, or set --batch-size {batches}."
+        f'shares must leave each process {config.accumulate} or more of {config.batch_size} samples, got '
+        f'"{config.shares}", which leaves rank {few} {parts[few]}. Set nearer numbers, or a larger --batch-size.'
     )

@@ -87,6 +87,10 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     batch_size: Count = _result(64, "Global batch: samples per step over all processes.", unit="samples")
     accumulate: Count = _result(1, "Micro-batches per step, to fit a large batch in little memory.",
                                 unit="micro-batches")
+    shares: str = setting("", "Ranks of unequal speed: a number for each, as 2,1 where rank 0 is twice as fast; empty: "
+                              "each gets as many samples.", metavar="LIST",
+                          pattern=r"^([1-9]\d{0,5}(\.\d{1,6})?(,[1-9]\d{0,5}(\.\d{1,6})?)*)?$",
+                          rule="a number >= 1 for each rank, such as 2,1")
     epochs: Count = setting(3, "Passes over the training data; may grow when resumed.", unit="epochs")
     max_steps: Natural = setting(0, "End after so many steps in all; 0: by epochs.", unit="steps")
     optimizer: Literal["sgd", "adamw"] = _result("sgd", "SGD with momentum, or AdamW.")

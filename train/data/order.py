@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from train.config.shares import divide, weights
 from train.data.random_numbers import derive_seed
 
 # The epoch (None: evaluation, no augmentation) and the sample numbers of a batch, int64 [B].
@@ -13,7 +14,11 @@ BatchIndex = tuple[int | None, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """`batch_size` is global, a multiple of world_size * accumulate. An epoch's last partial batch is left out."""
+    """Each rank takes its part of every global batch of `batch_size` samples, in `accumulate` micro-batches.
+
+    Parts that cannot be equal differ by one sample; `check_world_size` has refused empty ones. An epoch's last partial
+    batch is left out.
+    """
 
     num_samples: int
     batch_size: int
@@ -23,10 +28,30 @@ class Order:
     accumulate: int = 1
     lengths: torch.Tensor | None = None  # int64 [num_samples]: samples of similar length shall share a batch ...
     pool: int = 0  # ... chosen from this many global batches; 0: lengths are ignored
+    shares: str = ""  # the setting: numbers that the ranks' parts are in proportion to, by rank; empty: equal parts
 
     @property
     def steps_per_epoch(self) -> int:
         return self.num_samples // self.batch_size
+
+    @property
+    def samples_by_rank(self) -> list[int]:
+        """How many samples of a global batch each rank takes."""
+        return divide(self.batch_size, weights(self.shares, self.world_size))
+
+    @property
+    def micro_sizes(self) -> list[int]:
+        """The samples of each of this rank's micro-batches in a step, the largest first."""
+        return divide(self.samples_by_rank[self.rank], weights("", self.accumulate))
+
+    @property
+    def divisors(self) -> list[float]:
+        """By what the mean loss over each of this rank's micro-batches is divided, so that each sample counts once.
+
+        A rank adds up its micro-batches, and the exchange of gradients takes the mean over ranks. So a mean over n of
+        N samples has to count n * world_size / N times. Equal micro-batches give exactly `accumulate`.
+        """
+        return [self.batch_size / (self.world_size * size) for size in self.micro_sizes]
 
     def epoch(self, epoch: int) -> torch.Tensor:
         """All sample numbers in the order of that epoch, int64 [num_samples]."""
@@ -47,15 +72,15 @@ class Order:
     def batches(self, first_step: int, last_step: int) -> Iterator[BatchIndex]:
         """This rank's micro-batches of the steps first_step .. last_step-1, `accumulate` a step."""
         order, known = torch.empty(0, dtype=torch.int64), -1
-        share = self.batch_size // self.world_size
-        micro = share // self.accumulate
+        sizes, before = self.micro_sizes, sum(self.samples_by_rank[: self.rank])
         for step in range(first_step, last_step):
             epoch, position = divmod(step, self.steps_per_epoch)
             if epoch != known:
                 order, known = self.epoch(epoch), epoch
-            start = position * self.batch_size + self.rank * share
-            for part in range(self.accumulate):
-                yield epoch, order[start + part * micro : start + (part + 1) * micro]
+            start = position * self.batch_size + before
+            for size in sizes:
+                yield epoch, order[start : start + size]
+                start += size
 
 
 def evaluation_batches(

@@ -28,7 +28,10 @@ def describe(config: Config, group: Group, workload: Workload, order: Order, *, 
     name = config.model if config.workload == "images" else config.workload
     num_parameters = sum(parameter.numel() for parameter in workload.model.parameters())
     together = "" if method == "none" else f", {method}"
-    split = f" = {group.world_size} ranks x {config.batch_size // group.world_size}" if group.world_size > 1 else ""
+    samples = sorted(set(order.samples_by_rank))
+    each = " to ".join(str(count) for count in (samples[0], samples[-1])[: len(samples)])
+    split = f" = {group.world_size} ranks x {each}" if group.world_size > 1 else ""
+    split += f" (shares {config.shares})" if config.shares else ""
     split += f" in {config.accumulate} parts" if config.accumulate > 1 else ""
     return (
         f"data   {workload.data_name}, {len(workload.train):,} + {len(workload.evaluation):,} samples{origin}\n"

@@ -40,6 +40,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     loader: BatchLoader
+    divisors: list[float]  # of the losses of a step's micro-batches, see `Order`
     steps_per_epoch: int
     total_steps: int
     buffers: Buffers
