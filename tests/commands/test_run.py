@@ -79,11 +79,11 @@ def test_mistake_in_the_line_is_named(line: str, message: str) -> None:
 
 
 def test_places_of_ranks_on_their_nodes() -> None:
-    two_each = places(["a", "a", "b", "b"], [0, 1, 0, 1], 2)
-    assert two_each == [Place(0, 2, 2, 2), Place(0, 2, 2, 2), Place(1, 2, 2, 2), Place(1, 2, 2, 2)]
+    two_each = places(["a", "a", "b", "b"], [0, 1, 0, 1], restarts=2, port=7)
+    assert two_each == [Place(node, 2, 2, 2, 7) for node in (0, 0, 1, 1)]
     # Started by hand, all with LOCAL_RANK=0
-    assert places(["a", "a"], [0, 0], 0) == [Place(0, 2, 1, 0), Place(1, 2, 1, 0)]
-    assert [place.local_world_size for place in places(["a", "b", "b"], [0, 0, 1], 0)] == [1, 2, 2]
+    assert places(["a", "a"], [0, 0], restarts=0, port=7) == [Place(0, 2, 1, 0, 7), Place(1, 2, 1, 0, 7)]
+    assert [place.local_world_size for place in places(["a", "b", "b"], [0, 0, 1], restarts=0, port=7)] == [1, 2, 2]
 
 
 def test_environment_has_every_variable_of_torchrun_and_none_of_ours(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_environment_has_every_variable_of_torchrun_and_none_of_ours(tmp_path: P
     )
     outside = {"RANKUP_ATTEMPT": "x", "TORCHELASTIC_RUN_ID": "stale", "HOME": "/h", "OMP_NUM_THREADS": "7"}
     env = script_environment(
-        outside, launch, Place(0, 1, 4, 2), port=29400, run_id="job", error_file=tmp_path / "error"
+        outside, launch, Place(0, 1, 4, 2, 29400), run_id="job", error_file=tmp_path / "error"
     )
     assert env.keys() >= TORCHRUN_SETS
     assert not any(name.startswith("RANKUP_") for name in env)

@@ -48,20 +48,30 @@ def test_launch_gives_the_script_its_port_and_keeps_a_log_of_each_rank(tmp_path:
     assert (status["state"], [end["code"] for end in status["ranks"].values()]) == ("finished", [0, 0])
 
 
-def torchrun(folder: Path, script: Path) -> Job:
+def torchrun(folder: Path, script: Path, *options: str) -> Job:
     """One node of torchrun with fresh scripts."""
-    command = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
+    command = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", *options)
     env = {"PYTHONWARNINGS": ""}  # torchrun itself may warn
     return start(sys.executable, *command, MAIN, "run", f"--run-dir={folder}/runs", script, env=env)
 
 
-def test_script_under_torchrun_keeps_its_variables_and_meets_in_the_agents_store(tmp_path: Path) -> None:
-    with ended(torchrun(tmp_path, write(tmp_path, DDP + "dist.destroy_process_group()\n" + FACTS))) as job:
+def test_script_under_torchrun_meets_in_the_agents_store_and_after_a_restart_in_its_own(tmp_path: Path) -> None:
+    """The agent's store has the addresses of the first start's ranks then."""
+    again = """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+    sys.exit(3)
+"""
+    script = write(tmp_path, DDP + FACTS + again + HANGS + "dist.destroy_process_group()\n")
+    with ended(torchrun(tmp_path, script, "--max-restarts=1")) as job:
         assert job.wait() == [0], job.output
-    assert job.output.count("sum 2") == 2
-    for seen in facts(job.output):
-        assert seen["env"].keys() >= TORCHRUN_SETS
-        assert seen["env"]["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    for restart in (0, 1):
+        assert job.output.count(f"sum 2 restart {restart}") == 2
+    seen = [found["env"] for found in facts(job.output)]
+    assert all(env.keys() >= TORCHRUN_SETS for env in seen)
+    assert {(env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_USE_AGENT_STORE"]) for env in seen} == {
+        ("0", "True"), ("1", "False")
+    }
+    assert len({env["MASTER_PORT"] for env in seen}) == 2  # the same for all ranks of a start
 
 
 def test_torchruns_summary_says_how_the_script_failed(tmp_path: Path) -> None:

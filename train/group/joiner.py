@@ -77,7 +77,8 @@ class Joiner:
         return Meeting(
             store=ours, beat_store=beating, members=members, attempt=said["attempt"], restarted=said["restarted"],
             paths=Paths(**said["paths"]), prints_for_host=self.me.prints_for_host(said["speakers"]),
-            hosts_store=self.hosts_store, deadline_s=self.wait.deadline_s, no_lookups=self.wait.no_lookups,
+            hosts_store=self.hosts_store, generation=self.number, deadline_s=self.wait.deadline_s,
+            no_lookups=self.wait.no_lookups,
         )
 
     def error_of(self, refusal: Mapping[str, Any]) -> Exception:

@@ -147,6 +147,7 @@ class Meeting:
     paths: Paths
     prints_for_host: bool  # whether this rank prints an error that all ranks raise
     hosts_store: bool
+    generation: int  # from 2 on, the store has keys of an earlier start: torch's agent keeps it
     deadline_s: float  # on the monotonic clock: what is left of the time to join
     # To close when the group has formed: until then the process with the store looks up no names
     no_lookups: contextlib.ExitStack

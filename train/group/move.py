@@ -5,7 +5,7 @@ each other while the script runs, so they need a store as long as it runs: the s
 picks. Rank 0 ends the first store only when all ranks have left it, and no rank starts its script before that: the
 script's rank 1 would otherwise find our store in place of its own rank 0's.
 
-Under torchrun nobody moves: the agent keeps its store, and the script uses that one too.
+Under torchrun nobody moves: the agent keeps its store, and the script uses that one too, at its first start.
 """
 
 import json

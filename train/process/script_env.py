@@ -19,15 +19,17 @@ OWN = "RANKUP_"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What one rank alone may not know: the layout of the nodes, and how often the ranks were restarted."""
+    """What one rank alone may not know: the layout of the nodes, how often the ranks were restarted, and the master's
+    port for the script."""
 
     node: int
     num_nodes: int
     local_world_size: int
     restarts: int
+    port: int
 
 
-def places(hosts: Sequence[str], local_ranks: Sequence[int], restarts: int) -> list[Place]:
+def places(hosts: Sequence[str], local_ranks: Sequence[int], *, restarts: int, port: int) -> list[Place]:
     """The place of each rank, from each rank's machine and local rank. A machine is a node.
 
     Ranks that were started by hand may all have LOCAL_RANK 0: on such a machine each rank is a node of its own.
@@ -40,7 +42,7 @@ def places(hosts: Sequence[str], local_ranks: Sequence[int], restarts: int) -> l
         distinct = len({local_ranks[rank] for rank in ranks}) == len(ranks)
         nodes += [ranks] if distinct else [[rank] for rank in ranks]
     found = {
-        rank: Place(node, len(nodes), len(ranks), restarts)
+        rank: Place(node, len(nodes), len(ranks), restarts, port)
         for node, ranks in enumerate(sorted(nodes))
         for rank in ranks
     }
@@ -48,9 +50,9 @@ def places(hosts: Sequence[str], local_ranks: Sequence[int], restarts: int) -> l
 
 
 def script_environment(
-    environ: Mapping[str, str], launch: Launch, place: Place, *, port: int, run_id: str, error_file: Path
+    environ: Mapping[str, str], launch: Launch, place: Place, *, run_id: str, error_file: Path
 ) -> dict[str, str]:
-    """The whole environment of the script. `environ`: of this process. `port`: the master's; `run_id`: of all restarts.
+    """The whole environment of the script. `environ`: of this process. `run_id`: of all restarts.
 
     What the launcher says of itself counts before what was seen of the ranks.
     """
@@ -61,11 +63,15 @@ def script_environment(
         "RANK": launch.rank, "LOCAL_RANK": launch.local_rank, "WORLD_SIZE": launch.world_size,
         "LOCAL_WORLD_SIZE": local_world_size, "GROUP_RANK": node, "GROUP_WORLD_SIZE": num_nodes,
         "ROLE_RANK": launch.rank, "ROLE_WORLD_SIZE": launch.world_size, "ROLE_NAME": "default",
-        "MASTER_ADDR": launch.master_addr, "MASTER_PORT": port,
+        "MASTER_ADDR": launch.master_addr,
         "TORCHELASTIC_RESTART_COUNT": place.restarts, "TORCHELASTIC_MAX_RESTARTS": launch.max_restarts,
         "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_ERROR_FILE": error_file,
-        # The script's rank 0 opens the port: True would have all ranks connect to a store that nobody serves
-        "TORCHELASTIC_USE_AGENT_STORE": False,
+    }
+    store = {
+        "MASTER_PORT": place.port,
+        # Where it is False the script's rank 0 opens the port. True would have all ranks connect to a store that nobody
+        # serves, unless it is torchrun's own
+        "TORCHELASTIC_USE_AGENT_STORE": launch.agent_store and place.port == launch.master_port,
     }
     # As torchrun does where there is nothing; but it takes one thread, whatever the machine has
     threads = max(1, int((cpu_quota() or os.cpu_count() or 1) // local_world_size))
@@ -78,4 +84,4 @@ def script_environment(
     ours = {name: str(value) for name, value in set_by_torchrun.items()}
     # torchrun's own are right; under any other launcher the shell may hold those of an earlier torchrun
     both = {**ours, **given} if launch.launcher == "torchrun" else {**given, **ours}
-    return {**{name: str(value) for name, value in by_default.items()}, **both}
+    return {name: str(value) for name, value in {**by_default, **both, **store}.items()}

@@ -10,6 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import astuple
 from pathlib import Path
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from train.group.watchdog import SCRIPT
 from train.process import flight_recorder, stacks
 from train.process.addresses import free_port
 from train.process.context import Context
+from train.process.env import Launch
 from train.process.limits import explain_sigkill, oom_kills
 from train.process.script import DRAIN_S, END_S, Script
 from train.process.script_env import Place, places, script_environment
@@ -101,8 +103,7 @@ def _environment(context: Context, group: Group, place: Place) -> dict[str, str]
     error_file = context.run_dir / "status" / group.attempt / f"error-rank-{group.rank}.json"
     error_file.parent.mkdir(parents=True, exist_ok=True)
     env = script_environment(
-        os.environ, context.launch, place, port=context.launch.master_port or free_port(),
-        run_id=job_of(group.attempt), error_file=error_file,
+        os.environ, context.launch, place, run_id=job_of(group.attempt), error_file=error_file
     )
     env |= flight_recorder.environment(context.run_dir, env)
     return env | stacks.script_environment(context.run_dir, group.rank, env)
@@ -139,18 +140,24 @@ def _folder(work_dir: str) -> str:
 
 def _place(group: Group) -> Place:
     """This rank's place among the nodes. Rank 0 works it out, since it alone knows all members."""
-    if group.world_size == 1:
-        return Place(0, 1, 1, group.launch.restart_count)
+    launch, meeting = group.launch, group.meeting
+    if meeting is None:
+        return Place(0, 1, 1, launch.restart_count, _port(launch, first=launch.restart_count == 0))
     found: list[Place] = []
     if group.is_rank0:
-        assert group.meeting is not None
-        members = list(group.meeting.members)
+        members = list(meeting.members)
         found = places(
             [member.host for member in members], [member.local_rank for member in members],
-            max(member.restarts for member in members),
+            restarts=max(member.restarts for member in members), port=_port(launch, first=meeting.generation == 1),
         )
-    texts = [[place.node, place.num_nodes, place.local_world_size, place.restarts] for place in found]
-    return Place(*group.broadcast(texts)[group.rank])
+    return Place(*group.broadcast([astuple(place) for place in found])[group.rank])
+
+
+def _port(launch: Launch, *, first: bool) -> int:
+    """The master's port for the script: what the launcher says. Not where torchrun starts the ranks again: its store,
+    which it keeps, has the addresses of the last start's ranks, and gloo would connect to those."""
+    stale = launch.agent_store and not first
+    return free_port() if stale or not launch.master_port else launch.master_port
 
 
 def _wait(script: Script, group: Group) -> int:
