@@ -31,6 +31,8 @@ case $kind in
   *) first=training.kubeflow.org/job-role=master ;; # an elastic job has no Master: this is its first Worker
 esac
 first+=,app.kubernetes.io/instance=rankup
+volume=k8s/overlays/$what/volume.yaml
+[[ -n $what && -f $volume ]] || volume=k8s/volume.yaml
 
 render() {
   k8s/setup.sh
@@ -83,6 +85,7 @@ follow() { # prints the log of each pod that is rank 0, until the job has ended
 
 start() {
   install_operator
+  k apply -f "$volume"
   k apply "${source[@]}"
   follow
 }
@@ -109,7 +112,7 @@ case ${1:-} in
   delete) # the job and what belongs to it, but not the volume: it holds the checkpoints
     k delete "$kind/rankup" networkpolicy/rankup service/rankup poddisruptionbudget/rankup \
       configmap/rankup-code configmap/rankup-data configmap/rankup-debug configmap/rankup-script --ignore-not-found
-    say "kubectl delete pvc rankup-runs removes the checkpoints too"
+    say "$volume stays: kubectl delete -f $volume removes all checkpoints"
     ;;
   *) fail "usage: [OVERLAY=NAME] k8s/kube.sh kind|minikube|render|logs|delete" ;;
 esac

@@ -27,11 +27,12 @@ from train.config import load_config
 from train.config.command_line import Request, parse_args
 from train.config.help_text import help_text
 from train.config.options import LaunchOptions, RankOptions
-from train.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, Stopped, UserError, exit_code
+from train.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, Stopped, UserError, exit_code, reason
 from train.process import env, init_method
 from train.process.context import Context
 from train.process.exit import finish
 from train.process.imports import prepare_imports
+from train.process.last_word import tell_platform
 from train.process.log import Log
 from train.process.placement import Launch
 from train.process.status import tell_torchrun
@@ -95,6 +96,8 @@ def _report(error: BaseException, log: Log) -> int:
     """Print an end that is no success, as its kind deserves, and return its code."""
     tell_torchrun(error)
     code = exit_code(error)
+    if not getattr(error, "printed_elsewhere", False):
+        tell_platform(f"{log.prefix}{reason(error)}", code)
     if isinstance(error, Stopped):
         log.info(str(error))
     elif getattr(error, "printed_elsewhere", False):

@@ -23,6 +23,7 @@ K8S = ROOT / "k8s"
 OVERLAYS = sorted(path.parent.name for path in (K8S / "overlays").glob("*/kustomization.yaml"))
 FILES = ["pytorchjob.yaml", "trainjob.yaml", "job.yaml"]
 EVERY = [*FILES, *(f"overlays/{name}" for name in OVERLAYS)]
+CLAIMS = ["volume.yaml", "overlays/fsdp/volume.yaml"]
 TRAINING = [what for what in EVERY if what not in ("overlays/board", "overlays/debug")]
 VERSION = "1.32"  # of Kubernetes
 # What `make image` builds, by the program's version
@@ -43,7 +44,7 @@ def kubectl(*words: str) -> str:
 
 def rendered(what: str) -> list[Object]:
     """The objects of a file or an overlay, as kubectl itself reads them: not as Python's YAML does."""
-    if what.startswith("overlays/") or what == "base":
+    if not what.endswith(".yaml"):
         documents = list(yaml.safe_load_all(kubectl("kustomize", f"k8s/{what}")))
     else:
         # The one command that reads any kind without asking a cluster about it; it prints one object after the other
@@ -187,6 +188,12 @@ def change(*path: str | int, value: Any) -> Callable[[Object], None]:
         document[path[-1]] = value  # type: ignore[index]
 
     return mutate
+
+
+def claim_of(what: str) -> Object:
+    """The claim that the pods of a file or an overlay mount: it is in a file of its own, for the overlay or for all."""
+    own = f"{what}/volume.yaml"
+    return one(own if own in CLAIMS else "volume.yaml", "PersistentVolumeClaim")
 
 
 def one(what: str, kind: str) -> Object:

@@ -72,6 +72,8 @@ def _in_pod(pod: Object, documents: list[Object]) -> Iterator[str]:
     yield from (f"{name} twice" for name in {each for each in names if names.count(each) > 1})
     yield from (f"{each['name']} in plain text" for each in container.get("env", [])
                 if SECRET.search(each["name"]) and "value" in each)
+    if container.get("terminationMessagePolicy") != "FallbackToLogsOnError":
+        yield "the reason of its end goes with its log"
     mounted = {each["name"] for each in container.get("volumeMounts", [])}
     yield from (f"volume {name} is not mounted, or not there"
                 for name in mounted ^ {each["name"] for each in spec.get("volumes", [])})

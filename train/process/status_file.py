@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from train.errors import root_cause
+from train.process.last_word import tell_platform
 from train.process.placement import Launch
 from train.process.status import End, new_attempt, read_json, write_json
 
@@ -37,6 +38,7 @@ class StatusFile:
         path = self.run_dir / "status" / self.attempt / f"rank-{end.rank}.json"
         with contextlib.suppress(OSError):  # a full disk must not hide the reason that is being reported
             write_json(path, {"attempt": self.attempt, **asdict(end)})
+        tell_platform(f"rank {end.rank} of {self.world_size} on {end.host}: {end.why}", end.code)
 
     def write_summary(self, state: str, ends: list[End]) -> None:
         """Write `status.json`, on rank 0 and where that is allowed: at the start "running", then how each rank ended.

@@ -16,6 +16,7 @@ from typing import Any
 
 from train.errors import FINISHED, PEER_LOST, STOPPED, root_cause, worth_restarting
 from train.process.fork_client import ForkServer, reap, state_of
+from train.process.last_word import take_back, tell_platform
 from train.process.limits import explain_sigkill, oom_kills
 from train.process.log import Log
 from train.process.progress import ProgressBoard
@@ -169,8 +170,11 @@ class Supervisor:
             ended += f" (SIGKILL: {explain_sigkill(self._oom_kills)})"
             self._oom_kills = oom_kills()
         if rank.without_progress >= self.max_restarts:
-            self.log.warning(f"{ended}; gave up after {self.max_restarts} restarts without progress")
+            gave_up = f"{ended}; gave up after {self.max_restarts} restarts without progress"
+            self.log.warning(gave_up)
+            tell_platform(gave_up, rank.code or 0)
             return False
+        take_back()
         rank.restarts += 1
         rank.without_progress += 1
         counted = f"{rank.without_progress} without progress of {self.max_restarts}"

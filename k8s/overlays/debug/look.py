@@ -56,13 +56,22 @@ def meet(environ: Mapping[str, str], *, wait_s: float = WAIT_S) -> str:
             time.sleep(0.5)
 
 
+def limits(root: Path = Path("/")) -> list[str]:
+    """What the container may use, by its control groups, which are of version 1 on older nodes and of version 2."""
+    from train.process.limits import cpu_quota, memory_limit
+
+    memory, cpus = memory_limit(root), cpu_quota(root)
+    return [
+        f"memory limit: {'none' if memory is None else f'{memory >> 20} MiB'}",
+        f"CPUs to use: {'all' if cpus is None else f'{cpus:g}'}",
+    ]
+
+
 def main() -> None:
     print(f"host {socket.gethostname()}, user {os.getuid()}:{os.getgid()}, {os.cpu_count()} CPUs")
     for name in sorted(filter(OURS.match, os.environ)):
         print(f"{name}={os.environ[name]}")
-    for limit in ("memory.max", "cpu.max"):
-        path = Path("/sys/fs/cgroup") / limit
-        print(f"{limit}: {path.read_text().strip() if path.exists() else 'unknown'}")
+    print("\n".join(limits()))
     for name in filter(None, {socket.gethostname(), os.environ.get("MASTER_ADDR", "")}):
         print(f"{name}: {resolve(name)}")
     for folder in ("/", "/app/runs", "/tmp", "/dev/shm"):

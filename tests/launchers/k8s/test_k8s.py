@@ -13,7 +13,7 @@ from tests.rigs.kubepods import SHORT, Cluster
 
 pytestmark = pytest.mark.timeout(1800)
 Pods = Callable[..., Cluster]
-OWN = ["--name", "job", "--batch-size", "32", "--epochs", "10"]
+OWN = ["--name", "job"]  # what a user gets, word for word
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_k8s_debug_pods_say_what_they_see_and_end(pods: Pods) -> None:
         assert "does not resolve" not in said
         assert "/: read-only" in said
         assert "/app/runs: writable" in said
-        assert "memory.max: 2147483648" in said or "memory.max: unknown" in said
+        assert "memory limit: 2048 MiB" in said
         assert "CUDA devices: 0" in said
     assert "port 23456: reached by 1 of 1 other pods" in cluster.log(0)
     assert "rankup-master-0:23456 is reached" in cluster.log(1)
@@ -78,6 +78,9 @@ def test_k8s_mistake_ends_every_pod_with_2_and_the_job_with_them(pods: Pods) -> 
     cluster = pods("pytorchjob.yaml", [*SHORT, "--lr", "-1"])
     cluster.start()
     assert cluster.codes() == [2, 2], cluster.logs()
+    for index in (0, 1):  # what is left when pods and logs are gone
+        assert "lr must be > 0, got -1" in cluster.last_word(index)
+        assert cluster.last_word(index).endswith("(exit code 2)\n")
     with pytest.raises(AssertionError, match="fails"):
         cluster.retry({0: 2, 1: 2})
 
@@ -87,7 +90,7 @@ def trained_on_rings(cluster: Cluster) -> None:
     assert cluster.codes() == [0, 0], cluster.logs()
     found = cluster.read("result.json")
     assert (found["data"], found["world_size"]) == ("rings", 2)
-    assert found["metrics"]["accuracy"] > 0.8  # half of the points would be chance
+    assert found["metrics"]["accuracy"] > 0.9  # half of the points would be chance
 
 
 def test_k8s_own_code_and_data_from_config_maps(pods: Pods) -> None:

@@ -72,7 +72,7 @@ def test_kube_kind_makes_a_cluster_brings_operator_and_image_and_follows_the_job
     done = tools.run("kind")
     assert done.returncode == 0, done.stderr
     steps = ["kind create cluster --name rankup", f"kind load docker-image {IMAGE} --name rankup",
-             "apply --server-side -k", "apply -k k8s/base", "logs --follow rankup-master-0"]
+             "apply --server-side -k", "apply -f k8s/volume.yaml", "apply -k k8s/base", "logs --follow rankup-master-0"]
     calls = [call for call in tools.calls() if "rollout" not in call]
     assert len(calls) == len(steps), calls
     assert all(step in call for step, call in zip(steps, calls, strict=True)), calls
@@ -101,7 +101,14 @@ def test_kube_job_needs_no_operator(tools: Tools) -> None:
     tools.states("Complete|u1 rankup-0-x7k2p Succeeded")
     assert tools.run("kind", OVERLAY="job").returncode == 0
     applied = [call for call in tools.calls() if " apply " in call]
-    assert applied == ["kubectl --context kind-rankup apply -f k8s/job.yaml"]
+    files = ["k8s/volume.yaml", "k8s/job.yaml"]
+    assert applied == [f"kubectl --context kind-rankup apply -f {file}" for file in files]
+
+
+def test_kube_brings_the_volume_that_the_overlay_mounts(tools: Tools) -> None:
+    assert tools.run("kind", OVERLAY="fsdp").returncode == 0
+    applied = [call for call in tools.calls() if " apply -f " in call]
+    assert applied == ["kubectl --context kind-rankup apply -f k8s/overlays/fsdp/volume.yaml"]
 
 
 def test_kube_says_that_a_job_failed(tools: Tools) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import threading
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -40,6 +41,29 @@ def test_look_says_who_did_not_come_and_ends(look: ModuleType) -> None:
 
 def test_look_without_a_master_says_so(look: ModuleType) -> None:
     assert look.meet({"PET_NNODES": "2:4"}) == "no MASTER_ADDR and MASTER_PORT"
+
+
+V1 = {
+    "proc/self/cgroup": "5:memory:/kubepods/pod1\n3:cpu,cpuacct:/kubepods/pod1\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "2147483648\n",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": "1000000\n",
+    "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "50000\n",
+    "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+}
+V2 = {
+    "proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "2147483648\n",
+    "sys/fs/cgroup/memory.current": "1000000\n", "sys/fs/cgroup/cpu.max": "50000 100000\n",
+}
+
+
+@pytest.mark.parametrize("files", [V1, V2], ids=["version 1", "version 2"])
+def test_look_reads_the_limits_of_either_version_of_control_groups(
+    look: ModuleType, tmp_path: Path, files: dict[str, str]
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert look.limits(tmp_path) == ["memory limit: 2048 MiB", "CPUs to use: 0.5"]
 
 
 def test_look_prints_no_secrets(look: ModuleType) -> None:

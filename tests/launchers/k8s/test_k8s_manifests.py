@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from tests.rigs.jobs import ROOT
-from tests.rigs.kube import K8S, OVERLAYS, TRAINING, one, rendered
+from tests.rigs.kube import CLAIMS, EVERY, K8S, OVERLAYS, TRAINING, claim_of, one, rendered
 from tests.rigs.kubeflow import command_line, environment, pods_of
 from train.config import check_world_size, load_config
 from train.config.command_line import parse_args
@@ -71,11 +71,23 @@ def test_k8s_pods_of_a_job_reach_each_other_alone(what: str) -> None:
 @pytest.mark.parametrize("what", TRAINING)
 def test_k8s_rank_0_has_the_volume_and_time_to_save(what: str) -> None:
     pods = pods_of(rendered(what))
-    claim = one(what, "PersistentVolumeClaim")
+    claim = claim_of(what)
     volumes = {volume["name"]: volume for volume in pods[0]["spec"]["volumes"]}
     assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     for pod in pods:
         assert pod["spec"]["terminationGracePeriodSeconds"] > 60
+
+
+def test_k8s_whoever_deletes_the_file_of_a_job_deletes_no_checkpoints() -> None:
+    claims = {claim["metadata"]["name"] for what in CLAIMS for claim in rendered(what)}
+    assert claims == {"rankup-runs", "rankup-runs-shared"}
+    for what in EVERY:
+        assert not [each for each in rendered(what) if each["kind"] in ("PersistentVolumeClaim", "Namespace")]
+    for path in K8S.glob("*.yaml"):
+        (head,) = [line for line in path.read_text().splitlines()[:3] if line.startswith("# Run: ")]
+        assert "kubectl apply -f k8s/volume.yaml" in head
+        assert "delete" in head
+        assert "delete -f" not in head
 
 
 def test_k8s_only_the_master_of_a_pytorchjob_mounts_the_volume() -> None:
@@ -114,7 +126,8 @@ def test_k8s_elastic_has_no_master_and_keeps_the_least_number() -> None:
 
 
 def test_k8s_fsdp_pods_all_have_the_volume_on_any_node() -> None:
-    claim = one("overlays/fsdp", "PersistentVolumeClaim")
+    claim = claim_of("overlays/fsdp")
+    assert claim["metadata"]["name"] != claim_of("base")["metadata"]["name"]  # whose access mode can't be changed
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     for pod in pods_of(rendered("overlays/fsdp")):
         assert {"--parallel=fsdp", "--checkpoint-format=sharded"} <= set(command_line(pod))
@@ -156,7 +169,7 @@ def test_k8s_board_reads_the_volume_inside_the_cluster_alone() -> None:
     (pod,) = pods_of(rendered("overlays/board"))
     volumes = {each["name"]: each.get("persistentVolumeClaim") for each in pod["spec"]["volumes"]}
     claims = {name: claim["claimName"] for name, claim in volumes.items() if claim}
-    assert list(claims.values()) == [one("pytorchjob.yaml", "PersistentVolumeClaim")["metadata"]["name"]]
+    assert list(claims.values()) == [claim_of("pytorchjob.yaml")["metadata"]["name"]]
     assert all(mount["readOnly"] for mount in pod["spec"]["containers"][0]["volumeMounts"] if mount["name"] in claims)
 
 
