@@ -24,10 +24,10 @@ elif [[ -d k8s/overlays/$what ]]; then
 elif [[ -f k8s/$what.yaml ]]; then
   source=(-f "k8s/$what.yaml") kind=$what
 else
-  fail "OVERLAY must be one of $(cd k8s/overlays && echo *), pytorchjob, job or trainjob, got $what"
+  fail "OVERLAY must be one of $(cd k8s/overlays && echo *), pytorchjob, job, jobset or trainjob, got $what"
 fi
 case $kind in
-  job | trainjob) first=batch.kubernetes.io/job-completion-index=0 ;;
+  job | jobset | trainjob) first=batch.kubernetes.io/job-completion-index=0 ;;
   *) first=training.kubeflow.org/job-role=master ;; # an elastic job has no Master: this is its first Worker
 esac
 first+=,app.kubernetes.io/instance=rankup
@@ -48,7 +48,7 @@ load() { # COMMAND...: runs the command that brings the image to the cluster's n
 install_operator() {
   if [[ $kind == job ]]; then return; fi
   [[ $kind == pytorchjob ]] ||
-    fail "this script installs the training operator v1, which knows no TrainJob: see k8s/README.md"
+    fail "this script installs the training operator v1, which knows no $kind: see k8s/README.md"
   if ! k get crd pytorchjobs.kubeflow.org > /dev/null 2>&1; then
     say "installing the operator"
     # Server-side: the schemas are longer than the annotation that a plain apply keeps

@@ -21,7 +21,7 @@ from tests.rigs.jobs import ROOT
 Object = dict[str, Any]
 K8S = ROOT / "k8s"
 OVERLAYS = sorted(path.parent.name for path in (K8S / "overlays").glob("*/kustomization.yaml"))
-FILES = ["pytorchjob.yaml", "trainjob.yaml", "job.yaml"]
+FILES = ["pytorchjob.yaml", "trainjob.yaml", "jobset.yaml", "job.yaml"]
 EVERY = [*FILES, *(f"overlays/{name}" for name in OVERLAYS)]
 CLAIMS = ["volume.yaml", "overlays/fsdp/volume.yaml"]
 TRAINING = [what for what in EVERY if what not in ("overlays/board", "overlays/debug")]
@@ -106,11 +106,17 @@ TRAININGRUNTIME = _object(
         },
     )),
 )
-OURS = {"PyTorchJob": PYTORCHJOB, "TrainJob": TRAINJOB, "TrainingRuntime": TRAININGRUNTIME}
+JOBSET = _object(
+    ["replicatedJobs"],
+    network={"type": "object"}, failurePolicy={"type": "object"}, ttlSecondsAfterFinished=INTEGER,
+    replicatedJobs={"type": "array", "items": _object(["name", "template"], name=NAME, template={"type": "object"})},
+)
+OURS = {"PyTorchJob": PYTORCHJOB, "TrainJob": TRAINJOB, "TrainingRuntime": TRAININGRUNTIME, "JobSet": JOBSET}
 PUBLISHED = {
     "PyTorchJob": "kubeflow.org_pytorchjobs.yaml",
     "TrainJob": "trainer.kubeflow.org_trainjobs.yaml",
     "TrainingRuntime": "trainer.kubeflow.org_trainingruntimes.yaml",
+    "JobSet": "jobset.x-k8s.io_jobsets.yaml",
 }
 
 
@@ -157,7 +163,7 @@ def problems(document: Object) -> list[str]:
             found.append(f"{name}: no container named pytorch")
     if "elasticPolicy" in spec and "Worker" not in replicas:
         found.append("elasticPolicy without Worker")
-    for job in spec.get("template", {}).get("spec", {}).get("replicatedJobs", []):
+    for job in (spec if kind == "JobSet" else spec.get("template", {}).get("spec", {})).get("replicatedJobs", []):
         found += _core({"apiVersion": "batch/v1", "kind": "Job", **job["template"]})
     return found
 
@@ -171,9 +177,9 @@ def _check(schema: Object, document: Object) -> list[str]:
     return [f"{'.'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in errors]
 
 
-def _core(document: Object) -> list[str]:
+def _core(document: Object, version: str = VERSION) -> list[str]:
     try:
-        kubernetes_validate.validate(document, VERSION, strict=True)
+        kubernetes_validate.validate(document, version, strict=True)
     except kubernetes_validate.ValidationError as error:
         return [str(error)[:400]]
     return []

@@ -127,6 +127,16 @@ def trainer_pods(job: Object, runtime: Object) -> list[Object]:
     return pods
 
 
+def jobset_pods(jobset: Object) -> list[Object]:
+    """The pods of a JobSet of one replicated job: its Job is named after both, its Service after the JobSet."""
+    name, ((job,),) = jobset["metadata"]["name"], (jobset["spec"]["replicatedJobs"],)
+    made = {"metadata": {"name": f"{name}-{job['name']}-0"}, "spec": job["template"]["spec"]}
+    pods = job_pods(made)
+    for pod in pods:
+        pod["spec"]["subdomain"] = name
+    return pods
+
+
 def pods_of(documents: list[Object]) -> list[Object]:
     """All pods that Kubernetes makes of these objects."""
     found: list[Object] = []
@@ -135,6 +145,8 @@ def pods_of(documents: list[Object]) -> list[Object]:
             found += operator_pods(document)
         elif document["kind"] == "Job":
             found += job_pods(document)
+        elif document["kind"] == "JobSet":
+            found += jobset_pods(document)
         elif document["kind"] == "TrainJob":
             (runtime,) = [each for each in documents if each["kind"] == "TrainingRuntime"]
             found += trainer_pods(document, runtime)
@@ -166,7 +178,7 @@ def command_line(pod: Object) -> list[str]:
             for word in [*container.get("command", []), *container.get("args", [])]]
 
 
-OWNERS = ("PyTorchJob", "Job", "TrainingRuntime")  # their rules decide what follows the end of a pod
+OWNERS = ("PyTorchJob", "Job", "JobSet", "TrainingRuntime")  # their rules decide what follows the end of a pod
 
 
 def verdict(owner: Object, code: int, *, disrupted: bool = False) -> str:
@@ -182,8 +194,9 @@ def verdict(owner: Object, code: int, *, disrupted: bool = False) -> str:
         if policy == "ExitCode":  # 48879 for a pod whose init container failed: it is above 128 too
             return "new" if code >= 128 else "fails"
         return {"OnFailure": "counted", "Never": "fails"}[policy]
-    if owner["kind"] == "TrainingRuntime":
-        (owner,) = [each["template"] for each in owner["spec"]["template"]["spec"]["replicatedJobs"]]
+    if owner["kind"] in ("JobSet", "TrainingRuntime"):
+        inside = owner["spec"] if owner["kind"] == "JobSet" else owner["spec"]["template"]["spec"]
+        (owner,) = [each["template"] for each in inside["replicatedJobs"]]
     if code == 0:
         return "done"
     for rule in owner["spec"]["podFailurePolicy"]["rules"]:

@@ -135,7 +135,7 @@ def test_kube_follows_the_next_pod_after_a_lost_one(tools: Tools) -> None:
     [
         (["kind"], {"IMAGE": "none:1"}, "no image none:1: make image"),
         (["kind"], {"OVERLAY": "gpus"}, "OVERLAY must be one of bench board debug doctor elastic"),
-        (["kind"], {"OVERLAY": "trainjob"}, "knows no TrainJob"),
+        (["kind"], {"OVERLAY": "trainjob"}, "knows no trainjob"),
         (["up"], {}, "usage:"),
         ([], {}, "usage:"),
     ],

@@ -90,6 +90,27 @@ def test_k8s_whoever_deletes_the_file_of_a_job_deletes_no_checkpoints() -> None:
         assert "delete -f" not in head
 
 
+@pytest.mark.parametrize("what", TRAINING)
+def test_k8s_pods_leave_a_node_that_does_not_answer_within_30_s(what: str) -> None:
+    for pod in pods_of(rendered(what)):
+        found = {each["key"]: each for each in pod["spec"]["tolerations"]}
+        assert set(found) == {"node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"}
+        for each in found.values():
+            assert (each["operator"], each["effect"], each["tolerationSeconds"]) == ("Exists", "NoExecute", 30)
+
+
+def test_k8s_pods_of_a_jobset_meet_at_the_name_that_its_network_gives_them() -> None:
+    jobset = one("jobset.yaml", "JobSet")["spec"]
+    assert jobset["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+    job = jobset["replicatedJobs"][0]["template"]["spec"]
+    pods = pods_of(rendered("jobset.yaml"))
+    for index, pod in enumerate(pods):
+        values = environment(pod)
+        assert values["MASTER_ADDR"] == f"{pods[0]['name']}.{pods[0]['spec']['subdomain']}"
+        assert (values["RANK"], values["WORLD_SIZE"]) == (str(index), str(job["completions"]))
+    assert job["completions"] == job["parallelism"] == len(pods)
+
+
 def test_k8s_only_the_master_of_a_pytorchjob_mounts_the_volume() -> None:
     for pod in pods_of(rendered("pytorchjob.yaml"))[1:]:
         assert all("persistentVolumeClaim" not in volume for volume in pod["spec"]["volumes"])

@@ -2,7 +2,9 @@
 
 import re
 
+import kubernetes_validate
 import pytest
+import yaml
 
 from tests.rigs.kube import K8S, TRAINING, one, rendered
 from tests.rigs.kubeflow import OWNERS, Object, command_line, pods_of, verdict
@@ -11,7 +13,7 @@ from train import errors
 OURS = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
 KILLED = 137
 COLUMNS = {
-    "PyTorchJob": "pytorchjob.yaml", "Job": "job.yaml", "TrainJob": "trainjob.yaml", "elastic": "overlays/elastic"
+    "PyTorchJob": "pytorchjob.yaml", "Job": "job.yaml", "JobSet": "jobset.yaml", "TrainJob": "trainjob.yaml", "elastic": "overlays/elastic"
 }
 WORDS = {"done": "done", "fails": "the job fails", "new": "new pod, not counted", "counted": "new pod, counted"}
 
@@ -45,7 +47,7 @@ def test_k8s_manifests_decide_as_their_table_of_exit_codes_says(name: str) -> No
         assert table()[name, code] == words[verdict(job, code)], code
 
 
-@pytest.mark.parametrize("what", ["job.yaml", "trainjob.yaml"])
+@pytest.mark.parametrize("what", ["job.yaml", "jobset.yaml", "trainjob.yaml"])
 def test_k8s_pod_that_is_preempted_costs_nothing_and_a_mistake_stays_one(what: str) -> None:
     job = owner(what)
     for code in OURS | {KILLED}:
@@ -61,10 +63,18 @@ def test_k8s_every_pytorchjob_but_the_elastic_one_decides_as_the_base() -> None:
             assert [verdict(job, code) for code in OURS] == [verdict(base, code) for code in OURS]
 
 
-@pytest.mark.parametrize("what", ["job.yaml", "trainjob.yaml"])
+def spec_of_job(what: str) -> Object:
+    """The spec of the Job that a file is about, whatever it is wrapped in."""
+    if what == "job.yaml":
+        return one(what, "Job")["spec"]  # type: ignore[no-any-return]
+    outer = one(what, "JobSet")["spec"] if what == "jobset.yaml" else \
+        one(what, "TrainingRuntime")["spec"]["template"]["spec"]
+    return outer["replicatedJobs"][0]["template"]["spec"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("what", ["job.yaml", "jobset.yaml", "trainjob.yaml"])
 def test_k8s_job_ends_at_once_for_what_trying_again_cannot_help(what: str) -> None:
-    job = one(what, "Job")["spec"] if what == "job.yaml" else \
-        one(what, "TrainingRuntime")["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job = spec_of_job(what)
     codes = {code for code in OURS if 0 < code < 128}
     first, second, third = job["podFailurePolicy"]["rules"]
     (container,) = job["template"]["spec"]["containers"]
@@ -88,3 +98,24 @@ def test_k8s_pytorchjob_decides_by_exit_codes_that_reach_the_operator() -> None:
                 by_torchrun = any("torchrun" in command_line(pod) for pod in pods_of([document]))
                 assert policies == ({"OnFailure"} if by_torchrun else {"ExitCode"})
                 assert "backoffLimit" in document["spec"]["runPolicy"] or not by_torchrun
+
+
+@pytest.mark.parametrize("what", ["job.yaml", "jobset.yaml"])
+def test_k8s_lines_for_newer_clusters_restart_what_is_worth_it(what: str) -> None:
+    """The lines to remove a # from: an older kubectl refuses the file with them."""
+    text = (K8S / what).read_text()
+    newer = re.sub(r"(?m)^( +)# (restartPolicy\w*: )", r"\1\2", text)
+    (document, *_) = yaml.safe_load_all(newer)
+    job = document["spec"] if what == "job.yaml" else document["spec"]["replicatedJobs"][0]["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    assert container["restartPolicy"] == "Never"
+    (rule,) = container["restartPolicyRules"]
+    again = {code for code in OURS | {KILLED} if errors.worth_restarting(code)}
+    assert rule == {"action": "Restart", "exitCodes": {"operator": "In", "values": sorted(again)}}
+    whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "rankup"}, "spec": job}
+    kubernetes_validate.validate(whole, "1.35", strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError, match="restartPolicyRules"):
+        kubernetes_validate.validate(whole, "1.33", strict=True)
+    assert spec_of_job(what)["template"]["spec"]["containers"][0].keys() == container.keys() - {
+        "restartPolicy", "restartPolicyRules"
+    }
