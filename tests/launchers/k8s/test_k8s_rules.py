@@ -13,7 +13,8 @@ from train import errors
 OURS = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
 KILLED = 137
 COLUMNS = {
-    "PyTorchJob": "pytorchjob.yaml", "Job": "job.yaml", "JobSet": "jobset.yaml", "TrainJob": "trainjob.yaml", "elastic": "overlays/elastic"
+    "PyTorchJob": "pytorchjob.yaml", "Job": "job.yaml", "JobSet": "jobset.yaml", "TrainJob": "trainjob.yaml",
+    "elastic": "overlays/elastic",
 }
 WORDS = {"done": "done", "fails": "the job fails", "new": "new pod, not counted", "counted": "new pod, counted"}
 
