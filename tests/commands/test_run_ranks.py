@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,8 @@ import pytest
 from tests.commands.test_run import FACTS, TORCHRUN_SETS, facts, write
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, Job, ended, free_port, start
+from train.commands.status import look
+from train.commands.status_screen import screen
 
 # In the manner of the tutorials: nothing but env://
 DDP = """
@@ -140,6 +143,13 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
     assert job.output.count("sum 2 restart 1") == 2
     assert re.search(r"rank 1 ended with 137 \(SIGKILL: .*\), started again", job.output)
     assert "rank 0 ended with 171, started again" in job.output
+    spent = look(tmp_path / "runs/job", now=time.time())
+    assert (spent["goodput"], spent["script"]["attempts"]) == (None, 2)
+    assert set(spent["script"]["shares"]) == {"script", "start", "join", "waiting"}
+    assert sum(spent["script"]["shares"].values()) == pytest.approx(1, abs=0.001)
+    text = screen(spent, now=time.time())
+    assert re.search(r"^script +\d+% of .* in 2 attempts: .*start \d+%", text, re.MULTILINE), text
+    assert re.search(r"after \d+ s of the script: job\.py failed: SIGKILL: .*\(exit code 137\)", text), text
 
 
 def test_fault_of_one_rank_ends_all_and_is_not_tried_again(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
     """How the run in this folder stands, for `--json`. `now`: of `time.time()`. Ages, in `_s`, are seconds before it.
 
     What is not known is None or empty: a script of the user's own reports no steps, and a job that was killed while it
-    started has reported nothing.
+    started has reported nothing. `script`: where the time of such a script's run went, as `goodput` of a training.
     """
     summary = read_json(run_dir / "status.json") or {}
     reports = read_reports(run_dir)
@@ -107,6 +107,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
     live = newest if newest is not None and newest.attempt == attempt else None
     # An attempt that finished the run was not restarted, though a later one may have looked at it or added epochs
     earlier = [report for report in reports if report is not live and not report.finished]
+    spent = goodput(reports) if reports else {"shares": ()}
     return {
         "run": run_dir.name, "folder": str(run_dir), "state": state, "attempt": attempt,
         # A script of the user's own beats nowhere: its silence says nothing
@@ -117,7 +118,8 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
         "remaining_s": live.remaining_s if live and state == "running" else None,
         "age_s": round(now - live.began, 1) if live else None, "metrics": newest.metrics if newest else {},
         "ranks": _ranks(summary, live, _step_times(run_dir)), "restarts": [_end(run_dir, report) for report in earlier],
-        "goodput": goodput(reports) if any(report.total_steps for report in reports) else None,
+        "goodput": spent if any(report.total_steps for report in reports) else None,
+        "script": spent if "script" in spent["shares"] else None,
     }
 
 
@@ -164,6 +166,7 @@ def _end(run_dir: Path, report: Report) -> dict[str, Any]:
     cause = next((end for end in ends if end["code"] == code), {})
     return {
         "attempt": report.attempt, "time": report.time, "step": report.step, "code": code, "why": cause.get("why", ""),
+        "script_s": report.seconds.get("script", 0.0),
     }
 
 

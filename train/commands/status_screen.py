@@ -28,6 +28,8 @@ def screen(run: dict[str, Any], *, now: float) -> str:
         rows["metrics"] = ", ".join(f"{name} {value:.4g}" for name, value in sorted(run["metrics"].items()))
     if run["goodput"]:
         rows["goodput"] = one_line(run["goodput"])
+    if run["script"]:
+        rows["script"] = one_line(run["script"])
     lines = [f"{name:<8} {value}" for name, value in rows.items()]
     if run["ranks"]:
         table = [("rank", "host", "step", "phase", "of a step", "last sign of life"), *_rank_rows(run, now)]
@@ -133,7 +135,8 @@ def _restart_lines(restarts: list[dict[str, Any]]) -> list[str]:
         how = "no rank wrote down why: killed, or the machine was lost"
         if end["code"] is not None:
             how = f"{end['why']} (exit code {end['code']})"
-        lines.append(f"  {when}  after step {end['step']}: {how}")
+        after = f"{duration(end['script_s'])} of the script" if end["script_s"] else f"step {end['step']}"
+        lines.append(f"  {when}  after {after}: {how}")
     return lines
 
 

@@ -19,8 +19,10 @@ REPORT_S = 2.0
 # Which kind of time a phase of the watchdog's clock is; all others, set-up and imports among them, are "start"
 KIND_OF_PHASE = {
     "step": "steps", "data": "data", "evaluation": "evaluation", "save": "saves", "end": "saves", "join": "join",
+    "script": "script",
 }
 KINDS = ("steps", "data", "evaluation", "saves", "lost steps", "start", "join", "waiting")
+KINDS_OF_SCRIPT = ("script", "start", "join", "waiting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,10 @@ def goodput(reports: list[Report]) -> dict[str, Any]:
     one is its attempt's mean time of a step, its wait for data included. `waiting` is the time between attempts, in a
     queue or in the hands of the launcher; a run that had finished and then goes on to more epochs did not wait. Shares
     are rounded to four digits and add up to 1.
+
+    Of a script of the user's nobody knows the steps: there the share is that of the time in which the script ran.
     """
-    seconds = dict.fromkeys(KINDS, 0.0)
+    seconds = dict.fromkeys((*KINDS, "script"), 0.0)
     kept_up_to = inf  # of the steps of an attempt, those that no later attempt has done again
     following: Report | None = None
     for report in reversed(reports):
@@ -97,15 +101,18 @@ def goodput(reports: list[Report]) -> dict[str, Any]:
             seconds["waiting"] += max(0.0, following.began - report.time)  # below 0: clocks of two machines
         kept_up_to, following = min(kept_up_to, report.first_step), report
     wall_s = max(sum(seconds.values()), 1e-9)
+    kinds = KINDS_OF_SCRIPT if seconds["script"] else KINDS
+    shares = {kind: round(seconds[kind] / wall_s, 4) for kind in kinds}
     return {
-        "share": round(seconds["steps"] / wall_s, 4), "wall_s": round(wall_s, 1), "attempts": len(reports),
-        "shares": {kind: round(spent / wall_s, 4) for kind, spent in seconds.items()},
+        "share": shares.get("script", shares.get("steps")), "wall_s": round(wall_s, 1), "attempts": len(reports),
+        "shares": shares,
     }
 
 
 def one_line(found: dict[str, Any]) -> str:
-    """What `goodput` returned, for people: the share of steps, and what else took half a percent or more."""
-    rest = sorted(((share, kind) for kind, share in found["shares"].items() if kind != "steps"), reverse=True)
+    """What `goodput` returned, for people: the share, and what else took half a percent or more."""
+    counted = ("steps", "script")
+    rest = sorted(((share, kind) for kind, share in found["shares"].items() if kind not in counted), reverse=True)
     parts = ", ".join(f"{kind} {share:.0%}" for share, kind in rest if share >= 0.005)
     attempts = f"{found['attempts']} attempt{'s' if found['attempts'] > 1 else ''}"
     return f"{found['share']:.0%} of {duration(found['wall_s'])} in {attempts}" + (f": {parts}" if parts else "")
