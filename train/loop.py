@@ -181,7 +181,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
         progress=progress, changing=Changing(progress, device), saved=run.saved, metrics=metrics,
         profiler=Profiler(config, group, step=progress.step, total_steps=total_steps),
         speed=Speed(config.batch_size, progress.step),
-        clock=clock, reports=RankReports(group, clock, step=progress.step),
+        clock=clock, reports=RankReports(group, clock, step=progress.step, load=order.load_by_rank),
         advice=Advice(config, group, method, workload, plain, batch, step=progress.step, total_steps=total_steps),
     )
 

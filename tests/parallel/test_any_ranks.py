@@ -4,13 +4,17 @@ A batch of 64 is 22 + 21 + 21 samples on three ranks. Each rank's mean counts by
 the loss are those of the whole batch.
 """
 
+import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.rigs import places
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import metrics
+from tests.rigs.jobs import MAIN, comparable_metrics, ended, metrics, result, start
+from tests.rigs.places import Fault
 
 STEPS = 14  # of which 11 are an epoch
 # Without batch norm and dropout, which see one rank's samples only
@@ -109,3 +113,93 @@ def test_other_curve_is_the_same_with_unequal_parts(forks: Forks, tmp_path: Path
 
 def test_one_process_takes_micro_batches_that_differ_by_one(forks: Forks, alone: list[float], tmp_path: Path) -> None:
     assert largest_difference(train(forks, tmp_path, 1, "--accumulate", "3"), alone) < 1e-5
+
+
+# Losing and gaining ranks --------------------------------------------------------------------------------------------
+
+# Batches of 10: 3 + 3 + 2 + 2 and 4 + 3 + 3, 6 steps an epoch
+SMALL = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "10", "--log-every-steps", "1",
+         "--tensorboard=false", "--progress=none", "--device", "cpu", "--name", "run", "--schedule", "constant", "--max-steps",
+         str(STEPS))
+
+
+def kill(rank: int, step: int, *, accumulate: int = 1) -> dict[str, str]:
+    """In that step of this attempt: the first step's first loss is call 3."""
+    call = 3 + (step - 1) * accumulate
+    return {"PROBE": json.dumps({"where": "loss", "call": call, "rank": rank, "signal": "SIGKILL", "saved": True})}
+
+
+def test_job_that_loses_one_of_four_goes_on_with_three_and_then_four(forks: Forks, tmp_path: Path) -> None:
+    """On the curve of one process, though the batch is another's for each."""
+    line = (*SMALL, "--options.dropout", "0", "--accumulate", "2")
+    codes, output = forks.run(*line, "--run-dir", tmp_path / "one")
+    assert codes == [0], output
+    four = forks.start(*line, "--run-dir", tmp_path / "four", world_size=4, env=kill(2, 5, accumulate=2))
+    assert four.wait() == [171, 171, -9, 171], four.output
+    three = forks.start(*line, "--run-dir", tmp_path / "four", "--max-steps", "9", world_size=3)
+    assert three.wait() == [0] * 3, three.output
+    assert "resumed from step 4, rescued by rank" in three.output
+    assert "world size was 4, is 3: the run goes on, but its last bits will differ" in three.output
+    assert "batch  10 global = 3 ranks x 3 to 4 in 2 parts" in three.output
+    codes, output = forks.run(*line, "--run-dir", tmp_path / "four", world_size=4)
+    assert codes == [0] * 4, output
+    assert largest_difference(tmp_path / "four" / "run", losses(tmp_path / "one" / "run")) < 1e-5
+    evaluations = [[line["eval/loss"] for line in metrics(tmp_path / name / "run") if "eval/loss" in line]
+                   for name in ("one", "four")]
+    assert evaluations[1][-1] == pytest.approx(evaluations[0][-1], rel=1e-5)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_killed_rank_costs_nothing_and_going_on_is_to_the_bit(forks: Forks, tmp_path: Path, split: str) -> None:
+    """With dropout, whose random numbers are each rank's own."""
+    world_size, shares = SPLITS[split]
+    line = (*SMALL, *shares, "--save-every-steps", "3")
+    codes, output = forks.run(*line, "--run-dir", tmp_path / "whole", world_size=world_size)
+    assert codes == [0] * world_size, output
+    codes, output = forks.run(*line, "--run-dir", tmp_path / "killed", world_size=world_size, env=kill(1, 8))
+    assert codes[1] == -9, output
+    codes, output = forks.run(*line, "--run-dir", tmp_path / "killed", world_size=world_size)
+    assert codes == [0] * world_size, output
+    assert "resumed from step 7, rescued by rank" in output
+    whole, killed = tmp_path / "whole" / "run", tmp_path / "killed" / "run"
+    assert result(killed)["digest"] == result(whole)["digest"]
+    assert comparable_metrics(killed) == comparable_metrics(whole)
+
+
+def test_launch_of_three_that_loses_a_rank_ends_with_the_weights_of_ranks_started_by_hand(
+    forks: Forks, tmp_path: Path
+) -> None:
+    """And of those that meet by a file. Dropout, batch norm and more than one bucket; 22 + 21 + 21 samples."""
+    line = ("train", "--workload=tests.rigs.recording_workload:build", "--options.model=wide", "--limit-train=384",
+            "--batch-size=64", f"--max-steps={STEPS}", "--save-every-steps=5", "--log-every-steps=1",
+            "--tensorboard=false", "--progress=none", "--name=run")
+    codes, output = forks.run(*line, "--run-dir", tmp_path / "hand", world_size=3)
+    assert codes == [0] * 3, output
+    assert "batch  64 global = 3 ranks x 21 to 22" in output
+    url = ("--init-method", (tmp_path / "meeting").as_uri(), "--world-size", "3")
+    jobs = [forks.start(*line, "--run-dir", tmp_path / "file", *url, "--rank", str(rank)) for rank in range(3)]
+    assert [job.wait() for job in jobs] == [[0]] * 3, "".join(job.output for job in jobs)
+    faults = places.order(tmp_path / "faults", [[Fault("backward", 1, 8)]])
+    words = ("launch", "--nproc", "3", *line[1:], "--run-dir", tmp_path / "launch")
+    with ended(start(sys.executable, MAIN, *words, env=faults)) as job:
+        assert job.wait() == [0], job.output
+    assert len(places.strikes(tmp_path / "faults")) == 1
+    assert "; no finished step was lost" in job.output
+    digests = {name: result(tmp_path / name / "run")["digest"] for name in ("hand", "file", "launch")}
+    assert len(set(digests.values())) == 1, digests
+
+
+# Shares ---------------------------------------------------------------------------------------------------------
+
+
+def test_shares_are_printed_may_change_and_belong_to_a_number_of_ranks(forks: Forks, tmp_path: Path) -> None:
+    line = (*SMALL, "--run-dir", tmp_path)
+    codes, output = forks.run(*line, "--shares", "4,1", "--max-steps", "5", world_size=2)
+    assert codes == [0, 0], output
+    assert "batch  10 global = 2 ranks x 2 to 8 (shares 4,1), peak" in output
+    codes, output = forks.run(*line, "--shares", "1.5,1", "--max-steps", "6", world_size=2)
+    assert codes == [0, 0], output
+    assert "shares was 4,1, is 1.5,1: the run goes on, but its last bits will differ" in output
+    codes, output = forks.run(*line, "--shares", "1.5,1", world_size=3)
+    assert codes == [2, 2, 2], output
+    assert 'shares must be one number for each of 3 processes, got "1.5,1". Set --shares for as many' in output

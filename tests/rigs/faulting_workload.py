@@ -166,9 +166,9 @@ def build(config: Config) -> Workload:
             "accuracy": (logits.argmax(1) == batch[1]).sum(),
         }
 
-    width = int(config.options.get("width", 16))
+    width, dropout = int(config.options.get("width", 16)), float(config.options.get("dropout", 0.2))
     return Workload(
-        model=nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, NUM_CLASSES)),
+        model=nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, NUM_CLASSES)),
         train=Samples(NUM_TRAIN, seed=config.seed, where="data"),
         evaluation=Samples(NUM_EVAL, seed=config.seed + 1, where="eval_data"),
         loss=loss,

@@ -172,7 +172,7 @@ def test_random_state_is_kept() -> None:
 
 def test_batch_is_repeated_whatever_it_is_made_of() -> None:
     batch = {"x": (torch.arange(2), torch.ones(2, 3)), "name": "a", "scale": torch.tensor(2.0)}
-    found = repeated(batch, 2)
-    assert found["x"][0].tolist() == [0, 1, 0, 1]
-    assert found["x"][1].shape == (4, 3)
+    found = repeated(batch, 5)
+    assert found["x"][0].tolist() == [0, 1, 0, 1, 0]
+    assert found["x"][1].shape == (5, 3)
     assert (found["name"], float(found["scale"])) == ("a", 2.0)

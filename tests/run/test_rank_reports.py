@@ -29,7 +29,7 @@ class Job:
             sum=self.sum, log=SimpleNamespace(info=self.said.append),
         )
         clock: Any = SimpleNamespace(take=lambda: self.own)
-        self.rank, self.reports = rank, RankReports(group, clock, step=0)
+        self.rank, self.reports = rank, RankReports(group, clock, step=0, load=[1.0] * world_size)
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
         """Adds what the other rank sends: a loss of 3, and its row."""

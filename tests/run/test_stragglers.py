@@ -4,11 +4,13 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.rigs.fork_server import Forks
+from train.data.order import Order
 from train.run.stragglers import ALARM, LARGEST_CHANGE, QUIET_WINDOWS, Stragglers, Window
 
 STEPS = 50  # of a window
@@ -95,6 +97,21 @@ def test_a_rank_that_does_not_hold_up_the_others_is_not_slow() -> None:
     """On a GPU data may come late and still in time: the host is ahead of the GPU."""
     late = Window(1, 50, [[0.002, 0.05, 0.01], [0.03, 0.05, 0.01], [0.002, 0.05, 0.01]])
     assert said(Stragglers(["node0"] * 3), iter([late] * 20)) == []
+
+
+def test_a_rank_that_takes_a_sample_more_is_not_slow() -> None:
+    """4 samples on three ranks, and a rank that is slow besides."""
+    order = Order(100, 4, 0, 0, 3)
+    assert order.samples_by_rank == [2, 1, 1]
+
+    def of(*own: float) -> list[str]:
+        seconds = [[0.0, each, max(own) - each] for each in own]
+        found = [replace(window, load=order.load_by_rank) for window in [Window(1, 50, seconds)] * 20]
+        return said(Stragglers(["node0"] * 3), iter(found))
+
+    assert of(0.1, 0.05, 0.05) == []
+    (line,) = of(0.13, 0.05, 0.05)
+    assert line.startswith("rank 0 (node0) is 30 % slower than the median")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 16])

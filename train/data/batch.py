@@ -20,14 +20,14 @@ def parts(batch: Any) -> Iterable[Any]:
     return batch if isinstance(batch, tuple | list) else ()
 
 
-def repeated(batch: Any, times: int) -> Any:
-    """A batch of `times` as many samples, the same ones again: tensors of [B, ...] become [times * B, ...]."""
+def repeated(batch: Any, count: int) -> Any:
+    """A batch of `count` samples, the same ones again and again: tensors of [B, ...] become [count, ...]."""
     if isinstance(batch, torch.Tensor):
-        return torch.cat([batch] * times) if batch.ndim else batch
+        return torch.cat([batch] * -(-count // len(batch)))[:count] if batch.ndim else batch
     if isinstance(batch, dict):
-        return {name: repeated(value, times) for name, value in batch.items()}
+        return {name: repeated(value, count) for name, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(repeated(value, times) for value in batch)
+        return type(batch)(repeated(value, count) for value in batch)
     return batch
 
 

@@ -40,6 +40,13 @@ class Order:
         return divide(self.batch_size, weights(self.shares, self.world_size))
 
     @property
+    def load_by_rank(self) -> list[float]:
+        """How much more than its exact part each rank takes, since samples are whole: 22 of 21.33 is 1.03."""
+        exact = weights(self.shares, self.world_size)
+        pairs = zip(self.samples_by_rank, exact, strict=True)
+        return [float(samples * sum(exact) / (self.batch_size * weight)) for samples, weight in pairs]
+
+    @property
     def micro_sizes(self) -> list[int]:
         """The samples of each of this rank's micro-batches in a step, the largest first."""
         return divide(self.samples_by_rank[self.rank], weights("", self.accumulate))

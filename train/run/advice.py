@@ -131,7 +131,7 @@ class Advice:
         if group.device.type == "cpu" and threads > config.num_threads:
             changes["threads"] = lambda: self._run(model, batch, threads=threads)
         if group.world_size > 1 and group.world_size * step_s < longest_s:
-            whole = repeated(batch, group.world_size)
+            whole = repeated(batch, config.batch_size // config.accumulate)
             changes["alone"] = lambda: self._run(model, whole)
         times: dict[str, list[float]] = {name: [] for name in changes}
         with random_state_kept(group.device):

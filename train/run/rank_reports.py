@@ -8,6 +8,7 @@ TensorBoard takes 50 µs for a value.
 import math
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -24,9 +25,9 @@ WIDTH = len(PARTS) + len(NAMES) + len(GPU_NAMES)  # numbers of one rank
 class RankReports:
     """Sends what this rank measured, and on rank 0 makes entries for the metrics and words on slow ranks of it."""
 
-    def __init__(self, group: Group, clock: StepClock, *, step: int) -> None:
-        """`step`: where the run is."""
-        self.group, self._clock = group, clock
+    def __init__(self, group: Group, clock: StepClock, *, step: int, load: Sequence[float]) -> None:
+        """`step`: where the run is. `load`: see `Window`."""
+        self.group, self._clock, self._load = group, clock, load
         self._window_s = max(WINDOW_S, WINDOW_S_PER_RANK * group.world_size)
         self._node = NodeUse(group.run_dir) if group.launch.local_rank == 0 else None
         self._use = torch.full((WIDTH - len(PARTS),), math.nan, dtype=torch.float64)
@@ -40,8 +41,8 @@ class RankReports:
     def exchange(self, loss: torch.Tensor, *, step: int, saving: bool) -> tuple[float, dict[str, float]]:
         """All ranks call this at a report, after `loss` [], float64, has come from the device.
 
-        Returns the mean of the ranks' losses, and values for the line in the metrics: on rank 0, once a window, else
-        none. `saving`: rank 0 writes a checkpoint beside the training.
+        Returns the mean of the ranks' losses, which `Order.divisors` makes the global batch's, and values for the line
+        in the metrics: on rank 0, once a window, else none. `saving`: rank 0 writes a checkpoint beside the training.
         """
         group = self.group
         numbers = torch.zeros(1 + WIDTH * group.world_size, dtype=torch.float64)
@@ -68,7 +69,7 @@ class RankReports:
         if now_s - self._began_s < self._window_s:
             return {}
         self._hosts = self._hosts or list(self.group.hosts)
-        window = Window(self._first, step, (self._seconds / (step + 1 - self._first)).tolist())
+        window = Window(self._first, step, (self._seconds / (step + 1 - self._first)).tolist(), self._load)
         values = node_values(self._hosts, ranks[:, len(PARTS) :].tolist())
         if self.group.world_size > 1:
             values |= {

@@ -46,7 +46,7 @@ def load_initial_weights(
         group.log.info(f"resumed from {earlier.path.name}")
     for what, then, now in (
         ("world size", state.world_size, group.world_size),
-        ("shares", state.config["shares"] or "equal", config.shares or "equal"),
+        ("shares", state.config.get("shares") or "equal", config.shares or "equal"),
         ("parallel", state.config["parallel"], config.parallel),
         ("torch", state.versions["torch"], torch.__version__),
     ):

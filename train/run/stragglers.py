@@ -29,18 +29,24 @@ Parts = Sequence[float]  # seconds of DATA, COMPUTE and WAITING
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The steps from `first` to `last`, and the mean seconds of a step by rank."""
+    """The steps from `first` to `last`, and the mean seconds of a step by rank.
+
+    `load`: how much more than its exact part of the batch each rank takes; of 4 samples for three ranks the first takes
+    2, and is not slow for that. Empty: all take theirs.
+    """
 
     first: int
     last: int
     seconds: Sequence[Parts]
+    load: Sequence[float] = ()
 
     def gaps(self) -> tuple[list[float], float]:
         """By how much of the median's own time each rank holds up the others, 0.18 for 18 %, and how far all spread.
 
         Slow is who is so in both ways that there are to see it: its own part of a step takes longer, and it waits less.
         """
-        own = [rank[DATA] + rank[COMPUTE] for rank in self.seconds]
+        loads = self.load or [1.0] * len(self.seconds)
+        own = [(rank[DATA] + rank[COMPUTE]) / load for rank, load in zip(self.seconds, loads, strict=True)]
         waits = [rank[WAITING] for rank in self.seconds]
         pairs = list(zip(own, _others(own), waits, _others(waits), strict=True))
         gaps = [min(mine - theirs, their_wait - wait) / max(theirs, 1e-9) for mine, theirs, wait, their_wait in pairs]
