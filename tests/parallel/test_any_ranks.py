@@ -119,8 +119,8 @@ def test_one_process_takes_micro_batches_that_differ_by_one(forks: Forks, alone:
 
 # Batches of 10: 3 + 3 + 2 + 2 and 4 + 3 + 3, 6 steps an epoch
 SMALL = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "10", "--log-every-steps", "1",
-         "--tensorboard=false", "--progress=none", "--device", "cpu", "--name", "run", "--schedule", "constant", "--max-steps",
-         str(STEPS))
+         "--tensorboard=false", "--progress=none", "--device", "cpu", "--name", "run", "--schedule", "constant",
+         "--max-steps", str(STEPS))
 
 
 def kill(rank: int, step: int, *, accumulate: int = 1) -> dict[str, str]:
