@@ -72,16 +72,17 @@ def contradictions(c: Settings) -> Iterator[Contradiction]:
     if c.profile and not 0 < int(last) - int(first) <= MAX_PROFILED_STEPS:
         rule = f"FIRST:LAST with FIRST before LAST, at most {MAX_PROFILED_STEPS} steps"
         yield Contradiction(("profile",), rule, "Such as 10:20.")
-    if c.workload == "images" and c.dataset == "imagefolder" and c.data_dir is None:
-        yield Contradiction(("data_dir", "dataset", "workload"), "a folder of class folders with dataset imagefolder",
+    needs = {"imagefolder": "a folder of class folders", "shards": "a folder or URL of shards"}.get(c.dataset)
+    if c.workload == "images" and needs and c.data_dir is None:
+        yield Contradiction(("data_dir", "dataset", "workload"), f"{needs} with dataset {c.dataset}",
                             "Set it with --data-dir.")
     yield from _of_image_files(c)
 
 
 def _of_image_files(c: Settings) -> Iterator[Contradiction]:
-    """What needs the files of an image folder, as they are."""
+    """What needs image files as they are."""
     crops = isinstance(c.augment, str)
-    if c.workload == "images" and c.dataset != "imagefolder":
+    if c.workload == "images" and c.dataset not in ("imagefolder", "shards"):
         others = f"with dataset {c.dataset}"
         if crops:
             yield Contradiction(("augment", "dataset", "workload"), f"true or false {others}",

@@ -48,6 +48,13 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     dataset: str = _result("fashion-mnist", "The images; digits ships with the program, fake is random.",
                            rule="the name of a data set")
     data_dir: str | None = _path(None, "Folder of the data; null: look in the usual places, then download.")
+    train_shards: str = setting("", "shards: those in data_dir to train on, as 'train-{000000..000146}.tar' or "
+                                    "'train/*.tar'; empty: those whose names begin with train.", rule="a pattern")
+    eval_shards: str = setting("", "shards: those to evaluate on; empty: whose names begin with val, else test.",
+                               rule="a pattern")
+    label_column: str = setting("label", "shards: the label's name in JSON.", min_length=1, rule="a name")
+    shuffle_window: Natural = _result(0, "Shuffle blocks of samples that lie together, and so many samples at a time; "
+                                         "0: all samples. For shards that are dear to read at random.", unit="samples")
     model: str = _result("cnn", "cnn, mlp, or a torchvision classifier such as resnet18.", pattern=r"^[A-Za-z]\w*$",
                          rule="cnn, mlp or the name of a torchvision classifier")
     image_size: int | None = _result(None, "Scale images to this height and width; null: as they are.",
@@ -65,7 +72,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     dropout: float = _result(0.0, "Share of activations dropped in training.", unit="fraction", ge=0, lt=1)
     augment: Augment = _result(
         False, "Change the training images at random. true: shift and flip; imagenet: its random crops and flips; "
-        "trivial: TrivialAugmentWide besides. The last two are for imagefolder.")
+        "trivial: TrivialAugmentWide besides. The last two are for imagefolder and shards.")
     limit_train: Natural = _result(0, "Use only the first so many training samples; 0: all.", unit="samples")
     limit_eval: Natural = _result(0, "Evaluate on only the first so many samples; 0: all.", unit="samples")
     fake_samples: Count = _result(1024, "How many images the dataset fake has.", unit="samples")
@@ -125,10 +132,10 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                                unit="threads", ge=1, le=1024)
 
     in_memory: Literal["auto", "always", "never"] = setting("auto", "Hold the data in memory; auto: where they fit.")
-    cache_images: bool = setting(False, "imagefolder: decode and resize each file once, into a file that all processes "
-                                        "of a node share; not with augment imagenet, trivial.")
-    cache_max_gb: float = setting(50.0, "cache_images: what all decoded images kept on a node take at most.", unit="GB",
-                                  gt=0, le=1e6)
+    cache_images: bool = setting(False, "imagefolder, shards: decode and resize each image once, into a file that all "
+                                        "processes of a node share; not with augment imagenet, trivial.")
+    cache_max_gb: float = setting(50.0, "What a node keeps takes at most: decoded images, and shards of a URL, each.",
+                                  unit="GB", gt=0, le=1e6)
     num_workers: int = setting(0, "DataLoader workers of each process, for data not in memory.", unit="processes",
                                ge=0, le=1024)
     prefetch_factor: int = setting(2, "Batches that each worker prepares ahead.", unit="batches", ge=1, le=1024)

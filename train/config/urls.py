@@ -5,7 +5,8 @@ from urllib.parse import urlsplit
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 # The one package that each needs beside fsspec, as an extra of ours
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure",
+          "http": "http", "https": "http"}
 
 
 def is_url(text: str) -> bool:

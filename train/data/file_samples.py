@@ -1,4 +1,5 @@
-"""Image files as samples: decoded when a batch asks for them, or taken from the node's cache of decoded images."""
+"""Image files, also those in shards, as samples: decoded when a batch asks for them, or taken from the node's cache of
+decoded images."""
 
 from collections.abc import Callable
 
@@ -7,7 +8,7 @@ import torch
 from train.config.settings import Augment
 from train.data.crops import center_crop, random_crop, shift_and_flip_into
 from train.data.random_numbers import derive_seed, random_numbers, seed_host
-from train.data.sources.decode import decode
+from train.data.sources.decode import decode, decode_bytes
 from train.data.sources.image_cache import version_of
 from train.data.sources.sets import FileSet
 
@@ -27,6 +28,11 @@ class FileSamples:
 
     def __len__(self) -> int:
         return len(self.files)
+
+    @property
+    def storage(self) -> torch.Tensor | None:
+        """The numbers of the samples as they lie in shards, int64 [N]; None: in order."""
+        return self.files.storage
 
     def batch(self, indices: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Images uint8 [B, C, S, S] and labels int64 [B]. Raises DataError for a file that cannot be decoded.
@@ -50,27 +56,35 @@ class FileSamples:
 
     def _middle(self, index: int) -> torch.Tensor:
         """The middle of one image, uint8 [3, S, S]: from the cache, or decoded and put there."""
-        cache, path = self.files.cache, self.files.paths[index]
+        cache, contents = self.files.cache, self.files.contents
         if cache is None:
-            return self._decode_middle(path)
-        version = version_of(path)  # before the file is read: if it changes meanwhile, the entry is out of date
+            return self._decode_middle(index)
+        path = self.files.paths[index]
+        # Before the file is read: if it changes meanwhile, the entry is out of date
+        version = version_of(path) if contents is None else contents.version(index)
         image = cache.read(index, path, version)
         if image is None:
-            image = self._decode_middle(path)
+            image = self._decode_middle(index)
             cache.write(index, version, image)
         return image
 
-    def _decode_middle(self, path: str) -> torch.Tensor:
+    def _decode_middle(self, index: int) -> torch.Tensor:
         files = self.files
         # ImageNet's recipe says how each pixel is made: nothing is decoded at a reduced size for it
-        whole = decode(path, at_least=None if files.margin else files.image_size)
+        whole = self._decode(index, at_least=None if files.margin else files.image_size)
         return center_crop(whole, shorter_side=files.shorter_side, size=files.image_size)
 
     def _random_part(self, index: int, epoch: int) -> torch.Tensor:
-        image = decode(self.files.paths[index])
+        image = self._decode(index)
         seed_host(derive_seed(self.seed, epoch, index))
         part = random_crop(image, size=self.files.image_size)
         return part if self.change is None else self.change(part)
+
+    def _decode(self, index: int, *, at_least: int | None = None) -> torch.Tensor:
+        path, contents = self.files.paths[index], self.files.contents
+        if contents is None:
+            return decode(path, at_least=at_least)
+        return decode_bytes(contents.read(index), path, at_least=at_least)
 
 
 def _trivial_augment() -> Callable[[torch.Tensor], torch.Tensor]:

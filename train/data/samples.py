@@ -27,8 +27,10 @@ class TensorSamples:
 
     def __init__(
         self, images: torch.Tensor, labels: torch.Tensor, *, augment: bool = False, mirror: bool = True, seed: int = 0,
-        in_memory: bool = True,
+        in_memory: bool = True, storage: torch.Tensor | None = None,
     ) -> None:
+        """`storage`: the numbers of the samples as they lie where they came from, int64 [N]; None: in order."""
+        self.storage = storage
         self.images, self.labels, self.augment, self.mirror, self.seed = images, labels, augment, mirror, seed
         self.in_memory = in_memory
 

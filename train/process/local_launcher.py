@@ -97,7 +97,7 @@ def slow_modules(config: Config, command: str) -> list[str]:
         modules.append(f"train.workloads.{config.workload}")
     if config.workload == "images" and config.model not in ("cnn", "mlp"):
         modules.append("torchvision.models")
-    if config.workload == "images" and config.dataset == "imagefolder":
+    if config.workload == "images" and config.dataset in ("imagefolder", "shards"):
         modules.append("train.data.file_samples")  # torchvision
     if config.augment == "trivial":
         modules.append("torchvision.transforms.v2")

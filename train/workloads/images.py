@@ -74,7 +74,7 @@ def _samples(found: ImageSet | FileSet, config: Config, *, augment: Augment) -> 
         images, labels = found.images, found.labels
     return TensorSamples(
         images, labels, augment=augment is True, mirror=found.mirror, seed=config.seed,
-        in_memory=config.in_memory != "never",
+        in_memory=config.in_memory != "never", storage=found.storage if isinstance(found, FileSet) else None,
     )
 
 

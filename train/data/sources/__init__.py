@@ -25,6 +25,7 @@ SOURCES = {
     "mnist": "mnist",
     "cifar10": "cifar10",
     "imagefolder": "imagefolder",
+    "shards": "shards.source",
     "digits": "digits",
     "fake": "fake",
 }
@@ -40,8 +41,8 @@ def hold(config: Config) -> None:
     They share its memory, and save the time to read and unpack it, 0.2 s for Fashion-MNIST. Nothing is held that would
     have to be downloaded first or can't be used: a forked process finds that out again, and says it.
     """
-    if config.dataset == "imagefolder":
-        return  # its files are decoded one by one, and to list those of a large one takes minutes
+    if config.dataset in ("imagefolder", "shards"):
+        return  # their files are decoded one by one, and to list those of a large one takes minutes
 
     def give_up(line: str) -> None:
         raise _TakesTimeError

@@ -31,14 +31,25 @@ _TURNS: dict[Any, tuple[bool, tuple[int, ...]]] = {
 
 
 def decode(path: str, *, at_least: int | None = None) -> torch.Tensor:
-    """One image file: uint8 [3, H, W], RGB, turned as its EXIF orientation says. Its strides are those of [H, W, 3].
+    """One image file, see `decode_bytes`. Raises DataError, naming the file, if it is missing or can't be decoded."""
+    try:
+        data = bytearray(Path(path).read_bytes())
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: is gone since the folder was listed.") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+    return decode_bytes(data, path, at_least=at_least)
+
+
+def decode_bytes(data: bytearray, name: str, *, at_least: int | None = None) -> torch.Tensor:
+    """The image in `data`: uint8 [3, H, W], RGB, turned as its EXIF orientation says. Its strides are those of
+    [H, W, 3]. A bytearray, since torch warns of memory that can't be written, such as bytes; `name` is for messages.
 
     With `at_least`, a JPEG that is to be made smaller may be decoded at 1/2, 1/4 or 1/8, neither side below so many
     pixels: of large photographs that takes a third of the time.
-    Raises DataError, naming the file, if it is missing, truncated, no image, or too large to be decoded.
+    Raises DataError if it is truncated, no image, or too large to be decoded.
     """
     try:
-        data = bytearray(Path(path).read_bytes())  # torch warns of memory that can't be written, such as bytes
         # PIL reads the head alone here, 25 µs. It says what the file is, and refuses one that would fill the memory.
         with Image.open(io.BytesIO(data)) as file:
             whole = file.size
@@ -55,13 +66,11 @@ def decode(path: str, *, at_least: int | None = None) -> torch.Tensor:
             # After the decoding: PIL turns a TIFF by itself, and forgets its orientation then
             return _upright(image, _orientation(file))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise DataError(f"{path}: has too many pixels to be decoded safely. Make it smaller.") from error
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: is gone since the folder was listed.") from error
+        raise DataError(f"{name}: has too many pixels to be decoded safely. Make it smaller.") from error
     # Every exception: for damaged files PIL's decoders also raise SyntaxError, struct.error and IndexError.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{path}: is no image that can be decoded ({reason}). Remove or repair it.") from error
+        raise DataError(f"{name}: is no image that can be decoded ({reason}). Remove or repair it.") from error
 
 
 def _decode_fast(data: bytearray, format: str) -> torch.Tensor | None:

@@ -77,8 +77,12 @@ def version_of(path: str) -> int:
         found = os.stat(path)
     except OSError:
         return 0
-    facts = repr((found.st_ino, found.st_size, found.st_mtime_ns)).encode()
-    return int.from_bytes(hashlib.blake2b(facts, digest_size=8).digest(), "little")
+    return version_of_facts(found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def version_of_facts(*facts: int | str) -> int:
+    """A number of 64 bits for what tells one version of a file from another."""
+    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little")
 
 
 class ImageCache:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -77,15 +78,30 @@ class ImageSet:
         return replace(self, images=scaled)
 
 
+class Contents(Protocol):
+    """Image files that lie in something else, such as shards, by the numbers of their samples."""
+
+    @property
+    def storage(self) -> torch.Tensor:
+        """The numbers of the samples as they lie one after the other, int64 [N]."""
+
+    def read(self, number: int) -> bytearray:
+        """The bytes of a file. Raises DataError."""
+
+    def version(self, number: int) -> int:
+        """A number that differs once the file has been replaced."""
+
+
 @dataclass(frozen=True)
 class FileSet:
     """A set of image files. labels: int64 [N]; mean, std: one per channel, of images / 255.
 
     image_size: height and width that they get; margin: whether, where nothing is random, the shorter side is resized to
-    8/7 of it first, as ImageNet's recipe does (256 for 224); cache: where the decoded ones are kept.
+    8/7 of it first, as ImageNet's recipe does (256 for 224); cache: where the decoded ones are kept; contents: what
+    reads them where they lie in something else; `paths` are then names for messages alone.
     """
 
-    paths: tuple[str, ...]
+    paths: Sequence[str]
     labels: torch.Tensor
     classes: tuple[str, ...]
     mean: tuple[float, ...]
@@ -96,9 +112,18 @@ class FileSet:
     mirror: bool = True
     margin: bool = False
     cache: ImageCache | None = None
+    contents: Contents | None = None
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    @property
+    def storage(self) -> torch.Tensor | None:
+        """The numbers of the samples as they lie one after the other, int64 [N]; None: in order."""
+        if self.contents is None:
+            return None
+        stored = self.contents.storage
+        return stored[stored < len(self)]  # after `first`
 
     @property
     def shorter_side(self) -> int:

@@ -1,0 +1,169 @@
+"""Shards at a URL: read in large pieces, which a node keeps in bounded room, or image by image."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.rigs.photographs import write_photographs
+from tests.rigs.shards import load_shards, pack_folder, samples_of
+from train.data.loader import open_loader
+from train.data.sources.shards import index, remote
+from train.data.sources.shards import pieces as pieces_module
+from train.data.sources.shards.pieces import Pieces
+from train.errors import DataError
+from train.process.stop import StopRequest
+
+ALL = torch.arange(24)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 images to train on, in several shards."""
+    root = tmp_path_factory.mktemp("shards")
+    write_photographs(root / "folder" / "train", 24, width=100, height=75)
+    write_photographs(root / "folder" / "val", 6, width=100, height=75, first=100)
+    return pack_folder(root / "folder", root / "out", max_bytes=30_000)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_samples_at_a_url_are_those_of_the_folder(packed: Path, own_cache: Path) -> None:
+    here, there = samples_of(packed), samples_of(f"local://{packed}")
+    for _ in range(2):
+        assert torch.equal(here.batch(ALL, 0)[0], there.batch(ALL, 0)[0])
+    assert list((own_cache / "shards").glob("*.piece"))
+
+
+def test_index_beside_shards_at_a_url_is_taken_and_none_is_scanned(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "scan_tar", None)
+    assert len(samples_of(f"local://{packed}")) == 24
+
+
+def test_workers_read_at_a_url(packed: Path) -> None:
+    samples = samples_of(f"local://{packed}")
+    loader = open_loader(
+        samples, iter([(0, ALL)]), device=torch.device("cpu"), stop=StopRequest(), num_workers=1, prefetch_factor=2
+    )
+    worked = loader.next()
+    loader.close()
+    assert worked is not None
+    assert torch.equal(worked[0], samples.batch(ALL, 0)[0])
+
+
+def test_samples_are_single_requests_where_pieces_would_not_stay(packed: Path, own_cache: Path) -> None:
+    samples = samples_of(f"local://{packed}", cache_max_gb=1e-6)
+    assert "each image is a request of its own" in samples.files.origin
+    assert torch.equal(samples.batch(ALL, None)[0], samples_of(packed).batch(ALL, None)[0])
+    assert not (own_cache / "shards").exists()
+    assert samples_of(f"local://{packed}", cache_max_gb=1e-6, shuffle_window=8).files.contents.pieces is not None
+
+
+@pytest.fixture
+def blob(tmp_path: Path) -> Path:
+    path = tmp_path / "blob"
+    path.write_bytes(os.urandom(10_000))
+    return path
+
+
+def pieces_of(tmp_path: Path, *, max_bytes: int = 100_000) -> Pieces:
+    return Pieces(tmp_path / "pieces", max_bytes, piece_bytes=1000)
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 10), (995, 10), (0, 10_000), (9_990, 10), (2_000, 1_000), (5, 0)])
+def test_pieces_give_the_bytes_of_the_file(tmp_path: Path, blob: Path, offset: int, size: int) -> None:
+    pieces = pieces_of(tmp_path)
+    for _ in range(2):
+        found = pieces.read(f"local://{blob}", "1", offset, size, file_size=10_000)
+        assert found == blob.read_bytes()[offset : offset + size]
+
+
+def test_piece_is_fetched_once_and_again_for_another_version(
+    tmp_path: Path, blob: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def counted(url: str, begin: int, end: int) -> bytes:
+        asked.append(begin)
+        return remote.read_range(url, begin, end)
+
+    monkeypatch.setattr(pieces_module, "read_range", counted)
+    for version in ("1", "1", "2"):
+        pieces_of(tmp_path).read(f"local://{blob}", version, 1500, 1000, file_size=10_000)
+    assert asked == [1000, 2000, 1000, 2000]
+
+
+def test_pieces_stay_below_their_bound_and_the_oldest_go(tmp_path: Path, blob: Path) -> None:
+    pieces = pieces_of(tmp_path, max_bytes=4_000)
+    for number in range(10):
+        pieces.read(f"local://{blob}", "1", 1000 * number, 1000, file_size=10_000)
+        for age, path in enumerate(sorted((tmp_path / "pieces").glob("*.piece"), reverse=True)):
+            os.utime(path, (1e9 - age, 1e9 - age))
+        assert sum(path.stat().st_size for path in (tmp_path / "pieces").glob("*.piece*")) <= 4_000
+    left = {path.stem[-6:] for path in (tmp_path / "pieces").glob("*.piece")}
+    assert "000009" in left
+    assert "000000" not in left
+
+
+def test_damaged_piece_is_fetched_again(tmp_path: Path, blob: Path) -> None:
+    pieces = pieces_of(tmp_path)
+    pieces.read(f"local://{blob}", "1", 0, 1000, file_size=10_000)
+    (path,) = (tmp_path / "pieces").glob("*.piece")
+    path.write_bytes(path.read_bytes()[:500])
+    assert pieces.read(f"local://{blob}", "1", 400, 200, file_size=10_000) == blob.read_bytes()[400:600]
+    assert path.stat().st_size == 1000
+
+
+def test_piece_that_another_process_fetches_is_waited_for(tmp_path: Path, blob: Path) -> None:
+    pieces = pieces_of(tmp_path)
+    pieces.read(f"local://{blob}", "1", 0, 1000, file_size=10_000)
+    (lock,) = (tmp_path / "pieces").glob("fetch-*.lock")
+    with lock.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is free again
+
+
+@pytest.mark.parametrize("failures", [1, 99])
+def test_read_that_fails_is_tried_again_some_times(
+    blob: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    monkeypatch.setattr(remote, "PAUSES_S", (0, 0))
+    tries = []
+
+    class Flaky:
+        def cat_file(self, url: str, begin: int, end: int) -> bytes:
+            tries.append(url)
+            if len(tries) <= failures:
+                raise ConnectionError("reset by peer")
+            return blob.read_bytes()[begin:end]
+
+    monkeypatch.setattr(remote, "filesystem", lambda url: Flaky())
+    if failures == 1:
+        assert remote.read_range("s3://b/blob", 0, 10) == blob.read_bytes()[:10]
+    else:
+        with pytest.raises(DataError, match=r"s3://b/blob: can't be read \(reset by peer\).* 3 tries failed"):
+            remote.read_range("s3://b/blob", 0, 10)
+        assert len(tries) == 3
+
+
+def test_file_at_a_url_that_is_gone_or_cut_is_named(blob: Path) -> None:
+    url = f"local://{blob}"
+    with pytest.raises(DataError, match="gives 5 bytes from byte 9995 on"):
+        remote.read_range(url, 9995, 10_005)
+    blob.unlink()
+    with pytest.raises(DataError, match=f"{blob}: is gone"):
+        remote.read_range(url, 0, 10)
+
+
+def test_missing_package_is_named() -> None:
+    with pytest.raises(DataError, match=r"nosuch:// can't be read: .*nosuch.* Name a folder, or a URL"):
+        load_shards("nosuch://bucket/folder")

@@ -1,0 +1,63 @@
+"""Shards for tests: of a folder by the command `pack`, or member by member."""
+
+import io
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from train.commands import pack
+from train.config import Config
+from train.config.settings import Augment
+from train.data.file_samples import FileSamples
+from train.data.sources import load
+from train.data.sources.sets import FileSet
+from train.process.log import Log
+
+
+def pack_folder(folder: Path, out: Path, *, max_bytes: int = 1_000_000) -> Path:
+    """The shards of a folder of images, of about so many bytes each."""
+    pack.pack_folder(str(folder), out, max_bytes=max_bytes, config=Config(), log=Log())
+    return out
+
+
+def load_shards(place: Path | str, **settings: Any) -> tuple[FileSet, FileSet]:
+    """Both parts of `dataset: shards`."""
+    train, test = load(Config(dataset="shards", data_dir=str(place), **settings))
+    assert isinstance(train, FileSet)
+    assert isinstance(test, FileSet)
+    return train, test
+
+
+def samples_of(place: Path | str, *, dataset: str = "shards", augment: Augment = False, **settings: Any) -> FileSamples:
+    """The training samples at `place`, 32 x 32."""
+    found, _ = load(Config(dataset=dataset, data_dir=str(place), augment=augment, image_size=32, **settings))
+    assert isinstance(found, FileSet)
+    return FileSamples(found, augment=augment)
+
+
+def png(shade: int) -> bytes:
+    """A small picture, another for each shade."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), (shade, 100, 0)).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def write_shard(path: Path, samples: Mapping[str, tuple[int, int]]) -> None:
+    """A tar file of `samples`: key -> shade of its picture, and label."""
+    members = {}
+    for key, (shade, label) in samples.items():
+        members |= {f"{key}.png": png(shade), f"{key}.cls": str(label).encode()}
+    write_members(path, members.items())
+
+
+def write_members(path: Path, members: Any) -> None:
+    """A tar file of (name, content) pairs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))

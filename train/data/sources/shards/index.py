@@ -1,0 +1,253 @@
+"""The index of one part's shards: where each sample lies, in one file that all processes of a node map.
+
+It is made once, beside the shards where that can be written, else in the node's cache. Each start compares every shard
+with it, by size and time: a shard that is missing, cut or another one is named before anything is trained.
+
+The file: a line of JSON, and from the next page on the table, a row a sample in the order of their numbers. Samples are
+numbered by their keys, so the shards' number and order change nothing in a training.
+"""
+
+import fcntl
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from train.data.sources.cache import writable_cache
+from train.data.sources.fetch import Say
+from train.data.sources.shards.place import Place, each
+from train.data.sources.shards.tar_scan import Scan, scan_tar
+from train.errors import DataError
+from train.process.atomic_file import staged, write_atomically
+
+FORMAT = 1
+UNKNOWN = ""  # the stamp of a shard that was not looked at where it lies now: its size alone is compared
+PAGE = 4096
+REPORT_EVERY_S = 5.0
+COLUMNS = [("label", "<i4"), ("shard", "<i4"), ("offset", "<i8"), ("size", "<i8")]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """`stamp`: what changes when the file is written again, or UNKNOWN. `digest`: of its headers and labels."""
+
+    name: str
+    size: int
+    stamp: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """`table`: COLUMNS and the key of each sample. `path`: the file that it was read from."""
+
+    path: Path
+    shards: tuple[Shard, ...]
+    table: NDArray[Any]
+    digest: str  # of the samples' keys, sizes and labels: the same for the same samples in other shards
+
+    @cached_property
+    def labels(self) -> torch.Tensor:
+        """int64 [N]."""
+        return torch.from_numpy(self.table["label"].astype(np.int64))
+
+    @cached_property
+    def storage(self) -> torch.Tensor:
+        """The numbers of the samples as they lie in the shards one after the other, int64 [N]."""
+        return torch.from_numpy(np.lexsort((self.table["offset"], self.table["shard"])))
+
+
+def open_index(place: Place, names: Sequence[str], *, label_column: str, say: Say) -> Index:
+    """The index of these shards: read, or made if there is none, by one process of each node.
+
+    `say` gets a line when that takes time. Raises DataError for a shard that is missing or has changed since its index
+    was made, and for whatever `scan_tar` refuses.
+    """
+    key = _short_digest([FORMAT, list(names), label_column])
+    name = f"shards-{key}.index"
+    in_cache = writable_cache() / f"shards-{_short_digest([place.root, key])}.index"
+    paths = [Path(place.root, name), in_cache] if place.is_local else [in_cache]
+    index = _first(paths)
+    if index is None:
+        with _lock(in_cache.with_suffix(".lock")):
+            index = _first(paths)  # another process may have made it meanwhile
+            if index is None and not place.is_local:
+                index = _fetch(place, name, in_cache)
+            if index is None:
+                found = _scan(place, names, label_column=label_column, say=say, parts=in_cache.with_suffix(".parts"))
+                return _publish(*_merge(place, found), paths)
+    now = _compare(place, index, label_column=label_column)
+    return index if now == index.shards else _publish(now, index.table, index.digest, paths)
+
+
+def _short_digest(facts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _fetch(place: Place, name: str, path: Path) -> Index | None:
+    """The index that lies beside shards at a URL, as `path`; None if there is none. To make it, all would be read."""
+    content = place.read(name)
+    if content is None:
+        return None
+    write_atomically(path, content)
+    index = _load(path)
+    # Its stamps are those of the folder where it was made
+    return None if index is None else replace(index, shards=tuple(replace(s, stamp=UNKNOWN) for s in index.shards))
+
+
+def _first(paths: Sequence[Path]) -> Index | None:
+    return next((index for index in map(_load, paths) if index is not None), None)
+
+
+def _load(path: Path) -> Index | None:
+    """The index in this file, or None if there is none that is whole."""
+    try:
+        with path.open("rb") as file:
+            head = json.loads(file.readline(1 << 24))
+        dtype = np.dtype([*COLUMNS, ("key", head["key"])])
+        table = np.memmap(path, dtype, mode="r", offset=head["table_at"], shape=(head["samples"],))
+        if head["format"] != FORMAT or hashlib.sha256(table.data).hexdigest() != head["table"]:
+            return None
+        return Index(path, tuple(Shard(**shard) for shard in head["shards"]), table, head["digest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    # The kernel lets go of it when its owner dies. Without locks two processes make the same file, one after the other
+    with path.open("ab") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _scan(place: Place, names: Sequence[str], *, label_column: str, say: Say, parts: Path) -> list[tuple[Shard, Scan]]:
+    """All shards, several at a time. What is scanned is kept in `parts`, for the next start if this one is killed."""
+    began_s = reported_s = time.monotonic()
+    done = 0
+    parts.mkdir(parents=True, exist_ok=True)
+
+    def scan(name: str) -> tuple[Shard, Scan]:
+        nonlocal done, reported_s
+        facts = place.look(name)
+        if facts is None:
+            raise DataError(f"{place.path(name)}: is missing. {_bring(place)}")
+        kept = parts / hashlib.sha256(repr((name, facts)).encode()).hexdigest()[:24]
+        try:
+            found = Scan(**json.loads(kept.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            found = scan_shard(place, name, size=facts[0], label_column=label_column)
+            with staged(kept) as staging:
+                staging.write_text(json.dumps(asdict(found)))
+        done += 1
+        if time.monotonic() - reported_s > REPORT_EVERY_S:
+            reported_s = time.monotonic()
+            say(f"indexing {place.root}: {done} of {len(names)} shards after {reported_s - began_s:.0f} s (once)")
+        return Shard(name, *facts, found.digest), found
+
+    found = each(scan, names)
+    for path in parts.iterdir():
+        path.unlink(missing_ok=True)
+    parts.rmdir()
+    return found
+
+
+def scan_shard(place: Place, name: str, *, size: int, label_column: str) -> Scan:
+    """The samples of one shard. Raises DataError."""
+    with place.open(name) as file:
+        return scan_tar(file, place.path(name), size=size, label_column=label_column)
+
+
+def _bring(place: Place) -> str:
+    return f"Bring it back to {place.root}, or name only the shards that you want by a pattern."
+
+
+def _merge(place: Place, found: Sequence[tuple[Shard, Scan]]) -> tuple[tuple[Shard, ...], NDArray[Any], str]:
+    """One table of all shards' samples, by key. Raises DataError for a sample that lies in two shards."""
+    keys = [key.encode(errors="surrogateescape") for _, scan in found for key in scan.keys]
+    longest = max(map(len, keys))
+    table = np.empty(len(keys), np.dtype([*COLUMNS, ("key", f"S{longest}")]))
+    table["key"] = keys
+    table["shard"] = np.repeat(np.arange(len(found)), [len(scan.keys) for _, scan in found])
+    for column in ("label", "offset", "size"):
+        table[column] = np.concatenate([getattr(scan, f"{column}s") for _, scan in found])
+    table = table[np.lexsort((table["shard"], table["key"]))]
+    # Some writers begin to count anew in each shard: only a sample that is the same in both is a mistake
+    alike = (table["key"][1:] == table["key"][:-1]) & (table["size"][1:] == table["size"][:-1])
+    for row in np.flatnonzero(alike)[:10].tolist():
+        contents = []
+        for sample in table[row : row + 2]:
+            with place.open(found[sample["shard"]][0].name) as file:
+                file.seek(int(sample["offset"]))
+                contents.append(file.read(int(sample["size"])))
+        if contents[0] == contents[1]:
+            names = [place.path(found[sample["shard"]][0].name) for sample in table[row : row + 2]]
+            raise DataError(
+                f"{names[1]}: holds the sample {table['key'][row].decode(errors='replace')}, which {names[0]} holds "
+                "too. Is one a copy, or of an earlier pack? Remove it."
+            )
+    digest = hashlib.sha256()
+    for name in ("key", "size", "label"):
+        digest.update(np.ascontiguousarray(table[name]).data)
+    return tuple(shard for shard, _ in found), table, digest.hexdigest()
+
+
+def _compare(place: Place, index: Index, *, label_column: str) -> tuple[Shard, ...]:
+    """The shards of the index with their stamps of today.
+
+    A shard of another time may still hold the same, such as a copy: its headers say so. Raises DataError if not.
+    """
+
+    def look(shard_name: str) -> Shard:
+        known, path = by_name[shard_name], place.path(shard_name)
+        facts = place.look(shard_name)
+        if facts is None:
+            raise DataError(f"{path}: is missing, and its index {index.path} has it. {_bring(place)}")
+        size, stamp = facts
+        anew = f"If that is meant, remove {index.path}."
+        if size != known.size:
+            change = "is cut off or another one" if size < known.size else "is another one"
+            raise DataError(f"{path}: {change}: {size} bytes, its index says {known.size}. {anew}")
+        if stamp != known.stamp and known.stamp != UNKNOWN:
+            found = scan_shard(place, shard_name, size=size, label_column=label_column)
+            if found.digest != known.digest:
+                raise DataError(f"{path}: has changed since its index was made: other samples or labels. {anew}")
+        return replace(known, stamp=stamp)
+
+    by_name = {shard.name: shard for shard in index.shards}
+    return tuple(each(look, list(by_name)))
+
+
+def _publish(shards: tuple[Shard, ...], table: NDArray[Any], digest: str, paths: Sequence[Path]) -> Index:
+    """Write the index to the first of `paths` that can be written, whole or not at all, and map it."""
+    facts = {
+        "format": FORMAT, "samples": len(table), "key": table.dtype["key"].str, "digest": digest,
+        "table": hashlib.sha256(np.ascontiguousarray(table).data).hexdigest(),
+        "shards": [asdict(shard) for shard in shards],
+    }
+    # Two passes: where the table begins is part of the line before it
+    room = len(json.dumps(facts)) + 100
+    table_at = -(-room // PAGE) * PAGE
+    head = (json.dumps({"table_at": table_at, **facts}) + "\n").encode().ljust(table_at)
+    for path in paths:
+        try:
+            with staged(path) as staging, staging.open("wb") as file:
+                file.write(head)
+                file.write(np.ascontiguousarray(table).data)
+        except OSError as error:
+            problem = f"{path}: can't be written ({error.strerror})."
+            continue
+        index = _load(path)
+        assert index is not None, f"{path}: what was written can't be read"
+        return index
+    raise DataError(f"{problem} Set RANKUP_CACHE to a folder with room.")

@@ -1,0 +1,75 @@
+"""Reading at a URL by fsspec: its file systems, their errors as one line, and another try where one may help."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from train.config.urls import EXTRAS
+from train.errors import DataError
+
+PAUSES_S = (0.5, 1, 2, 4, 8)  # before another try; then the data can't be read
+
+
+def filesystem(url: str) -> Any:
+    """The fsspec file system of `url`, one for each process: it has connections, which a forked one can't share."""
+    return _filesystem(url.partition("://")[0], os.getpid())
+
+
+@lru_cache(maxsize=8)
+def _filesystem(protocol: str, pid: int) -> Any:
+    import fsspec  # here: 0.1 s, which data in a folder do without
+
+    try:
+        return fsspec.filesystem(protocol)
+    except (ImportError, ValueError) as error:
+        way_out = "Name a folder, or a URL such as s3://bucket/folder"
+        if extra := EXTRAS.get(protocol):
+            way_out = f"pip install 'rankup[{extra}]', or '.[{extra}]' in a checkout"
+        raise DataError(f"{protocol}:// can't be read: {_line(error)}. {way_out}.") from error
+
+
+def read_range(url: str, begin: int, end: int) -> bytes:
+    """The bytes from `begin` to before `end`. Raises DataError if they can't be read, also after some tries."""
+    for pause_s in (*PAUSES_S, None):
+        try:
+            with explained(url, "can't be read"):
+                data = bytes(filesystem(url).cat_file(url, begin, end))
+        except FileNotFoundError:
+            raise DataError(f"{url}: is gone since the training began. Bring it back.") from None
+        except _MayPassError as error:
+            if pause_s is None:
+                raise DataError(f"{error} {len(PAUSES_S) + 1} tries failed.") from error
+            time.sleep(pause_s)
+            continue
+        if len(data) != end - begin:
+            raise DataError(
+                f"{url}: gives {len(data)} bytes from byte {begin} on, and its index says {end - begin}. Was it cut or "
+                "replaced meanwhile? (A server must know range requests.)"
+            )
+        return data
+    raise AssertionError
+
+
+class _MayPassError(DataError):
+    pass
+
+
+@contextmanager
+def explained(url: str, what: str) -> Iterator[None]:
+    """Turn what a file system raises into one line that names `url`. A missing file stays FileNotFoundError."""
+    try:
+        yield
+    except (DataError, FileNotFoundError):
+        raise
+    except PermissionError as error:
+        raise DataError(f"{url}: {what}: access is denied ({_line(error)}). Do the credentials allow it?") from error
+    except Exception as error:  # each store has errors of its own
+        text = f"{url}: {what} ({_line(error)}). Is it there, and can this machine reach it?"
+        raise _MayPassError(text) from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
