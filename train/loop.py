@@ -99,7 +99,6 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
                 with record_function("step"):
                     finished = step(t)
 
-
                 # Stop -------------------------------------------------------------------------------------------
                 if not finished:
                     raise save_and_stop(t)
