@@ -128,7 +128,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
 
     # Data -------------------------------------------------------------------------------------------------------
     seed_everything(derive_seed(config.seed), group.device)
-    workload = load(config, pretrained=run.checkpoint is None)
+    workload = load(config, pretrained=run.origin.checkpoint is None)
     for note in workload.notes:
         log.info(note)
     order = build_order(config, group, workload)
@@ -136,13 +136,13 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     log.info(describe(config, group, workload, order, method=method_name(config, group.world_size)))
     if group.world_size > 1 and not method.every_rank_has_all:
         log.info("rescue none: no rank has the whole state, so a lost rank costs the steps since the newest checkpoint")
+    if line := run.origin.second_copies(group, replicated=method.replicates_state):
+        log.info(line)
 
     # Model ------------------------------------------------------------------------------------------------------
     plain = whole = prepare(workload, config, group)
     check_same_shapes(group, plain)
-    progress = load_initial_weights(
-        config, group, plain, run.checkpoint, data_name=workload.data_name, rescued=run.rescuer is not None
-    )
+    progress = load_initial_weights(config, group, plain, run.origin, data_name=workload.data_name)
     group.step = progress.step
     if not method.replicates_state:
         weights.check_same(group, plain)  # before they are split: afterwards no rank has them all
@@ -153,8 +153,8 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     # Optimizer --------------------------------------------------------------------------------------------------
     optimizer = build_optimizer(plain, config, device)
     scaler = build_scaler(config, device)
-    memory = load_training_state(group, method, plain, optimizer, scaler, run.checkpoint)
-    run.checkpoint = None  # its copy of all weights would stay in the memory of every rank
+    memory = load_training_state(group, method, plain, optimizer, scaler, run.origin.checkpoint)
+    run.origin.checkpoint = None  # its copy of all weights would stay in the memory of every rank
     model = method.wrap(compile_model(plain, device) if config.compile else plain)
     buffers = Buffers(plain, group)
     buffers.share()
