@@ -143,8 +143,9 @@ def test_settings_that_may_change_on_resume_are_exactly_these():
         "join_timeout_s", "download_timeout_s", "setup_timeout_s", "step_timeout_s", "eval_timeout_s", "save_timeout_s",
         "name", "run_dir", "fresh", "save", "keep", "save_every_steps", "evaluate_every_epochs", "report_every_s",
         "log_every_steps", "tensorboard", "progress", "simulated_nodes", "labels_file", "eval_split", "max_bad_lines",
-        "cache_images", "cache_max_gb", "train_shards", "eval_shards", "label_column", "preemption_notices",
+        "cache_images", "cache_max_gb", "train_shards", "eval_shards", "label_column",
         "parallel", "bert_dir", "bert_download", "checkpoint_format", "profile", "advice", "shares",
+        "hf_eval_split", "hf_download",
     }
 
 
@@ -700,7 +701,8 @@ def test_help_shows_every_setting_with_unit_and_default_and_fits_the_width(width
         assert f"--{name.replace('_', '-')}" in text
         assert " ".join(field.description.split()) in flat
     assert "[samples, >= 1, default 64]" in flat
-    assert "[fashion-mnist, mnist, cifar10, imagefolder, shards, digits, fake, default fashion-mnist]" in flat
+    names = "fashion-mnist, mnist, cifar10, imagefolder, shards, digits, fake, hf:PATH_OR_NAME"
+    assert f"[{names}, default fashion-mnist]" in flat
     assert "--no-tensorboard" in text
     for word in [*COMMANDS, "--nproc N", "--checkpoint DIR", "--format {csv,jsonl}", "--config FILE", "NAME..."]:
         assert word in text

@@ -76,13 +76,16 @@ def contradictions(c: Settings) -> Iterator[Contradiction]:
     if c.workload == "images" and needs and c.data_dir is None:
         yield Contradiction(("data_dir", "dataset", "workload"), f"{needs} with dataset {c.dataset}",
                             "Set it with --data-dir.")
+    if c.workload in ("images", "text") and c.dataset.startswith("hf:") and c.data_dir is not None:
+        yield Contradiction(("data_dir", "dataset", "workload"), "null with dataset hf:PATH_OR_NAME",
+                            "The folder stands behind hf:")
     yield from _of_image_files(c)
 
 
 def _of_image_files(c: Settings) -> Iterator[Contradiction]:
     """What needs image files as they are."""
     crops = isinstance(c.augment, str)
-    if c.workload == "images" and c.dataset not in ("imagefolder", "shards"):
+    if c.workload == "images" and not c.dataset.startswith(("imagefolder", "shards", "hf:")):
         others = f"with dataset {c.dataset}"
         if crops:
             yield Contradiction(("augment", "dataset", "workload"), f"true or false {others}",

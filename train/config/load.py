@@ -9,7 +9,18 @@ from typing import Any
 from pydantic import model_validator
 
 from train.config.contradictions import contradictions
-from train.config.schema import NO_CHOICES, Choices, bounds, facts, flag, from_text, kind, unknown, validate
+from train.config.schema import (
+    NO_CHOICES,
+    Choices,
+    bounds,
+    facts,
+    flag,
+    from_text,
+    is_choice,
+    kind,
+    unknown,
+    validate,
+)
 from train.config.settings import GROUPS, Settings
 from train.config.yaml_text import describe, dump_value, read_yaml, scalar
 from train.errors import ConfigError
@@ -67,7 +78,7 @@ def load_config(
 
     config, wrong = validate(Config, values, label=label, shown=shown)
     for name, known in choices.items():
-        if name in wrong or getattr(config, name) not in known:
+        if name in wrong or not any(is_choice(getattr(config, name), one) for one in known):
             wrong[name] = f"{label(name)} must be one of {', '.join(known)}, got {describe(values[name])}."
     found += wrong.values()
     # pydantic looks for contradictions only where each field is right. These are all of them, and name what the user
@@ -86,6 +97,8 @@ def changed_settings(old: Mapping[str, Any], new: Config) -> list[str]:
         before, after = old.get(name, field.default), getattr(new, name)
         if not facts(field)["affects_result"] or before == after:
             continue
+        if name == "dataset" and str(before).startswith("hf:") and str(after).startswith("hf:"):
+            continue  # a place, as data_dir is; whether its rows are others, the name of the data says
         if isinstance(before, dict):
             for key in sorted(before.keys() | after.keys()):
                 if before.get(key, ...) != after.get(key, ...):

@@ -24,9 +24,18 @@ SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "amp": "precision", "np
 
 Model = TypeVar("Model", bound=BaseModel)
 
-# Setting -> its possible values, where a room above this one knows them.
+# Setting -> its possible values, where a room above this one knows them. One with a colon, such as hf:NAME, stands for
+# all that begin like it.
 Choices = Mapping[str, Sequence[str]]
 NO_CHOICES: Choices = {}
+
+
+def is_choice(value: str, known: str) -> bool:
+    """Whether `value` is the choice `known`, or one of those that it stands for."""
+    start, colon, _ = known.partition(":")
+    if not colon:
+        return value == known
+    return value.startswith(f"{start}:") and value != f"{start}:"
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:

@@ -45,8 +45,19 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                             pattern=r"^(images|text|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$",
                             rule='"images", "text" or module:function')
     # Its choices are the table in train/data/sources/: run/choices.py has them for whatever checks or prints settings.
-    dataset: str = _result("fashion-mnist", "The images; digits ships with the program, fake is random.",
+    dataset: str = _result("fashion-mnist", "The data; digits ships with the program, fake is random.",
                            rule="the name of a data set")
+    hf_config: str | None = _result(None, "hf: which configuration of the data set; null: the only or default one.",
+                                    rule="a name", min_length=1)
+    hf_input: str | None = _result(None, "hf: column of the images or texts; null: the only one of that kind.",
+                                   rule="a column's name", min_length=1)
+    hf_label: str | None = _result(None, "hf: column of the labels; null: the only one of class labels, or label.",
+                                   rule="a column's name", min_length=1)
+    hf_train_split: str = _result("train", "hf: rows to train on: a split, or part of one such as train[:90%].",
+                                  rule="a split's name", min_length=1)
+    hf_eval_split: str | None = setting(None, "hf: rows to evaluate on; null: validation or test, as eval_split says.",
+                                        rule="a split's name", min_length=1)
+    hf_download: bool = setting(False, "hf: PATH_OR_NAME may be a name at the Hugging Face hub, downloaded once.")
     data_dir: str | None = _path(None, "Folder of the data; null: look in the usual places, then download.")
     train_shards: str = setting("", "shards: those in data_dir to train on, as 'train-{000000..000146}.tar' or "
                                     "'train/*.tar'; empty: those whose names begin with train.", rule="a pattern")
@@ -72,7 +83,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     dropout: float = _result(0.0, "Share of activations dropped in training.", unit="fraction", ge=0, lt=1)
     augment: Augment = _result(
         False, "Change the training images at random. true: shift and flip; imagenet: its random crops and flips; "
-        "trivial: TrivialAugmentWide besides. The last two are for imagefolder and shards.")
+        "trivial: TrivialAugmentWide besides. The last two are for imagefolder, shards and hf.")
     limit_train: Natural = _result(0, "Use only the first so many training samples; 0: all.", unit="samples")
     limit_eval: Natural = _result(0, "Evaluate on only the first so many samples; 0: all.", unit="samples")
     fake_samples: Count = _result(1024, "How many images the dataset fake has.", unit="samples")
@@ -169,8 +180,6 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     tensorboard: bool = setting(True, "Write TensorBoard files.")
     progress: Literal["auto", "bar", "lines", "none"] = setting("auto", "auto: a bar on a terminal, lines elsewhere.")
     advice: bool = setting(True, "After the first steps, say what other settings would gain here, as measured.")
-    preemption_notices: Literal["none", "aws", "gcp", "azure"] = setting(
-        "none", "Ask this cloud's metadata whether it takes the machine away; a notice is as SIGTERM.")
     simulated_nodes: bool = setting(False, "Several nodes on one machine: allow a loopback MASTER_ADDR.")
 
     @field_validator("options")

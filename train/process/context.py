@@ -1,5 +1,6 @@
 """What every command gets: the settings, which rank this process is, and where its run lies. No torch here."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +43,8 @@ class Context:
 
 def run_directory(config: Config, launch: Launch, script: Sequence[str] = ()) -> Path:
     """Where the run lies: named by the settings, by the scheduler's job, by the script, or by what is trained."""
-    default = f"{config.dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
+    dataset = re.sub(r"[^\w.-]+", "-", Path(config.dataset).name.removeprefix("hf:")).strip(".-")  # hf:FOLDER is a path
+    default = f"{dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
     if script:
         default = script[1] if script[0] == "-m" and len(script) > 1 else Path(script[0]).stem
     return Path(config.run_dir) / (config.name or launch.run_name or default)

@@ -43,7 +43,7 @@ class Reporter:
     @classmethod
     def of(cls, run: "RunDirectory") -> "Reporter":
         """Of a training."""
-        first_step = run.origin.checkpoint.step if run.origin.checkpoint is not None else 0
+        first_step = run.checkpoint.step if run.checkpoint is not None else 0
         return cls(run.group, run=run.lineage.run, first_step=first_step, over=run.finished)
 
     def __enter__(self) -> "Reporter":

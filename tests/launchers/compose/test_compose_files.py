@@ -191,7 +191,8 @@ chmod +x "$3/bin/pip"
 def test_lock_lists_every_package_once_and_keeps_comments_and_options(tmp_path: Path) -> None:
     (tmp_path / "docker" / "host").mkdir(parents=True)
     shutil.copy(DOCKER / "host" / "lock.sh", tmp_path / "docker" / "host")
-    for name in ("requirements", *(f"requirements-{part}" for part in ("cuda", "test", "text", "horovod", "trainers"))):
+    extras = ("test", "text", "horovod", "trainers", "hf")
+    for name in ("requirements", *(f"requirements-{part}" for part in ("cuda", *extras))):
         (tmp_path / "docker" / f"{name}.lock").write_text(f"# {name}\n--option\ngone==1\ntorch==1.2\n")
     (tmp_path / "python").write_text(STAND_IN)
     (tmp_path / "python").chmod(0o755)
@@ -203,5 +204,5 @@ def test_lock_lists_every_package_once_and_keeps_comments_and_options(tmp_path: 
         "requirements.lock": "# requirements\n--option\nabsl-py==1\ntensorboard==1\ntorch==1.2\n",
         "requirements-cuda.lock": "# requirements-cuda\n--option\nnvidia-cublas==1\ntriton==1\n",
         **{f"requirements-{extra}.lock": f"# requirements-{extra}\n--option\nonly-for-{extra}==2\n"
-           for extra in ("test", "text", "horovod", "trainers")},
+           for extra in extras},
     }

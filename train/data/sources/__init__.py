@@ -6,20 +6,20 @@ No torch here: the command line checks `dataset` against the names below before 
 from __future__ import annotations
 
 import importlib
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.config import Config
-from train.data.sources.fetch import NotFetched, Say
+from train.config.schema import is_choice
+from train.data.sources.fetch import NotFetched, Say, print_to_stderr
 from train.errors import ConfigError
 
 if TYPE_CHECKING:
     from train.data.sources.sets import FileSet, ImageSet
 
 # `dataset` -> its module in this folder, with a function load(config, say) -> (training half, test half).
-# A new data set is a new file here and a line in this table.
+# A name with a colon stands for all that begin like it. A new data set is a new file here and a line in this table.
 SOURCES = {
     "fashion-mnist": "fashion_mnist",
     "mnist": "mnist",
@@ -28,6 +28,7 @@ SOURCES = {
     "shards": "shards.source",
     "digits": "digits",
     "fake": "fake",
+    "hf:PATH_OR_NAME": "huggingface",
 }
 
 
@@ -41,7 +42,7 @@ def hold(config: Config) -> None:
     They share its memory, and save the time to read and unpack it, 0.2 s for Fashion-MNIST. Nothing is held that would
     have to be downloaded first or can't be used: a forked process finds that out again, and says it.
     """
-    if config.dataset in ("imagefolder", "shards"):
+    if config.dataset.startswith(("imagefolder", "shards", "hf:")):
         return  # their files are decoded one by one, and to list those of a large one takes minutes
 
     def give_up(line: str) -> None:
@@ -75,11 +76,7 @@ def _unchanged(config: Config) -> tuple[ImageSet, ImageSet] | None:
     return halves if all(stamp(Path(file[0])) == file for file in files) else None
 
 
-def _print_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def load(config: Config, *, say: Say = _print_to_stderr) -> tuple[ImageSet, ImageSet] | tuple[FileSet, FileSet]:
+def load(config: Config, *, say: Say = print_to_stderr) -> tuple[ImageSet, ImageSet] | tuple[FileSet, FileSet]:
     """The training half and the test half of `config.dataset`, cut to their first limit_train and limit_eval samples.
 
     Looks where the set may be and downloads it if it is nowhere, one process per node; `say` gets a line when that
@@ -89,15 +86,18 @@ def load(config: Config, *, say: Say = _print_to_stderr) -> tuple[ImageSet, Imag
     Raises DataError, one line with the file's path, for data that are missing, damaged or not what they claim to be;
     ConfigError for a data set that is not in SOURCES.
     """
-    if config.dataset not in SOURCES:
+    source_name = next((SOURCES[name] for name in SOURCES if is_choice(config.dataset, name)), None)
+    if source_name is None:
         # The command line has checked this already; a Config made by hand has not.
         raise ConfigError(f'dataset must be one of {", ".join(SOURCES)}, got "{config.dataset}".')
     if held := _unchanged(config):
         return held
-    source = importlib.import_module(f"train.data.sources.{SOURCES[config.dataset]}")
+    source = importlib.import_module(f"train.data.sources.{source_name}")
     try:
         train, test = source.load(config, say)
     except NotFetched as error:
+        if config.dataset.startswith("hf:"):
+            raise
         raise NotFetched(
             f"{error} Bring the files from a machine that can, and set data_dir to their folder; "
             "dataset digits needs no download."

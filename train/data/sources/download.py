@@ -2,10 +2,11 @@
 
     python -P download.py torchvision CLASS ATTRIBUTES FOLDER
     python -P download.py apt PACKAGE PLACE FOLDER
+    python -P download.py hub NAME CONFIGURATION
 
 The first lets torchvision.datasets.CLASS download into the folder, after setting the class attributes in a JSON object.
-The second unpacks PLACE of a Debian package there, without root. On failure the last line that it prints is the reason,
-and it exits with 1.
+The second unpacks PLACE of a Debian package there, without root. The third lets `datasets` put a data set of the
+Hugging Face hub into its cache. On failure the last line that it prints is the reason, and it exits with 1.
 """
 
 import contextlib
@@ -33,6 +34,8 @@ def main(task: str, *arguments: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if task == "torchvision":
         _torchvision(*arguments)
+    elif task == "hub":
+        _hub(*arguments)
     else:
         _apt(*arguments)
 
@@ -51,6 +54,18 @@ def _torchvision(name: str, attributes: str, folder: str) -> None:
         dataset(root=folder, download=True)
     except (RuntimeError, urllib.error.URLError, OSError, EOFError, ValueError) as error:
         _fail(f"{error}")
+
+
+def _hub(name: str, configuration: str) -> None:
+    # They would report to the hub what is used here. Read when the packages are imported.
+    os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        datasets.load_dataset(name, configuration or None)
+    except Exception as error:  # of many types: no network, no such name, no access, no such configuration, no room
+        _fail(f"{error}" or type(error).__name__)
 
 
 def _apt(package: str, place: str, folder: str) -> None:

@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from train.data.sources.download import size_of
 from train.errors import DataError
 
 Say = Callable[[str], None]
+Found = TypeVar("Found")
 
 REPORT_EVERY_S = 5.0
 GRACE_S = 10.0  # waiters wait this much longer than a download may take: it fails first, and they learn its reason
@@ -54,6 +55,11 @@ class Remote:
     attributes: Mapping[str, Any] = field(default_factory=dict)  # set on the torchvision class: mirrors, resources
 
 
+def print_to_stderr(line: str) -> None:
+    """The usual `say`."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def fetch(remote: Remote, root: Path, *, timeout_s: float, say: Say) -> Path:
     """Return root/remote.folder, fetched and checked by this process or by another on this node.
 
@@ -74,6 +80,27 @@ def fetch(remote: Remote, root: Path, *, timeout_s: float, say: Say) -> Path:
             "Name a folder with room that can be written in data_dir or RANKUP_CACHE."
         ) from error
     return target
+
+
+def call_once(
+    task: list[str], lock: Path, title: str, *, look: Callable[[], Found | None], timeout_s: float, say: Say
+) -> Found | None:
+    """Let download.py do a task that keeps what it downloads in a cache of its own; what `look` finds there then.
+
+    One process of this node does it, the others wait for it. Raises NotFetched, with the reason, if it fails.
+    """
+    while (found := look()) is None:
+        with _turn(lock, title, timeout_s=timeout_s, say=say) as turn:
+            if turn is None or (found := look()) is not None:
+                continue
+            say(f"downloading {title} (once, at most {timeout_s:g} s)")
+            with tempfile.TemporaryDirectory(prefix="rankup-download-") as folder:
+                until = time.monotonic() + timeout_s
+                reason = _run(task, Path(folder) / "data", until=until, title=title, say=say)
+            if reason:
+                raise NotFetched(f"{title} cannot be downloaded ({reason}).")
+            return look()
+    return found
 
 
 @contextmanager
@@ -222,7 +249,8 @@ def _run(task: list[str], folder: Path, *, until: float, title: str, say: Say) -
                 return f"not done after {now - start:.0f} s"
             if now - reported >= REPORT_EVERY_S:
                 reported = now
-                say(f"downloading {title}: {size_of(folder) / 1e6:.1f} MB after {now - start:.0f} s")
+                so_far = f"{size_of(folder) / 1e6:.1f} MB " if folder.exists() else ""
+                say(f"downloading {title}: {so_far}after {now - start:.0f} s")
             time.sleep(0.05)
     finally:
         if child.poll() is None:

@@ -4,7 +4,7 @@ import csv
 import hashlib
 import io
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,17 +63,26 @@ def load_texts(config: Config) -> Texts:
     if evaluation_path is None:
         problem = f"must hold texts to evaluate on, got no dev or test beside {train_path.name}"
         raise DataError(f"{folder}: {problem}. {LAYOUT}")
-    classes = _classes(Path(config.labels_file)) if config.labels_file else ()
-    train, found = _read(train_path, classes, config.max_bad_lines)
+    classes = listed_classes(config)
+    train, found = keep_good(_rows(train_path), train_path, classes, config.max_bad_lines)
     classes = classes or tuple(sorted(set(found)))
     if len(classes) < 2:
         raise DataError(f"{train_path}: must have at least two labels to tell apart, got only {classes[0]}.")
-    evaluation, labels = _read(evaluation_path, classes, config.max_bad_lines)
-    counts = Counter(character for text in train.texts for character in text)
-    digest = hashlib.sha256(repr((train.texts, found, classes)).encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    evaluation, labels = keep_good(_rows(evaluation_path), evaluation_path, classes, config.max_bad_lines)
+    name = "texts" if config.data_dir is None else folder.resolve().name
+    return labelled_texts((train, found), (evaluation, labels), classes, name, config)
+
+
+def labelled_texts(
+    train: tuple[TextSet, list[str]], evaluation: tuple[TextSet, list[str]], classes: tuple[str, ...], name: str,
+    config: Config,
+) -> Texts:
+    """Both parts, each given with the label of every text, cut to limit_train and limit_eval."""
+    counts = Counter(character for text in train[0].texts for character in text)
+    content = repr((train[0].texts, train[1], classes)).encode("utf-8", "surrogatepass")
     return Texts(
-        _labelled(train, found, classes, config.limit_train), _labelled(evaluation, labels, classes, config.limit_eval),
-        classes, "texts" if config.data_dir is None else folder.resolve().name, digest,
+        _labelled(*train, classes, config.limit_train), _labelled(*evaluation, classes, config.limit_eval),
+        classes, name, hashlib.sha256(content).hexdigest()[:8],
         tuple(sorted(counts, key=lambda character: (-counts[character], character))),
     )
 
@@ -124,7 +133,11 @@ def _bytes(path: Path) -> bytes:
         raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
-def _classes(path: Path) -> tuple[str, ...]:
+def listed_classes(config: Config) -> tuple[str, ...]:
+    """Those of `labels_file`, none without it. Raises DataError for a file that holds no two of them."""
+    if config.labels_file is None:
+        return ()
+    path = Path(config.labels_file)
     lines = _bytes(path).decode("utf-8-sig", errors="replace").splitlines()
     names = [line.strip() for line in lines if line.strip()]
     twice = [name for name, count in Counter(names).items() if count > 1]
@@ -134,35 +147,40 @@ def _classes(path: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _read(path: Path, classes: tuple[str, ...], max_bad: float) -> tuple[TextSet, list[str]]:
-    """The good lines of a file, and their labels. Raises DataError where the share of bad lines is above `max_bad`."""
+Row = tuple[int, str, str, str]  # number of the line, label, text, what is wrong with it or ""
+
+
+def keep_good(
+    rows: Iterable[Row], path: Path, classes: tuple[str, ...], max_bad: float, *, unit: str = "line"
+) -> tuple[TextSet, list[str]]:
+    """The good rows of `path`, and their labels. Raises DataError where the share of bad ones is above `max_bad`."""
     texts: list[str] = []
     labels: list[str] = []
     bad: list[str] = []
     known = set(classes)
-    rows = _csv_rows(path) if path.suffix.lower() == ".csv" else _tab_rows(path)
-    for line, label, text, problem in rows:
+    for number, label, text, problem in rows:
         if not problem and known and label not in known:
             problem = f"unknown label {label[:20]}"
         if problem:
-            bad.append(f"line {line}: {problem}")
+            bad.append(f"{unit} {number}: {problem}")
         else:
             labels.append(label)
             texts.append(text)
     listed = "; ".join(bad[:NAMED]) + ("; ..." if len(bad) > NAMED else "")
     total = len(texts) + len(bad)
     if total == 0:
-        raise DataError(f"{path}: holds no lines. {LAYOUT}")
+        raise DataError(f"{path}: holds no {unit}s. {LAYOUT}")
     if len(bad) > max_bad * total:
         raise DataError(
-            f"{path}: {len(bad)} of {total} lines are bad ({listed}), more than max_bad_lines={max_bad:g} allows. "
+            f"{path}: {len(bad)} of {total} {unit}s are bad ({listed}), more than max_bad_lines={max_bad:g} allows. "
             "Correct them, or set --max-bad-lines."
         )
-    notes = (f"{path}: left out {len(bad)} bad of {total} lines ({listed})",) if bad else ()
+    notes = (f"{path}: left out {len(bad)} bad of {total} {unit}s ({listed})",) if bad else ()
     return TextSet(tuple(texts), (), path, notes), labels
 
 
-Row = tuple[int, str, str, str]  # number of the line, label, text, what is wrong with it or ""
+def _rows(path: Path) -> Iterator[Row]:
+    return _csv_rows(path) if path.suffix.lower() == ".csv" else _tab_rows(path)
 
 
 def _tab_rows(path: Path) -> Iterator[Row]:
@@ -176,11 +194,11 @@ def _tab_rows(path: Path) -> Iterator[Row]:
             yield number, "", "", "not UTF-8"
             continue
         label, text = label.strip(), text.strip()
-        yield number, label, text, _missing(label, text) if tab else "no tab"
+        yield number, label, text, missing(label, text) if tab else "no tab"
 
 
-def _missing(label: str, text: str) -> str:
-    """What a line lacks, or ""."""
+def missing(label: str, text: str) -> str:
+    """What a row lacks, or ""."""
     if not label:
         return "no label"
     return "" if text else "no text"
@@ -200,7 +218,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
             if not any(cell.strip() for cell in row):
                 continue
             cells = [row[column].strip() if column < len(row) else "" for column in columns]
-            problem = _missing(*cells) if _encodes("".join(cells)) else "not UTF-8"
+            problem = missing(*cells) if _encodes("".join(cells)) else "not UTF-8"
             yield reader.line_num, cells[0], cells[1], problem
     except csv.Error as error:
         raise DataError(f"{path}: line {reader.line_num} is no CSV ({error}).") from error

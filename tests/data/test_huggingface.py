@@ -1,0 +1,276 @@
+"""Hugging Face data sets: the same images as in a folder give the same weights; what is missing is named."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.rigs import hf_sets
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import result
+from tests.rigs.photographs import write_photographs
+from train.config import Config
+from train.data.file_samples import FileSamples
+from train.data.sources import load
+from train.data.sources.decode import decode, decode_bytes
+from train.data.sources.sets import FileSet
+from train.errors import DataError
+
+CLASSES = ("class0", "class1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where `datasets` keeps what it makes of files: not in the home of whoever runs the tests."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("hf_home")
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
+        patch.setenv("HF_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("photographs")
+    write_photographs(root / "train", 12, width=100, height=75)
+    write_photographs(root / "val", 6, width=100, height=75, first=100)
+    return root
+
+
+@pytest.fixture(scope="module")
+def saved(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    splits = {"train": hf_sets.images_of(folder / "train"), "validation": hf_sets.images_of(folder / "val")}
+    return hf_sets.save(hf_sets.image_set(splits, CLASSES), tmp_path_factory.mktemp("hf") / "saved")
+
+
+def load_hf(folder: Path, **settings: Any) -> tuple[FileSet, FileSet]:
+    train, test = load(Config(dataset=f"hf:{folder}", **{"image_size": 56, **settings}))
+    assert isinstance(train, FileSet)
+    assert isinstance(test, FileSet)
+    return train, test
+
+
+def pixels(found: FileSet, **more: Any) -> torch.Tensor:
+    return FileSamples(found, **more).batch(torch.arange(len(found)), 1)[0]
+
+
+def table(images: list[Any], labels: list[Any], **more: Any) -> Any:
+    """One split as a DatasetDict."""
+    return hf_sets.image_set({"train": {"image": images, "label": labels}, "test": {"image": images, "label": labels}},
+                             more.get("classes", CLASSES))
+
+
+def encoded(mode: str = "RGB", *, kind: str = "png", colour: int = 128) -> dict[str, Any]:
+    data = io.BytesIO()
+    Image.new("RGB", (40, 30), (colour, 90, 20)).convert(mode).save(data, kind)
+    return {"bytes": data.getvalue(), "path": None}
+
+
+# The same images ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["saved", "parquet", "folder"])
+def test_rows_are_the_images_of_a_folder(folder: Path, saved: Path, tmp_path: Path, form: str) -> None:
+    from datasets import load_from_disk
+
+    where = saved if form == "saved" else folder
+    if form == "parquet":
+        where = hf_sets.save_parquet(load_from_disk(saved), tmp_path / "parquet")
+    for here, there in zip(
+        load_hf(where, augment="trivial"),
+        load(Config(dataset="imagefolder", data_dir=str(folder), image_size=56, augment="trivial")), strict=True,
+    ):
+        assert isinstance(there, FileSet)
+        assert (here.classes, here.labels.tolist()) == (there.classes, there.labels.tolist())
+        assert torch.equal(pixels(here, augment="trivial"), pixels(there, augment="trivial"))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1"])
+def test_images_of_all_modes_are_decoded_as_files_are(tmp_path: Path, mode: str) -> None:
+    images = [encoded(mode, colour=colour) for colour in (40, 200)]
+    train, _ = load_hf(hf_sets.save(table(images, [0, 1]), tmp_path / "saved"))
+    (tmp_path / "one.png").write_bytes(images[1]["bytes"])
+    assert train.contents is not None
+    assert torch.equal(decode_bytes(train.contents.read(1), "it"), decode(str(tmp_path / "one.png")))
+    assert pixels(train).shape == (2, 3, 56, 56)
+
+
+def line(*more: str) -> tuple[str, ...]:
+    return (
+        "train", *more, "--image-size", "32", "--batch-size", "4", "--epochs", "3", "--augment", "imagenet",
+        "--tensorboard=false", "--advice=false", "--save-every-steps", "2",
+    )
+
+
+def test_training_gives_the_weights_of_the_same_folder_also_resumed(
+    forks: Forks, folder: Path, saved: Path, tmp_path: Path, cache: Path
+) -> None:
+    """Two ranks with workers, which are forked from processes that have the rows mapped already."""
+    more = {"world_size": 2, "env": {"HF_HOME": str(cache)}}
+    words = line("--num-workers", "2", "--run-dir", str(tmp_path))
+    files = forks.run(*words, "--name", "files", "--dataset", "imagefolder", "--data-dir", str(folder), **more)
+    assert files[0] == [0, 0], files[1]
+    rows = (*words, "--dataset", f"hf:{saved}")
+    killed = forks.run(*rows, "--name", "rows", preload="tests.rigs.injected_faults:dies_in_step_8", **more)
+    assert killed[0] == [171, -9], killed[1]
+    again = forks.run(*rows, "--name", "rows", **more)
+    assert again[0] == [0, 0], again[1]
+    assert result(tmp_path / "rows")["digest"] == result(tmp_path / "files")["digest"]
+
+
+def test_run_is_not_resumed_with_other_rows(forks: Forks, folder: Path, tmp_path: Path) -> None:
+    splits = {"train": hf_sets.images_of(folder / "train"), "test": hf_sets.images_of(folder / "val")}
+    where = hf_sets.save(hf_sets.image_set(splits, CLASSES), tmp_path / "rows")
+    words = (*line("--run-dir", str(tmp_path / "runs")), "--dataset", f"hf:{where}")
+    codes, output = forks.run(*words)
+    assert codes == [0], output
+    assert (tmp_path / "runs" / "rows-cnn" / "result.json").exists()
+    splits["train"]["image"][3] = splits["train"]["image"][5]
+    hf_sets.save(hf_sets.image_set(splits, CLASSES), where.with_name("other")).rename(tmp_path / "moved")
+    where.rename(tmp_path / "old")
+    (tmp_path / "moved").rename(where)
+    codes, output = forks.run(*words, "--epochs", "4")
+    assert codes == [2], output
+    assert "was trained on rows-" in output
+
+
+def test_name_of_the_data_is_the_same_on_another_node_and_another_for_other_rows(saved: Path, tmp_path: Path) -> None:
+    from datasets import load_from_disk
+
+    splits = load_from_disk(saved)
+    name = load_hf(saved)[0].name
+    assert name.startswith("saved-")
+    assert load_hf(hf_sets.save_parquet(splits, tmp_path / "saved"))[0].name == name
+    splits["train"] = splits["train"].select(range(11, -1, -1))
+    assert load_hf(hf_sets.save(splits, tmp_path / "turned" / "saved"))[0].name != name
+
+
+def test_cache_of_decoded_images_is_filled_and_given_up_when_the_rows_change(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
+        for number, colour in enumerate((40, 200)):
+            rows = table([encoded(kind="bmp", colour=colour)] * 200, [0, 1] * 100)
+            where = hf_sets.save(rows, tmp_path / f"{number}").rename(tmp_path / "rows")
+            train = load_hf(where, cache_images=True)[0]
+            assert train.cache is not None
+            first = pixels(train)
+            assert train.cache.count() == 200
+            assert torch.equal(first, pixels(train))
+            assert torch.equal(first, pixels(load_hf(where)[0]))
+            where.rename(tmp_path / f"old{number}")
+
+
+# Splits, columns and what is wrong ------------------------------------------------------------------------------
+
+
+def test_part_of_a_split_and_columns_are_chosen_by_settings(tmp_path: Path) -> None:
+    from datasets import ClassLabel, Dataset, DatasetDict, Features
+    from datasets import Image as ImageColumn
+
+    rows = {
+        "photo": [encoded(colour=20 * number) for number in range(10)],
+        "thumb": [encoded(colour=20 * number, mode="L") for number in range(10)],
+        "kind": [0, 1] * 5, "rating": [5, 1, 10, 5, 1, 5, 1, 10, 10, 5],
+        "place": ["x", "y"] * 5,
+    }
+    features = Features({"photo": ImageColumn(), "thumb": ImageColumn(), "kind": ClassLabel(names=["b", "a"])})
+    more = Dataset.from_dict({"rating": rows["rating"], "place": rows["place"]}).features
+    one = Dataset.from_dict(rows, features=Features({**features, **more}))
+    where = hf_sets.save(DatasetDict({"train": one}), tmp_path / "saved")
+    parts = {"hf_input": "photo", "hf_train_split": "train[:80%]", "hf_eval_split": "train[80%:]"}
+    train, test = load_hf(where, **parts)
+    assert (train.classes, train.labels.tolist(), test.labels.tolist()) == (("b", "a"), [0, 1] * 4, [0, 1])
+    assert test.paths == ("saved/train/8", "saved/train/9")
+    assert torch.equal(pixels(test), pixels(load_hf(where, **parts | {"hf_train_split": "train[8:]"})[0]))
+    assert load_hf(where, **parts, hf_label="rating")[0].classes == ("1", "5", "10")  # numbers, not their digits
+    assert load_hf(where, **parts, hf_label="place")[0].classes == ("x", "y")
+    one.save_to_disk(tmp_path / "single")
+    assert load_hf(tmp_path / "single", **parts)[0].labels.tolist() == [0, 1] * 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hf_label": "class"}, r"split train: --hf-label must be one of its columns, image, label, got class\."),
+        ({"hf_input": "label"}, r"--hf-input must be a column of images, got label, of ClassLabel"),
+        ({"hf_input": "photo"}, r"--hf-input must be one of its columns, image, label, got photo\."),
+        ({"hf_label": "image"}, r"image must be a column of texts, integers or class labels, got Image"),
+        ({"hf_train_split": "all"}, r"--hf-train-split must be one of its splits, train, validation, got all\."),
+        ({"hf_eval_split": "test"}, r"--hf-eval-split must be one of its splits, train, validation, got test\."),
+        ({"hf_eval_split": "train[12:]"}, r"must be one part with rows, got train\[12:\], without rows"),
+        ({"hf_eval_split": "train[a:]"}, r"must be a split or a part of one, such as train\[:90%\], got train\[a:\]"),
+        ({"hf_train_split": "train[:2]+validation"}, r"--hf-train-split must be"),
+        ({"data_dir": "/elsewhere"}, r"data_dir must be null with dataset hf:PATH_OR_NAME, got ./elsewhere"),
+    ],
+)
+def test_wrong_settings_are_named(saved: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_hf(saved, **settings)
+
+
+def test_rows_without_image_or_label_are_named(tmp_path: Path) -> None:
+    good = encoded()
+    for number, (images, labels, message) in enumerate([
+        ([good, None], [0, 1], "split train: image must hold an image in each row, got none in row 1"),
+        ([good, good], [0, None], "split train: label must hold a label in each row, got none in row 1"),
+        ([good, good], [0, -1], "split train: label must hold a label in each row, got none in row 1"),
+    ]):
+        where = hf_sets.save(table(images, labels), tmp_path / f"{number}")
+        with pytest.raises(DataError, match=message):
+            load_hf(where)
+
+
+def test_label_out_of_range_or_unknown_is_named(tmp_path: Path) -> None:
+    import pyarrow
+    from datasets import Dataset, DatasetDict, load_from_disk
+
+    rows = table([encoded(), encoded()], [0, 1])
+    # `datasets` refuses to write a 7 itself
+    other = rows["train"].data.table.set_column(1, "label", pyarrow.array([0, 7]))
+    wrong = DatasetDict({"train": Dataset(other, info=rows["train"].info), "test": rows["test"]})
+    with pytest.raises(DataError, match=r"split train: label must be 0\.\.1, got 7 in row 1"):
+        load_hf(hf_sets.save(wrong, tmp_path / "range"))
+    names = hf_sets.save(table([encoded(), encoded()], [0, 1], classes=("class0", "other")), tmp_path / "names")
+    mixed = DatasetDict({"train": rows["train"], "test": load_from_disk(names)["test"]})
+    with pytest.raises(DataError, match="got other, which the training rows lack, in row 1"):
+        load_hf(hf_sets.save(mixed, tmp_path / "mixed"))
+
+
+def test_damaged_image_is_named_by_split_and_row(tmp_path: Path) -> None:
+    where = hf_sets.save(table([encoded(), {"bytes": b"no image", "path": None}], [0, 1]), tmp_path / "saved")
+    with pytest.raises(DataError, match=r"saved/train/1: is no image that can be decoded"):
+        pixels(load_hf(where)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/nowhere/at/all", "got hf:/nowhere/at/all, which is not there"),
+        ("./rows", "got hf:./rows, which is not there"),
+        ("csv", "got hf:csv, which is not there"),  # to `datasets`, all CSV files below the working directory
+        ("someone/rows", "which is no folder and not cached here. Nothing is downloaded unasked.*set --hf-download"),
+    ],
+)
+def test_unknown_data_set_is_one_line_that_says_how_to_get_it(name: str, message: str) -> None:
+    with pytest.raises(DataError, match=message) as raised:
+        load(Config(dataset=f"hf:{name}"))
+    assert "\n" not in str(raised.value)
+
+
+def test_folder_without_data_and_damaged_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"{tmp_path}: can't be read as a Hugging Face data set"):
+        load_hf(tmp_path)
+    where = hf_sets.save(table([encoded()] * 2, [0, 1]), tmp_path / "saved")
+    (file,) = where.glob("train/*.arrow")
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(DataError, match="can't be read as a Hugging Face data set"):
+        load_hf(where)

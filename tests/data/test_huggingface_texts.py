@@ -1,0 +1,100 @@
+"""Texts of Hugging Face data sets: the same texts as in files give the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import result
+from train.config import Config
+from train.data.sources import hf_texts
+from train.data.sources.texts import SAMPLE, load_texts
+from train.errors import DataError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where `datasets` keeps what it makes of files: not in the home of whoever runs the tests."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("hf_home")
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
+        patch.setenv("HF_HOME", str(folder))
+        yield folder
+
+
+def sample(part: str) -> dict[str, list[Any]]:
+    """The texts that ship, as columns."""
+    lines = (SAMPLE / f"{part}.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.partition("\t") for line in lines if line.strip()]
+    return {"text": [pair[2] for pair in pairs], "label": [pair[0] for pair in pairs]}
+
+
+def save(folder: Path, **splits: dict[str, list[Any]]) -> Path:
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict({name: Dataset.from_dict(rows) for name, rows in splits.items()}).save_to_disk(folder)
+    return folder
+
+
+def load_hf(folder: Path, **settings: Any) -> Any:
+    return hf_texts.load(Config(workload="text", dataset=f"hf:{folder}", **settings))
+
+
+@pytest.mark.parametrize("eval_split", ["dev", "test"])
+def test_rows_are_the_texts_of_files(tmp_path: Path, eval_split: str) -> None:
+    where = save(tmp_path / "texts", train=sample("train"), validation=sample("dev"), test=sample("test"))
+    rows, files = load_hf(where, eval_split=eval_split), load_texts(Config(workload="text", eval_split=eval_split))
+    for here, there in ((rows.train, files.train), (rows.evaluation, files.evaluation)):
+        assert (here.texts, here.labels) == (there.texts, there.labels)
+    assert (rows.classes, rows.digest, rows.characters) == (files.classes, files.digest, files.characters)
+
+
+def test_training_gives_the_weights_of_the_same_files(forks: Forks, tmp_path: Path, cache: Path) -> None:
+    words = ("train", "--workload", "text", "--max-steps", "4", "--run-dir", str(tmp_path), "--tensorboard=false")
+    codes, output = forks.run(*words, "--name", "files")
+    assert codes == [0], output
+    where = save(tmp_path / "texts", train=sample("train"), dev=sample("dev"))
+    codes, output = forks.run(*words, "--name", "rows", "--dataset", f"hf:{where}", env={"HF_HOME": str(cache)})
+    assert codes == [0], output
+    assert result(tmp_path / "rows")["digest"] == result(tmp_path / "files")["digest"]
+    assert result(tmp_path / "rows")["data"] == result(tmp_path / "files")["data"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_folder_of_files_and_columns_by_name(tmp_path: Path, kind: str) -> None:
+    for name in ("train", "test"):
+        lines = [f'{{"id": "{n}", "body": "text {n} of it", "stars": {1 + n % 3}}}' for n in range(6)]
+        if kind == "csv":
+            lines = ["id,body,stars", *(f"x{n},text {n} of it,{1 + n % 3}" for n in range(6))]
+        (tmp_path / f"{name}.{kind}").write_text("\n".join(lines) + "\n")
+    found = load_hf(tmp_path, hf_input="body", hf_label="stars")
+    assert found.train.texts[0] == "text 0 of it"
+    assert (found.classes, found.train.labels) == (("1", "2", "3"), (0, 1, 2, 0, 1, 2))
+    with pytest.raises(DataError, match="split train: must have one column of labels, got the columns id, body, stars"):
+        load_hf(tmp_path)
+    with pytest.raises(DataError, match=r"must have one column of texts, got several, id, body\. Name it by --hf-in"):
+        load_hf(tmp_path, hf_label="stars")
+
+
+def test_rows_without_text_or_label_are_left_out_counted_and_named(tmp_path: Path) -> None:
+    rows = {"text": ["a b", None, "c", " ", "e", "f"], "label": ["x", "y", None, "x", "y", "x"]}
+    where = save(tmp_path / "texts", train=rows, test={"text": ["a", "b"], "label": ["x", "y"]})
+    named = r"3 of 6 rows are bad \(row 1: no text; row 2: no label; row 3: no text\)"
+    with pytest.raises(DataError, match=named):
+        load_hf(where)
+    found = load_hf(where, max_bad_lines=0.5)
+    assert (found.train.texts, found.train.labels) == (("a b", "e", "f"), (0, 1, 0))
+    assert "left out 3 bad of 6 rows" in found.train.notes[0]
+
+
+def test_single_label_is_refused(tmp_path: Path) -> None:
+    rows = {"text": ["a", "b"], "label": ["x", "x"]}
+    with pytest.raises(DataError, match="must have at least two labels to tell apart, got only x"):
+        load_hf(save(tmp_path / "texts", train=rows, test=rows))

@@ -1,0 +1,113 @@
+"""Where a Hugging Face data set is: a folder, the caches of `datasets` and of the hub, or, if asked for, the hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from train.config import Config
+from train.data.sources.cache import writable_cache
+from train.data.sources.fetch import Say, call_once
+from train.errors import ConfigError, DataError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # organisation/name, or the first data sets' single word
+SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
+
+
+def open_splits(config: Config, *, say: Say) -> Mapping[str, Any]:
+    """Split -> `datasets.Dataset`, from the place that `config.dataset` names behind hf:.
+
+    Nothing is downloaded unless hf_download is set, and then once per node. Raises ConfigError without the package
+    `datasets`, DataError for what is neither a folder nor cached, or can't be read, NotFetched if the hub refuses.
+    """
+    if importlib.util.find_spec("datasets") is None:
+        raise ConfigError(
+            f"dataset must be another than {config.dataset} without the package datasets, which is not installed: "
+            "pip install 'rankup[hf]', in a checkout pip install -e '.[hf]'"
+        )
+    name = config.dataset.removeprefix("hf:")
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _read_folder(folder, config)
+    if not _may_be_at_the_hub(name, folder):
+        problem = "which is a file" if folder.exists() else "which is not there"
+        raise DataError(f"dataset must be hf: and a folder, or a data set's name, got {config.dataset}, {problem}.")
+    found = _cached(name, config)
+    if found is None and config.hf_download:
+        lock = writable_cache() / f".hf-{name.replace('/', '--')}.lock"
+        found = call_once(
+            ["hub", name, config.hf_config or ""], lock, f"{name} from the Hugging Face hub",
+            look=lambda: _cached(name, config), timeout_s=config.download_timeout_s, say=say,
+        )
+    if found is None:
+        asked = f" with configuration {config.hf_config}" if config.hf_config else ""
+        raise DataError(
+            f"dataset must be hf: and a folder, or a data set's name, got {config.dataset}, which is no folder and not "
+            f"cached here{asked}. Nothing is downloaded unasked: to fetch it from the Hugging Face hub, once, set "
+            "--hf-download."
+        )
+    return found
+
+
+def _may_be_at_the_hub(name: str, folder: Path) -> bool:
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    # "csv" and the like are no names to `datasets`: they mean all such files below the working directory
+    return HUB_NAME.fullmatch(name) is not None and not folder.exists() and name not in _PACKAGED_DATASETS_MODULES
+
+
+def _read_folder(folder: Path, config: Config) -> Mapping[str, Any]:
+    """What `save_to_disk` has written to a folder, or the files there of which `load_dataset` makes rows."""
+    import datasets
+
+    where = str(folder.absolute())
+    try:
+        with _offline():
+            saved = any((folder / file).is_file() for file in SAVED)
+            found = datasets.load_from_disk(where) if saved else datasets.load_dataset(where, config.hf_config)
+    except Exception as error:  # of many types: no data files, damaged ones, no such configuration, no room
+        raise DataError(f"{folder}: can't be read as a Hugging Face data set ({one_line(error)}).") from error
+    return found if isinstance(found, Mapping) else {"train": found}
+
+
+def _cached(name: str, config: Config) -> Mapping[str, Any] | None:
+    """What `load_dataset` has kept of a name, or what has been downloaded of its repository; None without either."""
+    import datasets
+    from huggingface_hub import snapshot_download
+
+    try:
+        with _offline():
+            found: Mapping[str, Any] = datasets.load_dataset(name, config.hf_config)
+        return found
+    except Exception:  # of many types; in all cases there may be the repository's files
+        try:
+            with _offline():
+                folder = snapshot_download(name, repo_type="dataset", local_files_only=True)
+        except Exception:
+            return None
+        return _read_folder(Path(folder), config)
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Keep `datasets` from the network, as HF_HUB_OFFLINE=1 would; its bars and warnings stay off the terminal."""
+    import datasets
+    from huggingface_hub import constants
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+
+
+def one_line(error: BaseException) -> str:
+    """What an exception says, on one line of at most 200 characters."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:200].rstrip(".")
