@@ -64,6 +64,13 @@ def test_an_attempt_that_finished_no_step_lost_its_time_unless_it_still_goes_on(
     assert goodput([first, report(0, 10, began=10, lasted_s=10, steps=10)])["shares"]["lost steps"] == 0.25
 
 
+def test_time_in_a_step_that_was_never_finished_is_lost() -> None:
+    hung = replace(report(0, 10, began=0, lasted_s=50, steps=45, data=5), open_s=40)
+    assert goodput([hung])["shares"]["steps"] == 0.9  # it may still finish
+    found = goodput([hung, report(8, 20, began=50, lasted_s=10, steps=10)])
+    assert found["shares"]["lost steps"] == pytest.approx((40 + 0.2 * 10) / 60, abs=0.0001)
+
+
 def test_a_run_that_had_finished_did_not_wait_for_more_epochs() -> None:
     first = replace(report(0, 10, began=0, lasted_s=10, steps=10), finished=True)
     found = goodput([first, report(10, 20, began=86400, lasted_s=10, steps=10)])

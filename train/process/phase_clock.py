@@ -46,6 +46,11 @@ class PhaseClock:
         finally:
             self.enter(outer)
 
+    def present(self) -> tuple[str, float]:
+        """The present phase, and how many seconds ago it was entered."""
+        with self._lock:
+            return self._phase, time.monotonic() - self._since_s
+
     def seconds(self) -> dict[str, float]:
         """The seconds so far by phase, the present phase included. They add up to the age of this clock."""
         with self._lock:

@@ -32,7 +32,8 @@ class Report:
     `run`: its id. `began`: when the process of rank 0 began. `time`: when this was written. `total_steps`: None where
     nobody knows, as yet or at all. `seconds`: of the whole attempt so far, by kind. `finished`: the run ended with
     this attempt. `remaining_s`: estimated; None before the first step. `ranks`: see `Watchdog.signs_of_life`.
-    `metrics`: the newest values of training and evaluation by name.
+    `metrics`: the newest values of training and evaluation by name. `open_s`: for how long rank 0 had been in a step by
+    then, or in its wait for data.
     """
 
     run: str
@@ -49,6 +50,7 @@ class Report:
     remaining_s: float | None
     metrics: dict[str, float]
     ranks: list[dict[str, Any]]
+    open_s: float = 0.0
 
     def write(self, run_dir: Path, token: str) -> None:
         """Replace the file of this attempt. `token`: tells it from others, as launchers may give an id twice.
@@ -79,9 +81,10 @@ def goodput(reports: list[Report]) -> dict[str, Any]:
     """The share of the time of all attempts that went into steps that counted, and the shares of the rest.
 
     `reports`: of `read_reports`, at least one. A step that was lost and done again counts once: the time of the lost
-    one is its attempt's mean time of a step, its wait for data included. `waiting` is the time between attempts, in a
-    queue or in the hands of the launcher; a run that had finished and then goes on to more epochs did not wait. Shares
-    are rounded to four digits and add up to 1.
+    one is its attempt's mean time of a step, its wait for data included. What an attempt spent in the step that it
+    never finished, in a hang for one, is lost too. `waiting` is the time between attempts, in a queue or in the hands
+    of the launcher; a run that had finished and then goes on to more epochs did not wait. Shares are rounded to four
+    digits and add up to 1.
 
     Of a script of the user's nobody knows the steps: there the share is that of the time in which the script ran.
     """
@@ -93,8 +96,13 @@ def goodput(reports: list[Report]) -> dict[str, Any]:
         kept = min(done, max(0, kept_up_to - report.first_step))
         # Killed in its first step, an attempt has spent time on steps and finished none
         lost = 1 - kept / done if done else float(following is not None)
+        open_s = report.open_s if following is not None else 0.0
         for kind, spent in report.seconds.items():
-            lost_s = spent * lost if kind in ("steps", "data") else 0.0
+            lost_s = 0.0
+            if kind in ("steps", "data"):
+                unfinished_s = min(open_s, spent)
+                open_s -= unfinished_s
+                lost_s = unfinished_s + (spent - unfinished_s) * lost
             seconds[kind] += spent - lost_s
             seconds["lost steps"] += lost_s
         if following is not None and not report.finished:
@@ -110,10 +118,10 @@ def goodput(reports: list[Report]) -> dict[str, Any]:
 
 
 def one_line(found: dict[str, Any]) -> str:
-    """What `goodput` returned, for people: the share, and what else took half a percent or more."""
+    """What `goodput` returned, for people: the share, and what else took one percent or more, rounded."""
     counted = ("steps", "script")
     rest = sorted(((share, kind) for kind, share in found["shares"].items() if kind not in counted), reverse=True)
-    parts = ", ".join(f"{kind} {share:.0%}" for share, kind in rest if share >= 0.005)
+    parts = ", ".join(f"{kind} {share:.0%}" for share, kind in rest if round(100 * share))
     attempts = f"{found['attempts']} attempt{'s' if found['attempts'] > 1 else ''}"
     return f"{found['share']:.0%} of {duration(found['wall_s'])} in {attempts}" + (f": {parts}" if parts else "")
 

@@ -90,6 +90,7 @@ class Reporter:
 
     def _look(self) -> Report:
         t, now = self._training, time.time()
+        phase, open_s = self.group.watch.clock.present()
         by_phase = self.group.watch.clock.seconds()
         seconds = dict.fromkeys(("start", *KIND_OF_PHASE.values()), 0.0)
         for phase, spent in by_phase.items():
@@ -115,5 +116,5 @@ class Reporter:
             step=step, total_steps=total_steps, finished=self._finished,
             seconds={kind: round(spent, 3) for kind, spent in seconds.items()}, unit=unit, per_s=round(per_s, 1),
             remaining_s=None if remaining_s is None else round(remaining_s, 1), metrics=metrics,
-            ranks=self.group.watch.signs_of_life(),
+            ranks=self.group.watch.signs_of_life(), open_s=round(open_s, 3) if phase in ("step", "data") else 0.0,
         )
