@@ -61,7 +61,7 @@ clean: ## Remove .venv and caches; runs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.ready: $(addprefix docker/requirements,.lock -test.lock -text.lock -trainers.lock -hf.lock) pyproject.toml
+$(VENV)/.ready: $(addprefix docker/requirements,.lock -test.lock -text.lock -trainers.lock -hf.lock -trackers.lock) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed, $(PYTHON) is not. Name one: make venv PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
@@ -69,7 +69,7 @@ $(VENV)/.ready: $(addprefix docker/requirements,.lock -test.lock -text.lock -tra
 	@echo "Installing PyTorch and the rest into $(VENV) (once; about 5.6 GB on Linux)"
 	$(PYTHON) -m venv $(VENV)
 	@# Silent where nobody watches: a hundred lines of "Collecting" hide the one that matters
-	@test -t 1 || export PIP_QUIET=1; set -x; $(RUN)pip install $(addprefix -r ,$(filter %.lock,$^))
+	@test -t 1 || export PIP_QUIET=1; set -x; $(RUN)pip install $(addprefix -r ,$(filter %.lock,$^)) -c docker/requirements-horovod.lock
 	@# The command `rankup`; built with the setuptools just installed, so that pip looks nothing up
 	@PIP_QUIET=1 $(RUN)pip install --no-deps --no-build-isolation --editable .
 	@touch $@

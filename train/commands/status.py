@@ -22,6 +22,7 @@ from train.errors import UserError, root_cause
 from train.process.context import Context
 from train.process.status import read_json
 from train.run.goodput import Report, goodput, read_reports
+from train.run.trackers.tracker import address_of
 
 # Five reports late: a network file system shows another machine's writes some seconds later
 SILENT_S = 10.0
@@ -120,6 +121,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
         "ranks": _ranks(summary, live, _step_times(run_dir)), "restarts": [_end(run_dir, report) for report in earlier],
         "goodput": spent if any(report.total_steps for report in reports) else None,
         "script": spent if "script" in spent["shares"] else None,
+        "tracker": address_of(run_dir, (read_json(run_dir / "run.json") or {}).get("run", "")),
     }
 
 

@@ -30,6 +30,8 @@ def screen(run: dict[str, Any], *, now: float) -> str:
         rows["goodput"] = one_line(run["goodput"])
     if run["script"]:
         rows["script"] = one_line(run["script"])
+    if run["tracker"]:
+        rows["tracker"] = run["tracker"]
     lines = [f"{name:<8} {value}" for name, value in rows.items()]
     if run["ranks"]:
         table = [("rank", "host", "step", "phase", "of a step", "last sign of life"), *_rank_rows(run, now)]

@@ -2,5 +2,6 @@
 
 from train.data.sources import SOURCES
 from train.parallel import METHODS
+from train.run.trackers.table import TRACKERS
 
-CHOICES = {"dataset": tuple(SOURCES), "parallel": ("auto", *METHODS)}
+CHOICES = {"dataset": tuple(SOURCES), "parallel": ("auto", *METHODS), "tracker": ("none", *TRACKERS)}

@@ -12,10 +12,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from train.errors import Stopped
 from train.group.group import Group
 from train.process.launchers.platform_status import PlatformStatus
 from train.process.phase_clock import process_began
 from train.run.goodput import KIND_OF_PHASE, REPORT_S, Report, goodput, read_reports
+from train.run.trackers.tracked_run import Facts
+from train.run.trackers.tracker import Tracker
 
 if TYPE_CHECKING:  # `run` reports too, and needs nothing of a training
     from train.run.run_directory import RunDirectory
@@ -28,12 +31,17 @@ TRAINING = ("step", "data", "evaluation", "save")  # the phases that a run spend
 class Reporter:
     """Reports for the length of a `with` block; on rank 0 alone, to which the run directory must belong."""
 
-    def __init__(self, group: Group, *, run: str, first_step: int = 0, over: bool = False) -> None:
-        """`run`: the id of the run. `first_step`: the step it goes on from. `over`: it is finished: report nothing."""
+    def __init__(
+        self, group: Group, *, run: str, first_step: int = 0, over: bool = False, tracker: Tracker | None = None
+    ) -> None:
+        """`run`: the id of the run. `first_step`: the step it goes on from. `over`: it is finished: report nothing.
+
+        `tracker`: rank 0's; it gets what it has not got of a finished run too.
+        """
         self.group, self.run, self.first_step = group, run, first_step
         self.active = group.is_rank0 and not over
         self._began = process_began()
-        self._token = secrets.token_hex(4)
+        self._token, self._tracker = secrets.token_hex(4), tracker
         self._training: Training | None = None
         self._platform: PlatformStatus | None = None
         self._finished = False
@@ -44,15 +52,26 @@ class Reporter:
     def of(cls, run: "RunDirectory") -> "Reporter":
         """Of a training."""
         first_step = run.checkpoint.step if run.checkpoint is not None else 0
-        return cls(run.group, run=run.lineage.run, first_step=first_step, over=run.finished)
+        tracker = None
+        if run.group.is_rank0 and run.config.tracker != "none":
+            facts = Facts(
+                run.config.tracker, run.lineage.run, run.path.name, str(run.path), run.config.model_dump(mode="json")
+            )
+            tracker = Tracker(facts, run.group.log)
+        return cls(run.group, run=run.lineage.run, first_step=first_step, over=run.finished, tracker=tracker)
 
     def __enter__(self) -> "Reporter":
         if self.active:
             self._platform = PlatformStatus.from_environment(os.environ, warn=self.group.log.warning)
             self._thread.start()
+        elif self._tracker is not None:
+            self._tracker.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._tracker is not None:
+            stopped = kind is not None and issubclass(kind, Stopped)
+            self._tracker.end("finished" if kind is None else "stopped" if stopped else "failed")
         if not self.active:
             return
         self._finished = kind is None
@@ -65,6 +84,8 @@ class Reporter:
     def follow(self, training: "Training") -> None:
         """From now on there are steps to report."""
         self._training = training
+        if self._tracker is not None:
+            self._tracker.start()
 
     def goodput(self) -> dict[str, Any]:
         """Of the run up to now, see `train.run.goodput`. Rank 0 only."""

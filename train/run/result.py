@@ -1,6 +1,7 @@
 """What a run says at its start, and the end of one that succeeded: pictures, `result.json`, and the table."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,6 +18,7 @@ from train.run import weights
 from train.run.evaluation import Result
 from train.run.goodput import one_line
 from train.run.reporter import Reporter
+from train.run.trackers.tracker import address_of
 from train.run.training import Training
 from train.run.training_state import versions
 from train.workloads import Workload
@@ -61,15 +63,20 @@ def write_result(t: Training, reporter: Reporter, *, seconds: float) -> None:
         "digest": weights.digest(state), "data": workload.data_name,
         "parallel": method_name(config, group.world_size), "versions": versions(), "goodput": reporter.goodput(),
     }
+    if address := address_of(run.path, run.lineage.run):
+        result["tracker"] = address
     if any(shares):
         result["profile"] = {"steps": [t.profiler.first, t.profiler.last], "ranks": shares}
     run.check_owner()
-    if workload.pictures is not None and config.tensorboard and run.tables:
+    if workload.pictures is not None and run.tables and (config.tensorboard or config.tracker != "none"):
         if t.whole is not t.plain:
             t.whole.load_state_dict(state)
         t.whole.eval()
         device = next(t.whole.parameters()).device
-        run.metrics.pictures(progress.step, workload.pictures(t.whole, run.tables, device))
+        pictures = workload.pictures(t.whole, run.tables, device)
+        run.metrics.pictures(progress.step, pictures)
+        if config.tracker != "none":
+            write_pictures(run.path, pictures)
     run.metrics.hyperparameters(progress.step, config.model_dump(), progress.metrics or {})
     run.metrics.flush()
     try:
@@ -77,6 +84,20 @@ def write_result(t: Training, reporter: Reporter, *, seconds: float) -> None:
     except OSError as error:
         raise disk_error("result.json", run.path, error) from None
     group.log.info(_table(result, workload.unit))
+
+
+def write_pictures(run_dir: Path, pictures: dict[str, torch.Tensor]) -> None:
+    """As files for the tracker. `pictures`: see `Workload.pictures`. Raises UserError where the disk is full."""
+    from PIL import Image  # where it is used
+
+    folder = run_dir / "tracker" / "pictures"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, picture in pictures.items():
+            pixels = picture if picture.dtype == torch.uint8 else (picture * 255).to(torch.uint8)
+            Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(folder / f"{name.replace('/', '-')}.png")
+    except OSError as error:
+        raise disk_error("pictures", folder, error) from None
 
 
 def _peak_memory_mb(device: torch.device) -> float:

@@ -28,6 +28,7 @@ from train.run.lease import Lease
 from train.run.lineage import Lineage
 from train.run.metrics import Metrics, Progress
 from train.run.saver import Saver
+from train.run.trackers import table
 
 
 @dataclass(slots=True)
@@ -102,6 +103,8 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
             try:
                 stack.enter_context(lease)  # here, not around the block: a refusal has to reach all ranks
                 group.status.claim(lease)
+                if config.tracker != "none":
+                    table.check(config.tracker)
                 begun = _find_run(config, group)
                 finished, earlier = _find_earlier(config, group)
             except OSError as error:
@@ -198,7 +201,7 @@ def _begun_by_this_launch(found: Lineage, group: Group) -> bool:
 
 def _put_aside(directory: Path, say: Callable[[str], None]) -> None:
     """Start anew without losing anything: what is there moves to `before-<time>/`."""
-    names = ("checkpoints", "tensorboard", "metrics.jsonl", "result.json", "config.yaml", lineage.FILE)
+    names = ("checkpoints", "tensorboard", "metrics.jsonl", "result.json", "config.yaml", "tracker", lineage.FILE)
     there = [directory / name for name in names if (directory / name).exists()]
     if not there:
         return

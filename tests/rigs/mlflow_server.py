@@ -1,0 +1,90 @@
+"""A real MLflow server on this machine, with its data in a folder, and what it says over HTTP."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.rigs.jobs import environment, free_port
+
+
+@dataclass
+class Server:
+    folder: Path
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @contextmanager
+    def up(self) -> Iterator[None]:
+        """The server for the length of the block; what it has been told before is there again."""
+        command = [
+            sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1",
+            "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db",
+            "--artifacts-destination", str(self.folder / "artifacts"),
+        ]
+        more = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+                "PYTHONWARNINGS": "ignore"}
+        with (self.folder / "server.log").open("ab") as log:
+            process = subprocess.Popen(
+                command, env=environment(more), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )
+        try:
+            until_s = time.monotonic() + 120
+            while not self._answers():
+                assert process.poll() is None, (self.folder / "server.log").read_text()
+                assert time.monotonic() < until_s, (self.folder / "server.log").read_text()
+                time.sleep(0.1)
+            yield
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def ask(self, path: str, **question: Any) -> dict[str, Any]:
+        """What the REST API answers, by POST where there is a question."""
+        request = urllib.request.Request(
+            f"{self.url}/api/2.0/mlflow/{path}", data=json.dumps(question).encode() if question else None,
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)  # type: ignore[no-any-return]
+
+    def runs(self, name: str) -> list[dict[str, Any]]:
+        """All runs of that name."""
+        experiments = self.ask("experiments/search", max_results=100).get("experiments", [])
+        ids = [each["experiment_id"] for each in experiments]
+        found = self.ask("runs/search", experiment_ids=ids, max_results=100).get("runs", [])
+        return [run for run in found if run["info"]["run_name"] == name]
+
+    def curve(self, run: dict[str, Any], name: str) -> list[tuple[int, float]]:
+        """Step and value of each point, by step."""
+        answer = self.ask(f"metrics/get-history?run_id={run['info']['run_id']}&metric_key={name}")
+        return sorted((int(each.get("step", 0)), float(each["value"])) for each in answer["metrics"])
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return True
+        except OSError:
+            return False
+
+
+def new_server(folder: Path) -> Server:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Server(folder, free_port())
+
+
+def facts_of(entries: list[dict[str, str]]) -> dict[str, str]:
+    """Parameters or tags of a run, by name."""
+    return {each["key"]: each.get("value", "") for each in entries}

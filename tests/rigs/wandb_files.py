@@ -1,0 +1,70 @@
+"""What the offline files of W&B hold. Its Python package can write them only; the form is that of LevelDB's log."""
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BLOCK = 32 * 1024  # bytes; no piece of a record reaches over the end of one
+HEAD = struct.Struct("<IHB")  # of a piece: checksum, length, kind
+WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+@dataclass
+class Rows:
+    """All that the files of one run hold, in the order of the attempts."""
+
+    ids: set[str] = field(default_factory=set)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    codes: list[int] = field(default_factory=list)  # with which the attempts ended
+
+
+def rows_of(run: Path) -> Rows:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    rows = Rows()
+    for path in sorted((run / "tracker" / "wandb").glob("offline-run-*/run-*.wandb")):
+        for data in records_in(path.read_bytes()):
+            record = Record.FromString(data)
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                rows.ids.add(record.run.run_id)
+                rows.config |= values_of(record.run.config.update)
+            elif kind == "config":
+                rows.config |= values_of(record.config.update)
+            elif kind == "summary":
+                rows.summary |= values_of(record.summary.update)
+            elif kind == "history":
+                rows.history.append(values_of(record.history.item))
+            elif kind == "exit":
+                rows.codes.append(record.exit.exit_code)
+    return rows
+
+
+def values_of(items: Any) -> dict[str, Any]:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def records_in(file: bytes) -> Iterator[bytes]:
+    """The records; one that was cut by a kill ends the file."""
+    assert file[:4] == b":W&B"
+    place, pieces = HEAD.size, b""  # the file's own head is as long
+    while place + HEAD.size <= len(file):
+        left = BLOCK - place % BLOCK
+        if left < HEAD.size:
+            place += left
+            continue
+        checksum, length, kind = HEAD.unpack_from(file, place)
+        data = file[place + HEAD.size : place + HEAD.size + length]
+        if len(data) < length:
+            return
+        assert zlib.crc32(data, zlib.crc32(bytes([kind]))) == checksum
+        pieces = data if kind in (WHOLE, FIRST) else pieces + data
+        if kind in (WHOLE, LAST):
+            yield pieces
+        place += HEAD.size + length
