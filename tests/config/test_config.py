@@ -145,7 +145,7 @@ def test_settings_that_may_change_on_resume_are_exactly_these():
         "log_every_steps", "tensorboard", "progress", "simulated_nodes", "labels_file", "eval_split", "max_bad_lines",
         "cache_images", "cache_max_gb", "train_shards", "eval_shards", "label_column",
         "parallel", "bert_dir", "bert_download", "checkpoint_format", "profile", "advice", "shares",
-        "hf_eval_split", "hf_download",
+        "hf_eval_split", "hf_download", "tracker",
     }
 
 

@@ -20,8 +20,8 @@ from tests.rigs.jobs import free_port, is_comparable, metrics, result
 from tests.rigs.mlflow_server import Server, facts_of, new_server
 from tests.rigs.wandb_files import rows_of
 from train.errors import UserError
-from train.run.trackers import sender, table
-from train.run.trackers.sender import Sender, without_secrets
+from train.run.trackers import sending, table
+from train.run.trackers.sending import Sender, without_secrets
 from train.run.trackers.tracked_run import Facts, Point
 
 # 8 steps an epoch
@@ -268,7 +268,7 @@ class Recorded:
 @pytest.fixture
 def tracked(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     recorded = Recorded()
-    monkeypatch.setattr(sender, "open_run", lambda facts: recorded)
+    monkeypatch.setattr(sending, "open_run", lambda facts: recorded)
     return recorded
 
 
@@ -288,27 +288,27 @@ def test_points_are_sent_once_by_a_tracker_that_fails(
     tmp_path: Path, tracked: Recorded, new_sender: NewSender, failing: str
 ) -> None:
     """A request may have been written although no answer came."""
-    sending = new_sender()
-    sending.look()  # there are no metrics yet
+    one = new_sender()
+    one.look()  # there are no metrics yet
     path = tmp_path / "metrics.jsonl"
     path.write_text(line(1) + line(2) + line(3)[:20])
     tracked.failing = failing
     with pytest.raises(TimeoutError):
-        sending.look()
+        one.look()
     path.write_text(line(1) + line(2) + line(3))
     tracked.failing = ""
-    sending.look()
+    one.look()
     assert [(point.step, point.values) for point in tracked.points] == [
         (step, {"train/loss": 1 / step}) for step in (1, 2, 3)
     ]
-    assert sending.count_unsent() == 0
+    assert one.count_unsent() == 0
 
 
 def test_many_points_are_sent_in_pieces(
     tmp_path: Path, tracked: Recorded, new_sender: NewSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(line(step) for step in range(1, 1001)))
-    monkeypatch.setattr(sender, "MOST_POINTS", 7)
+    monkeypatch.setattr(sending, "MOST_POINTS", 7)
     new_sender().look()
     assert [point.step for point in tracked.points] == list(range(1, 1001))
 
@@ -332,13 +332,13 @@ def test_sender_of_a_killed_rank_goes_on_in_the_old_file(
 
 
 def test_address_of_the_newest_checkpoint_is_told(tmp_path: Path, tracked: Recorded, new_sender: NewSender) -> None:
-    sending = new_sender()
+    one = new_sender()
     for name in ("step-99999999", "step-00000008", "step-99999999.replaced", ".writing-step-00000010"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    sending.look()
+    one.look()
     assert tracked.notes == {"checkpoint": str(tmp_path / "checkpoints" / "step-99999999")}
     (tmp_path / "checkpoints" / "step-100000000").mkdir()
-    sending.look()
+    one.look()
     assert tracked.notes == {"checkpoint": str(tmp_path / "checkpoints" / "step-100000000")}
 
 

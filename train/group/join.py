@@ -189,8 +189,8 @@ def check_devices(group: Group) -> None:
 
 def fingerprint(config: Config, backend: str) -> dict[str, str]:
     """What has to be the same on all ranks, by name. Paths may differ from node to node, and so may what is shown."""
-    own = {"data_dir", "labels_file", "run_dir", "tensorboard", "progress", "report_every_s", "num_workers",
-           "prefetch_factor"}
+    own = {"data_dir", "labels_file", "run_dir", "tensorboard", "tracker", "progress", "report_every_s",
+           "num_workers", "prefetch_factor"}
     settings = {f"setting {k}": json.dumps(v) for k, v in config.model_dump().items() if k not in own}
     digest = _program_code()
     if ":" in config.workload:

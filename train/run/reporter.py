@@ -69,17 +69,16 @@ class Reporter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._tracker is not None:
-            stopped = kind is not None and issubclass(kind, Stopped)
-            self._tracker.end("finished" if kind is None else "stopped" if stopped else "failed")
-        if not self.active:
-            return
         self._finished = kind is None
-        self._ended.set()
-        self._thread.join(LAST_S)
+        if self.active:
+            self._ended.set()
+            self._thread.join(LAST_S)
         # After a loss the ranks are back within a second, and do not wait for an address
         if self._platform is not None and self._finished:
             self._platform.close()
+        if self._tracker is not None:
+            stopped = kind is not None and issubclass(kind, Stopped)
+            self._tracker.end("finished" if self._finished else "stopped" if stopped else "failed")
 
     def follow(self, training: "Training") -> None:
         """From now on there are steps to report."""
