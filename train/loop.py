@@ -27,6 +27,7 @@ from train.process import machine_checks
 from train.process.allocator import keep_freed_memory
 from train.process.env import Launch
 from train.process.log import Log
+from train.process.preemption import watch_preemption
 from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
 from train.run import weights
@@ -77,6 +78,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         reporter.follow(t)
         watch.protect(Rescuer(t), timeout_s=config.save_timeout_s)  # from here on a lost rank costs no finished step
         stop.finish_step_first()
+        watch_preemption(config.preemption_notices, local_rank=launch.local_rank, say=log.warning)
         log.info(f"ready after {time.monotonic() - began_s:.1f} s")
         try:
             while True:
@@ -98,7 +100,6 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
                 watch.enter("step", config.step_timeout_s, step=progress.step)
                 with record_function("step"):
                     finished = step(t)
-
 
                 # Stop -------------------------------------------------------------------------------------------
                 if not finished:
@@ -129,7 +130,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
 
     # Data -------------------------------------------------------------------------------------------------------
     seed_everything(derive_seed(config.seed), group.device)
-    workload = load(config, pretrained=run.checkpoint is None)
+    workload = load(config, pretrained=run.origin.checkpoint is None)
     for note in workload.notes:
         log.info(note)
     order = build_order(config, group, workload)
@@ -137,13 +138,13 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     log.info(describe(config, group, workload, order, method=method_name(config, group.world_size)))
     if group.world_size > 1 and not method.every_rank_has_all:
         log.info("rescue none: no rank has the whole state, so a lost rank costs the steps since the newest checkpoint")
+    if line := run.origin.second_copies(group, replicated=method.replicates_state):
+        log.info(line)
 
     # Model ------------------------------------------------------------------------------------------------------
     plain = whole = prepare(workload, config, group)
     check_same_shapes(group, plain)
-    progress = load_initial_weights(
-        config, group, plain, run.checkpoint, data_name=workload.data_name, rescued=run.rescuer is not None
-    )
+    progress = load_initial_weights(config, group, plain, run.origin, data_name=workload.data_name)
     group.step = progress.step
     if not method.replicates_state:
         weights.check_same(group, plain)  # before they are split: afterwards no rank has them all
@@ -154,8 +155,8 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     # Optimizer --------------------------------------------------------------------------------------------------
     optimizer = build_optimizer(plain, config, device)
     scaler = build_scaler(config, device)
-    memory = load_training_state(group, method, plain, optimizer, scaler, run.checkpoint)
-    run.checkpoint = None  # its copy of all weights would stay in the memory of every rank
+    memory = load_training_state(group, method, plain, optimizer, scaler, run.origin.checkpoint)
+    run.origin.checkpoint = None  # its copy of all weights would stay in the memory of every rank
     model = method.wrap(compile_model(plain, device) if config.compile else plain)
     buffers = Buffers(plain, group)
     buffers.share()

@@ -26,7 +26,7 @@ from train.commands.table import COMMANDS, print_whole
 from train.config import load_config
 from train.config.command_line import Request, parse_args
 from train.config.help_text import help_text
-from train.config.options import LaunchOptions, RankOptions
+from train.config.options import DoctorOptions, LaunchOptions, RankOptions
 from train.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, Stopped, UserError, exit_code, reason
 from train.process import env, init_method
 from train.process.context import Context
@@ -69,6 +69,8 @@ def _read_environment(request: Request) -> Launch | UserError:
     try:
         if isinstance(options, LaunchOptions):
             return env.read_env(env.outside_pod(environ, num_nodes=options.nnodes, nproc=options.nproc))
+        if isinstance(options, DoctorOptions) and options.alone:
+            return env.read_env(env.without_launcher(environ))
         if isinstance(options, RankOptions):
             url, rank, world_size = options.init_method, options.rank, options.world_size
             return env.read_env(init_method.environment(environ, url=url, rank=rank, world_size=world_size))

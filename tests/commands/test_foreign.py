@@ -26,10 +26,13 @@ from tests.rigs.foreign_scripts import (
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, Job, ended, free_port, rank_env, start
 
-EACH = [
-    pytest.param(script, id=script.name, marks=pytest.mark.skipif(bool(script.why_not), reason=script.why_not))
-    for script in SCRIPTS.values()
-]
+
+def some(*names: str) -> pytest.MarkDecorator:
+    """Parameters: these scripts, all but those that can't run here."""
+    return pytest.mark.parametrize("script", [
+        pytest.param(SCRIPTS[name], id=name, marks=pytest.mark.skipif(bool(why := SCRIPTS[name].why_not), reason=why))
+        for name in names
+    ])
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,8 @@ def test_foreign_scripts_are_all_in_the_table() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == {*SCRIPTS, "ddp_tcp"}
 
 
-@pytest.mark.parametrize("script", EACH)
+# dcp_checkpoints: below, with a killed rank
+@some(*(name for name in SCRIPTS if name != "dcp_checkpoints"))
 @again_if_aborted
 def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
     script: Script, expected: Callable[[Script], str], forks: Forks, tmp_path: Path
@@ -61,7 +65,8 @@ def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
     assert result_of(output) == expected(script)
 
 
-@pytest.mark.parametrize("script", EACH)
+# The other scripts find the same under `launch`, and it is torchrun's own: one by each of PyTorch's two launchers
+@some("ddp_local_rank", "lightning_digits")
 @again_if_aborted
 def test_foreign_script_under_torchrun_comes_to_the_same_weights_with_run_and_without(
     script: Script, expected: Callable[[Script], str], tmp_path: Path
@@ -70,7 +75,8 @@ def test_foreign_script_under_torchrun_comes_to_the_same_weights_with_run_and_wi
     assert by_pytorch(words, launcher=script.launcher) == expected(script)
 
 
-@pytest.mark.parametrize("script", EACH)
+# A group of one by env://, processes of its own, and libraries that look for a launcher
+@some("ddp_env", "imagenet", "bert_trainer", "lightning_digits", "accelerate_loop")
 @again_if_aborted
 def test_foreign_script_runs_alone(script: Script, forks: Forks, tmp_path: Path) -> None:
     """As a group of one, where `python SCRIPT` would miss the variables of a launcher too."""

@@ -69,9 +69,9 @@ def probe(where: str) -> None:
 
 
 def let_save_end() -> None:
-    """Wait for the thread that writes a checkpoint, if there is one: for tests that say how old the newest one is."""
+    """Wait for the thread that writes a checkpoint or its copy: for tests that say how old the newest one is."""
     for thread in threading.enumerate():
-        if thread.name == "save":
+        if thread.name in ("save", "copy"):
             thread.join()
 
 

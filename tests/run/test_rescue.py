@@ -237,16 +237,16 @@ def test_rescue_that_nobody_went_on_with_is_removed_after_a_week(memory: Path) -
 def test_attempts_that_a_run_went_on_without_are_forgotten(tmp_path: Path) -> None:
     lineage = Lineage.new("first", "start")
     assert (lineage.attempts, lineage.begun_by) == ([], "first")
-    lineage.go_on("first", rescuer=None)
-    lineage.go_on("second", rescuer="first")
-    lineage.go_on("third", rescuer="second")
+    lineage.go_on("first", writer=None)
+    lineage.go_on("second", writer="first")
+    lineage.go_on("third", writer="second")
     assert lineage.attempts == ["first", "second", "third"]
     lineage.write(tmp_path)
     again = Lineage.read(tmp_path)
     assert again == lineage
-    again.go_on("fourth", rescuer="first")  # what the second and the third did since is done again
+    again.go_on("fourth", writer="first")  # what the second and the third did since is done again
     assert again.attempts == ["first", "fourth"]
-    again.go_on("fifth", rescuer=None)
+    again.go_on("fifth", writer=None)
     assert again.attempts == ["fifth"]
 
 

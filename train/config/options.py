@@ -119,6 +119,8 @@ class ShowOptions(Options):
 class DoctorOptions(JsonOptions, RankOptions):
     """Is this machine, and this group of machines, fit to train? Ends with 0, 10 (warnings), 20 (not fit) or 30."""
 
+    alone: bool = setting(False, "Only this machine: as one process, whoever has started it.")
+
 
 class ExplainOptions(JsonOptions):
     """Say which fault the logs of a failed job show, on which rank, and what to do. Ends with 0 or 20."""
@@ -184,6 +186,8 @@ class SupervisorOptions(JsonOptions, MeasureOptions, ScriptOptions):
     command: Literal["train", "run", "bench", "doctor"] = setting(
         "train", "What the processes do; run is followed by SCRIPT ARGS...")
     max_restarts: int = setting(3, "Restarts of a lost rank, at most, in a row without a new step.", ge=0)
+    preflight: bool = setting(
+        False, "First have doctor check this machine alone; if it is not fit, no process is started.")
     restart_on: str = setting(
         "", "Exit codes of a script below 128 that are worth a restart, as 1,75.", metavar="LIST",
         pattern=r"^([0-9]{1,3}(,[0-9]{1,3})*)?$", rule="exit codes, such as 1,75")

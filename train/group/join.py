@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -119,7 +118,7 @@ def meet(config: Config, group: Group, *, script: Mapping[str, str] | None = Non
     if script is None:
         same = fingerprint(config, pick_backend(config.backend, group.device))
     else:
-        same = {"torch version": torch.__version__, "program code": _program_code().hexdigest()[:12], **script}
+        same = {"torch version": torch.__version__, "program code": _code(), **script}
     meeting = rendezvous.meet(
         launch, fingerprint=same, attempt=group.attempt, timeout_s=config.join_timeout_s, log=group.log
     )
@@ -192,21 +191,18 @@ def fingerprint(config: Config, backend: str) -> dict[str, str]:
     own = {"data_dir", "labels_file", "run_dir", "tensorboard", "tracker", "progress", "report_every_s",
            "num_workers", "prefetch_factor"}
     settings = {f"setting {k}": json.dumps(v) for k, v in config.model_dump().items() if k not in own}
-    digest = _program_code()
+    spec = None
     if ":" in config.workload:
         with contextlib.suppress(ImportError, ValueError):
             spec = importlib.util.find_spec(config.workload.partition(":")[0])
-            if spec and spec.origin:
-                digest.update(Path(spec.origin).read_bytes())
-    code = digest.hexdigest()[:12]
+    code = _code(Path(spec.origin)) if spec and spec.origin else _code()
     return {"torch version": torch.__version__, "program code": code, "backend": backend, **settings}
 
 
-def _program_code() -> Any:
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):  # all rooms of train/
-        digest.update(path.read_bytes())
-    return digest
+def _code(*users: Path) -> str:
+    """A digest of the files of all rooms of train/, and of the user's own."""
+    files = [*sorted(Path(__file__).parents[1].rglob("*.py")), *users]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 # The end -------------------------------------------------------------------------------------------------------------

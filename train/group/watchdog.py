@@ -1,14 +1,12 @@
 """Deadlines and signs of life: a hang always turns into an exit that names the suspect, and so does a lost rank.
 
-Three threads run beside the loop. One waits until another rank reports a loss. One sends a beat through the store, so
-that the others can tell which rank is alive and where it stands, and reads the beat of the next rank. One looks at the
-clock, and uses nothing that could block it: a store in a process that is stopped, or behind a cable that is pulled,
-keeps the other two waiting without end. A process that is stopped itself (SIGSTOP, a frozen node) does none of that:
-the other ranks find it.
+Three threads run beside the loop. One waits until another rank reports a loss. One sends and hears signs of life
+(`Beats`). One looks at the clock, and uses nothing that could block it: a store in a process that is stopped, or behind
+a cable that is pulled, keeps the other two waiting without end. A process that is stopped itself (SIGSTOP, a frozen
+node) does none of that: the other ranks find it.
 """
 
 import functools
-import json
 import threading
 import time
 from collections.abc import Sequence
@@ -17,9 +15,9 @@ from typing import Any, Protocol
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from train.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
-from train.group import keys
+from train.group.beats import Beats, Sign
 from train.group.ends import EndReporter
-from train.group.failure_detector import BEAT_S, LOOK_S, FailureDetector, Suspect, describe, root_exit_code
+from train.group.failure_detector import LOOK_S, FailureDetector, Suspect, describe, root_exit_code
 from train.group.last_stacks import LAST_STACKS_S, take_stacks
 from train.process import flight_recorder, health, stacks
 from train.process.exit import clear_hard_deadline, leave, set_hard_deadline, within
@@ -37,12 +35,11 @@ NOTICE_S = 0.05
 # user shows on all ranks), and then says more about it than this rank's end for a lost peer would.
 UNNOTICED_S = 10.0
 UNNOTICED_WAITING_S = 1.0  # in a collective
-# gloo was seen to wait without end for a rank that was killed while something was being sent to it. So each rank looks
-# at the beats of the next rank, at every fourth of its own. While it waits in a collective, or gets no further, it
-# does not accept that rank's silence, or that of the store, for longer than this. Long, because a machine with too much
-# to do may look dead for a while. A rank that works for minutes (rank 0 writes to a slow disk) goes on beating.
+# gloo was seen to wait without end for a rank that was killed while something was being sent to it. So while a rank
+# waits in a collective, or gets no further, it does not accept that the next rank or the store is silent for longer
+# than this. Long, because a machine with too much to do may look dead for a while. A rank that works for minutes (rank
+# 0 writes to a slow disk) goes on beating.
 NO_SIGN_S = 30.0
-LOOK_AT_NEXT = 4
 # How long a last word may take: the store may be the very thing that hangs, or be in use by the thread that hangs.
 LAST_WORD_S = 5.0
 # How long a rank that failed may take to find the cause, to report it and to leave.
@@ -74,12 +71,11 @@ class Watchdog:
         self.hosts: Sequence[str] = [log.host] * self.world_size
         self.phase = "start"
         self.clock = PhaseClock(self.phase)
-        self._signs: dict[int, dict[str, Any]] = {}  # rank 0: the last sign of life of each rank
         self._entered_s = time.monotonic()
         self._timeout_s = 0.0
         self._ended = threading.Event()
         self._detector: FailureDetector | None = None  # once the ranks have met
-        self._heard = 0  # counted up with each sign of life of the next rank
+        self._beats: Beats | None = None  # likewise
         self._quiet = threading.Event()
         self._waiting = False  # inside a collective: the others are to blame, not this rank
         self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
@@ -98,17 +94,18 @@ class Watchdog:
             "timeout_s": self._timeout_s,
         }
 
-    def signs_of_life(self) -> list[dict[str, Any]]:
+    def signs_of_life(self) -> list[Sign]:
         """Where each rank stood when this one last heard of it, in the order of the ranks.
 
         Keys: rank, host, phase, step, waiting, for_s, which is how long it had been there, place, in the program, and
         seen, in seconds of `time.time()`. Rank 0 knows all ranks from their first beat on, others only themselves.
         Callable from any thread; asks nobody.
         """
-        signs = self._signs | {self.rank: {**self._sign(), "rank": self.rank, "seen": time.time()}}
+        others = self._beats.others if self._beats else {}
+        signs = others | {self.rank: {**self._sign(), "rank": self.rank, "seen": time.time()}}
         return [signs[rank] for rank in sorted(signs)]
 
-    def _sign(self) -> dict[str, Any]:
+    def _sign(self) -> Sign:
         return {
             "host": self.log.host, "phase": self.phase, "step": self.ends.step, "waiting": self._waiting,
             "for_s": round(time.monotonic() - self._entered_s, 1), "place": self._place(),
@@ -152,7 +149,8 @@ class Watchdog:
         holder = "the launcher's agent on node 0" if agent_store else f"rank 0 on {hosts[0]}"
         self._detector = FailureDetector(store, self.rank, self.world_size, holder=holder)
         threading.Thread(target=self._await_loss, args=(self._detector,), name="losses", daemon=True).start()
-        threading.Thread(target=self._beat, args=(store,), name="beats", daemon=True).start()
+        self._beats = Beats(store, self.rank, self.world_size, self._sign)
+        threading.Thread(target=self._beats.send, args=(self._quiet,), name="beats", daemon=True).start()
 
     def protect(self, keeper: Keeper, *, timeout_s: float) -> None:
         """From now on call `keeper.keep()` before this process ends because of a lost peer or a deadline. It gets
@@ -198,42 +196,16 @@ class Watchdog:
             if time.monotonic() - since_s > patience_s:
                 self._leave(f"lost a peer{self.at_step}", hung=False)
 
-    def _beat(self, store: Store) -> None:
-        count = 0
-        next_rank, next_beat = keys.beat((self.rank + 1) % self.world_size), b""
-        while not self._quiet.wait(BEAT_S):
-            count += 1
-            try:
-                store.set(keys.beat(self.rank), json.dumps({"n": count, **self._sign()}))
-                if count % LOOK_AT_NEXT == 0 and store.check([next_rank]):
-                    beat = store.get(next_rank)
-                    if beat != next_beat:
-                        next_beat, self._heard = beat, self._heard + 1
-                if count % LOOK_AT_NEXT == 0 and self.rank == 0:
-                    self._read_beats(store)
-            except RuntimeError:
-                break  # the store's process is gone, and the other thread knows
-
-    def _read_beats(self, store: Store) -> None:
-        """Note who has beaten since the last look. By this rank's clock, as clocks of machines differ."""
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        names = [keys.beat(rank) for rank in others]
-        if not store.check(names):  # one has only just joined: a read would wait for its first beat
-            return
-        # One request for all: it takes as long as one beat, and 200 bytes a rank
-        for rank, beat in zip(others, map(json.loads, store.multi_get(names)), strict=True):
-            if beat["n"] != self._signs.get(rank, {}).get("n"):
-                self._signs[rank] = {**beat, "rank": rank, "seen": time.time()}
-
     def _watch_clock(self) -> None:
         armed_s = silent_s = 0.0
-        heard = self._heard
+        heard = -1
         while not self._ended.wait(TICK_S):
             if why := self.stop.leave_now:
                 leave(STOPPED, functools.partial(self.ends.report_stop, why), timeout_s=FAREWELL_S)
             # Counted by ticks: a process that was stopped itself and goes on has missed the others' beats meanwhile
-            silent_s = silent_s + TICK_S if heard == self._heard and self._detector is not None else 0.0
-            heard, now_s = self._heard, time.monotonic()
+            heard_before, heard = heard, self._beats.heard if self._beats else -1
+            silent_s = silent_s + TICK_S if heard == heard_before >= 0 else 0.0
+            now_s = time.monotonic()
             # Collectives that torch begins by itself (fsdp's forward) are not announced: a rank that gets no further
             # may be in one. But rank 0 shall get to the end of what it writes in a save
             stuck = self._waiting or (self.phase != "save" and now_s - self._entered_s > NO_SIGN_S)

@@ -46,6 +46,11 @@ def read_env(environ: Mapping[str, str]) -> Launch:
     return launch
 
 
+def without_launcher(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """What is left of `environ` for a process that shall be no rank, but still ends with its parent."""
+    return {name: environ[name] for name in ("RANKUP_PARENT",) if name in environ}
+
+
 def cache_folder() -> str:
     """Where the user wants downloads to be kept, or an empty string."""
     return os.environ.get("RANKUP_CACHE", "")

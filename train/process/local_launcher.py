@@ -8,21 +8,28 @@ What torchrun does not do: keep the ranks' exit codes (it turns each into 1), le
 restart only where that can help, and only the rank that needs it.
 """
 
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 from train.config import Config, check_world_size
-from train.config.options import OPTIONS, LaunchOptions, SuperviseOptions
+from train.config.options import OPTIONS, LaunchOptions, SuperviseOptions, SupervisorOptions
 from train.config.schema import fields_of
 from train.errors import FAULT, FINISHED
 from train.process import init_method
 from train.process.addresses import PORT_OF_LAUNCH, free_port
 from train.process.context import Context
+from train.process.findings import VERDICTS
+from train.process.last_word import tell_platform
 from train.process.log import Log
 from train.process.stack_requests import StackWatch
+from train.process.start_rank import MAIN
 from train.process.status import new_attempt, read_json
 from train.process.supervisor import Supervisor
+
+WITH_WARNINGS = 10  # the doctor's code of a machine that is fit all the same
 
 
 def launch(context: Context, options: LaunchOptions) -> int:
@@ -32,6 +39,8 @@ def launch(context: Context, options: LaunchOptions) -> int:
     """
     if options.command == "train":
         check_world_size(context.config, options.nproc * options.nnodes)
+    if unfit := _preflight(context, options):
+        return unfit
     # `launch` understands the URL for its ranks: they get what it stands for
     met = init_method.parse_url(options.init_method) if options.init_method else {}
     # Several nodes must agree on one. The same for all attempts: a rank that is started again alone meets the others
@@ -57,8 +66,29 @@ def supervise(context: Context, options: SuperviseOptions) -> int:
     launch = context.launch
     if options.command == "train":
         check_world_size(context.config, launch.world_size)
+    if unfit := _preflight(context, options):
+        return unfit
     job = launch.attempt or new_attempt()
     return _supervisor(context, options, [{}], first_rank=launch.rank, job=job, start_method=_start_method()).run()
+
+
+def _preflight(context: Context, options: SupervisorOptions) -> int:
+    """The doctor's exit code for this machine where it is not fit to train; 0 where it is, or where nobody asked.
+
+    Alone, without the other machines: a container that is replaced in the middle of a training finds the others at
+    work, not at their doctor. Whether the machines reach each other is checked by the ranks when they join.
+    """
+    if not options.preflight:
+        return FINISHED
+    words = [sys.executable, MAIN, "doctor", "--alone", *context.request.words()]
+    code = subprocess.run(words, env={**os.environ, "RANKUP_PARENT": str(os.getpid())}, check=False).returncode
+    if code in (FINISHED, WITH_WARNINGS):
+        return FINISHED
+    code = code if code >= 0 else 128 - code
+    why = f"preflight on {context.log.host}: {VERDICTS.get(code, 'the doctor itself failed')}. No rank was started"
+    context.log.warning(f"{why} (exit code {code})")
+    tell_platform(why, code)
+    return code
 
 
 def _supervisor(

@@ -190,7 +190,8 @@ def on_workers(num_workers: int, *, step_s: float, wait_s: float, free: int) -> 
 
 
 def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"
+    # Three digits, but never 1.23e+03
+    return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def _wait_for(device: torch.device) -> None:

@@ -27,6 +27,10 @@ from train.run.training_state import TrainingState
 NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 
 
+class AllDamaged(UserError):
+    """There are checkpoints, and none is whole."""
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A checkpoint as read and verified. `model`: the plain state dict, on the CPU.
@@ -76,6 +80,11 @@ def list_checkpoints(directory: Path) -> list[Path]:
     return [path for match, path in sorted(named, key=lambda pair: (int(pair[0][1]), not pair[0][2]))]
 
 
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(path.name.removeprefix("step-").split(".")[0])
+
+
 def find_problem(path: Path) -> str:
     """Why a checkpoint can't be used, or "" if every byte is as it was written."""
     return _read_verified(path)[1]
@@ -84,7 +93,7 @@ def find_problem(path: Path) -> str:
 def load_newest(directory: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     """The newest checkpoint that verifies, or None where there is no checkpoint at all. Warns of those passed over.
 
-    Raises UserError where all are damaged, for to start anew without a word would throw away the work of days, and
+    Raises AllDamaged where all are, for to start anew without a word would throw away the work of days, and UserError
     where the newest good one is of another format.
     """
     damaged: dict[str, str] = {}
@@ -96,7 +105,7 @@ def load_newest(directory: Path, warn: Callable[[str], None]) -> Checkpoint | No
             return _parse(path, files)
         damaged[path.name] = problem
     if damaged:
-        raise UserError(
+        raise AllDamaged(
             f"checkpoint: {directory} must hold a whole checkpoint, got only damaged ones: "
             f"{'; '.join(f'{name}: {why}' for name, why in damaged.items())}. Put one back from a copy, or set --fresh "
             "to start anew, which keeps them aside."

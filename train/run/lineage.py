@@ -1,7 +1,8 @@
 """Which attempts a run's newest state comes from: `run.json` in the run directory. Rank 0 writes it.
 
-A rescue lies in the memory of one node, where it may be found long after the run went on without it. It is taken only
-where it continues what the run directory holds: written by an attempt of this run, and of its present line of attempts.
+A rescue lies in the memory of one node, and a second copy of a checkpoint on its disk, where they may be found long
+after the run went on without them. They are taken only where they continue what the run directory holds: written by an
+attempt of this run, and of its present line of attempts.
 """
 
 import dataclasses
@@ -21,13 +22,15 @@ class Lineage:
 
     `begun_by`: the attempt that began the run, and `start` its launch's, which names the start of a job whose
     containers are started again. `attempts`: the marks of the last attempt that went on from a checkpoint, and of those
-    after it, each of which went on from a rescue of an earlier one.
+    after it, each of which went on from a rescue, or a second copy, of an earlier one. `number` counts all attempts of
+    the run: of two nodes that were node 0 in turn, the one with the higher number knows more.
     """
 
     run: str
     begun_by: str
     start: str
     attempts: list[str]
+    number: int = 0
 
     @classmethod
     def new(cls, attempt: str, start: str) -> Self:
@@ -47,13 +50,15 @@ class Lineage:
     def values(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def go_on(self, mark: str, *, rescuer: str | None) -> None:
-        """The attempt `mark` goes on from a rescue of `rescuer`, or, if None, from a checkpoint or the beginning.
+    def go_on(self, mark: str, *, writer: str | None) -> None:
+        """The attempt `mark` goes on from a rescue or a second copy of `writer`, or, if None, from a checkpoint or the
+        beginning.
 
-        What later attempts than the rescuer did is lost, and done again: their rescues count no longer.
+        What later attempts than the writer did is lost, and done again: what they left counts no longer.
         """
-        before = self.attempts[: self.attempts.index(rescuer) + 1] if rescuer is not None else []
+        before = self.attempts[: self.attempts.index(writer) + 1] if writer in self.attempts else []
         self.attempts = [*before, mark]
+        self.number += 1
 
 
 def new_mark(attempt: str) -> str:

@@ -51,7 +51,7 @@ class Reporter:
     @classmethod
     def of(cls, run: "RunDirectory") -> "Reporter":
         """Of a training."""
-        first_step = run.checkpoint.step if run.checkpoint is not None else 0
+        first_step = run.origin.checkpoint.step if run.origin.checkpoint is not None else 0
         tracker = None
         if run.group.is_rank0 and run.config.tracker != "none":
             facts = Facts(

@@ -21,7 +21,7 @@ from train.errors import UserError
 from train.group.group import Group
 from train.process.status import read_json
 from train.run import publish
-from train.run.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, share_checkpoint
+from train.run.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, share_checkpoint, step_of
 from train.run.lineage import Lineage
 from train.run.training_state import FORMAT, RANDOM_SCHEME
 
@@ -48,7 +48,7 @@ def write(run: str, step: int, make_files: Callable[[], dict[str, bytes]]) -> st
             _remove_old(place)
             # The ranks of a node come here together. Each waits for the one before, which may be killed as it writes
             with _locked(_make_folder(place, run)) as folder:
-                if any(_step_of(path) >= step for path in list_checkpoints(folder)):
+                if any(step_of(path) >= step for path in list_checkpoints(folder)):
                     return ""
                 files = files or make_files()
                 needed, free = ROOM * sum(map(len, files.values())), shutil.disk_usage(place).free
@@ -67,7 +67,7 @@ def remove(run: str, *, up_to: int | None = None, above: int | None = None) -> N
         if not _is_ours(folder):  # nearly always there is none: a save costs no more than this look
             continue
         for path in list_checkpoints(folder):
-            step = _step_of(path)
+            step = step_of(path)
             if (up_to is None or step <= up_to) and (above is None or step > above):
                 shutil.rmtree(path, ignore_errors=True)
         if not list_checkpoints(folder):
@@ -88,7 +88,7 @@ def choose(
     while True:
         while own and not own[-1].is_dir():  # damaged: another rank of this node has removed it
             own.pop()
-        steps: list[int] = group.gather(_step_of(own[-1]) if own else -1)
+        steps: list[int] = group.gather(step_of(own[-1]) if own else -1)
         newest = max(steps)
         if newest <= above:
             return None
@@ -109,7 +109,7 @@ def find(lineage: Lineage, config: Config) -> list[Path]:
     """The rescues on this node that the run may go on from, the newest last. Their bytes are not looked at yet."""
     folders = [_folder(place, lineage.run) for place in places()]
     found = [path for folder in folders if _is_ours(folder) for path in list_checkpoints(folder)]
-    return sorted((path for path in found if _fits(path, lineage, config)), key=_step_of)
+    return sorted((path for path in found if _fits(path, lineage, config)), key=step_of)
 
 
 def _fits(path: Path, lineage: Lineage, config: Config) -> bool:
@@ -119,10 +119,6 @@ def _fits(path: Path, lineage: Lineage, config: Config) -> bool:
         and state.get("run") == lineage.run and state.get("attempt") in lineage.attempts
         and not changed_settings(state.get("config", {}), config)
     )
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-").split(".")[0])
 
 
 # Folders -------------------------------------------------------------------------------------------------------------

@@ -15,18 +15,19 @@ from train.parallel.method import Method
 from train.run import weights
 from train.run.checkpoint import Checkpoint
 from train.run.metrics import Progress
+from train.run.origin import Origin
 from train.run.sharded_checkpoint import FOLDER, read_shards_into
 
 
 def load_initial_weights(
-    config: Config, group: Group, plain: nn.Module, earlier: Checkpoint | None, *, data_name: str, rescued: bool
+    config: Config, group: Group, plain: nn.Module, origin: Origin, *, data_name: str
 ) -> Progress:
     """Load the weights to start from into `plain`, which is still whole, and return where the run stands.
 
-    `rescued`: `earlier` is a rescue. The weights of a sharded checkpoint are loaded later, when the model is split as
-    well. Raises UserError for a
+    The weights of a sharded checkpoint are loaded later, when the model is split as well. Raises UserError for a
     checkpoint of other data or of another model.
     """
+    earlier = origin.checkpoint
     if earlier is None:
         if config.init_from:
             # The file needs to be on rank 0's disk only
@@ -40,10 +41,7 @@ def load_initial_weights(
     if not earlier.sharded:
         with _must_fit(earlier):
             plain.load_state_dict(earlier.model)
-    if rescued:
-        group.log.info(f"resumed from step {state.step}, rescued by {state.written_by}; no finished step was lost")
-    else:
-        group.log.info(f"resumed from {earlier.path.name}")
+    group.log.info(f"resumed from {origin.words}")
     for what, then, now in (
         ("world size", state.world_size, group.world_size),
         ("shares", state.config.get("shares") or "equal", config.shares or "equal"),

@@ -9,26 +9,30 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from train.config import Config, changed_settings, to_yaml
+from train.config import Config, to_yaml
 from train.errors import UserError, disk_error
 from train.group.group import Group, on_rank0
 from train.group.join import broke_collective
 from train.process.atomic_file import write_atomically
-from train.process.status import job_of, read_json
-from train.run import lineage, rescue
-from train.run.checkpoint import Checkpoint, load_newest, share_checkpoint
+from train.process.status import read_json
+from train.run import copies, lineage, rescue
+from train.run.checkpoint import AllDamaged, Checkpoint, load_newest
 from train.run.choices import CHOICES
+from train.run.copier import Copier
 from train.run.lease import Lease
 from train.run.lineage import Lineage
 from train.run.metrics import Metrics, Progress
+from train.run.origin import OnDisk, Origin, begun_by_this_launch, check_settings, find_origin
 from train.run.saver import Saver
 from train.run.trackers import table
+
+RESULT = "result.json"
 
 
 @dataclass(slots=True)
@@ -38,10 +42,7 @@ class RunDirectory:
     config: Config
     group: Group
     finished: bool
-    checkpoint: Checkpoint | None  # the state to go on from
-    rescuer: str | None  # the attempt that wrote it, where it is a rescue
-    saved: Progress  # where the run stood at its newest checkpoint
-    lineage: Lineage
+    origin: Origin
     mark: str  # of this attempt in the lineage
     lease: Lease | None = field(repr=False)
     # Writes nothing until `open_metrics`
@@ -50,11 +51,21 @@ class RunDirectory:
     saver: Saver = field(init=False)
 
     def __post_init__(self) -> None:
-        self.saver = Saver(self.config, self.group, self.path / "checkpoints", self.check_owner)
+        copier = Copier(self.config, self.group, self.lineage) if self.origin.keeper == self.group.rank else None
+        self.saver = Saver(self.config, self.group, self.path / "checkpoints", self.check_owner, copier)
 
     @property
     def path(self) -> Path:
         return self.group.run_dir
+
+    @property
+    def lineage(self) -> Lineage:
+        return self.origin.lineage
+
+    @property
+    def saved(self) -> Progress:
+        """Where the run stood at its newest checkpoint on rank 0's disk."""
+        return self.origin.saved
 
     def open_metrics(self, progress: Progress, unit: str) -> Metrics:
         """Metrics from `progress` on, with the speed in `unit`/s. All ranks call this, rank 0's alone write.
@@ -62,7 +73,7 @@ class RunDirectory:
         From here on the run continues what this attempt started from, and no other rescue. Raises UserError on all
         ranks where rank 0 can't write.
         """
-        self.lineage.go_on(self.mark, rescuer=self.rescuer)
+        self.lineage.go_on(self.mark, writer=self.origin.writer)
         # One of a later step is damaged, or of an attempt that the run went on without
         rescue.remove(self.lineage.run, above=progress.step)
         rescue.remove(self.lineage.run, up_to=self.saved.step)
@@ -106,23 +117,24 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
                 if config.tracker != "none":
                     table.check(config.tracker)
                 begun = _find_run(config, group)
-                finished, earlier = _find_earlier(config, group)
+                finished, earlier, problem = _find_earlier(config, group)
             except OSError as error:
-                raise UserError(f"run_dir: {group.run_dir} must be writable, got {error.strerror or error}.") from None
-            saved = [earlier.state.step, earlier.state.evaluated] if earlier else [0, 0]
-            mark = lineage.new_mark(group.attempt)
-            return {"finished": finished, "lineage": begun.values(), "mark": mark, "saved": saved}
+                raise _not_writable(group, error) from None
+            return asdict(OnDisk(
+                finished=finished, problem=problem, token=lease.token, mark=lineage.new_mark(group.attempt),
+                lineage=begun.values() if begun else None, new=Lineage.new(group.attempt, group.launch.start).values(),
+                saved=[earlier.state.step, earlier.state.evaluated] if earlier else None,
+            ))
 
-        found = on_rank0(group, take)
-        begun, saved = Lineage(**found["lineage"]), Progress(*found["saved"])
-        rescued: Checkpoint | None = None
-        if found["finished"]:
-            rescue.remove(begun.run)
+        disk = OnDisk(**on_rank0(group, take))
+        if disk.finished:
+            origin = Origin(Lineage(**disk.lineage or disk.new), Progress(*disk.saved or (0, 0)), checkpoint=earlier)
+            rescue.remove(origin.lineage.run)
         else:
-            rescued = rescue.choose(group, begun, config, above=saved.step, warn=group.log.warning)
-            earlier = rescued or share_checkpoint(earlier, group)
-        rescuer = rescued.state.attempt if rescued else None
-        run = RunDirectory(config, group, found["finished"], earlier, rescuer, saved, begun, found["mark"], lease)
+            origin = find_origin(config, group, disk, earlier)
+            if disk.problem:
+                on_rank0(group, lambda: _go_on(config, group))
+        run = RunDirectory(config, group, disk.finished, origin, disk.mark, lease)
         try:
             yield run
         except BaseException as error:
@@ -139,35 +151,31 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
         run.metrics.close()  # TensorBoard's writer holds up to two minutes of values in memory
 
 
-def _find_run(config: Config, group: Group) -> Lineage:
-    """The run that the directory holds, or a new one. Rank 0 only. Raises OSError."""
+def _find_run(config: Config, group: Group) -> Lineage | None:
+    """The run that the directory holds and this attempt goes on with. Rank 0 only. Raises OSError."""
     directory = group.run_dir
     found = Lineage.read(directory)
-    if config.fresh and not (found and _begun_by_this_launch(found, group)):
+    if config.fresh and not (found and begun_by_this_launch(found, group)):
         _put_aside(directory, group.log.info)
         found = None
-    if found is None:
-        # At once: a restart of this launch has to know that the earlier run has been put aside
-        found = Lineage.new(group.attempt, group.launch.start)
-        found.write(directory)
     return found
 
 
-def _find_earlier(config: Config, group: Group) -> tuple[bool, Checkpoint | None]:
-    """Whether the run is finished already, and its newest checkpoint. Rank 0 only. Raises UserError."""
+def _find_earlier(config: Config, group: Group) -> tuple[bool, Checkpoint | None, str]:
+    """Whether the run is finished already, its newest checkpoint, and why there is none if all are damaged.
+
+    Rank 0 only. Raises UserError and OSError.
+    """
     directory = group.run_dir
-    earlier = load_newest(directory / "checkpoints", group.log.warning)
+    try:
+        earlier = load_newest(directory / "checkpoints", group.log.warning)
+    except AllDamaged as error:
+        return False, None, str(error)
     if earlier is not None:
-        earlier.state.check_random_scheme(earlier.path)
-        if changes := changed_settings(earlier.state.config, config):
-            raise UserError(
-                f"{directory} was begun with other settings: {'; '.join(changes)}. Set them back to go on, or --fresh "
-                "to start anew, or another --name."
-            )
+        check_settings(earlier, config)
         if config.checkpoint_format != "sharded":
             earlier = earlier.as_plain()
-    result_file = directory / "result.json"
-    result = read_json(result_file) or {}
+    result = read_json(directory / RESULT) or {}
     if (
         earlier is not None and result.get("step") == earlier.step
         and earlier.step >= (config.max_steps or config.epochs * earlier.state.steps_per_epoch)
@@ -178,30 +186,29 @@ def _find_earlier(config: Config, group: Group) -> tuple[bool, Checkpoint | None
             f"{directory} is finished: {earlier.step} steps, {metrics}. More --epochs go on from there, --fresh starts "
             "anew, another --name leaves it."
         )
-        return True, earlier
-    # A result beside a run that goes on would be read as its end
-    result_file.unlink(missing_ok=True)
-    write_atomically(directory / "config.yaml", to_yaml(config, choices=CHOICES))
-    return False, earlier
+        return True, earlier, ""
+    _go_on(config, group)
+    return False, earlier, ""
 
 
-def _begun_by_this_launch(found: Lineage, group: Group) -> bool:
-    """Whether this attempt is a restart that finds what its own launch began with --fresh, and has to go on with that.
+def _go_on(config: Config, group: Group) -> None:
+    """Note in the directory that the run goes on. Rank 0 only. Raises UserError."""
+    try:
+        (group.run_dir / RESULT).unlink(missing_ok=True)  # beside a run that goes on it would be read as its end
+        write_atomically(group.run_dir / "config.yaml", to_yaml(config, choices=CHOICES))
+    except OSError as error:
+        raise _not_writable(group, error) from None
 
-    That it is a restart does not suffice: a first attempt that was killed before it put the earlier run aside has left
-    the earlier run. `launch` gives all its attempts ids of one job; where containers are started again (compose, pods),
-    `start` names the start of them all.
-    """
-    if group.launch.start:
-        return found.start == group.launch.start
-    if not group.restarted or not group.launch.numbers_attempts:
-        return group.restarted
-    return job_of(found.begun_by) == job_of(group.attempt)
+
+def _not_writable(group: Group, error: OSError) -> UserError:
+    return UserError(f"run_dir: {group.run_dir} must be writable, got {error.strerror or error}.")
 
 
 def _put_aside(directory: Path, say: Callable[[str], None]) -> None:
     """Start anew without losing anything: what is there moves to `before-<time>/`."""
-    names = ("checkpoints", "tensorboard", "metrics.jsonl", "result.json", "config.yaml", "tracker", lineage.FILE)
+    names = (
+        "checkpoints", copies.FOLDER, "tensorboard", "metrics.jsonl", RESULT, "config.yaml", "tracker", lineage.FILE,
+    )
     there = [directory / name for name in names if (directory / name).exists()]
     if not there:
         return

@@ -20,6 +20,7 @@ from train.errors import UserError
 from train.group.group import Group, on_rank0
 from train.process.limits import memory_available
 from train.run import publish
+from train.run.copier import Copier, fingerprint_tensors
 from train.run.host_copies import HostCopies, storages_of
 from train.run.sharded_checkpoint import FOLDER, write_shards
 from train.run.training_state import TENSOR_FIELDS, TrainingState
@@ -31,20 +32,25 @@ ROOM = 4
 class Saver:
     """Writes the checkpoints of a run into `directory`, at most one at a time.
 
-    `check_owner`: see `train.run.publish.publish`. Rank 0 alone calls it.
+    `check_owner`: see `train.run.publish.publish`. Rank 0 alone calls it. `copier`: the one rank's that keeps the
+    newest checkpoint a second time.
     """
 
-    def __init__(self, config: Config, group: Group, directory: Path, check_owner: Callable[[], None]) -> None:
+    def __init__(
+        self, config: Config, group: Group, directory: Path, check_owner: Callable[[], None], copier: Copier | None
+    ) -> None:
         self.config, self.group, self.directory, self.check_owner = config, group, directory, check_owner
+        self.copier = copier
         # Rank 0's; the others never have a thread
         self._copies = HostCopies(group.device)
         self._beside_training: bool | None = None  # decided at the first save, when the size of the state is known
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._began_s, self._step = 0.0, 0
+        self._tensors = ""  # the fingerprint of those in the checkpoint that was written last
 
     def save(
-        self, state: TrainingState, tensors: dict[str, Any], *, may_go_on: bool, flush: Callable[[], None]
+        self, state: TrainingState, tensors: dict[str, Any], *, may_go_on: bool, flush: Callable[[], None], wait: bool
     ) -> bool:
         """Write one checkpoint. All ranks call this, rank 0 publishes.
 
@@ -54,18 +60,25 @@ class Saver:
 
         `tensors`: on rank 0 the plain state dict of the model; with checkpoint_format sharded each rank's part of the
         model's and the optimizer's tensors, and `state.optimizer` holds the rest. `flush`: of the metrics. A resumed
-        run does not repeat the saved steps, so their metrics must be on the disk first.
+        run does not repeat the saved steps, so their metrics must be on the disk first. `wait`: the training ends with
+        this one.
         Raises, on all ranks, UserError where rank 0 can't write, and PeerLost where another attempt owns the run.
         """
         if self.config.checkpoint_format == "sharded":
             self._save_shards(state, tensors, flush)
             return False
 
-        def begin() -> bool:
+        def begin() -> tuple[bool, str]:
             flush()
-            return self._begin(state, tensors, may_go_on)
+            return self._begin(state, tensors, may_go_on), self._tensors
 
-        return bool(on_rank0(self.group, begin))
+        if self.copier is not None and may_go_on:  # this rank has all that rank 0 has
+            self.copier.begin(state, tensors, wait=wait)
+        self._step = state.step
+        under_way, written = on_rank0(self.group, begin)
+        if not under_way:
+            self._confirm(written)
+        return bool(under_way)
 
     def ended(self, *, wait: bool) -> bool:
         """Whether rank 0 has written what `save` began; with `wait` it gets done first. All ranks call this.
@@ -74,7 +87,7 @@ class Saver:
         """
         if not wait and not self.group.max(int(self.group.is_rank0 and self._due)):
             return False
-        on_rank0(self.group, self._finish)
+        self._confirm(on_rank0(self.group, self._finish))
         return True
 
     @property
@@ -88,6 +101,10 @@ class Saver:
         if thread is not None:
             thread.join(max(0.0, self._left_s()))
 
+    def _confirm(self, tensors: str) -> None:
+        if self.copier is not None:
+            self.copier.confirm(self._step, tensors)
+
     # Rank 0 ---------------------------------------------------------------------------------------------------
 
     def _begin(self, state: TrainingState, model: dict[str, torch.Tensor], may_go_on: bool) -> bool:
@@ -100,7 +117,7 @@ class Saver:
             self._publish(state, model)
             return False
         model, tensors = self._copies.take(held)
-        self._failure, self._began_s, self._step = None, time.monotonic(), state.step
+        self._failure, self._began_s = None, time.monotonic()
         work = (replace(state, **tensors), model)
         self._thread = threading.Thread(target=self._write, args=work, name="save", daemon=True)
         self._thread.start()
@@ -129,7 +146,10 @@ class Saver:
             self._failure = error
 
     def _publish(self, state: TrainingState, model: dict[str, torch.Tensor]) -> None:
-        publish.save_checkpoint(self.directory, state, model, keep=self.config.keep, check_owner=self.check_owner)
+        path = publish.save_checkpoint(
+            self.directory, state, model, keep=self.config.keep, check_owner=self.check_owner
+        )
+        self._tensors = fingerprint_tensors(path)
 
     @property
     def _due(self) -> bool:
@@ -139,8 +159,8 @@ class Saver:
     def _left_s(self) -> float:
         return self._began_s + self.config.save_timeout_s - time.monotonic()
 
-    def _finish(self) -> None:
-        """Wait for the thread, and raise what it raised."""
+    def _finish(self) -> str:
+        """Wait for the thread, and raise what it raised. Returns the fingerprint of the tensors that it has written."""
         assert self._thread is not None
         if self.writing:
             # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process
@@ -149,6 +169,7 @@ class Saver:
         self._thread = None
         if self._failure is not None:
             raise self._failure
+        return self._tensors
 
     # All ranks ------------------------------------------------------------------------------------------------
 

@@ -72,12 +72,16 @@ def save(t: Training, *, wait: bool = False) -> None:
         else:
             tensors, optimizer = t.method.full_state_dict(t.plain), t.method.optimizer_state(t.plain, t.optimizer)
         state = state_of(t, progress, optimizer, t.method.memory())
-        under_way = t.run.saver.save(state, tensors, may_go_on=t.method.replicates_state, flush=t.metrics.flush)
+        under_way = t.run.saver.save(
+            state, tensors, may_go_on=t.method.replicates_state, flush=t.metrics.flush, wait=wait
+        )
         t.saving = copy(progress)
         if not under_way:
             _note_saved(t)
     if wait:
         look_at_save(t, wait=True)
+        if t.run.saver.copier is not None:
+            t.run.saver.copier.wait()
 
 
 def look_at_save(t: Training, *, wait: bool = False) -> None:

@@ -15,7 +15,7 @@ from train.run.choices import CHOICES
 
 
 def test_k8s_overlays_are_all_there() -> None:
-    promised = "gpu elastic fsdp kueue volcano istio own image script debug doctor bench board"
+    promised = "gpu elastic fsdp kueue volcano istio own image script debug doctor preflight bench board"
     assert set(promised.split()) <= set(OVERLAYS)
 
 
@@ -170,6 +170,13 @@ def test_k8s_pods_wait_for_others_that_pull_their_image_for_ten_minutes(what: st
         else:
             parsed = parse_args(words[words.index("train.main") + 1 :])
             assert load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes).join_timeout_s > 600
+
+
+def test_k8s_preflight_adds_the_doctor_and_changes_nothing_else() -> None:
+    for pod, plain in zip(pods_of(rendered("overlays/preflight")), pods_of(rendered("base")), strict=True):
+        words, others = command_line(pod), command_line(plain)
+        assert words == [*others[:4], "--preflight", *others[4:]]
+        assert parse_args(words[3:]).options.preflight
 
 
 def test_k8s_istio_leaves_every_pod_alone() -> None:

@@ -9,9 +9,11 @@ import yaml
 from tests.rigs.kube import K8S, TRAINING, one, rendered
 from tests.rigs.kubeflow import OWNERS, Object, command_line, pods_of, verdict
 from train import errors
+from train.process import findings
 
 OURS = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
 KILLED = 137
+VERDICTS = {code for code in findings.CODES.values() if code > 10}  # of --preflight, in place of a rank's code
 COLUMNS = {
     "PyTorchJob": "pytorchjob.yaml", "Job": "job.yaml", "JobSet": "jobset.yaml", "TrainJob": "trainjob.yaml",
     "elastic": "overlays/elastic",
@@ -81,7 +83,7 @@ def test_k8s_job_ends_at_once_for_what_trying_again_cannot_help(what: str) -> No
     (container,) = job["template"]["spec"]["containers"]
     assert first == {
         "action": "FailJob",
-        "onExitCodes": {"containerName": container["name"], "operator": "In", "values": sorted(codes)},
+        "onExitCodes": {"containerName": container["name"], "operator": "In", "values": sorted(codes | VERDICTS)},
     }
     assert second == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     stopped = {"containerName": container["name"], "operator": "In", "values": [errors.STOPPED]}
@@ -99,6 +101,11 @@ def test_k8s_pytorchjob_decides_by_exit_codes_that_reach_the_operator() -> None:
                 by_torchrun = any("torchrun" in command_line(pod) for pod in pods_of([document]))
                 assert policies == ({"OnFailure"} if by_torchrun else {"ExitCode"})
                 assert "backoffLimit" in document["spec"]["runPolicy"] or not by_torchrun
+
+
+def test_k8s_preflight_that_says_no_ends_the_job_everywhere() -> None:
+    for name in ("base", "job.yaml", "jobset.yaml", "trainjob.yaml"):
+        assert {verdict(owner(name), code) for code in VERDICTS} == {"fails"}, name
 
 
 @pytest.mark.parametrize("what", ["job.yaml", "jobset.yaml"])

@@ -1,0 +1,357 @@
+"""Nodes without a shared disk: the newest checkpoint is on a second one as well, and found when node 0's disk is lost.
+
+Each rank has a working directory of its own, and its run directory in it: a "node".
+"""
+
+import io
+import json
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rigs.checkpoints import SETTINGS, flip, save, steps, training_state
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import comparable_metrics, result
+from tests.run.test_rescue import Ranks
+from train.config import Config
+from train.errors import UserError
+from train.process.log import host_name
+from train.run import copies, publish
+from train.run.checkpoint import Checkpoint, load_checkpoint
+from train.run.copier import Copier, fingerprint_tensors
+from train.run.copies import FOLDER, Known, Offer
+from train.run.lineage import FILE, Lineage
+from train.run.training_state import to_json
+
+LINE = ("train", *SETTINGS, "--run-dir=runs", "--name=run", "--save-every-steps=8")
+STOP = {"where": "loss", "call": 12, "signal": "SIGTERM", "rank": 0}  # in step 10
+HOST = host_name()
+FROM_COPY = f"the second copy on {HOST} (rank 1): {HOST} (rank 0) has"
+
+
+class Nodes:
+    """Two machines without a shared disk."""
+
+    def __init__(self, forks: Forks, folder: Path) -> None:
+        self.forks, self.folders = forks, [folder / "node0", folder / "node1"]
+        for path in self.folders:
+            path.mkdir(parents=True)
+
+    def run(self, *more: str, code: int = 0, **order: Any) -> str:
+        env = {"PROBE": json.dumps(order)} if order else {}
+        codes, output = self.forks.run(*LINE, *more, world_size=2, cwds=self.folders, env=env)
+        assert codes == [code, code], output
+        assert "Traceback" not in output
+        return output
+
+    def runs(self, node: int) -> Path:
+        return self.folders[node] / "runs" / "run"
+
+    def copies(self, node: int = 1) -> list[Path]:
+        return sorted(self.runs(node).glob(f"{FOLDER}/*/step-*"))
+
+    def lose(self, node: int = 0) -> None:
+        """A machine in place of this one, with an empty disk."""
+        shutil.rmtree(self.folders[node])
+        self.folders[node].mkdir()
+
+
+@pytest.fixture
+def nodes(forks: Forks, tmp_path: Path) -> Nodes:
+    return Nodes(forks, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Result and metrics of the run that nothing happens to."""
+    nodes = Nodes(forks, tmp_path_factory.mktemp("undisturbed"))
+    output = nodes.run()
+    assert "keeps the newest checkpoint too: the nodes share no disk; none of them holds one, so the run" in output
+    assert steps(nodes.runs(0) / "checkpoints") == [24, 32]
+    assert [path.name for path in nodes.copies()] == ["step-00000032"]
+    assert nodes.copies(0) == []
+    return {"digest": result(nodes.runs(0))["digest"], "metrics": comparable_metrics(nodes.runs(0))}
+
+
+# A node 0 that comes back empty ---------------------------------------------------------------------------------
+
+
+def test_copy_is_rank_0s_checkpoint_and_the_only_one(nodes: Nodes) -> None:
+    nodes.run(code=143, **STOP)
+    (copied,) = nodes.copies()
+    own = nodes.runs(0) / "checkpoints" / copied.name
+    assert own.exists()
+    assert fingerprint_tensors(copied) == fingerprint_tensors(own)
+    assert (copied / "model.pt").read_bytes() == (own / "model.pt").read_bytes()
+    assert load_checkpoint(copied).state.written_by.startswith("rank 1 on ")
+    assert not list(nodes.runs(1).glob(f"{FOLDER}/*/.*"))
+    assert not (nodes.runs(1) / "checkpoints").exists()
+
+
+def test_run_goes_on_from_the_copy_to_the_same_weights(nodes: Nodes, undisturbed: dict[str, Any]) -> None:
+    nodes.run(code=143, **STOP)
+    step = steps(nodes.copies()[0].parent)[0]
+    nodes.lose()
+    output = nodes.run()
+    assert f"resumed from step {step}, {FROM_COPY} no checkpoint\n" in output
+    assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
+    later = [entry for entry in undisturbed["metrics"] if entry["step"] > step]
+    assert [entry for entry in comparable_metrics(nodes.runs(0)) if entry["step"] > step] == later
+    nodes.lose()  # of a finished run: it is finished again without another step
+    output = nodes.run()
+    assert f"resumed from step 32, {FROM_COPY}" in output
+    assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
+    assert "is finished: 32 steps" in nodes.run()
+
+
+def test_killed_without_a_rescue_and_node_0_lost_twice(nodes: Nodes, undisturbed: dict[str, Any]) -> None:
+    for call in (12, 6):
+        order = {"where": "loss", "call": call, "signal": "SIGKILL", "saved": True, "rank": 1}
+        codes, output = nodes.forks.run(
+            *LINE, "--save=sync", world_size=2, cwds=nodes.folders, env={"PROBE": json.dumps(order)},
+            preload="tests.run.test_copies:no_rescue",
+        )
+        assert codes == [171, -9], output
+        assert steps(nodes.copies()[0].parent) == [8]
+        nodes.lose()
+    output = nodes.run()
+    assert f"resumed from step 8, {FROM_COPY}" in output
+    assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
+
+
+def no_rescue() -> None:
+    """Preloaded: this rank's memory has no room for one."""
+    from train.run import rescue
+
+    rescue.places = list
+
+
+def test_rescue_of_the_other_node_is_found_too(nodes: Nodes, undisturbed: dict[str, Any]) -> None:
+    order = {"where": "loss", "call": 12, "signal": "SIGKILL", "rank": 0, "saved": True}
+    line = (*LINE, "--save=sync")
+    codes, output = nodes.forks.run(*line, world_size=2, cwds=nodes.folders, env={"PROBE": json.dumps(order)})
+    assert codes == [-9, 171], output
+    nodes.lose()
+    assert "resumed from step 9, rescued by rank 1 on " in nodes.run()
+    assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
+
+
+def test_nodes_that_come_in_another_order_go_on_from_the_newest(nodes: Nodes, undisturbed: dict[str, Any]) -> None:
+    """As Slurm may give them: the disk with the checkpoints is node 1's now, and later node 0's again, but outdated."""
+    nodes.run(code=143, **STOP)
+    nodes.folders.reverse()
+    assert f"resumed from step 10, the second copy on {HOST} (rank 0)" in nodes.run(code=143, **STOP)
+    nodes.folders.reverse()
+    output = nodes.run()
+    assert f"resumed from step 20, the second copy on {HOST} (rank 0): {HOST} (rank 0) has none newer than" in output
+    assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
+
+
+# Which of several ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model.pt", "training.pt", "state.json", FILE])
+def test_damaged_copy_is_no_loss_and_never_a_silent_beginning(
+    nodes: Nodes, undisturbed: dict[str, Any], name: str
+) -> None:
+    nodes.run(code=143, **STOP)
+    (copied,) = nodes.copies()
+    kept = nodes.folders[0].with_name("kept")
+    shutil.copytree(nodes.folders[0], kept)
+    flip(copied / name, 20)
+    if name in ("model.pt", "training.pt"):
+        nodes.lose()
+        output = nodes.run(code=2)
+        assert "second copies: one must be whole, got only damaged ones: rank 1 on " in output
+        assert f"{name} does not match its digest" in output
+        shutil.rmtree(nodes.folders[0])
+        kept.rename(nodes.folders[0])
+    assert "resumed from step-00000010" in nodes.run()
+    assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
+    assert [path.name for path in nodes.copies()] == ["step-00000032"]
+
+
+def test_copy_instead_of_damaged_checkpoints_and_of_none_that_is_newer(
+    nodes: Nodes, undisturbed: dict[str, Any]
+) -> None:
+    nodes.run("--max-steps=4")
+    shutil.copytree(nodes.copies()[0].parent, nodes.folders[1] / "older")
+    nodes.run(code=143, **STOP)
+    checkpoints = nodes.runs(0) / "checkpoints"
+    assert steps(checkpoints) == [8, 14]
+    for path in checkpoints.iterdir():
+        flip(path / "model.pt", 99)
+    output = nodes.run(code=143, **STOP)
+    assert f"resumed from step 14, {FROM_COPY} only damaged checkpoints" in output
+    assert steps(checkpoints)[-2:] == [16, 24]
+    place = nodes.copies()[0].parent
+    shutil.rmtree(place)
+    (nodes.folders[1] / "older").rename(place)
+    assert "resumed from step-00000024" in nodes.run()
+    assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
+    assert [path.name for path in nodes.copies()] == ["step-00000032"]
+
+
+def test_both_lost_begins_anew_and_says_so(nodes: Nodes, undisturbed: dict[str, Any]) -> None:
+    nodes.run(code=143, **STOP)
+    nodes.lose(0)
+    nodes.lose(1)
+    output = nodes.run()
+    assert "none of them holds one, so the run begins at step 0" in output
+    assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
+
+
+def test_other_settings_are_refused_and_fresh_takes_no_copy(nodes: Nodes) -> None:
+    nodes.run(code=143, **STOP)
+    nodes.lose()
+    assert "was begun with other settings: lr: 0.08 -> 0.25" in nodes.run("--lr=0.25", code=2)
+    assert len(nodes.copies()) == 1
+    output = nodes.run("--lr=0.25", "--fresh", code=143, **STOP | {"call": 4})  # before the first checkpoint of it
+    assert "resumed" not in output
+    (aside,) = nodes.runs(1).glob(f"before-*/{FOLDER}/*/step-*")
+    assert load_checkpoint(aside).state.config["lr"] == 0.08
+    nodes.lose()
+    assert "resumed from step 2, " in nodes.run("--lr=0.25", "--max-steps=4")
+
+
+def test_disk_that_takes_no_copy_is_one_line_and_the_training_goes_on(
+    nodes: Nodes, undisturbed: dict[str, Any]
+) -> None:
+    nodes.runs(1).mkdir(parents=True)
+    (nodes.runs(1) / FOLDER).write_text("in the way")
+    output = nodes.run()
+    assert output.count("no second copy: checkpoint: runs/run/copies") == 1
+    assert output.count("no second copy of step 32: only rank 0's disk holds that checkpoint") == 1
+    assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
+
+
+def test_shared_disk_holds_no_copy(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*LINE, world_size=2, cwds=[tmp_path, tmp_path])
+    assert codes == [0, 0], output
+    assert "copies " not in output
+    assert not (tmp_path / "runs" / "run" / FOLDER).exists()
+
+
+# The rules, one by one -----------------------------------------------------------------------------------------
+
+
+def line(number: int, *attempts: str, run: str = "run") -> Lineage:
+    return Lineage(run, "first", "", list(attempts), number)
+
+
+def offer(step: int, attempt: str, lineage: Lineage) -> Offer:
+    return Offer(1, "somewhere", step, attempt, lineage)
+
+
+@pytest.mark.parametrize(("step", "known", "offered", "fits"), [
+    (None, None, offer(4, "a", line(1, "a")), True),  # node 0 came back empty
+    (4, None, offer(8, "a", line(1, "a")), False),  # it has checkpoints, and does not know of which run
+    (None, line(2, "b"), offer(4, "a", line(1, "a")), True),  # its checkpoints are gone: better than nothing
+    (None, line(2, "b"), offer(4, "a", line(1, "a", run="other")), False),
+    (4, line(1, "a"), offer(8, "a", line(1, "a")), True),
+    (8, line(1, "a"), offer(8, "a", line(1, "a")), False),  # its own is as new
+    (4, line(2, "b"), offer(8, "a", line(1, "a")), False),  # the run went on without it
+    (4, line(1, "a"), offer(8, "b", line(2, "b")), True),  # another node was node 0 meanwhile
+    (9, line(1, "a"), offer(8, "b", line(2, "b")), False),
+])
+def test_which_copy_fits(step: int | None, known: Lineage | None, offered: Offer, fits: bool) -> None:
+    assert copies._fits(offered, Known(step, known, ""), lambda lineage: True) == fits
+
+
+def test_run_that_is_not_wanted_is_not_gone_on_with() -> None:
+    offered = offer(4, "a", line(1, "a"))
+    assert not copies._fits(offered, Known(None, None, ""), lambda lineage: False)
+
+
+def test_copies_of_several_runs_are_refused_where_node_0_knows_none(tmp_path: Path) -> None:
+    ranks: Any = Ranks()
+    ranks.run_dir, ranks.hosts, ranks.is_rank0 = tmp_path, ["node0"], True
+    for name in ("one", "other"):
+        folder = tmp_path / FOLDER / name
+        save(folder, 4)
+        place = folder / "step-00000004"
+        state = json.loads((place / "state.json").read_text())
+        (place / "state.json").write_bytes(to_json(state | {"run": name}))
+        (place / FILE).write_bytes(to_json(line(1, "a", run=name).values()))
+    with pytest.raises(UserError, match=r"got nothing there and copies of 2 runs: .* and .* Move away"):
+        copies.choose(ranks, Known(None, None, ""), wanted=lambda lineage: True)
+
+
+# The writer ----------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """A copier, what it has said, and where its copies lie."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.said: list[str] = []
+        log = SimpleNamespace(warning=self.said.append, debug=lambda text: None)
+        group = SimpleNamespace(
+            run_dir=folder, attempt="attempt", hosts=["node0", "node1"], device=torch.device("cpu"), log=log, rank=1
+        )
+        self.copier = Copier(Config(**settings), group, line(1, "a"))  # type: ignore[arg-type]
+        self.folder = folder / FOLDER / "run"
+
+    def begin(self, step: int, *, wait: bool = False) -> str:
+        """The fingerprint of what rank 0 would have saved at this step."""
+        model = {"weight": torch.full((3,), float(step))}
+        self.copier.begin(training_state(step), model, wait=wait)
+        files = Checkpoint(Path("somewhere"), training_state(step), model).to_files()
+        return fingerprint_tensors({name: io.BytesIO(data) for name, data in files.items()})
+
+
+@pytest.mark.parametrize("how", ["async", "sync"])
+def test_copy_appears_once_rank_0s_checkpoint_stands(tmp_path: Path, how: str) -> None:
+    writer = Writer(tmp_path, save=how)
+    for step in (4, 8):
+        tensors = writer.begin(step)
+        assert steps(writer.folder) == ([4] if step == 8 else [])
+        writer.copier.confirm(step, tensors)
+        writer.copier.wait()
+        assert steps(writer.folder) == [step]
+    assert writer.said == []
+
+
+def test_copy_of_a_checkpoint_that_rank_0_did_not_finish_never_appears(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, save_timeout_s=0.2)
+    writer.begin(4)
+    writer.copier.wait()
+    assert (steps(writer.folder), writer.said) == ([], [])
+
+
+def test_other_tensors_than_rank_0s_are_said_and_not_kept(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    writer.copier.confirm(4, writer.begin(4))
+    writer.copier.wait()
+    writer.begin(8)
+    writer.copier.confirm(8, "another")
+    writer.copier.wait()
+    assert steps(writer.folder) == [4]
+    assert list(writer.folder.glob(".*")) == []
+    assert "no second copy of step 8: this rank holds other weights" in writer.said[0]
+    assert writer.said[1:] == ["no second copy of step 8: only rank 0's disk holds that checkpoint"]
+
+
+def test_slow_disk_leaves_copies_out_but_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, write = threading.Event(), publish._write_durably
+    monkeypatch.setattr(publish, "_write_durably", lambda *values: (go_on.wait(60), write(*values)))
+    writer = Writer(tmp_path)
+    writer.copier.confirm(4, writer.begin(4))
+    writer.copier.confirm(8, writer.begin(8))  # left out: the training does not wait
+    go_on.set()
+    writer.copier.confirm(12, writer.begin(12, wait=True))
+    writer.copier.wait()
+    assert (steps(writer.folder), writer.said) == ([12], [])
+
+
+def test_later_copy_of_a_line_that_the_run_has_left_is_removed(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    save(writer.folder, 40)
+    writer.copier.confirm(4, writer.begin(4))
+    writer.copier.wait()
+    assert steps(writer.folder) == [4]

@@ -1,0 +1,138 @@
+"""What an attempt goes on from: rank 0's newest checkpoint, or what another rank's node holds and is newer.
+
+Rank 0's own disk comes first, then the second copies of checkpoints (`train.run.copies`), then the rescues
+(`train.run.rescue`), each only where it is of a later step than what was found before.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from train.config import Config, changed_settings
+from train.errors import UserError
+from train.group.group import Group, on_rank0
+from train.process.status import job_of
+from train.run import copies, rescue
+from train.run.checkpoint import Checkpoint, share_checkpoint
+from train.run.lineage import Lineage
+from train.run.metrics import Progress
+
+
+@dataclass(slots=True)
+class OnDisk:
+    """What rank 0 found in the run directory: plain values, for all ranks.
+
+    `lineage`: None where it holds no run. `new`: of the run that begins then. `saved`: step and evaluated step of the
+    newest good checkpoint, None where there is none. `problem`: why not, where all are damaged. `token`: of the lease.
+    """
+
+    finished: bool
+    lineage: dict[str, Any] | None
+    new: dict[str, Any]
+    saved: list[int] | None
+    problem: str
+    token: str
+    mark: str
+
+
+@dataclass(slots=True)
+class Origin:
+    """`checkpoint`: the state to go on from, on all ranks, None at the beginning of a run. `words`: what it is.
+
+    `writer`: the attempt that wrote it, where it is a rescue or a second copy. `saved`: where the run stood at the
+    newest checkpoint on rank 0's disk. `keeper`: the rank that keeps second copies, None where none is needed.
+    """
+
+    lineage: Lineage
+    saved: Progress
+    keeper: int | None = None
+    checkpoint: Checkpoint | None = None
+    words: str = ""
+    writer: str | None = None
+
+    def second_copies(self, group: Group, *, replicated: bool) -> str:
+        """For the user: who keeps the newest checkpoint a second time, "" where all nodes share rank 0's disk.
+
+        `replicated`: every rank holds the whole state, see `train.parallel.method`.
+        """
+        if self.keeper is None:
+            return ""
+        if not replicated:
+            return "copies none: the nodes share no disk, and no rank but 0 has whole checkpoints: its disk alone does"
+        who = f"rank {self.keeper} on {group.hosts[self.keeper]}"
+        none = "" if self.checkpoint else "; none of them holds one, so the run begins at step 0"
+        return f"copies {who} keeps the newest checkpoint too: the nodes share no disk{none}"
+
+
+def find_origin(config: Config, group: Group, disk: OnDisk, earlier: Checkpoint | None) -> Origin:
+    """The newest state that any rank holds. All ranks call this. `earlier`: rank 0's newest checkpoint, on rank 0.
+
+    Raises UserError on all ranks where nothing whole is left of a run that has checkpoints, or where the newest state
+    can't be gone on with.
+    """
+    lineage = Lineage(**disk.lineage) if disk.lineage else None
+    saved = Progress(*disk.saved or (0, 0))
+    known = copies.Known(saved.step if disk.saved else None, lineage, disk.token)
+    choice = copies.choose(
+        group, known, wanted=lambda other: not config.fresh or begun_by_this_launch(other, group)
+    )
+    copied = choice.checkpoint
+    if copied is None and disk.saved is None and (disk.problem or choice.damaged):
+        raise UserError(_nothing_whole(disk.problem, choice.damaged), printed_elsewhere=not group.is_rank0)
+    if group.is_rank0:
+        for why in choice.damaged:
+            group.log.warning(f"a second copy was passed over: {why}")
+    if copied is not None and choice.offer is not None:
+        on_rank0(group, lambda: check_settings(copied, config))
+        if lineage is None or choice.offer.lineage.number > lineage.number:
+            lineage = choice.offer.lineage
+    origin = Origin(lineage or Lineage(**disk.new), saved, choice.keeper)
+    copies.put_aside_others(group.run_dir, origin.lineage.run)
+    newest = copied.step if copied else saved.step
+    if rescued := rescue.choose(group, origin.lineage, config, above=newest, warn=group.log.warning):
+        origin.words = f"step {rescued.step}, rescued by {rescued.state.written_by}; no finished step was lost"
+        origin.checkpoint = rescued
+    elif copied is not None and choice.offer is not None:
+        has = "only damaged checkpoints" if disk.problem else "no checkpoint"
+        has = f"none newer than step {saved.step}" if disk.saved else has
+        origin.words = (
+            f"step {copied.step}, the second copy on {group.hosts[choice.offer.rank]} (rank {choice.offer.rank}): "
+            f"{group.hosts[0]} (rank 0) has {has}"
+        )
+        origin.checkpoint = copied
+    else:
+        origin.checkpoint = share_checkpoint(earlier, group)
+        origin.words = origin.checkpoint.path.name if origin.checkpoint else ""
+        return origin
+    origin.writer = origin.checkpoint.state.attempt
+    return origin
+
+
+def check_settings(found: Checkpoint, config: Config) -> None:
+    """Raises UserError where the run can't go on from this checkpoint with these settings."""
+    found.state.check_random_scheme(found.path)
+    if changes := changed_settings(found.state.config, config):
+        raise UserError(
+            f"{found.path.parents[1]} was begun with other settings: {'; '.join(changes)}. Set them back to go on, or "
+            "--fresh to start anew, or another --name."
+        )
+
+
+def begun_by_this_launch(found: Lineage, group: Group) -> bool:
+    """Whether this attempt is a restart that finds what its own launch began with --fresh, and has to go on with that.
+
+    That it is a restart does not suffice: a first attempt that was killed before it put the earlier run aside has left
+    the earlier run. `launch` gives all its attempts ids of one job; where containers are started again (compose, pods),
+    `start` names the start of them all.
+    """
+    if group.launch.start:
+        return found.start == group.launch.start
+    if not group.restarted or not group.launch.numbers_attempts:
+        return group.restarted
+    return job_of(found.begun_by) == job_of(group.attempt)
+
+
+def _nothing_whole(problem: str, damaged: list[str]) -> str:
+    if not damaged:
+        return problem
+    copied = f"second copies: one must be whole, got only damaged ones: {'; '.join(damaged)}"
+    return f"{problem} {copied}" if problem else f"{copied} Set --fresh to start anew, which keeps them aside."
