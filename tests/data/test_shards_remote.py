@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.rigs.photographs import write_photographs
+from tests.rigs.range_server import serving
 from tests.rigs.shards import load_shards, pack_folder, samples_of
 from train.data.loader import open_loader
 from train.data.sources.shards import index, remote
@@ -167,3 +168,69 @@ def test_file_at_a_url_that_is_gone_or_cut_is_named(blob: Path) -> None:
 def test_missing_package_is_named() -> None:
     with pytest.raises(DataError, match=r"nosuch:// can't be read: .*nosuch.* Name a folder, or a URL"):
         load_shards("nosuch://bucket/folder")
+
+
+# A web server ---------------------------------------------------------------------------------------------------
+
+
+def test_shards_at_a_web_server_are_read_in_pieces_and_each_once(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PAUSES_S", (0, 0))
+    here = samples_of(packed)
+    shards = {path.name: path.stat().st_size for path in packed.glob("train-*.tar")}
+    with serving(packed) as server:
+        there = samples_of(server.url)
+        assert server.ranges == []  # the index lay there
+        server.failures = 1
+        for epoch in (None, 0, 1):
+            assert torch.equal(there.batch(ALL, epoch)[0], here.batch(ALL, epoch)[0])
+        first, *later = server.ranges
+        assert first in later  # the one that failed
+        assert sorted(later) == sorted((name, 0, size - 1) for name, size in shards.items())
+
+
+def test_workers_read_at_a_web_server_that_their_parent_has_spoken_to(packed: Path) -> None:
+    with serving(packed) as server:
+        samples = samples_of(server.url)
+        samples.batch(ALL[:2], None)
+        loader = open_loader(
+            samples, iter([(0, ALL)]), device=torch.device("cpu"), stop=StopRequest(), num_workers=1, prefetch_factor=2
+        )
+        worked = loader.next()
+        loader.close()
+        assert worked is not None
+        assert torch.equal(worked[0], samples.batch(ALL, 0)[0])
+
+
+def test_shards_of_others_at_a_web_server_are_scanned_once_and_what_is_missing_is_named(
+    packed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "plain").mkdir()
+    for path in packed.glob("*.tar"):
+        (tmp_path / "plain" / path.name).write_bytes(path.read_bytes())
+    last = len(list(packed.glob("train-*.tar"))) - 1
+    patterns = {"eval_shards": "val-000000.tar", "train_shards": f"train-{{000000..{last:06}}}.tar"}
+    with serving(tmp_path / "plain") as server:
+        assert len(samples_of(server.url, **patterns)) == 24
+        count = len(server.ranges)
+        assert count > 0
+        assert len(samples_of(server.url, **patterns)) == 24
+        assert len(server.ranges) == count
+        for path in ("train-000001.tar", "val-000000.tar"):
+            (tmp_path / "plain" / path).unlink()
+            with pytest.raises(DataError, match=rf"{server.url}/{path}: is missing"):
+                load_shards(server.url, **patterns)
+            (tmp_path / "plain" / path).write_bytes((packed / path).read_bytes())
+
+
+def test_shard_that_was_cut_at_a_web_server_is_named(packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    for path in packed.iterdir():
+        (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())
+    with serving(tmp_path / "copy") as server:
+        samples_of(server.url)
+        cut = tmp_path / "copy" / "train-000001.tar"
+        cut.write_bytes(cut.read_bytes()[:-1])
+        with pytest.raises(DataError, match=rf"{server.url}/train-000001\.tar: is cut off or another one"):
+            samples_of(server.url)

@@ -61,3 +61,14 @@ def write_members(path: Path, members: Any) -> None:
             member = tarfile.TarInfo(name)
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
+
+
+def write_parquet(path: Path, samples: list[tuple[Any, Any]], *, group: int = 2, **columns: str) -> None:
+    """A Parquet file of (image, label) pairs, in groups of so many rows."""
+    import pyarrow
+    from pyarrow import parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image, label = columns.get("image", "image"), columns.get("label", "label")
+    table = pyarrow.table({image: [image for image, _ in samples], label: [label for _, label in samples]})
+    parquet.write_table(table, path, row_group_size=group)

@@ -17,7 +17,7 @@ from train.config import Config
 from train.config.options import PackOptions
 from train.data.sources.imagefolder import load
 from train.data.sources.sets import FileSet
-from train.data.sources.shards.index import open_index
+from train.data.sources.shards.index import Columns, open_index
 from train.data.sources.shards.place import LIST, Place
 from train.errors import DataError, UserError, disk_error
 from train.process.atomic_file import staged, write_atomically
@@ -74,10 +74,10 @@ def pack_folder(folder: str, out: Path, *, max_bytes: int, config: Config, log: 
     except OSError as error:
         raise disk_error("pack", out, error) from error
     total = sum((out / name).stat().st_size for name in shards)
-    place = Place(str(out))
+    place, columns = Place(str(out)), Columns(config.image_column, config.label_column)
     samples = 0
     for names in listed.values():
-        samples += len(open_index(place, names, label_column=config.label_column, say=log.info).table)
+        samples += len(open_index(place, names, columns=columns, say=log.info).table)
     return samples, f"{len(shards)} shards, {total / 1e6:.1f} MB"
 
 

@@ -63,7 +63,9 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                                     "'train/*.tar'; empty: those whose names begin with train.", rule="a pattern")
     eval_shards: str = setting("", "shards: those to evaluate on; empty: whose names begin with val, else test.",
                                rule="a pattern")
-    label_column: str = setting("label", "shards: the label's name in JSON.", min_length=1, rule="a name")
+    image_column: str = setting("image", "shards: column of the images in Parquet files.", min_length=1, rule="a name")
+    label_column: str = setting("label", "shards: column of the labels, and their name in JSON.", min_length=1,
+                                rule="a name")
     shuffle_window: Natural = _result(0, "Shuffle blocks of samples that lie together, and so many samples at a time; "
                                          "0: all samples. For shards that are dear to read at random.", unit="samples")
     model: str = _result("cnn", "cnn, mlp, or a torchvision classifier such as resnet18.", pattern=r"^[A-Za-z]\w*$",

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from train.data.sources.cache import writable_cache
 from train.data.sources.fetch import Say
+from train.data.sources.shards.parquet import ENDING, scan_parquet
 from train.data.sources.shards.place import Place, each
 from train.data.sources.shards.tar_scan import Scan, scan_tar
 from train.errors import DataError
@@ -34,6 +35,13 @@ UNKNOWN = ""  # the stamp of a shard that was not looked at where it lies now: i
 PAGE = 4096
 REPORT_EVERY_S = 5.0
 COLUMNS = [("label", "<i4"), ("shard", "<i4"), ("offset", "<i8"), ("size", "<i8")]
+
+
+class Columns(NamedTuple):
+    """Where image and label of a sample are: in Parquet files; of a tar file the label's name in `.json`."""
+
+    image: str
+    label: str
 
 
 @dataclass(frozen=True)
@@ -66,13 +74,13 @@ class Index:
         return torch.from_numpy(np.lexsort((self.table["offset"], self.table["shard"])))
 
 
-def open_index(place: Place, names: Sequence[str], *, label_column: str, say: Say) -> Index:
+def open_index(place: Place, names: Sequence[str], *, columns: Columns, say: Say) -> Index:
     """The index of these shards: read, or made if there is none, by one process of each node.
 
     `say` gets a line when that takes time. Raises DataError for a shard that is missing or has changed since its index
     was made, and for whatever `scan_tar` refuses.
     """
-    key = _short_digest([FORMAT, list(names), label_column])
+    key = _short_digest([FORMAT, list(names), *columns])
     name = f"shards-{key}.index"
     in_cache = writable_cache() / f"shards-{_short_digest([place.root, key])}.index"
     paths = [Path(place.root, name), in_cache] if place.is_local else [in_cache]
@@ -83,9 +91,9 @@ def open_index(place: Place, names: Sequence[str], *, label_column: str, say: Sa
             if index is None and not place.is_local:
                 index = _fetch(place, name, in_cache)
             if index is None:
-                found = _scan(place, names, label_column=label_column, say=say, parts=in_cache.with_suffix(".parts"))
+                found = _scan(place, names, columns=columns, say=say, parts=in_cache.with_suffix(".parts"))
                 return _publish(*_merge(place, found), paths)
-    now = _compare(place, index, label_column=label_column)
+    now = _compare(place, index, columns=columns)
     return index if now == index.shards else _publish(now, index.table, index.digest, paths)
 
 
@@ -114,7 +122,8 @@ def _load(path: Path) -> Index | None:
         with path.open("rb") as file:
             head = json.loads(file.readline(1 << 24))
         dtype = np.dtype([*COLUMNS, ("key", head["key"])])
-        table = np.memmap(path, dtype, mode="r", offset=head["table_at"], shape=(head["samples"],))
+        mapped = np.memmap(path, dtype, mode="r", offset=head["table_at"], shape=(head["samples"],))
+        table = mapped.view(np.ndarray)  # a row of a memmap takes ten times as long to be had
         if head["format"] != FORMAT or hashlib.sha256(table.data).hexdigest() != head["table"]:
             return None
         return Index(path, tuple(Shard(**shard) for shard in head["shards"]), table, head["digest"])
@@ -131,7 +140,7 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _scan(place: Place, names: Sequence[str], *, label_column: str, say: Say, parts: Path) -> list[tuple[Shard, Scan]]:
+def _scan(place: Place, names: Sequence[str], *, columns: Columns, say: Say, parts: Path) -> list[tuple[Shard, Scan]]:
     """All shards, several at a time. What is scanned is kept in `parts`, for the next start if this one is killed."""
     began_s = reported_s = time.monotonic()
     done = 0
@@ -146,7 +155,7 @@ def _scan(place: Place, names: Sequence[str], *, label_column: str, say: Say, pa
         try:
             found = Scan(**json.loads(kept.read_bytes()))
         except (OSError, ValueError, TypeError):
-            found = scan_shard(place, name, size=facts[0], label_column=label_column)
+            found = scan_shard(place, name, size=facts[0], columns=columns)
             with staged(kept) as staging:
                 staging.write_text(json.dumps(asdict(found)))
         done += 1
@@ -162,10 +171,12 @@ def _scan(place: Place, names: Sequence[str], *, label_column: str, say: Say, pa
     return found
 
 
-def scan_shard(place: Place, name: str, *, size: int, label_column: str) -> Scan:
+def scan_shard(place: Place, name: str, *, size: int, columns: Columns) -> Scan:
     """The samples of one shard. Raises DataError."""
     with place.open(name) as file:
-        return scan_tar(file, place.path(name), size=size, label_column=label_column)
+        if name.endswith(ENDING):
+            return scan_parquet(file, place.path(name), image_column=columns.image, label_column=columns.label)
+        return scan_tar(file, place.path(name), size=size, label_column=columns.label)
 
 
 def _bring(place: Place) -> str:
@@ -202,7 +213,7 @@ def _merge(place: Place, found: Sequence[tuple[Shard, Scan]]) -> tuple[tuple[Sha
     return tuple(shard for shard, _ in found), table, digest.hexdigest()
 
 
-def _compare(place: Place, index: Index, *, label_column: str) -> tuple[Shard, ...]:
+def _compare(place: Place, index: Index, *, columns: Columns) -> tuple[Shard, ...]:
     """The shards of the index with their stamps of today.
 
     A shard of another time may still hold the same, such as a copy: its headers say so. Raises DataError if not.
@@ -219,7 +230,7 @@ def _compare(place: Place, index: Index, *, label_column: str) -> tuple[Shard, .
             change = "is cut off or another one" if size < known.size else "is another one"
             raise DataError(f"{path}: {change}: {size} bytes, its index says {known.size}. {anew}")
         if stamp != known.stamp and known.stamp != UNKNOWN:
-            found = scan_shard(place, shard_name, size=size, label_column=label_column)
+            found = scan_shard(place, shard_name, size=size, columns=columns)
             if found.digest != known.digest:
                 raise DataError(f"{path}: has changed since its index was made: other samples or labels. {anew}")
         return replace(known, stamp=stamp)

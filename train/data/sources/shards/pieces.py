@@ -8,11 +8,13 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from train.data.sources.shards.parquet import place_of
 from train.data.sources.shards.remote import read_range
 from train.process.atomic_file import staged
 
@@ -45,19 +47,33 @@ class Pieces:
             path = self.folder / f"{key}-{number:06}.piece"
             part = self._kept(path, first - begin, last - first, expected=end - begin)
             if part is None:
-                part = self._fetch(url, path, begin, end)[first - begin : last - begin]
+                fetched = self._fetch(path, partial(read_range, url, begin, end), expected=end - begin)
+                part = fetched[first - begin : last - begin]
             data += part
         return data
 
-    def _kept(self, path: Path, offset: int, size: int, *, expected: int) -> bytes | None:
-        """A part of a piece, or None if it is not there, whole."""
+    def read_unpacked(self, url: str, version: str, group: int, row: int, *, unpack: Callable[[], bytes]) -> bytearray:
+        """One row of what `unpack` makes of a group of rows of a Parquet file, see there."""
+        key = hashlib.sha256(repr((url, version)).encode()).hexdigest()[:24]
+        path = self.folder / f"{key}-{group:06}.piece"
+        head = self._kept(path, 8 * row, 16)
+        if head is None:
+            whole = self._fetch(path, unpack)
+            begin, size = place_of(row, whole[8 * row : 8 * row + 16])
+            return bytearray(whole[begin : begin + size])
+        image = self._kept(path, *place_of(row, head))
+        # None: removed at this moment, to make room
+        return bytearray(image) if image is not None else self.read_unpacked(url, version, group, row, unpack=unpack)
+
+    def _kept(self, path: Path, offset: int, size: int, *, expected: int | None = None) -> bytes | None:
+        """A part of a piece, or None if it is not there, whole, of `expected` bytes."""
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:
             return None
         try:
             found = os.fstat(file)
-            if found.st_size != expected:
+            if found.st_size != (found.st_size if expected is None else expected):
                 return None
             if time.time() - found.st_mtime > USED_EVERY_S:
                 with suppress(OSError):  # removed at this moment; what is open can still be read
@@ -66,14 +82,14 @@ class Pieces:
         finally:
             os.close(file)
 
-    def _fetch(self, url: str, path: Path, begin: int, end: int) -> bytes:
+    def _fetch(self, path: Path, fetch: Callable[[], bytes], *, expected: int | None = None) -> bytes:
         """A whole piece, fetched by one process of this node and kept for all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with _lock(self.folder / f"fetch-{_stripe(path.name)}.lock"):
-            kept = self._kept(path, 0, end - begin, expected=end - begin)
+            kept = self._kept(path, 0, 1 << 40 if expected is None else expected, expected=expected)
             if kept is not None:  # another process was first
                 return kept
-            data = read_range(url, begin, end)
+            data = fetch()
             try:
                 self._make_room(len(data))
                 with staged(path) as staging:

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import overload
 
 import torch
 
 from train.data.sources.image_cache import version_of_facts
+from train.data.sources.shards import parquet
 from train.data.sources.shards.index import Index
 from train.data.sources.shards.pieces import Pieces
 from train.data.sources.shards.place import Place
@@ -19,9 +21,12 @@ OPEN_FILES = 256  # that a process keeps open at most; most systems allow 1,024
 class ShardReader:
     """Reads the samples of one part by their numbers; safe to be forked and pickled."""
 
-    def __init__(self, place: Place, index: Index, *, pieces: Pieces | None = None) -> None:
-        """`pieces`: where to keep what is read at a URL; None: each sample is one request."""
-        self.place, self.index, self.pieces = place, index, pieces
+    def __init__(
+        self, place: Place, index: Index, *, pieces: Pieces | None = None, image_column: str = "image"
+    ) -> None:
+        """`pieces`: where to keep what is read at a URL, without it each sample is one request; and what is unpacked
+        of Parquet files, which need it."""
+        self.place, self.index, self.pieces, self.image_column = place, index, pieces, image_column
         self._files: dict[int, int] = {}
 
     def __getstate__(self) -> dict[str, object]:
@@ -48,6 +53,11 @@ class ShardReader:
         number_of_shard, offset, size = int(row["shard"]), int(row["offset"]), int(row["size"])
         shard = self.index.shards[number_of_shard]
         path = self.place.path(shard.name)
+        if self.pieces is not None and shard.name.endswith(parquet.ENDING):
+            group, row_in_group = divmod(offset, parquet.GROUP)
+            return self.pieces.read_unpacked(
+                path, shard.stamp, group, row_in_group, unpack=partial(self._unpack, shard.name, group)
+            )
         if self.pieces is not None:
             return self.pieces.read(path, shard.stamp, offset, size, file_size=shard.size)
         if not self.place.is_local:
@@ -61,6 +71,10 @@ class ShardReader:
         if got < size:
             raise DataError(f"{path}: ends at byte {offset + got}, and its index says more. Was it cut meanwhile?")
         return data
+
+    def _unpack(self, name: str, group: int) -> bytes:
+        with self.place.open(name) as file:
+            return parquet.unpack(file, self.place.path(name), group=group, image_column=self.image_column)
 
     def _file(self, shard: int) -> int:
         if shard not in self._files:

@@ -7,7 +7,8 @@ from train.data.sources.cache import writable_cache
 from train.data.sources.fetch import Say
 from train.data.sources.imagefolder import MEAN, STD
 from train.data.sources.sets import FileSet
-from train.data.sources.shards.index import Index, open_index
+from train.data.sources.shards.index import Columns, Index, open_index
+from train.data.sources.shards.parquet import ENDING
 from train.data.sources.shards.pieces import Pieces
 from train.data.sources.shards.place import Place, find_shards
 from train.data.sources.shards.reader import Names, ShardReader
@@ -25,13 +26,14 @@ def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
     place = Place.at(config.data_dir)
     found = [(part, *find_shards(place, part, pattern))
              for part, pattern in (("train", config.train_shards), ("val", config.eval_shards))]
-    train, test = (open_index(place, names, label_column=config.label_column, say=say) for _, names, _ in found)
+    columns = Columns(config.image_column, config.label_column)
+    train, test = (open_index(place, names, columns=columns, say=say) for _, names, _ in found)
     classes = found[0][2] or tuple(str(number) for number in range(int(train.labels.max()) + 1))
     for index in (train, test):
         _check_labels(index, classes, place)
     pieces, note = _pieces(place, (train, test), config)
     name = f"shards-{train.digest[:12]}"  # resumed with other samples or labels, a run is refused
-    readers = (ShardReader(place, index, pieces=pieces) for index in (train, test))
+    readers = (ShardReader(place, index, pieces=pieces, image_column=config.image_column) for index in (train, test))
     trained, tested = (_file_set(reader, classes, name, note, config) for reader in readers)
     return trained, tested
 
@@ -41,10 +43,11 @@ def _pieces(place: Place, parts: Sequence[Index], config: Config) -> tuple[Piece
 
     None for a folder, and where a piece would be removed before another of its images is asked for.
     """
-    if place.is_local:
+    packed = any(shard.name.endswith(ENDING) for index in parts for shard in index.shards)
+    if place.is_local and not packed:
         return None, ""
     needed, room = sum(shard.size for index in parts for shard in index.shards), int(config.cache_max_gb * 1e9)
-    if needed <= room or config.shuffle_window:
+    if needed <= room or config.shuffle_window or packed:
         return Pieces(writable_cache() / "shards", room), f", kept in {writable_cache() / 'shards'}"
     return None, (
         f", {needed / 1e9:.3g} GB: more than cache_max_gb, so each image is a request of its own; quicker with "
@@ -56,7 +59,7 @@ def _file_set(reader: ShardReader, classes: tuple[str, ...], name: str, note: st
     place, index = reader.place, reader.index
     return FileSet(
         Names(reader, len(index.table)), index.labels, classes, MEAN, STD, name,
-        origin=f"{len(index.shards)} shards in {place.root}{note}",
+        origin=f"{len(index.shards)} shard{'s'[: len(index.shards) > 1]} in {place.root}{note}",
         margin=config.augment in ("imagenet", "trivial"), contents=reader,
     )
 
