@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.containers import digest_by_torchrun, wait_for
+from tests.rigs.containers import digest_by_torchrun, docker, wait_for
 from tests.rigs.jobs import result
 from tests.rigs.kubepods import LONG, Cluster
 
@@ -43,6 +43,11 @@ def test_k8s_pod_that_is_killed_is_retried_and_resumes_to_the_same_digest(
 ) -> None:
     cluster = pods(what, LONG)
     cluster.start()
+    cluster.processes(1)
+    # As by kubectl exec
+    stands = docker("exec", cluster.container(0), "python", "-m", "train.main", "status", "job")
+    assert "state    running" in stands
+    assert "rank  host" in stands
     cluster.hit(1, signal.SIGKILL)
     assert cluster.codes(1) == [137], cluster.logs()
     assert cluster.retry({1: 137}) == counted
