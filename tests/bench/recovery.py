@@ -96,7 +96,7 @@ def measure(name: str, kills: int) -> list[str]:
     """The rows of one launcher, with the machine's load beside them."""
     costs: dict[str, list[tuple[float, int]]] = defaultdict(list)
     loads = []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ExitStack() as stack:
         job = LAUNCHERS[name](Path(folder), SETTINGS, stack)
         job.start()
         until_s = time.monotonic() + PATIENCE_S
