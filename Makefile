@@ -61,7 +61,8 @@ clean: ## Remove .venv and caches; runs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.ready: $(addprefix docker/requirements,.lock -test.lock -text.lock -trainers.lock -hf.lock -trackers.lock) pyproject.toml
+LOCKS := .lock -s3.lock -test.lock -text.lock -trainers.lock -hf.lock -trackers.lock
+$(VENV)/.ready: $(addprefix docker/requirements,$(LOCKS)) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed, $(PYTHON) is not. Name one: make venv PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \

@@ -61,7 +61,8 @@ print(\"image: torch\", torch.__version__, \"torchvision\", torchvision.__versio
 }
 
 image=$(docker compose config --images | sed -n 1p) # IMAGE, or rankup:TARGET
-arguments=(--build-arg "BASE_IMAGE=$base" --build-arg "TORCH_INDEX=$(setting TORCH_INDEX)")
+arguments=(--build-arg "BASE_IMAGE=$base" --build-arg "TORCH_INDEX=$(setting TORCH_INDEX)"
+  --build-arg "EXTRAS=$(setting EXTRAS)")
 if [[ $target == runtime ]]; then
   build docker/Dockerfile "$image" "${arguments[@]}"
 else

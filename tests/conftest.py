@@ -16,6 +16,7 @@ from tests.rigs import kubepods, slurm_cluster
 from tests.rigs.containers import clean_environment, docker, why_not
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import FOREIGN, ROOT, environ_of
+from tests.rigs.object_store import S3
 from train.process.status import read_json
 
 IN_CI = os.environ.get("CI") == "true"
@@ -103,6 +104,16 @@ def no_rescues_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """Starts ranks in a third of a second; see forks.py."""
     server = Forks(tmp_path_factory.mktemp("forks"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    """A real S3 server."""
+    for package in ("s3fs", "moto", "flask_cors"):
+        pytest.importorskip(package)
+    server = S3(tmp_path_factory.mktemp("s3") / "server.log")
     yield server
     server.close()
 

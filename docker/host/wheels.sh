@@ -20,10 +20,12 @@ find_pip() {
 
 base=$(docker/host/base.sh)
 index=$(setting TORCH_INDEX)
+extras=$(setting EXTRAS)
 # The wheels must fit the Python of the image, which may be another than this machine's
 version=$(docker run --rm --network none --entrypoint python3 "$base" \
   -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-wanted=$(cat docker/requirements.lock docker/requirements-cuda.lock <(echo "$version $index") | sha256sum)
+lists=(docker/requirements.lock docker/requirements-cuda.lock ${extras:+"docker/requirements-$extras.lock"})
+wanted=$(cat "${lists[@]}" <(echo "$version $index") | sha256sum)
 cd docker/wheels
 if [[ $wanted == "$(cat .wanted 2> /dev/null)" ]]; then
   echo "wheels: docker/wheels is up to date ($(du -sh . | cut -f1))"
@@ -39,7 +41,8 @@ if ! python=$(find_pip); then
 fi
 echo "wheels: downloading for Python $version with $($python -m pip --version | cut -d' ' -f1,2) of $python"
 rm -f ./*.whl .wanted
-"$python" -m pip download -qq --requirement ../requirements.lock --only-binary :all: --python-version "$version" \
+"$python" -m pip download -qq --requirement ../requirements.lock \
+  ${extras:+--requirement "../requirements-$extras.lock"} --only-binary :all: --python-version "$version" \
   ${index:+--extra-index-url "$index"}
 echo "$wanted" > .wanted
 echo "wheels: $(find . -name '*.whl' | wc -l) files, $(du -sh . | cut -f1)"

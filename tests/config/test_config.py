@@ -286,7 +286,7 @@ def test_integer_in_file_becomes_a_float_where_a_float_is_wanted(write):
         ("workload: nothing", 'tiny.yaml: workload must be "images", "text" or module:function, got "nothing".'),
         ("device: 1", "tiny.yaml: device must be auto, cpu, cuda or another accelerator's name, got 1."),
         ('data_dir: ""', 'tiny.yaml: data_dir must be a path or null, got "".'),
-        ("run_dir:", "tiny.yaml: run_dir must be a path, got null."),
+        ("run_dir:", "tiny.yaml: run_dir must be a path or an address, got null."),
         ("options: 5", "tiny.yaml: options must be a mapping of *, got 5."),
         ("options: {a: .nan}", "tiny.yaml: options must be a mapping of *, got {a: .nan}."),
         ("options: {a: " + "[" * 30 + "]" * 30 + "}", "tiny.yaml: options must be a mapping of *, got {a: [[*."),

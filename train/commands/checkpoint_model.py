@@ -2,21 +2,22 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from train.config import Config
+from train.config.urls import is_url
 from train.data.random_numbers import derive_seed, seed_everything
 from train.errors import UserError
 from train.group.group import Group, on_rank0
 from train.group.join import join
 from train.parallel.model import prepare
 from train.process.context import Context
-from train.process.log import Log
 from train.process.status_file import StatusFile
 from train.run.checkpoint import Checkpoint, load_checkpoint, load_newest, share_checkpoint
+from train.run.fetched import fetched
 from train.workloads import Workload, load
 
 
@@ -31,13 +32,19 @@ class CheckpointModel:
     checkpoint: Checkpoint
 
 
-def read_checkpoint(path: str, run_dir: Path, log: Log) -> Checkpoint:
-    """The checkpoint in `path`, or the newest good one of the run if `path` is empty; sharded ones are put together.
+def read_checkpoint(place: str, context: Context) -> Checkpoint:
+    """The checkpoint in `place`, or the newest good one of the run if it is empty; sharded ones are put together.
 
-    Raises UserError.
+    `place`: a folder or an address. Raises UserError, and PeerLost where a store does not answer.
     """
-    if path:
-        return load_checkpoint(Path(path)).as_plain()
+    config, log, run_dir = context.config, context.log, context.run_dir
+    if not place and is_url(config.run_dir):
+        place = f"{config.run_dir.rstrip('/')}/{run_dir.name}"
+    if is_url(place):
+        with fetched(place, warn=log.warning, timeout_s=config.setup_timeout_s) as path:
+            return replace(load_checkpoint(path).as_plain(), path=Path(path.name))  # the copy is gone afterwards
+    if place:
+        return load_checkpoint(Path(place)).as_plain()
     found = load_newest(run_dir / "checkpoints", log.warning)
     if found is None:
         raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
@@ -57,7 +64,7 @@ def open_checkpoint(context: Context, path: str) -> Iterator[CheckpointModel]:
     with join(config, context.launch, log=log, stop=context.stop, status=status) as group:
         group.watch.enter("evaluation", config.eval_timeout_s)
         checkpoint: Checkpoint = on_rank0(
-            group, lambda: read_checkpoint(path, context.run_dir, log),
+            group, lambda: read_checkpoint(path, context),
             share=lambda found: share_checkpoint(found, group),
         )
         settings = _settings_of(checkpoint, config)

@@ -21,7 +21,7 @@ from train.commands.compare_report import conditions_of_machine, sum_up, write_r
 from train.config.options import CompareOptions
 from train.errors import ConfigError, Stopped
 from train.process.addresses import free_port
-from train.process.context import Context
+from train.process.context import Context, runs_folder
 from train.process.status import read_json, write_json
 
 STEPS = 60  # of a run, where --max-steps does not say
@@ -73,7 +73,7 @@ def compare(context: Context, options: CompareOptions) -> None:
     Raises ConfigError, and Stopped if a stop was requested.
     """
     config, log = context.config, context.log
-    directory = Path(config.run_dir) / (config.name or "compare")
+    directory = runs_folder(config) / (config.name or "compare")
     own = ("--fresh=", "--name=", "--run_dir=")  # of the comparison, not of the trainings that it starts
     words = [word for word in context.request.words() if not word.startswith(own)]
     chosen = _choose(options.only)

@@ -19,7 +19,7 @@ def export(context: Context, options: ExportOptions) -> None:
     Raises UserError.
     """
     output = Path(options.output)
-    checkpoint = read_checkpoint(options.checkpoint, context.run_dir, context.log)
+    checkpoint = read_checkpoint(options.checkpoint, context)
     buffer = io.BytesIO()
     torch.save(checkpoint.model, buffer)
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from train.commands.logs.logs import find_logs
 from train.config.options import StacksOptions
 from train.errors import UserError
-from train.process.context import Context
+from train.process.context import Context, runs_folder
 from train.process.log import host_name
 from train.process.placement import ranges
 from train.process.stack_requests import LOOK_S, POLITE_S, REQUEST, Answer, ask, places, read, written
@@ -22,7 +22,7 @@ ELSEWHERE_S = LOOK_S + 3.0 + POLITE_S
 
 def stacks(context: Context, given: StacksOptions) -> str:
     """What to print. Raises UserError where no rank has ever said that it can be asked."""
-    run_dir = find_logs(Path(context.config.run_dir), given.run).parent
+    run_dir = find_logs(runs_folder(context.config), given.run).parent
     before = written(run_dir)
     if not before:
         raise UserError(

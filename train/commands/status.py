@@ -19,7 +19,7 @@ from train.commands.status_screen import overview, screen
 from train.config.options import StatusOptions
 from train.config.schema import nearest
 from train.errors import UserError, root_cause
-from train.process.context import Context
+from train.process.context import Context, runs_folder
 from train.process.status import read_json
 from train.run.goodput import Report, goodput, read_reports
 from train.run.trackers.tracker import address_of
@@ -37,7 +37,7 @@ def status(context: Context, options: StatusOptions) -> Iterator[str]:
 
     Raises UserError where there is no such run.
     """
-    runs = Path(context.config.run_dir)
+    runs = runs_folder(context.config)
     name = options.run or context.config.name
     folder = _find(runs, name) if name else None
     on_terminal = sys.stdout.isatty() and not options.as_json

@@ -12,7 +12,7 @@ from typing import Any
 from train.config import check_world_size, options, to_yaml
 from train.errors import FINISHED, LaunchError
 from train.process import env, findings
-from train.process.context import Context
+from train.process.context import Context, runs_folder
 from train.process.imports import without_collections
 from train.process.stacks import open_stacks
 from train.run.choices import CHOICES
@@ -127,7 +127,7 @@ def _explain(context: Context, given: options.ExplainOptions) -> int:
     from train.commands.explain.explain import explain_logs
 
     text, faulty = explain_logs(
-        [Path(path) for path in given.paths], as_json=given.as_json, run_dir=Path(context.config.run_dir)
+        [Path(path) for path in given.paths], as_json=given.as_json, run_dir=runs_folder(context.config)
     )
     print_whole(f"{text}\n")
     return findings.CODES[findings.UNFIT] if faulty else FINISHED

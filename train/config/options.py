@@ -55,7 +55,8 @@ class JsonOptions(Options):
 class CheckpointOptions(Options):
     """Of the commands that read a checkpoint."""
 
-    checkpoint: str = setting("", "Checkpoint directory; by default the newest good one of the run.", metavar="DIR")
+    checkpoint: str = setting(
+        "", "Checkpoint directory, or its address; by default the newest good one of the run.", metavar="DIR")
 
 
 class ScriptOptions(Options):

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from train.config.settings import INT32_MAX
+from train.config.urls import must_hold_no_secrets, secrets_in
 from train.config.yaml_text import describe, scalar
 
 SHOW_HINT = "(python -m train.main show lists all)"
@@ -111,9 +112,12 @@ def validate(
     right. `label`: a name as the user wrote it. `shown`: the texts of values that came from flags.
     """
     fields = fields_of(model)
-    wrong: dict[str, str] = {}
+    # First, and not by a rule of each field: no message may repeat such a value
+    wrong = {name: must_hold_no_secrets(label(name)) for name, value in values.items()
+             if isinstance(value, str) and secrets_in(value)}
+    values = {name: value for name, value in values.items() if name not in wrong}
     try:
-        return model(**values), {}
+        return model(**values), wrong
     except ValidationError as error:
         for detail in error.errors():
             # pydantic finds several errors in one value of `options`; a check of the whole model has no place at all

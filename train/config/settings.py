@@ -81,7 +81,8 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     eval_split: Literal["dev", "test"] = setting("dev", "text: which part to evaluate on, where there are both.")
     max_bad_lines: float = setting(0.01, "text: share of a file's lines that may be bad; they are left out.",
                                    unit="fraction", ge=0, lt=1)
-    init_from: str | None = _path(None, "Start from these weights: a checkpoint or a state dict.", result=True)
+    init_from: str | None = _path(None, "Start from these weights: a checkpoint or a state dict, or its address.",
+                                  result=True)
     dropout: float = _result(0.0, "Share of activations dropped in training.", unit="fraction", ge=0, lt=1)
     augment: Augment = _result(
         False, "Change the training images at random. true: shift and flip; imagenet: its random crops and flips; "
@@ -164,7 +165,8 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     name: str = setting("", "Folder of this run in run_dir; empty: the job's name, or dataset and model, or workload.",
                         pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]{0,199})?$",
                         rule="at most 200 letters, digits and . _ - beginning with a letter, digit or _")
-    run_dir: str = _path("runs", "Folder of all runs, where rank 0 finds it again.")
+    run_dir: str = setting("runs", "Folder of all runs, where rank 0 finds it again, or an address: s3://bucket/runs.",
+                           min_length=1, rule="a path or an address")
     fresh: bool = setting(False, "Start anew although the run has checkpoints.")
     checkpoint_format: Literal["plain", "sharded"] = setting(
         "plain", "plain: rank 0 writes all; sharded, with fsdp: each rank its part, on storage that all nodes share.")

@@ -15,16 +15,17 @@ def is_url(text: str) -> bool:
 
 
 def secrets_in(url: str) -> bool:
-    """Whether `url` holds a user, a password or parameters, which may be keys.
+    """Whether `url` holds a user and password, or parameters that may be keys, as a signed address has.
 
-    Settings are printed, logged, saved with each checkpoint and seen in the list of processes. `user@host` of abfs is
-    a container's name and passes.
+    Settings are printed, logged, saved with each checkpoint and seen in the list of processes. The name before the @ of
+    abfs is a container's, and the parameters of tcp are a rank's.
     """
     if not is_url(url):
         return False
     parts = urlsplit(url)
     name, at, _ = parts.netloc.rpartition("@")
-    return bool(parts.query or parts.fragment or (at and (":" in name or parts.scheme not in ("abfs", "abfss"))))
+    user = bool(at) and (":" in name or parts.scheme not in ("abfs", "abfss"))
+    return user or (bool(parts.query) and parts.scheme in (*EXTRAS, "http", "https", "ftp"))
 
 
 def must_hold_no_secrets(what: str) -> str:

@@ -1,13 +1,18 @@
 """What every command gets: the settings, which rank this process is, and where its run lies. No torch here."""
 
+import hashlib
+import os
 import re
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from train.config import Config
 from train.config.command_line import Request
+from train.config.urls import is_url
 from train.errors import UserError
+from train.process.env import cache_folder
 from train.process.log import Log
 from train.process.placement import Launch
 from train.process.stop import StopRequest
@@ -47,4 +52,24 @@ def run_directory(config: Config, launch: Launch, script: Sequence[str] = ()) ->
     default = f"{dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
     if script:
         default = script[1] if script[0] == "-m" and len(script) > 1 else Path(script[0]).stem
-    return Path(config.run_dir) / (config.name or launch.run_name or default)
+    return runs_folder(config) / (config.name or launch.run_name or default)
+
+
+def runs_folder(config: Config) -> Path:
+    """The folder of all runs on this machine. An address in `run_dir` has one of its own in the cache.
+
+    A run at an address works there, and rank 0 copies what it publishes: see `train.run.remote`. It may get lost.
+    """
+    if not is_url(config.run_dir):
+        return Path(config.run_dir)
+    url = config.run_dir.rstrip("/")
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", url)[:60]
+    return cache_root() / "runs" / f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+
+
+def cache_root() -> Path:
+    """The folder of this machine for copies of what is kept elsewhere: RANKUP_CACHE, or the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    # For a user without a home directory ~ stays as it is
+    cache = Path(tempfile.gettempdir(), f"rankup-{os.geteuid()}") if base.startswith("~") else Path(base, "rankup")
+    return Path(cache_folder() or cache)

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
@@ -27,10 +28,14 @@ class StatusFile:
         self.attempt = launch.attempt or new_attempt()  # the ranks take over rank 0's when they meet
         self.rank, self.world_size = launch.rank, launch.world_size
         self._owner: Owner | None = None
+        self._copy: Callable[[Path], None] | None = None
 
-    def claim(self, owner: Owner) -> None:
-        """The run directory is ours as long as `owner` says so. Rank 0 only."""
-        self._owner = owner
+    def claim(self, owner: Owner, *, copy: Callable[[Path], None] | None = None) -> None:
+        """The run directory is ours as long as `owner` says so. Rank 0 only.
+
+        `copy`: gets the path of `status.json` each time it was written, and raises nothing.
+        """
+        self._owner, self._copy = owner, copy
         self.write_summary("running", [])
 
     def write_end(self, end: End) -> None:
@@ -57,6 +62,8 @@ class StatusFile:
         }
         with contextlib.suppress(OSError):
             write_json(self.run_dir / "status.json", summary)
+            if self._copy is not None:
+                self._copy(self.run_dir / "status.json")
 
     def _may_write(self) -> bool:
         """Only the owner writes. Before ownership is settled, overwrite only what a finished attempt left: a second

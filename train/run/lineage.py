@@ -14,6 +14,8 @@ from typing import Any, Self
 from train.process.status import read_json, write_json
 
 FILE = "run.json"
+# What belongs to the run that a directory holds, and is put aside where another one takes its place
+OF_RUN = ("checkpoints", "tensorboard", "metrics.jsonl", "result.json", "config.yaml", "tracker", FILE)
 
 
 @dataclass(slots=True)

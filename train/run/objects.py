@@ -16,12 +16,16 @@ from typing import Any, Self, TypeVar
 from train.config.urls import EXTRAS, is_url
 from train.errors import PeerLost, UserError, reason
 
-PARALLEL = 4  # objects at a time; a large one is sent in parts besides, ten at a time
-PART = 16 * 2**20  # bytes; S3 allows 10,000 parts of 5 MiB or more
+PARALLEL = 4  # objects at a time, and parts of a large one
+# Bytes: a client gives a request up that gets no answer for 60 s, and it may share a slow line with 15 others. S3 takes
+# at most 10,000 parts, of 5 MiB or more
+PART = 8 * 2**20
+SMALL_S = 60.0  # for one small request: a frozen store, or a firewall, never answers at all
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 # Below our own patience: a request that hangs is tried again on another connection. Listings must not come from memory
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {"use_listings_cache": False, "config_kwargs": {"connect_timeout": 5, "read_timeout": 60}},
+    "s3": {"use_listings_cache": False, "config_kwargs": {
+        "connect_timeout": 5, "read_timeout": 60, "retries": {"total_max_attempts": 1}}},
     "gs": {"use_listings_cache": False},
     "az": {"use_listings_cache": False},
     "file": {"auto_mkdir": True},
@@ -60,6 +64,8 @@ class Objects:
             raise UserError(f"{url} needs a package that is not installed here. {way_out}.") from None
         except ValueError as error:
             raise UserError(f"{url} must be an address that fsspec knows, got: {reason(error)}") from None
+        if kind == "s3":
+            fs.retries = 1  # by `_try`, which knows how much time is left
         return cls(url.rstrip("/"), fs, root.rstrip("/"), warn).within(timeout_s)
 
     def within(self, timeout_s: float) -> Self:
@@ -78,20 +84,20 @@ class Objects:
     def read(self, name: str) -> bytes | None:
         """The content of an object, None where there is none."""
         try:
-            return bytes(self._try(f"read {name}", lambda: self.fs.cat_file(self._path(name))))
+            return bytes(self._try(f"read {name}", lambda: self._call("cat_file", self._path(name))))
         except FileNotFoundError:
             return None
 
     def size(self, name: str) -> int | None:
         """In bytes, None where there is no such object."""
         try:
-            return int(self._try(f"look at {name}", lambda: self.fs.info(self._path(name)))["size"])
+            return int(self._try(f"look at {name}", lambda: self._call("info", self._path(name)))["size"])
         except FileNotFoundError:
             return None
 
     def write(self, name: str, content: bytes) -> None:
         """Write one small object, in place of an earlier one."""
-        self._try(f"write {name}", lambda: self.fs.pipe_file(self._path(name), content), writes=True)
+        self._try(f"write {name}", lambda: self._call("pipe_file", self._path(name), content), writes=True)
 
     def create(self, name: str, content: bytes) -> bool:
         """Write one small object unless there is one of that name. Whether it was written.
@@ -106,7 +112,7 @@ class Objects:
                     with self.fs.open(path, "xb") as file:  # their own `pipe_file` looks first, and writes later
                         file.write(content)
                 else:
-                    self.fs.pipe_file(path, content, mode="create")
+                    self._call("pipe_file", path, content, mode="create")
             except Exception as error:
                 if _exists_already(error):
                     # Or our own: a request whose answer was lost was tried again
@@ -131,7 +137,7 @@ class Objects:
     def download(self, name: str, path: Path) -> bool:
         """Write an object into a file. Whether there is one."""
         try:
-            self._try(f"read {name}", lambda: self.fs.get_file(self._path(name), str(path)))
+            self._try(f"read {name}", lambda: self._call("get_file", self._path(name), str(path), large=True))
         except FileNotFoundError:
             return False
         return True
@@ -140,7 +146,7 @@ class Objects:
         """Names that begin with `prefix/`, and their sizes in bytes. A hint: a store may not know the newest yet."""
         path = self._path(prefix) if prefix else self.root
         try:
-            found = self._try(f"list {prefix}", lambda: self.fs.find(path, detail=True))
+            found = self._try(f"list {prefix}", lambda: self._call("find", path, detail=True))
         except FileNotFoundError:
             return {}
         start = len(self.root) + 1
@@ -153,7 +159,7 @@ class Objects:
             return
         if not self.is_folder:
             with contextlib.suppress(FileNotFoundError):
-                self._try(f"remove {len(paths)} objects", lambda: self.fs.rm(paths))
+                self._try(f"remove {len(paths)} objects", lambda: self._call("rm", paths))
             return
         for path in map(Path, paths):
             self._try(f"remove {path}", lambda path=path: path.unlink(missing_ok=True))  # type: ignore[misc]
@@ -167,7 +173,17 @@ class Objects:
     def _put(self, path: Path, size: int, name: str) -> None:
         in_parts = {"s3", "s3a", "gs", "gcs"} & _protocols(self.fs)
         part = max(PART, size // 9_999 + 1)
-        self.fs.put_file(str(path), self._path(name), **({"chunksize": part} if in_parts else {}))
+        more: dict[str, Any] = {"chunksize": part} if in_parts else {}
+        if in_parts & {"s3", "s3a"}:
+            more["max_concurrency"] = PARALLEL
+        self._call("put_file", str(path), self._path(name), large=True, **more)
+
+    def _call(self, method: str, *values: Any, large: bool = False, **more: Any) -> Any:
+        """Call a method of `fs`, bounded where it goes over a network. `large`: what it moves may take all our time."""
+        if self.fs.async_impl:
+            left_s = self.until_s - time.monotonic()
+            more["timeout"] = max(SMALL_S, left_s) if large else SMALL_S
+        return getattr(self.fs, method)(*values, **more)
 
     def _try(self, what: str, work: Callable[[], T], *, writes: bool = False) -> T:
         """Call `work` until it succeeds, with growing pauses. Raises FileNotFoundError where nothing is written."""

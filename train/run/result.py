@@ -56,7 +56,7 @@ def write_result(t: Training, reporter: Reporter, *, seconds: float) -> None:
     if not group.is_rank0:
         return
     result = {
-        "attempt": group.attempt, "run": str(run.path), "step": progress.step, "steps_per_epoch": t.steps_per_epoch,
+        "attempt": group.attempt, "run": run.address, "step": progress.step, "steps_per_epoch": t.steps_per_epoch,
         "metrics": progress.metrics or {}, f"{workload.unit}_per_s": round(t.speed.at(progress.step), 1),
         "seconds": round(seconds, 1), "peak_memory_mb": round(max(peaks)),
         "world_size": group.world_size, "hosts": sorted(set(group.hosts)),

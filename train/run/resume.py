@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from train.group.group import Group, on_rank0
 from train.parallel.method import Method
 from train.run import weights
 from train.run.checkpoint import Checkpoint
+from train.run.fetched import fetched
 from train.run.metrics import Progress
 from train.run.origin import Origin
 from train.run.sharded_checkpoint import FOLDER, read_shards_into
@@ -31,7 +31,7 @@ def load_initial_weights(
     if earlier is None:
         if config.init_from:
             # The file needs to be on rank 0's disk only
-            on_rank0(group, lambda: weights.init_from(plain, Path(config.init_from or ""), group.log.info))
+            on_rank0(group, lambda: _start_from(config, group, plain))
             plain.load_state_dict(group.broadcast_tensors(plain.state_dict()))
         return Progress()
     state = earlier.state
@@ -51,6 +51,12 @@ def load_initial_weights(
         if then != now:
             group.log.info(f"  {what} was {then}, is {now}: the run goes on, but its last bits will differ")
     return Progress(state.step, state.evaluated, state.metrics, state.line)
+
+
+def _start_from(config: Config, group: Group, plain: nn.Module) -> None:
+    place = config.init_from or ""
+    with fetched(place, warn=group.log.warning, timeout_s=0.9 * config.setup_timeout_s) as path:
+        weights.init_from(plain, path, group.log.info, place=place)
 
 
 def load_training_state(

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from train.config import Config, to_yaml
+from train.config.urls import is_url
 from train.errors import UserError, disk_error
 from train.group.group import Group, on_rank0
 from train.group.join import broke_collective
@@ -29,6 +31,7 @@ from train.run.lease import Lease
 from train.run.lineage import Lineage
 from train.run.metrics import Metrics, Progress
 from train.run.origin import OnDisk, Origin, begun_by_this_launch, check_settings, find_origin
+from train.run.remote import RemoteRun
 from train.run.saver import Saver
 from train.run.trackers import table
 
@@ -45,6 +48,8 @@ class RunDirectory:
     origin: Origin
     mark: str  # of this attempt in the lineage
     lease: Lease | None = field(repr=False)
+    remote: RemoteRun | None = field(repr=False)  # rank 0's, where run_dir is an address
+    saving: Progress | None  # `saved`, where its checkpoint has yet to be copied to the address
     # Writes nothing until `open_metrics`
     metrics: Metrics = field(default_factory=lambda: Metrics(None, Progress(), saved=Progress(), tensorboard=False))
     tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
@@ -52,11 +57,19 @@ class RunDirectory:
 
     def __post_init__(self) -> None:
         copier = Copier(self.config, self.group, self.lineage) if self.origin.keeper == self.group.rank else None
-        self.saver = Saver(self.config, self.group, self.path / "checkpoints", self.check_owner, copier)
+        upload = self.remote.upload if self.remote is not None else None
+        self.saver = Saver(
+            self.config, self.group, self.path / "checkpoints", self.check_owner, copier, upload=upload
+        )
 
     @property
     def path(self) -> Path:
         return self.group.run_dir
+
+    @property
+    def address(self) -> str:
+        """Where a user finds the run: its folder, or its address in a store."""
+        return self.remote.address if self.remote is not None else str(self.path)
 
     @property
     def lineage(self) -> Lineage:
@@ -93,8 +106,9 @@ class RunDirectory:
 
     def check_owner(self) -> None:
         """Raises PeerLost where another attempt owns the directory by now. Rank 0 only."""
-        assert self.lease is not None
-        self.lease.check()
+        owner = self.remote or self.lease
+        assert owner is not None
+        owner.check()
 
 
 @contextlib.contextmanager
@@ -105,18 +119,26 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
     result has changed, or the newest checkpoint can't be gone on with.
     """
     lease = Lease(group.run_dir, group.attempt) if group.is_rank0 else None
+    remote: RemoteRun | None = None
     earlier: Checkpoint | None = None
+    if is_url(config.run_dir):
+        group.watch.enter("setup", config.setup_timeout_s)  # a checkpoint may have to be fetched
     with contextlib.ExitStack() as stack:
 
         def take() -> dict[str, Any]:
-            nonlocal earlier
+            nonlocal earlier, remote
             assert lease is not None
             try:
                 stack.enter_context(lease)  # here, not around the block: a refusal has to reach all ranks
-                group.status.claim(lease)
+                if is_url(config.run_dir):
+                    remote = stack.enter_context(RemoteRun(config, group, lease))
+                    remote.adopt()
+                group.status.claim(remote or lease, copy=remote.copy_status if remote else None)
                 if config.tracker != "none":
                     table.check(config.tracker)
                 begun = _find_run(config, group)
+                if remote is not None and begun is not None:
+                    remote.fetch_checkpoint(begun.run)
                 finished, earlier, problem = _find_earlier(config, group)
             except OSError as error:
                 raise _not_writable(group, error) from None
@@ -134,8 +156,16 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
             origin = find_origin(config, group, disk, earlier)
             if disk.problem:
                 on_rank0(group, lambda: _go_on(config, group))
-        run = RunDirectory(config, group, disk.finished, origin, disk.mark, lease)
+        found = earlier  # the checkpoint in rank 0's folder
+        saving = None
+        if is_url(config.run_dir) and not on_rank0(
+            group, lambda: remote is None or found is None or remote.holds(found.path, origin.lineage.run)
+        ):
+            saving = copy(origin.saved)
+        run = RunDirectory(config, group, disk.finished, origin, disk.mark, lease, remote, saving)
         try:
+            if saving is not None and group.is_rank0:
+                run.saver.upload_beside(group.run_dir / "checkpoints" / f"step-{saving.step:08d}", step=saving.step)
             yield run
         except BaseException as error:
             if run.saver.writing and broke_collective(error):
@@ -149,6 +179,8 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
                 run.metrics.close()
             raise
         run.metrics.close()  # TensorBoard's writer holds up to two minutes of values in memory
+        if remote is not None:
+            remote.finish()
 
 
 def _find_run(config: Config, group: Group) -> Lineage | None:
@@ -206,10 +238,7 @@ def _not_writable(group: Group, error: OSError) -> UserError:
 
 def _put_aside(directory: Path, say: Callable[[str], None]) -> None:
     """Start anew without losing anything: what is there moves to `before-<time>/`."""
-    names = (
-        "checkpoints", copies.FOLDER, "tensorboard", "metrics.jsonl", RESULT, "config.yaml", "tracker", lineage.FILE,
-    )
-    there = [directory / name for name in names if (directory / name).exists()]
+    there = [directory / name for name in (*lineage.OF_RUN, copies.FOLDER) if (directory / name).exists()]
     if not there:
         return
     moved = directory / f"before-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"

@@ -15,6 +15,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from train.run.publish import STAGING
 from train.run.training_state import to_json
 
 MANIFEST, NEWEST = "manifest.json", "newest.json"
-FILES = (lineage.FILE, "config.yaml", "status.json", "result.json", "metrics.jsonl", "logs/rank-0.log")
+FILES = (lineage.FILE, "config.yaml", "status.json", "result.json", "metrics.jsonl", "logs/rank-0.log",
+         "tracker/sent.json")
 FOLDERS = ("tensorboard", "before-*")  # the second: what --fresh has put aside
+_NO_MANIFEST = "manifest.json is missing"
 _NAME = re.compile(r"(step-(\d{8,}))-[0-9a-f]{12}")
 # A manifest comes from outside: no name in it may lead out of the checkpoint's folder
 _FILE = re.compile(r"(shards/)?\.?\w[\w.-]*")
@@ -105,7 +108,7 @@ class RunStore:
         """Whether manifest and sizes fit. To compare digests would fetch all of it at each save."""
         entries = self._entries.get(name)
         if entries is None:
-            entries = self._read_manifest(run, name)[1]
+            entries = _read_manifest(self.objects.below(_folder(run)), name)[1]
             self._entries[name] = entries
         return bool(entries) and all(
             sizes.get(f"{_folder(run)}/{name}/{file}") in (None, entry["bytes"]) for file, entry in entries.items()
@@ -141,7 +144,7 @@ class RunStore:
         for name in sorted(names, key=_step_of, reverse=True):
             if _step_of(name) <= above:
                 break
-            path, problem = self._fetch(run, name, directory)
+            path, problem = _fetch(self.objects.below(_folder(run)), name, directory)
             if not problem:
                 for other, why in damaged.items():
                     self.objects.warn(f"checkpoint {self.objects.url}/{_folder(run)}/{other} was passed over: {why}")
@@ -169,54 +172,6 @@ class RunStore:
         except OSError as error:
             raise disk_error("copy of the run", directory, error) from None
 
-    def _read_manifest(self, run: str, name: str) -> tuple[bytes, dict[str, Any], str]:
-        """The manifest as it is, its entries, and what is wrong with it, or ""."""
-        content = self.objects.read(f"{_folder(run)}/{name}/{MANIFEST}")
-        if content is None:
-            return b"", {}, _NO_MANIFEST
-        if name.rpartition("-")[2] != _digest(content):
-            return b"", {}, "manifest.json does not match the digest in the folder's name"
-        values = _parse(content)
-        entries = values.get("files")
-        if not isinstance(entries, dict) or not all(_FILE.fullmatch(file) for file in entries):
-            return b"", {}, "manifest.json is damaged"
-        if values.get("step") != _step_of(name):
-            return b"", {}, f"its name says step {_step_of(name)}, its manifest {values.get('step')}"
-        return content, entries, ""
-
-    def _fetch(self, run: str, name: str, directory: Path) -> tuple[Path, str]:
-        """Copy one checkpoint. Returns its path, and what is wrong with it, or "": then the path holds it, verified."""
-        found = _NAME.fullmatch(name)
-        assert found is not None
-        target = directory / found[1]
-        content, entries, problem = self._read_manifest(run, name)
-        if problem:
-            return target, problem
-        if _same(target, content):
-            return target, ""
-        staging = directory / f"{STAGING}{name}"
-        try:
-            shutil.rmtree(staging, ignore_errors=True)
-            for file in entries:
-                (staging / file).parent.mkdir(parents=True, exist_ok=True)
-                if not self.objects.download(f"{_folder(run)}/{name}/{file}", staging / file):
-                    return target, f"{file} is missing"
-            (staging / MANIFEST).write_bytes(content)
-            if problem := find_problem(staging):
-                return target, problem
-            if target.exists():  # damaged, or another one of this step
-                shutil.rmtree(target)
-            staging.rename(target)
-        except OSError as error:
-            raise disk_error("checkpoint", directory, error) from None
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        self._entries[name] = entries
-        return target, ""
-
-
-_NO_MANIFEST = "manifest.json is missing"
-
 
 def _folder(run: str) -> str:
     return f"checkpoints/{run}"
@@ -237,6 +192,75 @@ def _parse(content: bytes | None) -> dict[str, Any]:
     except ValueError:
         return {}
     return values if isinstance(values, dict) else {}
+
+
+def fetch(address: Objects, directory: Path) -> Path:
+    """Copy what is at an address into `directory`, and return its path there: a run's newest checkpoint, or a file.
+
+    `address`: of a run, of a checkpoint's folder, or of an object. A checkpoint is verified. Raises as `Objects` does,
+    and UserError where nothing is there, or nothing whole.
+    """
+    root, _, name = address.root.rpartition("/")
+    beside = replace(address, root=root, url=address.url.rpartition("/")[0])
+    if address.size(MANIFEST) is not None:
+        path, problem = _fetch(beside, name, directory)
+        if problem:
+            raise UserError(f"checkpoint: {address.url} must be a whole checkpoint, got a damaged one: {problem}.")
+        return path
+    store = RunStore(address)
+    if run := store.current_run():
+        newest = store.fetch_newest(directory, run=run)
+        if newest is not None:
+            return newest
+    elif beside.download(name, directory / name):
+        return directory / name
+    raise UserError(f"{address.url} must be a run, a checkpoint's folder or a file of weights, got nothing there.")
+
+
+def _fetch(folder: Objects, name: str, directory: Path) -> tuple[Path, str]:
+    """Copy one checkpoint. Returns its path, and what is wrong with it, or "": then the path holds it, verified."""
+    ours = _NAME.fullmatch(name)
+    target = directory / (ours[1] if ours else name)
+    content, entries, problem = _read_manifest(folder, name)
+    if problem:
+        return target, problem
+    if _same(target, content):
+        return target, ""
+    staging = directory / f"{STAGING}{name}"
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        for file in entries:
+            (staging / file).parent.mkdir(parents=True, exist_ok=True)
+            if not folder.download(f"{name}/{file}", staging / file):
+                return target, f"{file} is missing"
+        (staging / MANIFEST).write_bytes(content)
+        if problem := find_problem(staging):
+            return target, problem
+        if target.exists():  # damaged, or another one of this step
+            shutil.rmtree(target)
+        staging.rename(target)
+    except OSError as error:
+        raise disk_error("checkpoint", directory, error) from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return target, ""
+
+
+def _read_manifest(folder: Objects, name: str) -> tuple[bytes, dict[str, Any], str]:
+    """The manifest as it is, its entries, and what is wrong with it, or ""."""
+    content = folder.read(f"{name}/{MANIFEST}")
+    if content is None:
+        return b"", {}, _NO_MANIFEST
+    ours = _NAME.fullmatch(name)  # else a folder that somebody has copied there, under any name
+    if ours and name.rpartition("-")[2] != _digest(content):
+        return b"", {}, "manifest.json does not match the digest in the folder's name"
+    values = _parse(content)
+    entries = values.get("files")
+    if not isinstance(entries, dict) or not entries or not all(_FILE.fullmatch(file) for file in entries):
+        return b"", {}, "manifest.json is damaged"
+    if ours and values.get("step") != int(ours[2]):
+        return b"", {}, f"its name says step {int(ours[2])}, its manifest {values.get('step')}"
+    return content, entries, ""
 
 
 def _same(path: Path, manifest: bytes) -> bool:

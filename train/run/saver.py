@@ -37,16 +37,19 @@ class Saver:
     """
 
     def __init__(
-        self, config: Config, group: Group, directory: Path, check_owner: Callable[[], None], copier: Copier | None
+        self, config: Config, group: Group, directory: Path, check_owner: Callable[[], None], copier: Copier | None, *,
+        upload: Callable[..., None] | None = None,
     ) -> None:
+        """`upload`: writes a published checkpoint to another place too, `upload(path, timeout_s=...)`. Rank 0's."""
         self.config, self.group, self.directory, self.check_owner = config, group, directory, check_owner
-        self.copier = copier
+        self.copier, self.upload = copier, upload
         # Rank 0's; the others never have a thread
         self._copies = HostCopies(group.device)
         self._beside_training: bool | None = None  # decided at the first save, when the size of the state is known
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._began_s, self._step = 0.0, 0
+        self._published = threading.Event()  # what the thread writes stands in `directory`
         self._tensors = ""  # the fingerprint of those in the checkpoint that was written last
 
     def save(
@@ -65,8 +68,7 @@ class Saver:
         Raises, on all ranks, UserError where rank 0 can't write, and PeerLost where another attempt owns the run.
         """
         if self.config.checkpoint_format == "sharded":
-            self._save_shards(state, tensors, flush)
-            return False
+            return self._save_shards(state, tensors, flush)
 
         def begin() -> tuple[bool, str]:
             flush()
@@ -96,10 +98,12 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Let the thread get done within its deadline, because this process is about to end. Raises nothing."""
-        thread = self._thread  # any thread may call this, and the main one be in `_finish`
-        if thread is not None:
-            thread.join(max(0.0, self._left_s()))
+        """Let the checkpoint get published within its deadline, because this process is about to end. Raises nothing.
+
+        An upload is not waited for: the next attempt makes it.
+        """
+        if self._thread is not None:  # any thread may call this, and the main one be in `_finish`
+            self._published.wait(max(0.0, self._left_s()))
 
     def _confirm(self, tensors: str) -> None:
         if self.copier is not None:
@@ -114,14 +118,39 @@ class Saver:
             size = sum(storage.nbytes() for storage in storages_of(held).values())
             self._beside_training = may_go_on and self._choose(size)
         if not self._beside_training:
-            self._publish(state, model)
-            return False
+            return self._upload_published(self._publish(state, model), state.step)
         model, tensors = self._copies.take(held)
-        self._failure, self._began_s = None, time.monotonic()
-        work = (replace(state, **tensors), model)
-        self._thread = threading.Thread(target=self._write, args=work, name="save", daemon=True)
-        self._thread.start()
+        copied = replace(state, **tensors)
+
+        def publish_it() -> Path:
+            self._copies.wait()
+            return self._publish(copied, model)
+
+        self._start(publish_it, state.step)
         return True
+
+    def upload_beside(self, path: Path, *, step: int) -> None:
+        """Upload a checkpoint that is published already, beside the training; `ended` says when that is done."""
+        self._start(lambda: path, step)
+
+    def _upload_published(self, path: Path, step: int) -> bool:
+        """Upload it, where that is wanted. Whether that goes on beside the training.
+
+        It reads files, and needs no memory: the training goes on unless each save is to be waited for.
+        """
+        if self.upload is None:
+            return False
+        if self.config.save == "sync":
+            self.upload(path, timeout_s=self.config.save_timeout_s)
+            return False
+        self.upload_beside(path, step=step)
+        return True
+
+    def _start(self, publish_it: Callable[[], Path], step: int) -> None:
+        self._failure, self._began_s, self._step = None, time.monotonic(), step
+        self._published.clear()
+        self._thread = threading.Thread(target=self._write, args=(publish_it,), name="save", daemon=True)
+        self._thread.start()
 
     def _choose(self, size: int) -> bool:
         """Whether to save beside the training. `size`: of the state, in bytes.
@@ -138,18 +167,23 @@ class Saver:
             )
         return free >= needed
 
-    def _write(self, state: TrainingState, model: dict[str, torch.Tensor]) -> None:
+    def _write(self, publish_it: Callable[[], Path]) -> None:
         try:
-            self._copies.wait()
-            self._publish(state, model)
+            path = publish_it()
+            self._published.set()
+            if self.upload is not None:
+                self.upload(path, timeout_s=self._left_s())
         except BaseException as error:  # a fault too: `_finish` raises it where the loop sees it
             self._failure = error
+        finally:
+            self._published.set()
 
-    def _publish(self, state: TrainingState, model: dict[str, torch.Tensor]) -> None:
+    def _publish(self, state: TrainingState, model: dict[str, torch.Tensor]) -> Path:
         path = publish.save_checkpoint(
             self.directory, state, model, keep=self.config.keep, check_owner=self.check_owner
         )
         self._tensors = fingerprint_tensors(path)
+        return path
 
     @property
     def _due(self) -> bool:
@@ -173,7 +207,7 @@ class Saver:
 
     # All ranks ------------------------------------------------------------------------------------------------
 
-    def _save_shards(self, state: TrainingState, tensors: dict[str, Any], flush: Callable[[], None]) -> None:
+    def _save_shards(self, state: TrainingState, tensors: dict[str, Any], flush: Callable[[], None]) -> bool:
         def begin() -> str:
             flush()
             return publish.create_staging(self.directory, state.step, self.group.attempt).name
@@ -187,9 +221,10 @@ class Saver:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
 
-        def publish_it() -> None:
-            publish.publish(
+        def publish_it() -> bool:
+            path = publish.publish(
                 staging, state.to_files(), shards, step=state.step, keep=self.config.keep, check_owner=self.check_owner
             )
+            return self._upload_published(path, state.step)
 
-        on_rank0(self.group, publish_it)
+        return bool(on_rank0(self.group, publish_it))

@@ -39,23 +39,26 @@ def without_prefixes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {re.sub(r"(^|\.)((module|_orig_mod)\.)+", r"\1", name): value for name, value in state.items()}
 
 
-def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None]) -> None:
+def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None], *, place: str = "") -> None:
     """Load weights into `model` in place, from a checkpoint folder of this program or from any file of a state dict.
 
     Tensors whose shape differs, or that the file lacks, keep their initial value, and `say` lists them: a new head on a
-    trained body is the usual case. Raises UserError where the file can't be read or nothing in it fits.
+    trained body is the usual case. `place`: what the user named, where `path` is a copy of it. Raises UserError where
+    the file can't be read or nothing in it fits.
     """
     state: Any
+    place = place or str(path)
     if path.is_dir():
         state = load_checkpoint(path).as_plain().model
     else:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except FileNotFoundError:
-            raise UserError(f"init_from must name an existing file or checkpoint directory, got {path}.") from None
+            raise UserError(f"init_from must name an existing file or checkpoint directory, got {place}.") from None
         except Exception as error:  # torch.load raises half a dozen unrelated types for a damaged file
             reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            raise UserError(f"init_from: {path} must hold weights that load with weights_only, got: {reason}") from None
+            text = f"init_from: {place} must hold weights that load with weights_only, got: {reason}"
+            raise UserError(text) from None
     for key in ("state_dict", "model_state_dict", "model"):  # in which published checkpoints usually wrap it
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
@@ -65,9 +68,9 @@ def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None]) ->
     own = model.state_dict()
     fitting = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
     if not fitting:
-        raise UserError(f"init_from: {path} must share weights with the model, got none that fits by name and shape.")
+        raise UserError(f"init_from: {place} must share weights with the model, got none that fits by name and shape.")
     model.load_state_dict(fitting, strict=False)
-    say(f"started from {path}: {len(fitting)} of {len(own)} tensors")
+    say(f"started from {place}: {len(fitting)} of {len(own)} tensors")
     for name in (name for name in own if name not in fitting):
         reason = "not there"
         if name in given:

@@ -18,7 +18,7 @@ from train.commands.logs.merge import Line, Who, merge
 from train.commands.logs.rank_log import RankLog
 from train.config.options import LogsOptions
 from train.errors import UserError
-from train.process.context import Context
+from train.process.context import Context, runs_folder
 from train.process.placement import ranges
 
 POLL_S = 1.0  # of --follow: equal lines of several ranks have come by then, mostly
@@ -35,7 +35,7 @@ def logs(context: Context, given: LogsOptions) -> None:
     """
     wanted = wanted_ranks(given.rank)
     since = first_stamp(given.since, now=datetime.now())
-    run = RunLogs(find_logs(Path(context.config.run_dir), given.run), wanted)
+    run = RunLogs(find_logs(runs_folder(context.config), given.run), wanted)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     with closing(run):
         run.seek(_earlier(run.newest(), RECENT_S) if given.follow and not since else since)

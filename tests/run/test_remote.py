@@ -1,0 +1,183 @@
+"""`--run-dir s3://...`: whatever happens, the run goes on from the store, on any machine, to the same bits.
+
+The S3 server is real, each machine is a cache folder of its own, and the door before the server does the harm.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.checkpoints import SETTINGS
+from tests.rigs.fork_server import Forks, Job
+from tests.rigs.jobs import comparable_metrics, result
+from tests.rigs.object_store import BUCKET, S3, Door, Request
+
+COLD = 120  # seconds: for a busy machine
+
+
+@pytest.fixture
+def door(s3: S3) -> Iterator[Door]:
+    with s3.door() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run in a folder of this machine."""
+    runs = tmp_path_factory.mktemp("undisturbed")
+    codes, output = forks.run("train", *SETTINGS, "--run-dir", str(runs), "--name", "run")
+    assert codes == [0], output
+    return runs / "run"
+
+
+class Machines:
+    """Runs commands with run_dir in the store; a machine is a name, whose disk is empty at first."""
+
+    def __init__(self, forks: Forks, door: Door, folder: Path) -> None:
+        self.forks, self.door, self.folder = forks, door, folder
+        self.url = f"s3://{BUCKET}/{folder.name}"
+
+    def start(self, machine: str, *more: str, command: str = "train", env: dict[str, str] | None = None,
+              world_size: int = 1) -> Job:
+        env = {**self.door.env, "RANKUP_CACHE": str(self.folder / machine), **(env or {})}
+        line = (command, *SETTINGS, "--run-dir", self.url, "--name", "run", *more)
+        preload = "tests.rigs.object_store:impatient"
+        return self.forks.start(*line, env=env, world_size=world_size, preload=preload)
+
+    def run(self, machine: str, *more: str, code: int = 0, **how: Any) -> str:
+        job = self.start(machine, *more, **how)
+        assert set(job.wait()) == {code}, job.output
+        return job.output
+
+    def folder_of(self, machine: str) -> Path:
+        (folder,) = (self.folder / machine / "runs").glob("*/run")
+        return folder
+
+    def stored(self, name: str) -> bytes:
+        import boto3
+
+        port = self.door.target_port
+        client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1",
+                              aws_access_key_id="somebody", aws_secret_access_key="secret")
+        content: bytes = client.get_object(Bucket=BUCKET, Key=f"{self.folder.name}/run/{name}")["Body"].read()
+        return content
+
+
+@pytest.fixture
+def machines(forks: Forks, door: Door, tmp_path: Path) -> Machines:
+    return Machines(forks, door, tmp_path)
+
+
+def at(step: int, file: str, answer: Callable[[], int | None]) -> Callable[[Request], int | None]:
+    """A rule for the upload of one file of a checkpoint."""
+    return lambda request: (
+        answer() if request.method == "PUT" and f"/step-{step:08d}-" in request.name and request.name.endswith(file)
+        else None
+    )
+
+
+def test_a_run_killed_in_the_middle_of_an_upload_goes_on_elsewhere_to_the_same_bits(
+    machines: Machines, door: Door, undisturbed: Path
+) -> None:
+    reached, over = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        reached.set()
+        over.wait(COLD)
+
+    door.rule = at(16, "model.pt", hang)
+    job = machines.start("first")
+    assert reached.wait(COLD), job.output
+    job.kill()
+    door.rule = lambda request: None
+    over.set()
+    assert "resumed from step-00000008" in machines.run("second")
+    there = machines.folder_of("second")
+    assert result(there)["digest"] == result(undisturbed)["digest"]
+    assert comparable_metrics(there) == comparable_metrics(undisturbed)
+    assert json.loads(machines.stored("result.json"))["digest"] == result(undisturbed)["digest"]
+    assert json.loads(machines.stored("status.json"))["state"] == "finished"
+    assert "is finished" in machines.run("third")
+
+
+def test_a_second_attempt_anywhere_is_refused_and_told_the_owner(machines: Machines, tmp_path: Path) -> None:
+    go_on = tmp_path / "go-on"
+    job = machines.start("first", env={"PROBE": json.dumps({"where": "loss", "call": 12, "until": str(go_on)})})
+    job.wait_for("ready after")
+    output = machines.run("second", code=2)
+    assert f"run_dir: {machines.url}/run is owned by a live attempt, 20" in output
+    go_on.touch()
+    assert job.wait() == [0], job.output
+
+
+def test_a_store_that_dies_costs_no_finished_step(machines: Machines, door: Door, undisturbed: Path) -> None:
+    door.rule = at(16, "model.pt", lambda: 503)
+    output = machines.run("first", "--save-timeout-s", "3", code=171)
+    assert "did not answer in time: write checkpoints/" in output
+    door.rule = lambda request: None
+    output = machines.run("first")
+    step = int(output.split("resumed from step-")[1][:8])
+    assert step >= 16, "the checkpoint stayed on this machine's disk"
+    assert result(machines.folder_of("first"))["digest"] == result(undisturbed)["digest"]
+    assert "is finished" in machines.run("second")
+
+
+def test_a_final_checkpoint_that_can_not_be_copied_is_no_success(machines: Machines, door: Door) -> None:
+    door.rule = at(32, "model.pt", lambda: 507)
+    output = machines.run("first", code=2)
+    assert f"error: {machines.url}/run is full: write checkpoints/" in output
+    door.rule = lambda request: None
+    # All steps are done: what is left is the copy, beside the end of the training
+    assert "resumed from step-00000032" in machines.run("first")
+    assert "is finished" in machines.run("second")
+
+
+def test_a_store_that_denies_is_said_before_the_training(machines: Machines, door: Door) -> None:
+    door.rule = lambda request: 403 if request.method == "PUT" else None
+    output = machines.run("first", code=2)
+    assert f"error: {machines.url}/run denies access: create lease/00000001.json" in output
+    assert "epoch 1" not in output
+    assert "secret" not in output
+
+
+def test_a_machine_that_was_left_behind_takes_what_the_store_has(machines: Machines, undisturbed: Path) -> None:
+    machines.run("first", "--epochs", "1")
+    machines.run("second", "--epochs", "2")
+    output = machines.run("first")
+    assert "went on elsewhere: what this machine had of it was moved to" in output
+    assert "resumed from step-00000016" in output
+    assert result(machines.folder_of("first"))["digest"] == result(undisturbed)["digest"]
+    assert comparable_metrics(machines.folder_of("first")) == comparable_metrics(undisturbed)
+
+
+def test_fresh_starts_anew_and_keeps_the_earlier_run_in_the_store(machines: Machines) -> None:
+    machines.run("first", "--epochs", "1")
+    earlier = json.loads(machines.stored("run.json"))["run"]
+    output = machines.run("second", "--epochs", "2", "--fresh", "--seed", "1")
+    assert "--fresh: the earlier run was moved to" in output
+    assert json.loads(machines.stored("newest.json"))["run"] != earlier
+    assert machines.stored("config.yaml").count(b"seed: 1")
+    assert "is finished" in machines.run("third", "--epochs", "2", "--seed", "1")
+
+
+def test_commands_read_checkpoints_at_their_address(machines: Machines, tmp_path: Path) -> None:
+    machines.run("first", "--epochs", "1")
+    name = f"run/checkpoints/{json.loads(machines.stored('run.json'))['run']}"
+    folder = json.loads(machines.stored("newest.json"))["checkpoints"][0]
+    assert "accuracy" in machines.run("second", command="evaluate")
+    exported, address = tmp_path / "model.pt", f"{machines.url}/{name}/{folder}"
+    machines.run("second", "--output", str(exported), "--checkpoint", address, command="export")
+    assert exported.stat().st_size > 0
+    output = machines.run("second", "--epochs", "1", "--name", "other", "--init-from", f"{machines.url}/run")
+    assert f"started from {machines.url}/run: 4 of 4 tensors" in output
+
+
+def test_shards_of_all_ranks_of_a_node_are_copied_and_come_back(machines: Machines) -> None:
+    split = ("--parallel", "fsdp", "--checkpoint-format", "sharded")
+    machines.run("first", "--epochs", "1", *split, world_size=2)
+    output = machines.run("second", "--epochs", "2", *split, world_size=2)
+    assert "resumed from step-00000008" in output

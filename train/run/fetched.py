@@ -1,0 +1,32 @@
+"""What is read from an address: `--init-from s3://...`, `--checkpoint s3://...`, and a run whose run_dir is one."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from train.config.urls import is_url
+from train.errors import UserError
+from train.process.context import cache_root
+from train.run.objects import Objects
+from train.run.run_store import fetch
+
+
+@contextmanager
+def fetched(place: str, *, warn: Callable[[str], None], timeout_s: float) -> Iterator[Path]:
+    """The path of `place` for the length of the block: the place itself, or a copy of what is at that address.
+
+    At the address of a run that is its newest checkpoint. Copies of checkpoints are verified. Raises UserError where
+    there is nothing to read or the store refuses, and PeerLost where it does not answer within `timeout_s`.
+    """
+    if not is_url(place):
+        yield Path(place)
+        return
+    folder = cache_root() / "fetched"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"{folder} must be writable, got {error.strerror}. Set RANKUP_CACHE to a folder that is."
+        raise UserError(text) from None
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        yield fetch(Objects.open(place, warn=warn, timeout_s=timeout_s), Path(own))

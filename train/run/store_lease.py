@@ -1,0 +1,165 @@
+"""One live attempt owns a run in a store of objects: by writes that succeed only where there is no such object yet.
+
+`lease/00000007.json` is the seventh attempt's. Whoever creates the next number owns the run; its beats overwrite its
+own object alone. So the one condition that is needed is "create unless it exists" (If-None-Match on S3, a generation of
+0 on GCS, overwrite=False on Azure), and an owner that was frozen, and taken for dead, sees that there is a next number.
+The numbers have no gaps, because none is ever removed: `lease/newest.json` is a hint where to begin to look.
+"""
+
+import contextlib
+import json
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from train.errors import PeerLost, UserError
+from train.process.exit import within
+from train.process.log import host_name
+from train.process.status import read_json, write_json
+from train.run.objects import Objects
+
+BEAT_S = 5.0  # each beat is one small write: 0.4 US cents an hour on S3
+LIFE_S = 30.0
+HINT = "lease/newest.json"
+LAST_WORD_S = 2.0  # how long the end of an attempt may wait for a store that does not answer
+OWN = ".store-lease.json"  # in the run's folder on this machine: the token that this folder wrote last
+
+
+class StoreLease:
+    """Ownership of the run at `store` for the length of a `with` block. Rank 0 only.
+
+    `folder`: the run's on this machine. Its own lease, which must be held already, shows that an earlier owner with the
+    same folder is dead. `life_s`: how long any other owner may be silent, by our own clock.
+    """
+
+    def __init__(
+        self, store: Objects, folder: Path, attempt: str, *, life_s: float = LIFE_S, beat_s: float = BEAT_S
+    ) -> None:
+        self.store, self.folder, self.attempt, self.life_s, self.beat_s = store, folder, attempt, life_s, beat_s
+        self.token = secrets.token_hex(8)
+        self._number = 0
+        self._lost = False
+        self._released = threading.Event()
+        self._writing = threading.Lock()  # no beat may be written over the release
+
+    def __enter__(self) -> "StoreLease":
+        """Take the run over from an owner that is gone.
+
+        Raises UserError, naming the owner, where another attempt is alive, and as `Objects` does.
+        """
+        last, owner = self._last()
+        mine = owner.get("token") == (read_json(self.folder / OWN) or {}).get("token")
+        if owner and not owner.get("released") and not mine and self._alive(last, owner):
+            raise UserError(self._refusal(owner))
+        self._number = last + 1
+        write_json(self.folder / OWN, {"token": self.token})
+        content = self._content(0)
+        if not self.store.create(_name(self._number), content):
+            raise UserError(self._refusal(_parse(self.store.read(_name(self._number)))))
+        self._look_for_conditions()
+        self.store.write(HINT, json.dumps({"number": self._number}).encode())
+        threading.Thread(target=self._beat, name="store lease", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._released.set()
+
+        def release() -> None:
+            with self._writing:
+                if not self._lost:
+                    self._quiet.write(_name(self._number), self._content(0, released=True))
+
+        within(LAST_WORD_S, release)
+
+    def check(self) -> None:
+        """Raises PeerLost where another attempt took the run over, and as `Objects` does. Costs one small request."""
+        if self._released.is_set():  # a thread that still copies must not publish any more
+            raise PeerLost(f"{self.store.url} was given back")
+        following = self.store.within(self.life_s).read(_name(self._number + 1))
+        if following is not None:
+            self._lost = True
+            raise PeerLost(f"another attempt owns {self.store.url} by now ({_who(_parse(following))})")
+
+    def followed(self) -> bool:
+        """Whether another attempt has begun since, be it after this one's end. Raises as `Objects` does."""
+        return self._quiet.read(_name(self._number + 1)) is not None
+
+    def is_ours(self) -> bool:
+        """Whether no other attempt has been seen to take the run over, by the last beat or check."""
+        return not self._lost
+
+    def _last(self) -> tuple[int, dict[str, Any]]:
+        """The highest number, 0 where there is none, and what its owner wrote."""
+        number = int(_parse(self.store.read(HINT)).get("number", 0))
+        content = self.store.read(_name(number)) if number else None
+        while (following := self.store.read(_name(number + 1))) is not None:
+            number, content = number + 1, following
+        return number, _parse(content)
+
+    def _alive(self, number: int, owner: dict[str, Any]) -> bool:
+        """Watch for up to `life_s` whether the owner writes a new beat."""
+        until_s = time.monotonic() + self.life_s
+        while time.monotonic() < until_s:
+            time.sleep(min(1.0, self.beat_s / 2))
+            now = _parse(self.store.read(_name(number)))
+            if now.get("released"):  # it ends normally at this moment
+                return False
+            if now.get("beat") != owner.get("beat"):
+                return True
+        return False
+
+    def _look_for_conditions(self) -> None:
+        """Say it where the store does not know "unless it exists", and look a second time then."""
+        if not self.store.create(_name(self._number), self._content(1)):
+            return
+        self.store.warn(
+            f"{self.store.url} knows no conditional writes: two attempts that begin in the same second may both train"
+        )
+        time.sleep(self.beat_s)
+        if (owner := _parse(self.store.read(_name(self._number)))).get("token") != self.token:
+            raise UserError(self._refusal(owner))
+
+    def _refusal(self, owner: dict[str, Any]) -> str:
+        text = f"run_dir: {self.store.url} is owned by a live attempt, {_who(owner)}."
+        return f"{text} Wait for it, end it, or set another --name."
+
+    def _content(self, beat: int, *, released: bool = False) -> bytes:
+        values = {"token": self.token, "attempt": self.attempt, "host": host_name(), "beat": beat, "released": released}
+        return json.dumps(values).encode()
+
+    def _beat(self) -> None:
+        beat = 1
+        while not self._released.wait(self.beat_s):
+            beat += 1
+            # A store that does not answer: the next upload reports it
+            with contextlib.suppress(UserError, PeerLost), self._writing:
+                if self._released.is_set():
+                    return
+                quick = self._quiet.within(0.0)
+                if quick.read(_name(self._number + 1)) is not None:
+                    self._lost = True
+                    return
+                quick.write(_name(self._number), self._content(beat))
+
+    @property
+    def _quiet(self) -> Objects:
+        """The store without its warnings: each beat would repeat them."""
+        return Objects(self.store.url, self.store.fs, self.store.root, lambda text: None)
+
+
+def _name(number: int) -> str:
+    return f"lease/{number:08d}.json"
+
+
+def _parse(content: bytes | None) -> dict[str, Any]:
+    try:
+        values = json.loads(content or b"{}")
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _who(owner: dict[str, Any]) -> str:
+    return f"{owner.get('attempt', '?')} on {owner.get('host', '?')}"
