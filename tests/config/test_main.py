@@ -211,3 +211,16 @@ def test_defaults_train_fashion_mnist_to_90_percent_in_3_epochs(forks: Forks, tm
     assert len(evaluations) == 3
     assert evaluations[-1] >= 0.90
     assert result(run)["metrics"]["accuracy"] == evaluations[-1]
+
+
+@pytest.mark.parametrize("setting", ["run-dir", "init-from"])
+@pytest.mark.parametrize("url", [
+    "s3://me:hush@bucket/runs", "gs://hush@bucket/runs", "https://host/model.pt?X-Amz-Signature=hush", "s3://b/r?key=hush",
+])
+def test_an_address_with_a_secret_in_it_is_refused_and_not_repeated(
+    setting: str, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", f"--{setting}", url]) == 2
+    printed = "".join(capsys.readouterr())
+    assert f"--{setting} must be an address without user, password, key or parameters." in printed
+    assert "hush" not in printed

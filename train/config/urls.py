@@ -14,6 +14,11 @@ def is_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
+def extra_of(url: str) -> str:
+    """Which extra of ours it needs, "" where it needs none that we know."""
+    return EXTRAS.get(url.partition("://")[0], "")
+
+
 def secrets_in(url: str) -> bool:
     """Whether `url` holds a user and password, or parameters that may be keys, as a signed address has.
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from train.config import Config, check_world_size
 from train.config.options import OPTIONS, LaunchOptions, SuperviseOptions, SupervisorOptions
 from train.config.schema import fields_of
+from train.config.urls import extra_of, is_url
 from train.errors import FAULT, FINISHED
 from train.process import init_method
 from train.process.addresses import PORT_OF_LAUNCH, free_port
@@ -133,6 +134,8 @@ def slow_modules(config: Config, command: str) -> list[str]:
         modules.append("torchvision.transforms.v2")
     if config.workload == "text" and config.bert_dir is not None:
         modules += ["transformers.models.bert.modeling_bert", "tokenizers.implementations", "safetensors.torch"]
+    if is_url(config.run_dir):
+        modules.append({"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}.get(extra_of(config.run_dir), "fsspec"))
     if config.tensorboard:
         modules.append("torch.utils.tensorboard")
     return modules

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from train.config.urls import EXTRAS, is_url
+from train.config.urls import extra_of, is_url
 from train.errors import PeerLost, UserError, reason
 
 PARALLEL = 4  # objects at a time, and parts of a large one
@@ -53,7 +53,7 @@ class Objects:
     def open(cls, url: str, *, warn: Callable[[str], None], timeout_s: float) -> Self:
         """The objects below `url`, a URL or a folder. `timeout_s`: as long requests are tried again from now on."""
         scheme = url.partition("://")[0] if is_url(url) else "file"
-        extra = EXTRAS.get(scheme, "")
+        extra = extra_of(url)
         kind = {"s3": "s3", "gcs": "gs", "azure": "az"}.get(extra, scheme)
         try:
             import fsspec
