@@ -1,0 +1,89 @@
+"""What stands in the environment stays there: no file, no output and no command line of a run has it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.rigs import jobs
+
+SECRETS = {
+    "AWS_SECRET_ACCESS_KEY": "aws-9f1c-secret", "AWS_SESSION_TOKEN": "session-9f1c-secret",
+    "HF_TOKEN": "hf-9f1c-secret", "WANDB_API_KEY": "wandb-9f1c-secret",
+    "MLFLOW_TRACKING_PASSWORD": "mlflow-9f1c-secret", "MY_SECRET": "own-9f1c-secret",
+}
+MARK = "9f1c-secret"
+TRAIN = ("--dataset", "digits", "--max-steps", "12", "--save-every-steps", "4", "--advice=false")
+
+
+def watch(*arguments: str | Path, cwd: Path) -> tuple[int, str, list[str]]:
+    """`train.main` with the secrets in its environment: its code, its output, and all command lines meanwhile."""
+    lines: set[str] = set()
+    job = jobs.start(sys.executable, "-m", "train.main", *arguments, env=SECRETS, cwd=cwd)
+    with jobs.ended(job):
+        (process,) = job.processes
+        while process.poll() is None:
+            with contextlib.suppress(psutil.Error):
+                root = psutil.Process(process.pid)
+                for one in (root, *root.children(recursive=True)):
+                    with contextlib.suppress(psutil.Error):
+                        lines.add(" ".join(one.cmdline()))
+            time.sleep(0.02)
+        (code,) = job.wait()
+    return code, job.output, sorted(lines)
+
+
+def holders(folder: Path) -> list[str]:
+    """The files below a folder that have a secret in them, in their name or their contents."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    assert found
+    return [str(path) for path in found if MARK in str(path) or MARK.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize("kind", ["train", "script", "failing script"])
+def test_run_leaves_no_secret_in_files_outputs_or_command_lines(tmp_path: Path, kind: str) -> None:
+    words = ["launch", "--nproc", "2", "--run-dir", str(tmp_path / "runs")]
+    if kind == "train":
+        words += TRAIN
+    else:
+        script = tmp_path / "script.py"
+        script.write_text("import os\ntoken = os.environ['HF_TOKEN']\nprint('has it:', bool(token))\n"
+                          + ("raise ValueError('it fails')\n" if "failing" in kind else ""))
+        words += ["--command", "run", str(script)]
+    code, output, lines = watch(*words, cwd=tmp_path)
+    assert (code == 0) == ("failing" not in kind), output
+    assert kind == "train" or "has it: True" in output
+    assert len(lines) >= 2
+    assert MARK not in output
+    assert not [line for line in lines if MARK in line]
+    assert holders(tmp_path) == []
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_doctor_prints_no_secret(tmp_path: Path, more: tuple[str, ...]) -> None:
+    _, output, lines = watch("doctor", *more, "--run-dir", str(tmp_path / "runs"), "--dataset", "digits", cwd=tmp_path)
+    assert "digits" in output or "torch" in output
+    assert MARK not in output
+    assert not [line for line in lines if MARK in line]
+    (tmp_path / "something").touch()
+    assert holders(tmp_path) == []
+
+
+def test_nobody_else_can_write_what_a_run_leaves(tmp_path: Path) -> None:
+    """And with the umask of somebody careful, nobody else can read it."""
+    before = os.umask(0o077)
+    try:
+        job = jobs.run("train", *TRAIN, "--run-dir", str(tmp_path / "runs"), env={"RANKUP_CACHE": str(tmp_path / "c")})
+    finally:
+        os.umask(before)
+    assert job.codes == [0], job.output
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "runs").rglob("*")}
+    assert len(modes) > 10
+    assert not {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}
