@@ -15,12 +15,12 @@ from tests.rigs import hf_sets
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.photographs import write_photographs
-from train.config import Config
+from train.config import Config, changed_settings
 from train.data.file_samples import FileSamples
 from train.data.sources import load
 from train.data.sources.decode import decode, decode_bytes
 from train.data.sources.sets import FileSet
-from train.errors import DataError
+from train.errors import ConfigError, DataError
 
 CLASSES = ("class0", "class1")
 
@@ -256,6 +256,7 @@ def test_damaged_image_is_named_by_split_and_row(tmp_path: Path) -> None:
     [
         ("/nowhere/at/all", "got hf:/nowhere/at/all, which is not there"),
         ("./rows", "got hf:./rows, which is not there"),
+        ("https://somebody:password@host/rows", "a data set's name, got an address[.]$"),
         ("csv", "got hf:csv, which is not there"),  # to `datasets`, all CSV files below the working directory
         ("someone/rows", "which is no folder and not cached here. Nothing is downloaded unasked.*set --hf-download"),
     ],
@@ -264,6 +265,18 @@ def test_unknown_data_set_is_one_line_that_says_how_to_get_it(name: str, message
     with pytest.raises(DataError, match=message) as raised:
         load(Config(dataset=f"hf:{name}"))
     assert "\n" not in str(raised.value)
+
+
+def test_without_the_package_the_line_says_how_to_install_it(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"without the package datasets.*pip install 'rankup\[hf\]'"):
+        load_hf(saved)
+
+
+def test_moved_rows_are_no_change_of_settings(saved: Path) -> None:
+    here, there = (Config(dataset=f"hf:{place}/rows") for place in ("/here", "/there"))
+    assert changed_settings(here.model_dump(), there) == []
+    assert changed_settings(here.model_dump(), Config(dataset="digits")) == ["dataset: hf:/here/rows -> digits"]
 
 
 def test_folder_without_data_and_damaged_files_are_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where a Hugging Face data set is: a folder, the caches of `datasets` and of the hub, or, if asked for, the hub."""
+"""Where a Hugging Face data set is: a folder, the cache of `datasets`, or, if asked for, the hub."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Config
+from train.config.urls import is_url
 from train.data.sources.cache import writable_cache
 from train.data.sources.fetch import Say, call_once
 from train.errors import ConfigError, DataError
@@ -35,7 +36,8 @@ def open_splits(config: Config, *, say: Say) -> Mapping[str, Any]:
         return _read_folder(folder, config)
     if not _may_be_at_the_hub(name, folder):
         problem = "which is a file" if folder.exists() else "which is not there"
-        raise DataError(f"dataset must be hf: and a folder, or a data set's name, got {config.dataset}, {problem}.")
+        got = "an address" if is_url(name) else f"{config.dataset}, {problem}"  # an address may have a password in it
+        raise DataError(f"dataset must be hf: and a folder, or a data set's name, got {got}.")
     found = _cached(name, config)
     if found is None and config.hf_download:
         lock = writable_cache() / f".hf-{name.replace('/', '--')}.lock"
@@ -75,21 +77,22 @@ def _read_folder(folder: Path, config: Config) -> Mapping[str, Any]:
 
 
 def _cached(name: str, config: Config) -> Mapping[str, Any] | None:
-    """What `load_dataset` has kept of a name, or what has been downloaded of its repository; None without either."""
+    """What `load_dataset` has kept of a name, None if nothing. Raises DataError for several configurations, unnamed.
+
+    Not the files that the hub's own cache may have: nothing says whether they are all, or those before a broken end.
+    """
     import datasets
-    from huggingface_hub import snapshot_download
 
     try:
         with _offline():
             found: Mapping[str, Any] = datasets.load_dataset(name, config.hf_config)
         return found
-    except Exception:  # of many types; in all cases there may be the repository's files
-        try:
-            with _offline():
-                folder = snapshot_download(name, repo_type="dataset", local_files_only=True)
-        except Exception:
+    except ValueError as error:
+        if config.hf_download:
             return None
-        return _read_folder(Path(folder), config)
+        raise DataError(f"{config.dataset}: what is cached can't be used ({one_line(error)}).") from error
+    except Exception:  # of many types: to `datasets` it is the hub that can't be reached
+        return None
 
 
 @contextmanager
