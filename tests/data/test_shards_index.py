@@ -280,3 +280,17 @@ def test_address_with_a_password_is_refused() -> None:
     with pytest.raises(DataError, match="data_dir must be an address without user, password") as caught:
         load_shards("https://me:geheim@host/data")
     assert "geheim" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"train": 5}', b'{"val": [1]}'])
+def test_list_of_shards_that_is_damaged_is_named(place: Path, content: bytes) -> None:
+    (place / "shards.json").write_bytes(content)
+    assert refusal(place).startswith(f"{place}/shards.json: is no list of shards (")
+
+
+def test_shard_that_cannot_be_read_is_named(place: Path) -> None:
+    (place / "train-0001.tar").unlink()
+    (place / "train-0001.tar").mkdir()
+    assert refusal(place, train_shards="train-{0000..0002}.tar").startswith(
+        f"{place}/train-0001.tar: cannot be read (Is a directory)"
+    )

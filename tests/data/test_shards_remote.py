@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
+import multiprocessing
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,12 @@ def test_pieces_stay_below_their_bound_and_the_oldest_go(tmp_path: Path, blob: P
     assert "000000" not in left
 
 
+def test_piece_that_is_larger_than_the_bound_is_not_kept(tmp_path: Path, blob: Path) -> None:
+    pieces = pieces_of(tmp_path, max_bytes=999)
+    assert pieces.read(f"local://{blob}", "1", 0, 1000, file_size=10_000) == blob.read_bytes()[:1000]
+    assert not list((tmp_path / "pieces").glob("*.piece*"))
+
+
 def test_damaged_piece_is_fetched_again(tmp_path: Path, blob: Path) -> None:
     pieces = pieces_of(tmp_path)
     pieces.read(f"local://{blob}", "1", 0, 1000, file_size=10_000)
@@ -125,12 +133,30 @@ def test_damaged_piece_is_fetched_again(tmp_path: Path, blob: Path) -> None:
     assert path.stat().st_size == 1000
 
 
-def test_piece_that_another_process_fetches_is_waited_for(tmp_path: Path, blob: Path) -> None:
-    pieces = pieces_of(tmp_path)
-    pieces.read(f"local://{blob}", "1", 0, 1000, file_size=10_000)
-    (lock,) = (tmp_path / "pieces").glob("fetch-*.lock")
-    with lock.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is free again
+def test_piece_is_fetched_once_by_several_processes_that_may_be_killed(tmp_path: Path, blob: Path) -> None:
+    fork, asked = multiprocessing.get_context("fork"), tmp_path / "asked"
+
+    def fetch(*, dies: bool) -> None:
+        def slow(url: str, begin: int, end: int) -> bytes:
+            with asked.open("a") as file:
+                file.write("x")
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.2)
+            return blob.read_bytes()[begin:end]
+
+        pieces_module.read_range = slow
+        data = pieces_of(tmp_path).read(f"local://{blob}", "1", 0, 1000, file_size=10_000)
+        os._exit(data != blob.read_bytes()[:1000])
+
+    for number, (dies, codes) in enumerate([([True], [-9]), ([False] * 3, [0] * 3)], 1):
+        processes = [fork.Process(target=fetch, kwargs={"dies": one}) for one in dies]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == codes
+        assert len(asked.read_text()) == number
 
 
 @pytest.mark.parametrize("failures", [1, 99])

@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from train.data.sources.cache import writable_cache
 from train.data.sources.fetch import Say
 from train.data.sources.shards.parquet import ENDING, scan_parquet
 from train.data.sources.shards.place import Place, each
+from train.data.sources.shards.remote import explained
 from train.data.sources.shards.tar_scan import Scan, scan_tar
 from train.errors import DataError
 from train.process.atomic_file import staged, write_atomically
@@ -173,10 +174,15 @@ def _scan(place: Place, names: Sequence[str], *, columns: Columns, say: Say, par
 
 def scan_shard(place: Place, name: str, *, size: int, columns: Columns) -> Scan:
     """The samples of one shard. Raises DataError."""
-    with place.open(name) as file:
-        if name.endswith(ENDING):
-            return scan_parquet(file, place.path(name), image_column=columns.image, label_column=columns.label)
-        return scan_tar(file, place.path(name), size=size, label_column=columns.label)
+    path = place.path(name)
+    try:
+        # Each store has errors of its own for a connection that breaks in the middle
+        with nullcontext() if place.is_local else explained(path, "can't be read"), place.open(name) as file:
+            if name.endswith(ENDING):
+                return scan_parquet(file, path, image_column=columns.image, label_column=columns.label)
+            return scan_tar(file, path, size=size, label_column=columns.label)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
 
 
 def _bring(place: Place) -> str:

@@ -90,6 +90,8 @@ class Pieces:
             if kept is not None:  # another process was first
                 return kept
             data = fetch()
+            if len(data) > self.max_bytes:
+                return data
             try:
                 self._make_room(len(data))
                 with staged(path) as staging:

@@ -123,7 +123,7 @@ def find_shards(place: Place, part: str, pattern: str) -> tuple[list[str], tuple
     `pattern`: what the user wrote, names with * and {000..009}; "": those that shards.json names, else what lies there
     by the name of its part. Raises DataError for none, a gap in their numbers, and compressed ones.
     """
-    listed = json.loads(place.read(LIST) or b"{}")
+    listed = _read_list(place)
     classes = tuple(listed.get("classes", ()))
     if pattern:
         names = [name for word in pattern.split() for name in _expand(word)]
@@ -150,6 +150,19 @@ def find_shards(place: Place, part: str, pattern: str) -> tuple[list[str], tuple
     if not pattern or "*" in pattern:
         _refuse_gaps(place, names)
     return names, classes
+
+
+def _read_list(place: Place) -> dict[str, list[str]]:
+    """What `pack` has left beside its shards; nothing where it has not."""
+    content = place.read(LIST) or b"{}"
+    try:
+        listed: dict[str, list[str]] = json.loads(content)
+        if not all(isinstance(name, str) for key in ("classes", "train", "val") for name in listed.get(key, ())):
+            raise ValueError("no lists of names")
+    except (ValueError, AttributeError, TypeError) as error:
+        way_out = "Write it again by the same `pack`, or remove it and name the shards by patterns."
+        raise DataError(f"{place.path(LIST)}: is no list of shards ({error}). {way_out}") from error
+    return listed
 
 
 def _expand(pattern: str) -> list[str]:
