@@ -19,7 +19,8 @@ def divide(count: int, weights: Sequence[Fraction]) -> list[int]:
 
     Equal weights give parts that differ by one at most, the larger ones first. A part may be 0.
     """
-    exact = [count * weight / sum(weights) for weight in weights]
+    each = count / sum(weights)
+    exact = [each * weight for weight in weights]
     parts = [int(part) for part in exact]
     by_remainder = sorted(range(len(parts)), key=lambda number: parts[number] - exact[number])
     for number in by_remainder[: count - sum(parts)]:

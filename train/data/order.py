@@ -46,9 +46,9 @@ class Order:
     @property
     def load_by_rank(self) -> list[float]:
         """How much more than its exact part each rank takes, since samples are whole: 22 of 21.33 is 1.03."""
-        exact = weights(self.shares, self.world_size)
-        pairs = zip(self.samples_by_rank, exact, strict=True)
-        return [float(samples * sum(exact) / (self.batch_size * weight)) for samples, weight in pairs]
+        given = weights(self.shares, self.world_size)
+        each = self.batch_size / sum(given)
+        return [float(samples / (each * weight)) for samples, weight in zip(self.samples_by_rank, given, strict=True)]
 
     @property
     def micro_sizes(self) -> list[int]:
