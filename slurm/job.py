@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -62,6 +62,7 @@ class Job:
         hosts = subprocess.run(["scontrol", "show", "hostnames", self.nodes], stdout=subprocess.PIPE, text=True).stdout
         if not hosts.split():
             fail(f'scontrol can\'t read the node list "{self.nodes}": EDIT what sets SLURM_JOB_NODELIST')
+        self.hosts = hosts.split()
         # srun would read these options of the whole job, but they mean something else in a step
         of_job = {"SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"}
         cpus_each = str(max(1, cpus // self.nproc))
@@ -132,8 +133,13 @@ class Job:
         current = re.search(rf"Restarts={self.num_requeues}\s", asked.stdout)
         return asked.returncode == 0 and current is not None and "JobState=RUNNING" in asked.stdout
 
-    def requeue(self, code: int, where: str = "", *, run: str = "RUN") -> NoReturn:
-        """Have Slurm start the job anew, if it may, and end this process with `code`."""
+    def requeue(
+        self, code: int, where: str = "", *, run: str = "RUN", queued: Callable[[], None] = lambda: None
+    ) -> NoReturn:
+        """Have Slurm start the job anew, if it may, and end this process with `code`.
+
+        `queued`: is called once the job waits for its next start, before Slurm ends this one.
+        """
         most = number(self.env, "MAX_REQUEUES")
         if self.ending:
             sys.exit(code)
@@ -141,8 +147,12 @@ class Job:
             say(f"not requeued: MAX_REQUEUES={most}")
             sys.exit(code)
         say(f"requeued{where}; start {self.num_requeues + 1} is over")
+        # Slurm ends every process of this start now, and kills after KillWait. What `queued` starts inherits this
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if subprocess.run(["scontrol", "requeue", self.name]).returncode != 0:
             say(f"could not be requeued: sbatch the same with --name {run} goes on")
+        else:
+            queued()
         sys.exit(code)
 
 

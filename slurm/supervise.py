@@ -21,6 +21,7 @@ from typing import NoReturn
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
+import suspects  # noqa: E402
 from job import ROOT, TASK, Job, fail, number, say, shell_code  # noqa: E402
 
 from train.errors import FAULT, FINISHED, STOPPED, root_cause, worth_restarting  # noqa: E402
@@ -81,16 +82,17 @@ def data_on_each_node(job: Job) -> Iterator[list[str]]:
         job.srun(1, ["rm", "-rf", copy]).wait()
 
 
-def progress_of(job: Job, attempt: str, words: Sequence[str]) -> tuple[Path, int, int]:
-    """The run's directory, its newest checkpoint's step, and the exit code that the ranks of `attempt` wrote down.
+def progress_of(job: Job, attempt: str, words: Sequence[str]) -> tuple[Path, int, int, int]:
+    """The run's directory, its newest checkpoint's step, the exit code that the ranks of `attempt` wrote down, and the
+    rank that they lost, or -1.
 
     In the container and by the program itself: its settings say where the run is.
     """
     command = ["srun", "--nodes=1", "--ntasks=1", "--overlap", *job.container(), TASK, "progress", *words]
     env = {**job.env, "RANKUP_ATTEMPT": attempt}
     asked = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-    found = re.search(r"^(.+) (\d+) (\d+)$", asked.stdout, re.MULTILINE)
-    return (Path(found[1]), int(found[2]), int(found[3])) if found else (Path.cwd(), 0, 0)
+    found = re.search(r"^(.+) (\d+) (\d+) (-?\d+)$", asked.stdout, re.MULTILINE)
+    return (Path(found[1]), int(found[2]), int(found[3]), int(found[4])) if found else (Path.cwd(), 0, 0, -1)
 
 
 def train(job: Job, words: Sequence[str]) -> tuple[int, Path, int]:
@@ -110,7 +112,7 @@ def train(job: Job, words: Sequence[str]) -> tuple[int, Path, int]:
             break
         if not job.is_ours():
             fail("Slurm has ended this job, or started it anew elsewhere: this process ends")
-        run_dir, step, written = progress_of(job, attempt, words)
+        run_dir, step, written, suspect = progress_of(job, attempt, words)
         # torchrun turns every code into 1. And where a task is lost, srun asks the other tasks to stop, and returns the
         # code of that, although their ranks wrote down that they lost a peer
         if written and (launcher == "torchrun" or code == STOPPED):
@@ -119,6 +121,8 @@ def train(job: Job, words: Sequence[str]) -> tuple[int, Path, int]:
             code = STOPPED  # the stop cut off a rank that was still starting; a fault while saving is written down
         code = root_cause([code], stopped=job.stopping)
         say(f"attempt {index} ended with {code} at step {step}")
+        if worth_restarting(code) and not job.stopping:
+            suspects.note(job, run_dir, suspect)
         if not worth_restarting(code):
             break
     return code, run_dir, step
@@ -160,7 +164,7 @@ def main(words: Sequence[str]) -> NoReturn:
         sys.exit(code)
     if code != STOPPED and not job.ending:
         refuse_without_progress(run_dir, step, code)
-    job.requeue(code, f" at step {step}", run=run_dir.name)
+    job.requeue(code, f" at step {step}", run=run_dir.name, queued=lambda: suspects.exclude(job, run_dir))
 
 
 if __name__ == "__main__":

@@ -170,3 +170,17 @@ def test_slurm_daemon_of_a_node_that_dies_alone_lets_nobody_train_twice(cluster:
         assert job.show()["JobState"] == "FAILED"
     finally:
         cluster.local("start-slurmd", "node0")
+
+
+def test_slurm_job_leaves_a_node_that_was_suspected_twice(
+    cluster: Cluster, undisturbed: str, tmp_path: Path
+) -> None:
+    job = cluster.submit(tmp_path, RUN, "--nodes=1", "--ntasks-per-node=2", MAX_RESTARTS="0")
+    for step in (100, 300):  # a start without a new checkpoint would be the last
+        job.wait_for_step(step)
+        node = job.show()["NodeList"]
+        job.kill_supervisor(node)
+        job.go_on()
+    finished(job, undisturbed, restarts=2)
+    assert f"the next start excludes {node}, suspected twice" in job.output, job.log()
+    assert job.show()["NodeList"] != node

@@ -190,8 +190,12 @@ def test_slurm_sif_converts_the_image(tmp_path: Path) -> None:
     assert calls[2] == ["apptainer", "build", "--force", "rankup.sif", f"docker-archive:{calls[1][3]}"]
 
 
-@pytest.mark.parametrize(("codes", "cause"), [([], 0), ([143, 171], 171), ([171, 2], 2)])
-def test_slurm_progress_says_where_the_run_stands(codes: list[int], cause: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("codes", "cause", "suspect"), [([], 0, 3), ([143], 143, 3), ([143, 171], 171, 3), ([171, 2], 2, 3)]
+)
+def test_slurm_progress_says_where_the_run_stands(
+    codes: list[int], cause: int, suspect: int, tmp_path: Path
+) -> None:
     run = tmp_path / "my runs" / "job"
     for step in (40, 120):
         (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
@@ -201,11 +205,12 @@ def test_slurm_progress_says_where_the_run_stands(codes: list[int], cause: int, 
         folder = run / "status" / attempt
         folder.mkdir(parents=True)
         for rank, code in enumerate(ends):
-            write_json(folder / f"rank-{rank}.json", {"code": code})
+            lost = 3 if code == 171 else rank or None  # a rank that suspects itself says nothing of others
+            write_json(folder / f"rank-{rank}.json", {"rank": rank, "code": code, "suspect": lost})
         os.utime(folder, (when_s, when_s))
     words = ["train", "--run-dir", "my runs", "--name", "job", "--dataset", "digits"]
     done = subprocess.run(
         [sys.executable, ROOT / "slurm" / "progress.py", *words], cwd=tmp_path, capture_output=True, text=True,
         check=True, env=environment({"RANKUP_ATTEMPT": "slurm-7-1"}),
     )
-    assert done.stdout == f"my runs/job 120 {cause}\n"
+    assert done.stdout == f"my runs/job 120 {cause} {suspect}\n"

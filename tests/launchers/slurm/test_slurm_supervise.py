@@ -35,11 +35,13 @@ esac
 SCONTROL = r"""#!/bin/bash
 echo "$*" >> "$STUB/control"
 case "$*" in
-  "show hostnames"*) printf 'big7\nbig9\n' ;;
+  "show hostnames big[7,9]") printf 'big7\nbig9\n' ;;
+  "show hostnames"*) tr ',' '\n' <<< "$3" ;;
   "show job"*) echo "JobId=7 $(cat "$STUB/state") Command=x" | tr ' ' '\n' ;;
   requeue*) exit "$(cat "$STUB/requeue")" ;;
 esac
 """
+SINFO = '#!/bin/bash\ncat "$STUB/nodes"\n'
 SETTINGS = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "big[7,9]", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "16",
     "PYTHON": "", "IMAGE": "", "LAUNCHER": "tasks", "COMMAND": "train", "DOCTOR": "", "DATA": "", "MAX_RESTARTS": "3",
@@ -52,12 +54,12 @@ class Supervised:
 
     def __init__(self, folder: Path, codes: str, **env: str) -> None:
         self.folder = folder
-        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("sinfo", SINFO)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
         defaults = {
-            "codes": "\n".join(codes.split()), "progress": "runs/job 40 0", "copy": "0", "requeue": "0",
-            "state": "Restarts=0 JobState=RUNNING",
+            "codes": "\n".join(codes.split()), "progress": "runs/job 40 0 -1", "copy": "0", "requeue": "0",
+            "state": "Restarts=0 JobState=RUNNING Partition=main ExcNodeList=(null)", "nodes": "big7\nbig8\nbig9",
         }
         for name, text in defaults.items():
             if not (folder / name).exists():
@@ -149,7 +151,7 @@ def test_slurm_start_after_a_requeue_counts_attempts_on(tmp_path: Path) -> None:
 def test_slurm_codes_that_torchrun_hides_are_those_that_ranks_wrote_down(
     written: str, end: int, steps: int, tmp_path: Path
 ) -> None:
-    (tmp_path / "progress").write_text(f"a container says hello\nruns/my job 40 {written}\n")
+    (tmp_path / "progress").write_text(f"a container says hello\nruns/my job 40 {written} -1\n")
     job = Supervised(tmp_path, "201 201", LAUNCHER="torchrun", MAX_RESTARTS="1")
     code, said = job.run()
     assert (code, len(job.trained())) == (end, steps), said
@@ -160,7 +162,7 @@ def test_slurm_codes_that_torchrun_hides_are_those_that_ranks_wrote_down(
 def test_slurm_step_that_srun_ends_for_a_lost_task_was_not_stopped(
     written: str, end: int, steps: int, tmp_path: Path
 ) -> None:
-    (tmp_path / "progress").write_text(f"runs/job 40 {written}\n")
+    (tmp_path / "progress").write_text(f"runs/job 40 {written} -1\n")
     job = Supervised(tmp_path, "143 0")
     code, said = job.run()
     assert (code, len(job.trained())) == (end, steps), said
@@ -359,3 +361,58 @@ def test_slurm_supervisor_is_python_3_8() -> None:
         assert {str(name).split(".")[0] for name in imported} <= known, path
         ours = {name for name in imported if str(name).startswith("train")}
         assert ours <= {"train.errors", "train.process.addresses"}, path
+
+
+# Hosts that are suspected ---------------------------------------------------------------------------------------------
+
+
+def excluded(job: Supervised) -> list[str]:
+    """What Slurm was told about the job's nodes, each after a requeue: before it, Slurm would not take it."""
+    calls = [line for line in job.lines("control") if line.startswith(("requeue", "update"))]
+    assert all(calls[at - 1].startswith("requeue") for at, call in enumerate(calls) if call.startswith("update"))
+    return [call.partition("JobId=7 ExcNodeList=")[2] for call in calls if call.startswith("update")]
+
+
+def test_slurm_host_that_is_suspected_twice_is_left_out_of_the_requeue(tmp_path: Path) -> None:
+    (tmp_path / "progress").write_text("runs/job 40 171 1\n")  # rank 1 of big7 and big9
+    job = Supervised(tmp_path, "171 171", MAX_RESTARTS="1")
+    code, said = job.run()
+    assert (code, excluded(job)) == (171, ["big9"]), said
+    assert "rank 1 was lost on big9, suspected 1 times by now" in said
+    assert "the next start excludes big9, suspected twice" in said
+
+
+def test_slurm_host_that_is_suspected_in_two_starts_is_left_out_and_what_the_user_excludes_stays(
+    tmp_path: Path
+) -> None:
+    (tmp_path / "progress").write_text("runs/job 40 171 0\n")
+    first = Supervised(tmp_path, "171 171", MAX_RESTARTS="0")
+    assert first.run()[0] == 171
+    assert excluded(first) == []
+    (tmp_path / "progress").write_text("runs/job 80 171 0\n")
+    (tmp_path / "nodes").write_text("big6\nbig7\nbig8\nbig9\n")
+    (tmp_path / "state").write_text("Restarts=1 JobState=RUNNING Partition=main ExcNodeList=big5,big6\n")
+    _, said = Supervised(tmp_path, "171 171", MAX_RESTARTS="0", SLURM_RESTART_COUNT="1").run()
+    assert excluded(first) == ["big5,big6,big7"], said
+
+
+def test_slurm_exclusion_is_given_up_when_nodes_run_short(tmp_path: Path) -> None:
+    (tmp_path / "progress").write_text("runs/job 40 171 1\n")
+    job = Supervised(tmp_path, "171 171 143", MAX_RESTARTS="1")
+    job.run()
+    assert excluded(job) == ["big9"]
+    # The next start: another node is gone, so that two are left only with big9
+    (tmp_path / "nodes").write_text("big7\nbig9\n")
+    (tmp_path / "state").write_text("Restarts=1 JobState=RUNNING Partition=main ExcNodeList=big9\n")
+    (tmp_path / "progress").write_text("runs/job 80 143 -1\n")
+    said = Supervised(tmp_path, "", SLURM_RESTART_COUNT="1").run()[1]
+    assert excluded(job) == ["big9", ""], said
+    assert "big9: suspected twice, but not excluded: fewer than 2 other nodes are there" in said
+
+
+@pytest.mark.parametrize("told", ["40 171 -1", "40 171 7"], ids=["nobody", "no rank of ours"])
+def test_slurm_no_host_is_left_out_where_none_is_suspected(told: str, tmp_path: Path) -> None:
+    (tmp_path / "progress").write_text(f"runs/job {told}\n")
+    job = Supervised(tmp_path, "171 171", MAX_RESTARTS="1")
+    assert job.run()[0] == 171
+    assert excluded(job) == []
