@@ -146,7 +146,7 @@ def test_settings_that_may_change_on_resume_are_exactly_these():
         "cache_images", "cache_max_gb", "train_shards", "eval_shards", "image_column", "label_column",
         "preemption_notices",
         "parallel", "bert_dir", "bert_download", "checkpoint_format", "profile", "advice", "shares",
-        "hf_eval_split", "hf_download", "tracker",
+        "hf_eval_split", "hf_download", "tracker", "mirror",
     }
 
 

@@ -29,7 +29,7 @@ from train.run.lineage import FILE, Lineage
 from train.run.training_state import to_json
 
 LINE = ("train", *SETTINGS, "--run-dir=runs", "--name=run", "--save-every-steps=8")
-STOP = {"where": "loss", "call": 12, "signal": "SIGTERM", "rank": 0}  # in step 10
+STOP: dict[str, Any] = {"where": "loss", "call": 12, "signal": "SIGTERM", "rank": 0}  # in step 10
 HOST = host_name()
 FROM_COPY = f"the second copy on {HOST} (rank 1): {HOST} (rank 0) has"
 

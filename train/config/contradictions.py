@@ -6,11 +6,13 @@ and the launcher do without. What a method refuses by itself, it refuses once th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from train.config.settings import Settings
 from train.config.shares import divide, weights
+from train.config.urls import is_url
 from train.config.yaml_text import describe
 from train.errors import ConfigError
 
@@ -68,6 +70,8 @@ def contradictions(c: Settings) -> Iterator[Contradiction]:
     if 0 < c.max_steps <= c.warmup_steps:
         yield Contradiction(("warmup_steps", "max_steps"), f"< max_steps={c.max_steps}",
                             "The run would end before the warm-up does.")
+    if c.mirror and _place(c.mirror) == _place(c.run_dir):
+        yield Contradiction(("mirror", "run_dir"), "another place than run_dir", "A copy there would be lost with it.")
     first, _, last = c.profile.partition(":")
     if c.profile and not 0 < int(last) - int(first) <= MAX_PROFILED_STEPS:
         rule = f"FIRST:LAST with FIRST before LAST, at most {MAX_PROFILED_STEPS} steps"
@@ -80,6 +84,10 @@ def contradictions(c: Settings) -> Iterator[Contradiction]:
         yield Contradiction(("data_dir", "dataset", "workload"), "null with dataset hf:PATH_OR_NAME",
                             "The folder stands behind hf:")
     yield from _of_image_files(c)
+
+
+def _place(text: str) -> str:
+    return text.rstrip("/") if is_url(text) else os.path.abspath(text)
 
 
 def _of_image_files(c: Settings) -> Iterator[Contradiction]:

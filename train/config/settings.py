@@ -167,6 +167,8 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                         rule="at most 200 letters, digits and . _ - beginning with a letter, digit or _")
     run_dir: str = setting("runs", "Folder of all runs, where rank 0 finds it again, or an address: s3://bucket/runs.",
                            min_length=1, rule="a path or an address")
+    mirror: str = setting("", "Also keep the newest checkpoints in this folder, or at this address: s3://bucket/runs.",
+                          rule="a path or an address")
     fresh: bool = setting(False, "Start anew although the run has checkpoints.")
     checkpoint_format: Literal["plain", "sharded"] = setting(
         "plain", "plain: rank 0 writes all; sharded, with fsdp: each rank its part, on storage that all nodes share.")

@@ -18,7 +18,7 @@ import torch
 
 from train.config import Config, to_yaml
 from train.config.urls import is_url
-from train.errors import UserError, disk_error
+from train.errors import Stopped, UserError, disk_error
 from train.group.group import Group, on_rank0
 from train.group.join import broke_collective
 from train.process.atomic_file import write_atomically
@@ -30,6 +30,7 @@ from train.run.copier import Copier
 from train.run.lease import Lease
 from train.run.lineage import Lineage
 from train.run.metrics import Metrics, Progress
+from train.run.mirror import Mirror
 from train.run.origin import OnDisk, Origin, begun_by_this_launch, check_settings, find_origin
 from train.run.remote import RemoteRun
 from train.run.saver import Saver
@@ -50,6 +51,7 @@ class RunDirectory:
     lease: Lease | None = field(repr=False)
     remote: RemoteRun | None = field(repr=False)  # rank 0's, where run_dir is an address
     saving: Progress | None  # `saved`, where its checkpoint has yet to be copied to the address
+    mirror: Mirror | None = field(repr=False)  # rank 0's, where one is asked for
     # Writes nothing until `open_metrics`
     metrics: Metrics = field(default_factory=lambda: Metrics(None, Progress(), saved=Progress(), tensorboard=False))
     tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
@@ -99,6 +101,8 @@ class RunDirectory:
             self.metrics = Metrics(
                 self.path, progress, saved=self.saved, tensorboard=self.config.tensorboard, unit=unit
             )
+            if self.mirror is not None:
+                self.mirror.start()
 
         self.metrics.unit = unit
         on_rank0(self.group, open_files)
@@ -120,10 +124,15 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
     """
     lease = Lease(group.run_dir, group.attempt) if group.is_rank0 else None
     remote: RemoteRun | None = None
+    mirror = Mirror(config, group) if config.mirror and group.is_rank0 else None
     earlier: Checkpoint | None = None
     if is_url(config.run_dir):
         group.watch.enter("setup", config.setup_timeout_s)  # a checkpoint may have to be fetched
     with contextlib.ExitStack() as stack:
+
+        def claim() -> None:
+            assert lease is not None
+            group.status.claim(remote or lease, copy=remote.copy_status if remote else None)
 
         def take() -> dict[str, Any]:
             nonlocal earlier, remote
@@ -133,12 +142,17 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
                 if is_url(config.run_dir):
                     remote = stack.enter_context(RemoteRun(config, group, lease))
                     remote.adopt()
-                group.status.claim(remote or lease, copy=remote.copy_status if remote else None)
+                claim()
                 if config.tracker != "none":
                     table.check(config.tracker)
                 begun = _find_run(config, group)
                 if remote is not None and begun is not None:
                     remote.fetch_checkpoint(begun.run)
+                if mirror is not None:
+                    group.watch.enter("setup", config.setup_timeout_s)  # a checkpoint may have to be fetched
+                    mirror.fetch(begun, wanted=lambda other: not config.fresh or begun_by_this_launch(other, group))
+                    begun = Lineage.read(group.run_dir)
+                    claim()  # the mirror's status is of an earlier attempt
                 finished, earlier, problem = _find_earlier(config, group)
             except OSError as error:
                 raise _not_writable(group, error) from None
@@ -162,7 +176,7 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
             group, lambda: remote is None or found is None or remote.holds(found.path, origin.lineage.run)
         ):
             saving = copy(origin.saved)
-        run = RunDirectory(config, group, disk.finished, origin, disk.mark, lease, remote, saving)
+        run = RunDirectory(config, group, disk.finished, origin, disk.mark, lease, remote, saving, mirror)
         try:
             if saving is not None and group.is_rank0:
                 run.saver.upload_beside(group.run_dir / "checkpoints" / f"step-{saving.step:08d}", step=saving.step)
@@ -177,10 +191,14 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
                 run.saver.wait()
             with contextlib.suppress(UserError):  # the reason for leaving is the other error
                 run.metrics.close()
+            if mirror is not None and isinstance(error, Stopped):
+                mirror.finish(stopped=True)
             raise
         run.metrics.close()  # TensorBoard's writer holds up to two minutes of values in memory
         if remote is not None:
             remote.finish()
+        if mirror is not None and not run.finished:
+            mirror.finish(stopped=False)
 
 
 def _find_run(config: Config, group: Group) -> Lineage | None:

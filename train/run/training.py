@@ -102,6 +102,8 @@ def _note_saved(t: Training) -> None:
     assert t.saving is not None
     t.saved, t.saving = t.saving, None
     rescue.remove(t.run.lineage.run, up_to=t.saved.step)
+    if t.run.mirror is not None:
+        t.run.mirror.copy(t.saved.step)
     if t.group.is_rank0:
         t.group.log.debug(f"saved step {t.saved.step}")
 

@@ -1,0 +1,158 @@
+"""--mirror: what was published is on a second place too, comes back from there, and never stops a training."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.checkpoints import SETTINGS, flip
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import comparable_metrics, result
+from train.config import load_config
+from train.errors import ConfigError
+
+LINE = ("train", *SETTINGS, "--name=run", "--save-every-steps=8")
+STOP: dict[str, Any] = {"where": "loss", "call": 12, "signal": "SIGTERM", "rank": 0}  # in step 10
+
+
+class Place:
+    """A run directory and its mirror."""
+
+    def __init__(self, forks: Forks, folder: Path) -> None:
+        self.forks, self.runs, self.mirror = forks, folder / "runs", folder / "mirror"
+        self.run_dir = self.runs / "run"
+
+    def run(self, *more: str, code: int = 0, mirror: str = "", **order: Any) -> str:
+        env = {"PROBE": json.dumps(order)} if order else {}
+        line = (*LINE, f"--run-dir={self.runs}", f"--mirror={mirror or self.mirror}", *more)
+        codes, output = self.forks.run(*line, world_size=2, env=env)
+        assert codes == [code, code], output
+        assert "Traceback" not in output
+        return output
+
+    def mirrored(self) -> list[str]:
+        """The names of the checkpoints on the mirror, without their digests."""
+        return sorted(path.parent.name[:13] for path in self.mirror.glob("run/checkpoints/*/*/manifest.json"))
+
+    def lose(self) -> None:
+        shutil.rmtree(self.runs)
+
+
+@pytest.fixture
+def place(forks: Forks, tmp_path: Path) -> Place:
+    return Place(forks, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    place = Place(forks, tmp_path_factory.mktemp("undisturbed"))
+    place.run()
+    assert "step-00000032" in place.mirrored()
+    assert json.loads((place.mirror / "run" / "result.json").read_text()) == result(place.run_dir)
+    return {"digest": result(place.run_dir)["digest"], "metrics": comparable_metrics(place.run_dir)}
+
+
+def test_lost_disk_comes_back_from_the_mirror(place: Place, undisturbed: dict[str, Any]) -> None:
+    assert "the mirror" not in place.run(code=143, **STOP)
+    assert place.mirrored()[-1] == "step-00000010"
+    place.lose()
+    output = place.run()
+    assert f"fetched step-00000010 from the mirror {place.mirror}/run: {place.run_dir} had no good checkpoint" in output
+    assert "resumed from step-00000010" in output
+    assert result(place.run_dir)["digest"] == undisturbed["digest"]
+    assert comparable_metrics(place.run_dir) == undisturbed["metrics"]
+    assert len(place.mirrored()) <= 3  # `keep`, and no more than one that was left out
+    place.lose()
+    assert "is finished: 32 steps" in place.run()
+
+
+@pytest.mark.parametrize("damage", ["newest here", "all here", "all here and the newest there"])
+def test_newest_whole_one_of_both_places(place: Place, undisturbed: dict[str, Any], damage: str) -> None:
+    place.run("--max-steps=8")
+    place.run(code=143, **STOP)
+    here = sorted((place.run_dir / "checkpoints").iterdir())
+    for path in here if damage.startswith("all") else here[-1:]:
+        flip(path / "model.pt", 99)
+    resumed = "step-00000018"
+    if damage.endswith("there"):
+        (there,) = place.mirror.glob("run/checkpoints/*/step-00000018-*")
+        flip(there / "model.pt", 99)
+        resumed = place.mirrored()[-2]  # 16, or 8 if the upload of that was left out for the next
+    output = place.run()
+    assert f"fetched {resumed} from the mirror" in output
+    assert f"resumed from {resumed}" in output
+    assert result(place.run_dir)["digest"] == undisturbed["digest"]
+
+
+def test_newer_checkpoint_here_is_never_replaced(place: Place, undisturbed: dict[str, Any]) -> None:
+    place.run("--max-steps=4")
+    kept = place.mirror.with_name("kept")
+    shutil.copytree(place.mirror, kept)
+    place.run(code=143, **STOP)
+    shutil.rmtree(place.mirror)
+    kept.rename(place.mirror)
+    output = place.run()
+    assert "fetched" not in output
+    assert "resumed from step-00000014" in output
+    assert result(place.run_dir)["digest"] == undisturbed["digest"]
+
+
+def test_mirror_that_fails_is_one_line_and_the_end_says_what_is_missing(
+    place: Place, undisturbed: dict[str, Any]
+) -> None:
+    place.mirror.write_text("in the way")
+    place.run_dir.mkdir(parents=True)
+    place.mirror.unlink()
+    place.run(code=143, **STOP)
+    shutil.rmtree(place.mirror)
+    place.mirror.write_text("in the way")
+    output = place.run()
+    assert output.count("the mirror fails, the training goes on: ") == 1
+    assert f"the newest checkpoint, step-00000032, is not on the mirror {place.mirror}/run: " in output
+    assert result(place.run_dir)["digest"] == undisturbed["digest"]
+
+
+def test_fresh_begins_anew_there_too_and_keeps_what_was_there(place: Place) -> None:
+    place.run(code=143, **STOP)
+    place.lose()
+    output = place.run("--fresh", "--lr=0.25", code=143, **STOP | {"call": 4})  # step 2
+    assert "resumed" not in output
+    assert {"step-00000010", "step-00000002"} <= set(place.mirrored())
+    place.lose()
+    assert "resumed from step-00000002" in place.run("--lr=0.25", "--max-steps=4")
+
+
+def test_only_damaged_ones_are_left_and_nothing_begins_anew_without_a_word(place: Place) -> None:
+    place.run(code=143, **STOP)
+    place.lose()
+    for path in place.mirror.glob("run/checkpoints/*/*/model.pt"):
+        flip(path, 99)
+    assert "must hold a whole checkpoint, got only damaged ones" in place.run(code=2)
+
+
+def test_mirror_that_cannot_be_read_is_asked_again_later_where_it_alone_may_know_the_run(place: Place) -> None:
+    place.mirror.write_text("in the way")
+    line = (*LINE, f"--run-dir={place.runs}", f"--mirror={place.mirror}")
+    codes, output = place.forks.run(*line, preload="tests.run.test_mirror:impatient")
+    assert codes == [171], output
+    assert f"{place.mirror}/run did not answer in time: " in output
+
+
+def impatient() -> None:
+    """Preloaded."""
+    from train.run import mirror
+
+    mirror.SEARCH_S = 0.1
+
+
+def test_address_with_a_key_in_it_is_refused_and_not_repeated(place: Place) -> None:
+    assert "mirror must be an address without user" in (output := place.run(mirror="s3://me:secret@bucket", code=2))
+    assert "secret@" not in output
+    assert not (place.run_dir / "config.yaml").exists()
+
+
+def test_mirror_in_the_run_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="mirror must be another place than run_dir"):
+        load_config({"run_dir": str(tmp_path), "mirror": f"{tmp_path}/"})

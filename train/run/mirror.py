@@ -1,0 +1,187 @@
+"""`--mirror DIR_OR_URL`: the newest checkpoints and the files beside them on a second place, as a disk may be lost.
+
+A thread of rank 0 copies what was published, objects first and the manifest last, and always the newest: what it had no
+time for is left out. No step and no save waits for it, and a mirror that fails is one line until it is back; the end
+says what is not there. `train.run.run_store` says what lies there, and confirms by digests what comes back.
+"""
+
+import contextlib
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from train.config import Config
+from train.config.urls import must_hold_no_secrets, secrets_in
+from train.errors import PeerLost, UserError
+from train.group.group import Group
+from train.run import lineage
+from train.run.checkpoint import find_problem, list_checkpoints, step_of
+from train.run.lineage import Lineage
+from train.run.objects import Objects
+from train.run.run_store import RunStore
+
+# How long an upload is tried again; then the next checkpoint's is due
+UPLOAD_S = 120.0
+# At opening: a run that is here need not wait for a mirror. Where none is here, only the mirror knows of one
+LOOK_S, SEARCH_S = 5.0, 60.0
+# At the end the other ranks wait for rank 0, and a launcher that stops a job gives a minute or less
+END_S, STOP_S = 60.0, 15.0
+
+
+class Mirror:
+    """The mirror of the run in the folder `group.run_dir`. Rank 0 only."""
+
+    def __init__(self, config: Config, group: Group) -> None:
+        self.config, self.group, self.folder = config, group, group.run_dir
+        self.address = f"{config.mirror.rstrip('/')}/{self.folder.name}"
+        self._news = threading.Condition()
+        self._wanted: Path | None = None  # the newest checkpoint that is not there
+        self._busy = self._over = False
+        self._thread: threading.Thread | None = None
+        self._failing = ""  # what was said of a mirror that fails
+        self.there = 0  # the newest step that this attempt has brought there
+        self._store: RunStore | None = None
+
+    # At opening -----------------------------------------------------------------------------------------------
+
+    def fetch(self, here: Lineage | None, *, wanted: Callable[[Lineage], bool]) -> None:
+        """Put the mirror's newest checkpoint into the run directory, where that has none as new.
+
+        `here`: the run in the directory. Where there is none, it gets the mirror's, with its files, if it is `wanted`.
+        Raises UserError and PeerLost where the mirror can't be read and nothing is here: there may be a run.
+        """
+        if secrets_in(self.config.mirror):  # the settings are about to be written down
+            raise UserError(must_hold_no_secrets("mirror"))
+        directory = self.folder / "checkpoints"
+        good = (step_of(path) for path in reversed(list_checkpoints(directory)) if not find_problem(path))
+        above = next(good, -1)
+        try:
+            store = self._open(SEARCH_S if here is None and above < 0 else LOOK_S)
+            if here is None and above < 0:
+                here = self._adopt(store, wanted)
+            elif here is not None:
+                self._catch_up(store, here)
+            if here is None:
+                return
+            if path := store.fetch_newest(directory, run=here.run, above=above):
+                had = f"step-{above:08d} as its newest" if above >= 0 else "no good checkpoint"
+                self.group.log.info(f"fetched {path.name} from the mirror {self.address}: {self.folder} had {had}")
+        except (UserError, PeerLost) as error:
+            if above < 0:
+                raise
+            self._fail(str(error))
+
+    def _adopt(self, store: RunStore, wanted: Callable[[Lineage], bool]) -> Lineage | None:
+        """The mirror's run, if there is one that is wanted; its files are here then."""
+        run = store.current_run()
+        with tempfile.TemporaryDirectory() as folder:
+            store.objects.download(lineage.FILE, Path(folder, lineage.FILE))
+            found = Lineage.read(Path(folder))
+        if run is None or not wanted(found or Lineage(run, "", "", [])):
+            return None
+        store.fetch_files(self.folder)
+        here = Lineage.read(self.folder)
+        if here is None or here.run != run:
+            here = Lineage(run, "", "", [])
+            here.write(self.folder)
+        return here
+
+    def _catch_up(self, store: RunStore, here: Lineage) -> None:
+        """Another machine may have been node 0 since: the mirror's files are newer then."""
+        with tempfile.TemporaryDirectory() as folder:
+            store.objects.download(lineage.FILE, Path(folder, lineage.FILE))
+            found = Lineage.read(Path(folder))
+            if found is not None and found.run == here.run and found.number > here.number:
+                shutil.copy(Path(folder, lineage.FILE), self.folder / lineage.FILE)
+            elif found is not None and found.run != here.run:
+                self.group.log.info(f"the mirror {self.address} holds another run, whose checkpoints stay there")
+
+    # While training -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to copy: which run this is, and the newest checkpoint where it is not there."""
+        newest = next(reversed(list_checkpoints(self.folder / "checkpoints")), None)
+        self._wanted, self._busy = newest, True
+        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+        self._thread.start()
+
+    def copy(self, step: int) -> None:
+        """Copy the checkpoint of that step, which stands on the disk, in the background."""
+        with self._news:
+            self._wanted = self.folder / "checkpoints" / f"step-{step:08d}"
+            self._news.notify_all()
+
+    def finish(self, *, stopped: bool) -> None:
+        """Wait until the newest checkpoint is there, for a while; say so if it is not. Copies the files a last time."""
+        patience_s = STOP_S if stopped else min(END_S, self.config.save_timeout_s / 2)
+        until_s = time.monotonic() + patience_s
+        with self._news:
+            self._over = True
+            self._news.notify_all()
+            while self._thread is not None and self._busy and time.monotonic() < until_s:
+                self._news.wait(0.2)
+            left = self._wanted if self._busy or self._wanted else None
+        if left is not None:
+            why = f": {self._failing}" if self._failing else f" {patience_s:.0f} s after the end"
+            self.group.log.warning(f"the newest checkpoint, {left.name}, is not on the mirror {self.address}{why}")
+
+    def _work(self) -> None:
+        """The thread: the files first, then whatever checkpoint is the newest, again and again."""
+        first = True
+        while True:
+            with self._news:
+                while not (first or self._wanted or self._over):
+                    self._busy = False
+                    self._news.notify_all()
+                    self._news.wait()
+                path, self._busy, over = self._wanted, True, self._over
+            done = self._upload(path)
+            first = False
+            with self._news:
+                if done and self._wanted == path:
+                    self._wanted = None
+                if over and (self._wanted is None or not done):
+                    self._busy = False
+                    self._news.notify_all()
+                    return
+                if not done and not self._over:
+                    self._news.wait(UPLOAD_S / 4)  # until a newer one is due, or for another try
+
+    def _upload(self, path: Path | None) -> bool:
+        """Copy the files and, if there is one, a checkpoint. Whether that is done."""
+        try:
+            store = self._open(UPLOAD_S if not self._over else STOP_S)
+            store.upload_files(self.folder)
+            here = Lineage.read(self.folder)
+            if path is not None and path.exists() and here is not None:
+                if not store.holds(path, run=here.run):
+                    store.upload_checkpoint(path, run=here.run, keep=self.config.keep)
+                self.there = step_of(path)
+                self.group.log.debug(f"the mirror {self.address} has {path.name}")
+        except Exception as error:  # nobody joins this thread, and a mirror must not end the training
+            if path is not None and not path.exists():
+                return True  # removed meanwhile, by a newer one's publication
+            self._fail(str(error) or type(error).__name__)
+            return False
+        if self._failing:
+            self._failing = ""
+            self.group.log.info(f"the mirror {self.address} is back")
+        return True
+
+    def _open(self, timeout_s: float) -> RunStore:
+        """The store, with so much patience. Raises UserError where its package is missing."""
+        if self._store is None:
+            objects = Objects.open(self.config.mirror, warn=self._fail, timeout_s=timeout_s)
+            self._store = RunStore(objects.below(self.folder.name))
+        self._store.objects = self._store.objects.within(timeout_s)
+        return self._store
+
+    def _fail(self, text: str) -> None:
+        """One line, until it is back."""
+        with contextlib.suppress(OSError):
+            if not self._failing:
+                self.group.log.warning(f"the mirror fails, the training goes on: {text}")
+        self._failing = text
