@@ -203,12 +203,18 @@ def test_wandb_files_have_one_run_and_each_step_once(forks: Forks, tmp_path: Pat
     offline = {"WANDB_MODE": "offline", "WANDB_API_KEY": PASSWORD * 3}
     codes, output = forks.run(*command, env={**offline, **KILLED})
     assert codes == [-9], output
+    until_s = time.monotonic() + 60
+    while rows_of(run).codes != [1]:  # the sender outlives its rank
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+    (first,) = rows_of(run).ids
+    (run / "run.json").unlink()  # the checkpoint knows the run's id too
     codes, output = forks.run(*command, env=offline)
     assert codes == [0], output
     assert "resumed from step-00000008" in output
     assert len(list((run / "tracker" / "wandb").glob("offline-run-*"))) == 2
     rows = rows_of(run)
-    assert rows.ids == {json.loads((run / "run.json").read_text())["run"]}
+    assert rows.ids == {first} == {json.loads((run / "run.json").read_text())["run"]}
     assert rows.codes == [1, 0]
     for name, points in written(run).items():
         step = f"{name.split('/')[0]}/step"

@@ -156,9 +156,12 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
                 finished, earlier, problem = _find_earlier(config, group)
             except OSError as error:
                 raise _not_writable(group, error) from None
+            new = Lineage.new(group.attempt, group.launch.start)
+            if earlier is not None:
+                new.run = earlier.state.run  # run.json was lost: trackers know the run by the same id all the same
             return asdict(OnDisk(
                 finished=finished, problem=problem, token=lease.token, mark=lineage.new_mark(group.attempt),
-                lineage=begun.values() if begun else None, new=Lineage.new(group.attempt, group.launch.start).values(),
+                lineage=begun.values() if begun else None, new=new.values(),
                 saved=[earlier.state.step, earlier.state.evaluated] if earlier else None,
             ))
 
