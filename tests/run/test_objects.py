@@ -2,6 +2,7 @@
 
 import random
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,6 +121,18 @@ def test_a_store_that_refuses_is_told_to_the_user_at_once(
 def test_a_bucket_that_is_missing_is_the_users_mistake(door: Door) -> None:
     with pytest.raises(UserError, match="s3://no-such-bucket/runs: the bucket or container must exist"):
         Objects.open("s3://no-such-bucket/runs", warn=print, timeout_s=60).write("hint", b"")
+
+
+@pytest.mark.parametrize(("url", "message"), [
+    ("gs://bucket/runs", r"needs a package that is not installed here\. pip install 'rankup\[gcs\]'"),
+    ("nowhere://bucket/runs", "must be an address that fsspec knows, got: ValueError: Protocol not known: nowhere"),
+])
+def test_an_address_without_its_package_is_the_users_mistake(
+    url: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(UserError, match=message):
+        Objects.open(url, warn=print, timeout_s=0)
 
 
 def test_a_store_that_loses_what_it_took_gets_no_manifest(door: Door, place: Place, tmp_path: Path) -> None:
