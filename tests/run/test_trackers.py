@@ -29,6 +29,7 @@ MADE_UP = (
     "train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--log-every-steps", "1",
     "--eval-batch-size", "4", "--join-timeout-s", "30", "--schedule", "constant",
 )
+RUN = "0123456789abcdef"
 NewSender = Callable[[], Sender]
 PASSWORD = "not-for-any-file"
 # In the second epoch: the newest checkpoint is of step 8
@@ -281,7 +282,7 @@ def tracked(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 @pytest.fixture
 def new_sender(tmp_path: Path) -> Iterator[NewSender]:
     with contextlib.ExitStack() as stack:
-        facts = Facts("mlflow", "0123456789abcdef", "run", str(tmp_path), {})
+        facts = Facts("mlflow", RUN, "run", str(tmp_path), str(tmp_path), {})
         yield lambda: stack.enter_context(contextlib.closing(Sender(facts)))
 
 
@@ -346,6 +347,8 @@ def test_address_of_the_newest_checkpoint_is_told(tmp_path: Path, tracked: Recor
     (tmp_path / "checkpoints" / "step-100000000").mkdir()
     one.look()
     assert tracked.notes == {"checkpoint": str(tmp_path / "checkpoints" / "step-100000000")}
+    in_store = Facts("mlflow", RUN, "run", str(tmp_path), "s3://bucket/runs/run", {})
+    assert sending.newest_checkpoint(in_store) == f"s3://bucket/runs/run/checkpoints/{RUN}/step-100000000-*"
 
 
 def test_secrets_are_taken_out_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from train.config.urls import is_url
 from train.process.status import read_json, write_json
 from train.run.trackers.table import open_run
 from train.run.trackers.tracked_run import KINDS, Facts, Point, TrackedRun
@@ -77,7 +78,7 @@ class Sender:
                 break
             self._log(tracked, [point for point in self.unsent if point.step > self._sent.get(point.kind, -1)])
             self.unsent = []
-        newest = newest_checkpoint(self.directory)
+        newest = newest_checkpoint(self.facts)
         if newest != self._checkpoint:
             tracked.note("checkpoint", newest)
             self._checkpoint = newest
@@ -137,11 +138,15 @@ def point_of(entry: dict[str, Any]) -> Point | None:
     return Point(kinds[next(iter(values))], entry["step"], entry["time"], values) if values else None
 
 
-def newest_checkpoint(run_dir: Path) -> str:
-    """The path of the newest checkpoint; empty where there is none. One that has this name is whole."""
-    names = [path.name for path in (run_dir / "checkpoints").glob("step-*") if "." not in path.name]
-    # The numbers have eight digits or more
-    return str(run_dir.resolve() / "checkpoints" / max(names, key=lambda name: (len(name), name))) if names else ""
+def newest_checkpoint(facts: Facts) -> str:
+    """Where the newest checkpoint is; empty where there is none. One that has this name is whole."""
+    folder = Path(facts.run_dir).resolve() / "checkpoints"
+    names = [path.name for path in folder.glob("step-*") if "." not in path.name]
+    if not names:
+        return ""
+    newest = max(names, key=lambda name: (len(name), name))  # the numbers have eight digits or more
+    # In a store the name ends in a digest, see `train.run.run_store`; the copy there may take a little longer
+    return f"{facts.address}/checkpoints/{facts.run}/{newest}-*" if is_url(facts.address) else str(folder / newest)
 
 
 def without_secrets(text: str) -> str:

@@ -9,12 +9,15 @@ KINDS = ("train", "eval", "final")  # the first part of a metric's name
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What rank 0 tells the sender. `run`: the id of the run, which all attempts and checkpoints share."""
+    """What rank 0 tells the sender. `run`: the id of the run, which all attempts and checkpoints share. `address`: of
+    the run in a store of objects, or of its folder.
+    """
 
     tracker: str
     run: str
     name: str
     run_dir: str
+    address: str
     settings: dict[str, Any]
 
 
