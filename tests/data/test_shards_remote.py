@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.rigs.object_store import S3
 from tests.rigs.photographs import write_photographs
 from tests.rigs.range_server import serving
 from tests.rigs.shards import load_shards, pack_folder, samples_of
@@ -167,11 +168,11 @@ def test_read_that_fails_is_tried_again_some_times(
     tries = []
 
     class Flaky:
-        def cat_file(self, url: str, begin: int, end: int) -> bytes:
+        def cat_file(self, url: str, *, start: int, end: int) -> bytes:
             tries.append(url)
             if len(tries) <= failures:
                 raise ConnectionError("reset by peer")
-            return blob.read_bytes()[begin:end]
+            return blob.read_bytes()[start:end]
 
     monkeypatch.setattr(remote, "filesystem", lambda url: Flaky())
     if failures == 1:
@@ -260,3 +261,28 @@ def test_shard_that_was_cut_at_a_web_server_is_named(packed: Path, tmp_path: Pat
         cut.write_bytes(cut.read_bytes()[:-1])
         with pytest.raises(DataError, match=rf"{server.url}/train-000001\.tar: is cut off or another one"):
             samples_of(server.url)
+
+
+# An object store ------------------------------------------------------------------------------------------------
+
+
+def test_shards_in_an_object_store_are_those_of_the_folder(
+    packed: Path, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    here = samples_of(packed)
+    with s3.door() as door:
+        for name, value in door.env.items():
+            monkeypatch.setenv(name, value)
+        files = fsspec.filesystem("s3", skip_instance_cache=True)  # with the environment of this test
+        files.put(f"{packed}/", "bucket/shards/", recursive=True)
+        monkeypatch.setattr(remote, "_filesystem", lambda protocol, pid: files)
+        there = samples_of("s3://bucket/shards")
+        for epoch in (None, 0):
+            assert torch.equal(there.batch(ALL, epoch)[0], here.batch(ALL, epoch)[0])
+        patterns = {"train_shards": "train-*.tar", "eval_shards": "val-00000{0..1}.tar"}
+        assert len(load_shards("s3://bucket/shards", **patterns)[0]) == 24
+        door.rule = lambda request: 403
+        with pytest.raises(DataError, match="s3://bucket/shards: can't be listed: access is denied"):
+            load_shards("s3://bucket/shards")

@@ -51,10 +51,7 @@ class Place:
     def names(self) -> list[str]:
         """The files that lie there and one folder below, sorted. Raises DataError where they can't be listed."""
         if not self.is_local:
-            with explained(self.root, "can't be listed"):
-                found = filesystem(self.root).find(self.root, maxdepth=2)
-                base = filesystem(self.root)._strip_protocol(self.root)
-            return sorted(path.removeprefix(base).lstrip("/") for path in found)
+            return self._remote_names()
         try:
             names = []
             for entry in os.scandir(self.root):
@@ -65,6 +62,22 @@ class Place:
         except OSError as error:
             raise DataError(f"{self.root}: cannot be read ({error.strerror}).") from error
         return sorted(names)
+
+    def _remote_names(self) -> list[str]:
+        files = filesystem(self.root)
+        base = files._strip_protocol(self.root)
+        with explained(self.root, "can't be listed"):
+            files.invalidate_cache()  # some remember what was there earlier
+            try:
+                found = files.ls(self.root, detail=True)  # not `find`, to which a store that denies it is an empty one
+            except FileNotFoundError:
+                way_out = "Is the address right? Where nothing can be listed, set --train-shards and --eval-shards."
+                raise DataError(f"{self.root}: is not there or can't be listed. {way_out}") from None
+            names = [entry["name"] for entry in found if entry["type"] != "directory"]
+            for entry in found:
+                if entry["type"] == "directory":
+                    names += files.ls(entry["name"], detail=False)
+        return sorted(name.removeprefix(base).lstrip("/") for name in names)
 
     def look(self, name: str) -> tuple[int, str] | None:
         """Size in bytes, and what changes when the file is written again; None if there is none."""

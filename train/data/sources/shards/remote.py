@@ -36,7 +36,7 @@ def read_range(url: str, begin: int, end: int) -> bytes:
     for pause_s in (*PAUSES_S, None):
         try:
             with explained(url, "can't be read"):
-                data = bytes(filesystem(url).cat_file(url, begin, end))
+                data = bytes(filesystem(url).cat_file(url, start=begin, end=end))  # s3fs has another second parameter
         except FileNotFoundError:
             raise DataError(f"{url}: is gone since the training began. Bring it back.") from None
         except _MayPassError as error:
