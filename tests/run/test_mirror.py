@@ -10,6 +10,7 @@ import pytest
 from tests.rigs.checkpoints import SETTINGS, flip
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, result
+from tests.rigs.object_store import BUCKET, S3
 from train.config import load_config
 from train.errors import ConfigError
 
@@ -23,9 +24,10 @@ class Place:
     def __init__(self, forks: Forks, folder: Path) -> None:
         self.forks, self.runs, self.mirror = forks, folder / "runs", folder / "mirror"
         self.run_dir = self.runs / "run"
+        self.env: dict[str, str] = {}
 
     def run(self, *more: str, code: int = 0, mirror: str = "", **order: Any) -> str:
-        env = {"PROBE": json.dumps(order)} if order else {}
+        env = self.env | ({"PROBE": json.dumps(order)} if order else {})
         line = (*LINE, f"--run-dir={self.runs}", f"--mirror={mirror or self.mirror}", *more)
         codes, output = self.forks.run(*line, world_size=2, env=env)
         assert codes == [code, code], output
@@ -145,6 +147,24 @@ def impatient() -> None:
     from train.run import mirror
 
     mirror.SEARCH_S = 0.1
+
+
+def test_mirror_in_a_store_of_objects_that_denies_and_then_does_not(
+    place: Place, s3: S3, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    url = f"s3://{BUCKET}/{tmp_path.name}"
+    with s3.door() as door:
+        place.env = door.env
+        door.rule = lambda request: 403 if request.method in ("PUT", "POST") else None
+        output = place.run("--max-steps=8", mirror=url)
+        assert output.count("the mirror fails, the training goes on: ") == 1
+        assert f"the newest checkpoint, step-00000008, is not on the mirror {url}/run: " in output
+        door.rule = lambda request: None
+        assert "the mirror" not in place.run(mirror=url, code=143, **STOP)
+        place.lose()
+        assert f"fetched step-00000018 from the mirror {url}/run" in place.run(mirror=url)
+    assert result(place.run_dir)["digest"] == undisturbed["digest"]
+    assert comparable_metrics(place.run_dir) == undisturbed["metrics"]
 
 
 def test_address_with_a_key_in_it_is_refused_and_not_repeated(place: Place) -> None:

@@ -111,7 +111,7 @@ class Mirror:
     def copy(self, step: int) -> None:
         """Copy the checkpoint of that step, which stands on the disk, in the background."""
         with self._news:
-            self._wanted = self.folder / "checkpoints" / f"step-{step:08d}"
+            self._wanted, self._busy = self.folder / "checkpoints" / f"step-{step:08d}", True
             self._news.notify_all()
 
     def finish(self, *, stopped: bool) -> None:
@@ -119,9 +119,10 @@ class Mirror:
         patience_s = STOP_S if stopped else min(END_S, self.config.save_timeout_s / 2)
         until_s = time.monotonic() + patience_s
         with self._news:
-            self._over = True
+            # Busy from here on: the thread may not have seen yet what it was given last
+            self._over, self._busy = True, self._thread is not None
             self._news.notify_all()
-            while self._thread is not None and self._busy and time.monotonic() < until_s:
+            while self._busy and time.monotonic() < until_s:
                 self._news.wait(0.2)
             left = self._wanted if self._busy or self._wanted else None
         if left is not None:
