@@ -25,7 +25,7 @@ from train.workloads import Workload
 
 TOP_LEVEL = {
     "docker", "k8s", "slurm", "train", "tests", "compose.yaml", "Makefile",
-    "README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "LICENSE", "pyproject.toml",
+    "README.md", "README.zh.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "LICENSE", "pyproject.toml",
 }
 # Flags and words with an underscore that belong to others
 FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank",
@@ -213,6 +213,47 @@ def test_docs_messages_name_flags_and_files_that_exist() -> None:
 def test_docs_readme_has_its_first_command_early() -> None:
     lines = read("README.md").splitlines()
     assert lines.index("```sh") + 1 < 20
+
+
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+
+
+def headings(text: str) -> list[str]:
+    """The levels of the headings, such as "##", outside fenced blocks."""
+    return re.findall(r"^(#+) ", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"\d+(?:[.,]\d+)*", text)
+
+
+def rows(text: str) -> list[list[str]]:
+    """The numbers of each row of each table."""
+    return [sorted(numbers(row)) for row in text.splitlines() if row.startswith("|")]
+
+
+def links(text: str) -> list[str]:
+    """Where the links lead; the Chinese page of a page stands for it. Those between the two READMEs are left out."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    return sorted(target.replace(".zh.md", ".md") for target in targets if not target.startswith("README."))
+
+
+def test_docs_readmes_in_two_languages_say_the_same() -> None:
+    english, chinese = read("README.md"), read("README.zh.md")
+    assert "](README.zh.md)" in "".join(english.splitlines()[:5])
+    assert "](README.md)" in "".join(chinese.splitlines()[:5])
+    assert headings(chinese) == headings(english)
+    assert sorted(code(chinese)) == sorted(code(english))
+    assert links(chinese) == links(english)
+    assert rows(chinese) == rows(english)
+    assert set(numbers(english)) == set(numbers(chinese))
+    assert len(CHINESE.findall(chinese)) > 1000
+    assert [language for language, _ in fences(chinese)] == [language for language, _ in fences(english)]
+    for (_, block), (_, other) in zip(fences(english), fences(chinese), strict=True):
+        for line, translated in zip(block.splitlines(), other.splitlines(), strict=True):
+            # What a reader types or sees stays as it is; in the list of files the remark behind a name is translated
+            same = line.split()[0] == translated.split()[0] and CHINESE.search(translated)
+            assert same or line == translated, translated
 
 
 def test_docs_keep_their_length() -> None:
