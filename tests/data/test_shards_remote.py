@@ -15,6 +15,7 @@ from tests.rigs.object_store import S3
 from tests.rigs.photographs import write_photographs
 from tests.rigs.range_server import serving
 from tests.rigs.shards import load_shards, pack_folder, samples_of
+from train.config import Config
 from train.data.loader import open_loader
 from train.data.sources.shards import index, remote
 from train.data.sources.shards import pieces as pieces_module
@@ -160,11 +161,15 @@ def test_piece_is_fetched_once_by_several_processes_that_may_be_killed(tmp_path:
         assert len(asked.read_text()) == number
 
 
+def test_store_that_stays_away_is_waited_for_beyond_a_steps_deadline() -> None:
+    assert sum(remote.PAUSES_S) > 3 * Config().step_timeout_s
+
+
 @pytest.mark.parametrize("failures", [1, 99])
 def test_read_that_fails_is_tried_again_some_times(
-    blob: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+    blob: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failures: int
 ) -> None:
-    monkeypatch.setattr(remote, "PAUSES_S", (0, 0))
+    monkeypatch.setattr(remote, "PAUSES_S", (0,) * 7)
     tries = []
 
     class Flaky:
@@ -178,9 +183,11 @@ def test_read_that_fails_is_tried_again_some_times(
     if failures == 1:
         assert remote.read_range("s3://b/blob", 0, 10) == blob.read_bytes()[:10]
     else:
-        with pytest.raises(DataError, match=r"s3://b/blob: can't be read \(reset by peer\).* 3 tries failed"):
+        with pytest.raises(DataError, match=r"s3://b/blob: can't be read \(reset by peer\).* 8 tries failed"):
             remote.read_range("s3://b/blob", 0, 10)
-        assert len(tries) == 3
+        assert len(tries) == 8
+    said = capfd.readouterr().err.splitlines()
+    assert [line.endswith("It is tried again.") for line in said] == ([] if failures == 1 else [True])
 
 
 def test_file_at_a_url_that_is_gone_or_cut_is_named(blob: Path) -> None:

@@ -1,6 +1,7 @@
 """Reading at a URL by fsspec: its file systems, their errors as one line, and another try where one may help."""
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,10 @@ from typing import Any
 from train.config.urls import EXTRAS
 from train.errors import DataError
 
-PAUSES_S = (0.5, 1, 2, 4, 8)  # before another try; then the data can't be read
+# Before another try. 20 minutes in all, longer than a step may take: a store that stays away ends a training by the
+# step's deadline, with a code after which it is started again. Only commands without a deadline come to the end of it
+PAUSES_S = (0.5, 1, 2, 4, 8, *[15] * 80)
+SAID_AFTER = 4  # tries that failed: shorter trouble needs no line
 
 
 def filesystem(url: str) -> Any:
@@ -32,8 +36,8 @@ def _filesystem(protocol: str, pid: int) -> Any:
 
 
 def read_range(url: str, begin: int, end: int) -> bytes:
-    """The bytes from `begin` to before `end`. Raises DataError if they can't be read, also after some tries."""
-    for pause_s in (*PAUSES_S, None):
+    """The bytes from `begin` to before `end`. Raises DataError if they can't be read, also after many tries."""
+    for number, pause_s in enumerate((*PAUSES_S, None), 1):
         try:
             with explained(url, "can't be read"):
                 data = bytes(filesystem(url).cat_file(url, start=begin, end=end))  # s3fs has another second parameter
@@ -42,6 +46,9 @@ def read_range(url: str, begin: int, end: int) -> bytes:
         except _MayPassError as error:
             if pause_s is None:
                 raise DataError(f"{error} {len(PAUSES_S) + 1} tries failed.") from error
+            if number == SAID_AFTER:
+                # On standard error, since a worker process has no log
+                print(f"{error} It is tried again.", file=sys.stderr, flush=True)
             time.sleep(pause_s)
             continue
         if len(data) != end - begin:
