@@ -246,7 +246,7 @@ def test_docs_readmes_in_two_languages_say_the_same() -> None:
     assert sorted(code(chinese)) == sorted(code(english))
     assert links(chinese) == links(english)
     assert rows(chinese) == rows(english)
-    assert set(numbers(english)) == set(numbers(chinese))
+    assert set(numbers(english)) <= set(numbers(chinese))  # not the reverse: a month has a number in Chinese
     assert len(CHINESE.findall(chinese)) > 1000
     assert [language for language, _ in fences(chinese)] == [language for language, _ in fences(english)]
     for (_, block), (_, other) in zip(fences(english), fences(chinese), strict=True):
