@@ -4,7 +4,7 @@
 # Edit: nothing here; to raise torch and torchvision, edit their two lines in docker/requirements.lock first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-cuda='^(nvidia|cuda|triton)' # what only a torch with CUDA pulls in has a list of its own
+cuda='^(nvidia-[cn]|cuda|triton)' # what only a torch with CUDA pulls in has a list of its own; not nvidia-ml-py
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
@@ -18,7 +18,7 @@ pip=$scratch/venv/bin/pip
 grep -E '^torch(vision)?==' docker/requirements.lock > "$scratch/pinned"
 : > "$scratch/listed"
 # The runtime first: an extra may not change its versions, and lists only what it adds
-for extra in "" s3 horovod test text trainers trackers hf gcs azure; do
+for extra in "" s3 gpu horovod test text trainers trackers hf gcs azure; do
   "$pip" install --quiet --editable ".${extra:+[$extra]}" --constraint "$scratch/pinned"
   "$pip" freeze --all --exclude-editable --exclude pip --exclude wheel > "$scratch/pinned"
   if [[ -z $extra ]]; then grep -E "$cuda" "$scratch/pinned" | write docker/requirements-cuda.lock; fi

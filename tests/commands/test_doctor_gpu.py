@@ -18,6 +18,15 @@ def test_doctor_alone_lists_the_gpus(forks: Forks, tmp_path: Path) -> None:
     assert f"{torch.cuda.device_count()} CUDA devices, {torch.cuda.get_device_name(0)}" in " ".join(output.split())
 
 
+def test_doctor_tells_the_health_of_the_gpus(forks: Forks, tmp_path: Path) -> None:
+    pytest.importorskip("pynvml")
+    codes, output = forks.run("doctor", "--alone", *JOB, "--run-dir", str(tmp_path))
+    said = [" ".join(line.partition("] ")[2].split()) for line in output.splitlines()]
+    assert codes[0] in (0, 10, 20), output
+    # A healthy machine: one line for all. Another: at least one that names a GPU
+    assert any(line.startswith(("ok gpus", "WARNING gpus GPU", "NOT FIT gpus GPU")) for line in said), output
+
+
 def test_doctor_refuses_two_ranks_on_one_gpu(forks: Forks, tmp_path: Path) -> None:
     one = {"CUDA_VISIBLE_DEVICES": "0"}
     codes, output = forks.run("doctor", *JOB, "--run-dir", str(tmp_path), world_size=2, env=one)

@@ -40,6 +40,16 @@ def few_files() -> None:
     _enter()
 
 
+def broken_gpu() -> None:
+    """A GPU that NVML calls unfit, and which torch need not have: what NVML says has tests of its own."""
+    from train.commands.doctor import gpu_health
+    from train.process.findings import UNFIT, Finding
+
+    _enter()
+    broken = Finding("gpus", UNFIT, "GPU 0: does not answer: GPU is lost", "it hangs.", "Reset it.")
+    gpu_health.gpus = lambda launch: iter([broken])  # type: ignore[assignment]
+
+
 def clock_ahead() -> None:
     """A minute and a half ahead of the others. (A real clock is the machine's, whole.)"""
     _enter()

@@ -191,7 +191,7 @@ chmod +x "$3/bin/pip"
 def test_lock_lists_every_package_once_and_keeps_comments_and_options(tmp_path: Path) -> None:
     (tmp_path / "docker" / "host").mkdir(parents=True)
     shutil.copy(DOCKER / "host" / "lock.sh", tmp_path / "docker" / "host")
-    extras = ("s3", "test", "text", "horovod", "trainers", "hf", "trackers", "gcs", "azure")
+    extras = ("s3", "gpu", "test", "text", "horovod", "trainers", "hf", "trackers", "gcs", "azure")
     for name in ("requirements", *(f"requirements-{part}" for part in ("cuda", *extras))):
         (tmp_path / "docker" / f"{name}.lock").write_text(f"# {name}\n--option\ngone==1\ntorch==1.2\n")
     (tmp_path / "python").write_text(STAND_IN)

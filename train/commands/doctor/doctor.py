@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from train.commands.doctor import group_checks
+from train.commands.doctor import gpu_health, group_checks
 from train.commands.doctor.report import Report
 from train.config import check_world_size
 from train.config.options import DoctorOptions
@@ -31,7 +31,8 @@ from train.process.log import Log
 from train.process.placement import ranges
 from train.process.status_file import StatusFile
 
-NAME_S, DISK_S = 10.0, 30.0  # a resolver and a network disk may never answer
+NAME_S, DISK_S = 10.0, 30.0  # a resolver and a network disk may never answer,
+GPU_S = 60.0  # nor a driver whose GPU hangs; one that nobody keeps loaded takes seconds for each GPU
 STAGE_S = 60.0  # for all ranks together,
 STAGE_S_PER_RANK = 0.1  # and more with many
 
@@ -96,6 +97,8 @@ class _Doctor:
         add(*(Finding("environment", WARNING, text) for text in launch.warnings))
         self._bounded("names", NAME_S, machine_checks.own_name, "the resolver of this machine gives no answer.")
         add(*machine_checks.limits(config, launch), *machine_checks.shared_memory(config))
+        if not config.device.startswith("cpu"):
+            self._bounded("gpus", GPU_S, lambda: gpu_health.gpus(launch), "the driver of the GPUs gives no answer.")
         add(*group_checks.devices(launch))
         silent = f"{self.run_dir} is on a disk that does not answer."
         self._bounded("storage", DISK_S, lambda: machine_checks.disk(self.run_dir), silent)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from train.commands.doctor import link_speed
+from train.commands.doctor import gpu_health, link_speed
 from train.commands.doctor.link_speed import LinkSpeed
 from train.commands.machine import cpu_model
 from train.group.group import Group
@@ -59,15 +59,21 @@ def devices(launch: Launch) -> Iterator[Finding]:
 
 
 def versions(group: Group) -> Iterator[Finding]:
-    """Versions that joining does not compare: of nccl, CUDA and Python, and the kind of CPU."""
+    """Versions that joining does not compare: nccl, CUDA, Python, the GPU's driver, the kinds of CPU and GPU."""
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]
     same_torch = "Install the same torch on all nodes."
     unreadable = "workers and checkpoints may differ in what they can read."
+    gpu = torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else ""
     compared = {
         "nccl": (".".join(map(str, nccl)), UNFIT, "nccl of two versions fails or hangs when it connects.", same_torch),
         "CUDA": (torch.version.cuda or "", UNFIT, "torch was built for two versions of CUDA.", same_torch),
         "Python": (platform.python_version(), WARNING, unreadable, "Install the same Python."),
+        "GPU driver": (
+            gpu_health.driver_version(), WARNING, "what works on one node may fail on another, mostly after an update.",
+            "Install the same driver on all nodes, and restart those that were updated.",
+        ),
         "CPU": (cpu_model(), NOTE, "", ""),
+        "GPU": (gpu, NOTE, "", ""),
     }
     gathered = group.gather({name: own for name, (own, *_) in compared.items()})
     for name, (_, level, why, remedy) in compared.items():
@@ -76,7 +82,7 @@ def versions(group: Group) -> Iterator[Finding]:
             holders.setdefault(versions_there[name], []).append(rank)
         if len(holders) > 1 and group.is_rank0:
             seen = ", ".join(f"{value or 'none'} on {ranges(who)}" for value, who in holders.items())
-            weights = "; weights are the same to the bit on one kind of CPU only" if name == "CPU" else ""
+            weights = f"; weights are the same to the bit on one kind of {name} only" if name in ("CPU", "GPU") else ""
             yield Finding("versions", level, f"{name} differs: {seen}{weights}", why, remedy)
 
 

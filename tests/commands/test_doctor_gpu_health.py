@@ -1,0 +1,303 @@
+"""The health of GPUs as the doctor tells it, from answers of NVML and lines of the kernel's log as real machines give.
+
+The package is the real one: its errors, its constants, its structures. The driver below it is made up here.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rigs.fork_server import Forks
+from train.commands.doctor import gpu_health, group_checks, kernel_log
+from train.process.findings import NOTE, OK, UNFIT, WARNING, Finding, exit_code
+from train.process.placement import Launch
+
+pynvml = pytest.importorskip("pynvml")
+ALONE = Launch()
+H100 = {
+    "nvmlDeviceGetName": "NVIDIA H100 80GB HBM3", "nvmlDeviceGetRemappedRows": (0, 0, 0, 0),
+    "nvmlDeviceGetTotalEccErrors": 0, "nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonGpuIdle,
+    "nvmlDeviceGetCurrPcieLinkWidth": 16, "nvmlDeviceGetMaxPcieLinkWidth": 16,
+    "nvmlDeviceGetCurrPcieLinkGeneration": 1, "nvmlDeviceGetMaxPcieLinkGeneration": 5,
+    "nvmlDeviceGetPerformanceState": 8, "nvmlDeviceGetComputeRunningProcesses": [], "recovery": 0,
+}
+
+
+class Driver:
+    """What pynvml gives on a machine with these GPUs: a dict of answers each. An answer that is an error is raised."""
+
+    def __init__(self, *gpus: dict[str, Any], broken: int = 0) -> None:
+        self.gpus, self.broken, self.is_open = gpus, broken, False
+
+    def __getattr__(self, name: str) -> Any:
+        known = getattr(pynvml, name)  # a name that nvidia-ml-py does not have is a mistake of the program
+        if not name.startswith("nvmlDevice"):
+            return known
+
+        def answer(index: int, *more: Any) -> Any:
+            assert self.is_open
+            found = self.gpus[index][name]
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        return answer
+
+    def nvmlInit(self) -> None:
+        if self.broken:
+            raise pynvml.NVMLError(self.broken)
+        self.is_open = True
+
+    def nvmlShutdown(self) -> None:
+        assert self.is_open
+        self.is_open = False
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "570.124.06"
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if "lost" in self.gpus[index]:
+            raise pynvml.NVMLError(self.gpus[index]["lost"])
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return [f"GPU-{index}" for index in range(len(self.gpus))].index(uuid.replace("MIG-", "GPU-"))
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: int) -> int:
+        return handle
+
+    def nvmlDeviceGetIndex(self, handle: int) -> int:
+        return handle
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
+        return SimpleNamespace(busId=f"00000000:{0x3B + handle:02X}:00.0")
+
+    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> Any:
+        assert fields == [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+        values = (pynvml.c_nvmlFieldValue_t * 1)()
+        action = self.gpus[handle]["recovery"]
+        values[0].nvmlReturn = pynvml.NVML_ERROR_NOT_SUPPORTED if action is None else 0
+        values[0].value.uiVal = action or 0
+        return values
+
+
+@pytest.fixture(autouse=True)
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernel's log: empty, to be filled."""
+    lines: list[str] = []
+    monkeypatch.setattr(kernel_log, "read_log", lambda: lines)
+    return lines
+
+
+def found(driver: Driver, launch: Launch = ALONE, **environ: str) -> list[Finding]:
+    told = list(gpu_health.gpus(launch, environ=environ, nvml=driver))
+    assert not driver.is_open
+    return told
+
+
+def test_healthy_gpus_are_one_line() -> None:
+    (finding,) = found(Driver(*[H100] * 8))
+    assert (finding.level, finding.stage) == (OK, "gpus")
+    assert finding.seen == "8 healthy: NVIDIA H100 80GB HBM3, driver 570.124.06"
+
+
+PROCESS = SimpleNamespace(pid=1, usedGpuMemory=3 * 2**30)
+NAMELESS = SimpleNamespace(pid=2**22 + 1, usedGpuMemory=None)
+
+
+@pytest.mark.parametrize(
+    ("answers", "level", "seen"),
+    [
+        ({"recovery": 1}, UNFIT, "GPU 1: the driver asks for a reset (nvidia-smi -r, with no process on it)"),
+        ({"recovery": 2}, UNFIT, "GPU 1: the driver asks for a restart of the machine"),
+        ({"recovery": 3}, WARNING, "GPU 1: the driver asks that its links to other GPUs (NVLink) be drained"),
+        ({"nvmlDeviceGetRemappedRows": (0, 3, 0, 1)}, UNFIT,
+         "GPU 1: a bad row of its memory could not be replaced by a spare one"),
+        ({"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)}, WARNING,
+         "GPU 1: a bad row of its memory waits to be replaced by a spare one"),
+        ({"nvmlDeviceGetTotalEccErrors": 2}, WARNING,
+         "GPU 1: 2 uncorrected memory errors (ECC) since the driver was loaded"),
+        ({"nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonHwSlowdown
+          | pynvml.nvmlClocksEventReasonHwThermalSlowdown}, WARNING, "GPU 1: its clock is lowered because it is hot"),
+        ({"nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown}, WARNING,
+         "GPU 1: its clock is lowered because the power supply asks for it"),
+        ({"nvmlDeviceGetCurrPcieLinkWidth": 8}, WARNING, "GPU 1: its PCIe link has 8 of 16 lanes"),
+        ({"nvmlDeviceGetCurrPcieLinkGeneration": 3, "nvmlDeviceGetPerformanceState": 0}, WARNING,
+         "GPU 1: its PCIe link runs at generation 3 of 5, though the GPU is awake"),
+        ({"nvmlDeviceGetComputeRunningProcesses": [NAMELESS]}, WARNING,
+         f"GPU 1: is used by process {2**22 + 1} (not seen from here)"),
+        ({"lost": pynvml.NVML_ERROR_UNKNOWN}, UNFIT, "GPU 1: does not answer: Unknown Error"),
+        ({"nvmlDeviceGetTotalEccErrors": pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)}, UNFIT,
+         "GPU 1: does not answer: GPU is lost"),
+    ],
+)
+def test_one_bad_gpu_among_good_ones_is_named(answers: dict[str, Any], level: str, seen: str) -> None:
+    (finding,) = found(Driver(H100, H100 | answers, H100))
+    assert (finding.level, finding.seen) == (level, seen)
+    assert finding.why
+    assert finding.remedy
+
+
+def test_a_fault_that_several_gpus_have_is_told_once() -> None:
+    hot = H100 | {"nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonSwThermalSlowdown}
+    (finding,) = found(Driver(hot, H100, hot, hot))
+    assert finding.seen.startswith("GPU 0 2-3: ") or finding.seen.startswith("GPU 0, 2-3: ")
+
+
+def test_work_under_the_power_limit_and_an_idle_link_are_no_fault() -> None:
+    busy = {"nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonSwPowerCap}
+    slow_and_asleep = {"nvmlDeviceGetCurrPcieLinkGeneration": 1, "nvmlDeviceGetPerformanceState": 8}
+    assert [finding.level for finding in found(Driver(H100 | busy, H100 | slow_and_asleep))] == [OK]
+
+
+def test_what_a_gpu_does_not_know_is_no_fault() -> None:
+    """A consumer's card has neither ECC nor row remapping, an old driver no recovery action."""
+    without = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    card = {name: without for name in H100 if name.startswith("nvmlDevice")}
+    assert [finding.level for finding in found(Driver(card | {"nvmlDeviceGetName": "RTX", "recovery": None}))] == [OK]
+
+
+def test_this_process_is_no_other() -> None:
+    own = SimpleNamespace(pid=os.getpid(), usedGpuMemory=2**29)
+    (finding,) = found(Driver(H100 | {"nvmlDeviceGetComputeRunningProcesses": [own, PROCESS]}))
+    assert finding.seen.startswith("GPU 0: is used by process 1 (")
+    assert finding.seen.endswith(", 3.0 GiB)")
+
+
+def test_gpus_that_this_process_may_not_use_are_not_asked() -> None:
+    lost = {"lost": pynvml.NVML_ERROR_GPU_IS_LOST}
+    driver = Driver(H100, lost, H100, lost)
+    assert found(driver, CUDA_VISIBLE_DEVICES="2,0")[0].seen.startswith("2 healthy")
+    assert found(driver, CUDA_VISIBLE_DEVICES="GPU-2")[0].seen.startswith("1 healthy")
+    assert found(driver, CUDA_VISIBLE_DEVICES="") == found(driver, CUDA_VISIBLE_DEVICES="-1") == []
+    second = replace(ALONE, world_size=2, local_world_size=2, rank=1, local_rank=1)
+    assert found(driver, second)[0].seen == "GPU 1: does not answer: GPU is lost"
+    assert found(driver, second, CUDA_VISIBLE_DEVICES="0,2")[0].seen.startswith("1 healthy")
+
+
+def test_a_part_of_a_gpu_shares_its_health_but_not_its_processes() -> None:
+    used = H100 | {"nvmlDeviceGetComputeRunningProcesses": [PROCESS]}
+    assert [finding.level for finding in found(Driver(used), CUDA_VISIBLE_DEVICES="MIG-0")] == [OK]
+    bad = used | {"nvmlDeviceGetRemappedRows": (0, 3, 0, 1)}
+    assert [finding.level for finding in found(Driver(bad), CUDA_VISIBLE_DEVICES="MIG-0")] == [UNFIT]
+
+
+def test_a_driver_that_was_updated_under_the_kernel_is_unfit() -> None:
+    (finding,) = found(Driver(broken=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH))
+    assert exit_code([finding]) == 20
+    assert "version mismatch" in finding.seen
+
+
+@pytest.mark.parametrize("error", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
+def test_a_machine_without_a_driver_is_passed_over_in_silence(error: int) -> None:
+    assert found(Driver(broken=error)) == []
+
+
+def test_the_real_package_says_nothing_on_a_machine_without_gpus() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("for machines without a GPU")
+    assert list(gpu_health.gpus(ALONE, environ={})) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.12  Wed Aug 30 11:26:04 UTC 2023\n"
+         "GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)\n", "535.104.12"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.158.01  Release Build  (dvs-builder@U22)  Mon\n",
+         "570.158.01"),
+        ("", ""),
+    ],
+)
+def test_the_drivers_version_is_read_without_a_package(tmp_path: Path, text: str, version: str) -> None:
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").write_text(text)
+    assert gpu_health.driver_version(tmp_path) == version
+    assert gpu_health.driver_version(tmp_path / "elsewhere") == ""
+
+
+def test_ranks_with_two_drivers_are_warned_and_with_two_kinds_of_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_health, "driver_version", lambda: "570.124.06")
+
+    def gather(own: dict[str, str]) -> list[dict[str, str]]:
+        return [own, own, own | {"GPU driver": "535.104.12", "GPU": "NVIDIA A100-SXM4-80GB"}]
+
+    group = SimpleNamespace(gather=gather, is_rank0=True, device=torch.device("cpu"))
+    driver, kind = group_checks.versions(group)  # type: ignore[arg-type]
+    assert (driver.level, driver.seen) == (WARNING, "GPU driver differs: 570.124.06 on 0-1, 535.104.12 on 2")
+    assert kind.level == NOTE
+    assert kind.seen.startswith("GPU differs: none on 0-1, NVIDIA A100-SXM4-80GB on 2; weights are the same to the bit")
+
+
+# The kernel's log -----------------------------------------------------------------------------------------------------
+
+
+def test_errors_in_the_kernels_log_are_told_with_their_gpu(log: list[str]) -> None:
+    log += [
+        "[    0.000000] Linux version 6.8.0-45-generic (buildd@lcy02-amd64-115)",
+        "[ 1843.308145] NVRM: GPU at PCI:0000:3c:00: GPU-5fc0bcec-c2e1-38dc-8994-2a9f9f3b709e",
+        "[ 1843.308150] NVRM: Xid (PCI:0000:3c:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
+        "[ 1900.000001] NVRM: Xid (PCI:0000:3b:00): 13, pid=1896, name=python3, Graphics SM Warp Exception on (GPC 7",
+        "[ 1900.000002] NVRM: Xid (PCI:0000:3b:00): 13, pid=1896, name=python3, Graphics Exception: ESR 0x538730",
+        "[ 2000.000001] node7 kernel: NVRM: Xid (PCI:0000:9d:00): 95, pid=1896, Uncontained",
+    ]
+    broken, program, foreign = (finding for finding in found(Driver(H100, H100)) if "Xid" in finding.seen)
+    assert broken.level == WARNING
+    assert broken.seen.startswith("GPU 1: Xid 79 once in the kernel's log")
+    assert broken.seen.endswith("it fell off the bus")
+    assert program.level == foreign.level == NOTE  # a fault of a program; and a GPU that is not ours
+    assert program.seen.startswith("GPU 0: Xid 13 2 times in the kernel's log")
+    assert foreign.seen.startswith("the GPU at 0000:9d:00: Xid 95 once")
+
+
+def test_a_log_that_may_not_be_read_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_log, "read_log", lambda: None)
+    healthy, note = found(Driver(H100))
+    assert (healthy.level, note.level) == (OK, NOTE)
+    assert "can't be read here" in note.seen
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for programs, the only ones there are."""
+    monkeypatch.undo()  # the real read_log
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_the_log_is_read_by_dmesg_else_from_the_journal(commands: Path) -> None:
+    assert kernel_log.read_log() is None
+    program(commands, "dmesg", "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1")
+    assert kernel_log.read_log() is None
+    line = "[ 1843.308145] node7 kernel: NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus."
+    program(commands, "journalctl", f"echo '{line}'")
+    assert kernel_log.read_log() == [line]
+    program(commands, "dmesg", "echo '[    1.0] first'")
+    assert kernel_log.read_log() == ["[    1.0] first"]
+
+
+# The whole doctor -----------------------------------------------------------------------------------------------------
+
+
+def test_doctor_with_a_broken_gpu_is_not_fit_and_on_cpus_does_not_ask(forks: Forks, tmp_path: Path) -> None:
+    preload = "tests.rigs.injected_faults:broken_gpu"
+    line = ("doctor", "--alone", "--run-dir", tmp_path)
+    (code,), said = forks.run(*line, preload=preload)
+    assert code == 20, said
+    assert "NOT FIT  gpus         GPU 0: does not answer: GPU is lost" in said
+    (code,), said = forks.run(*line, "--device", "cpu", preload=preload)
+    assert code == 0, said
+    assert "gpus" not in said
