@@ -42,14 +42,18 @@ def number(env: Mapping[str, str], name: str) -> int:
     return int(env[name])
 
 
+def job_name(env: Mapping[str, str]) -> str:
+    """What Slurm calls the job, or the one task of an array: the id of its last task is the whole array's too."""
+    array = env.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{env['SLURM_ARRAY_TASK_ID']}" if array else env["SLURM_JOB_ID"]
+
+
 class Job:
     """This start of this Slurm job: what it has, the steps that it runs, and the signals that it gets."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.id = number(env, "SLURM_JOB_ID")
-        # The id of an array's last task is the array's too, and would mean all of its tasks
-        array = env.get("SLURM_ARRAY_JOB_ID")
-        self.name = f"{array}_{env['SLURM_ARRAY_TASK_ID']}" if array else str(self.id)
+        self.name = job_name(env)
         self.nodes = env["SLURM_JOB_NODELIST"]
         self.num_nodes = number(env, "SLURM_JOB_NUM_NODES")
         self.num_requeues = int(env.get("SLURM_RESTART_COUNT") or 0)

@@ -21,8 +21,9 @@ from typing import NoReturn
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
+import kept_code  # noqa: E402
 import suspects  # noqa: E402
-from job import ROOT, TASK, Job, fail, number, say, shell_code  # noqa: E402
+from job import ROOT, TASK, Job, fail, job_name, number, say, shell_code  # noqa: E402
 
 from train.errors import FAULT, FINISHED, STOPPED, root_cause, worth_restarting  # noqa: E402
 
@@ -142,9 +143,11 @@ def main(words: Sequence[str]) -> NoReturn:
     for name, known in (("LAUNCHER", ("tasks", "torchrun")), ("COMMAND", ("train", "run", "bench", "doctor"))):
         if os.environ[name] not in known:
             fail(f"{name} must be {', '.join(known[:-1])} or {known[-1]}, got {os.environ[name]}")
+    command = os.environ["COMMAND"]
+    if os.environ["KEEP_CODE"] and command in ("train", "run"):
+        kept_code.run_kept(list(words), job=job_name(os.environ), command=command)
     job = Job(os.environ)
     seed = os.environ.get("SLURM_ARRAY_TASK_ID")
-    command = os.environ["COMMAND"]
     if command == "run" and (os.environ["DATA"] or os.environ["DOCTOR"]):
         fail("DATA and DOCTOR go with COMMAND=train: a script reads its data itself, COMMAND=doctor checks the nodes")
     if command != "run":  # a script reads SLURM_ARRAY_TASK_ID itself

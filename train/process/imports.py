@@ -16,6 +16,9 @@ def prepare_imports() -> None:
     """
     # torch says in 20 lines of C++ frames that a connection ended; we say whose, in one
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    kept = os.environ.get("RANKUP_CODE")
+    if kept and kept not in sys.path:
+        sys.path.append(kept)  # a Slurm job's own copy of the current folder's code
     if not {os.getcwd(), ""} & set(sys.path):
         # For the user's own module, which a checkpoint may name: `python -m` puts the current directory on the path,
         # `rankup` and a file do not

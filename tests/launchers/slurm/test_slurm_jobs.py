@@ -57,7 +57,7 @@ def test_slurm_names_the_node_that_does_not_see_the_shared_disk(cluster: Cluster
     checkout = Path(__file__).parents[3]
     cluster.local("on", "node1", "mount", "-t", "tmpfs", "none", str(checkout / "train"))
     try:
-        job = cluster.submit(tmp_path, JOB)
+        job = cluster.submit(tmp_path, JOB, KEEP_CODE="")  # its own copy of the code would be there
         assert job.wait() == "FAILED"
         assert job.code() == 2, job.log()
         assert "is not there on node1: put the checkout" in job.output

@@ -45,15 +45,15 @@ SINFO = '#!/bin/bash\ncat "$STUB/nodes"\n'
 SETTINGS = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "big[7,9]", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "16",
     "PYTHON": "", "IMAGE": "", "LAUNCHER": "tasks", "COMMAND": "train", "DOCTOR": "", "DATA": "", "MAX_RESTARTS": "3",
-    "MAX_REQUEUES": "100", "FIRST_STEP_S": "60",
+    "KEEP_CODE": "", "MAX_REQUEUES": "100", "FIRST_STEP_S": "60",
 }
 
 
 class Supervised:
     """supervise.py in a folder of its own, with stubs of srun and scontrol on its PATH."""
 
-    def __init__(self, folder: Path, codes: str, **env: str) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, codes: str, *, supervise: Path = SUPERVISE, **env: str) -> None:
+        self.folder, self.supervise = folder, supervise
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("sinfo", SINFO)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
@@ -69,7 +69,7 @@ class Supervised:
     def start(self, *words: str) -> subprocess.Popen[str]:
         # Isolated, and without the packages of the environment: a node's Python has none
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", SUPERVISE, *words], env=self.env, cwd=self.folder, stderr=subprocess.PIPE,
+            [sys.executable, "-I", "-S", self.supervise, *words], env=self.env, cwd=self.folder, stderr=subprocess.PIPE,
             text=True,
         )
 
@@ -352,8 +352,8 @@ def test_slurm_ports_differ_between_jobs_and_attempts(tmp_path: Path) -> None:
 
 def test_slurm_supervisor_is_python_3_8() -> None:
     """A cluster's nodes have an older Python than the container or the environment."""
-    names = ("slurm/supervise.py", "slurm/job.py", "train/errors.py", "train/process/addresses.py")
-    for path in (ROOT / name for name in names):
+    ours_alone = [f"slurm/{name}.py" for name in ("supervise", "job", "suspects", "kept_code")]
+    for path in (ROOT / name for name in (*ours_alone, "train/errors.py", "train/process/addresses.py")):
         tree = ast.parse(path.read_text(), feature_version=(3, 8))
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert "__future__" in imported, f"{path}: int | None is evaluated otherwise"
