@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from train.commands.explain.faults import DIED, HARMLESS, faults_in, known_faults
+from train.commands.explain.faults import DIED, HARMLESS, faults_in, known_faults, texts_in
+from train.commands.explain.language import SENTENCES, Language
 from train.commands.explain.log_lines import LogLine, has_time, split_prefixes, time_of
 
 MAX_SEEN = 300  # characters of a line that are quoted
@@ -66,9 +67,11 @@ class _Source:
 
 
 class Search:
-    """Looks for faults in one log after the other."""
+    """Looks for faults in one log after the other. `language`: of the texts in what it finds."""
 
-    def __init__(self) -> None:
+    def __init__(self, language: Language = "en") -> None:
+        self._texts = texts_in(language)
+        self._sentences = SENTENCES[language]
         self._known: dict[tuple[str, int | None, str], Diagnosis] = {}
         self._sources: dict[str, _Source] = {}
         self._last_bad: Diagnosis | None = None
@@ -119,10 +122,8 @@ class Search:
         about = LogLine(text, rank, host, f"{line.source} summary of {rank} {host}")
         if source.summary_root and text.startswith("exitcode"):
             self._first = replace(
-                self._unknown(about, source, number, file), title="torchrun saw a rank fail before all others",
-                why="what that rank printed is not in these logs, or it printed nothing.",
-                remedy="torchrun --log-dir DIR --redirects 3 keeps what each rank prints, for the next time. "
-                       "`@record` on the main function adds the traceback to torchrun's summary.",
+                self._unknown(about, source, number, file), title=self._sentences.summary_title,
+                why=self._sentences.summary_why, remedy=self._sentences.summary_remedy,
             )
         return about
 
@@ -166,19 +167,19 @@ class Search:
         elif len(self._known) < MAX_KEPT:
             words = {**{name: value or "" for name, value in groups.items()}, "rank": "?" if rank is None else rank}
             found = self._unknown(replace(line, rank=rank, host=host), source, number, file)
+            texts = self._texts[fault.name]
             self._known[key] = replace(
-                found, title=fault.title.format_map(words), why=fault.why.format_map(words),
-                remedy=fault.remedy.format_map(words), order=fault.order, harmless=fault.order == HARMLESS,
+                found, title=texts.title.format_map(words), why=texts.why.format_map(words),
+                remedy=texts.remedy.format_map(words), order=fault.order, harmless=fault.order == HARMLESS,
                 name=fault.name,
             )
         return True
 
     def _unknown(self, line: LogLine, source: _Source, number: int, file: str) -> Diagnosis:
         return Diagnosis(
-            title="an error that is not known here", seen=line.text.strip()[:MAX_SEEN], line=number, rank=line.rank,
-            host=line.host, why="this is the last line of its traceback, or the last line that looks like an error.",
-            remedy="It is not in the table of known faults. The last lines of its traceback say where it happened.",
-            order=DIED, file=file, time=time_of(source.clock or self._clock),
+            title=self._sentences.unknown_title, seen=line.text.strip()[:MAX_SEEN], line=number, rank=line.rank,
+            host=line.host, why=self._sentences.unknown_why, remedy=self._sentences.unknown_remedy, order=DIED,
+            file=file, time=time_of(source.clock or self._clock),
             traceback=tuple(source.traceback) if source.inside else (),
         )
 
@@ -244,8 +245,8 @@ def _may_be_one(one: Diagnosis, other: Diagnosis) -> bool:
     return same_rank and (one.host == other.host or "" in (one.host, other.host))
 
 
-def diagnose(lines: Iterable[str]) -> list[Diagnosis]:
+def diagnose(lines: Iterable[str], language: Language = "en") -> list[Diagnosis]:
     """The faults that these lines show, the root cause first, harmless ones last. Empty: nothing wrong was found."""
-    search = Search()
+    search = Search(language)
     search.read(lines)
     return search.result()

@@ -9,24 +9,29 @@ from dataclasses import asdict
 from pathlib import Path
 
 from train.commands.explain.diagnosis import Diagnosis, Search, diagnose
+from train.commands.explain.language import Language
 from train.commands.explain.log_files import find_files
 from train.commands.explain.report import format_report
 from train.errors import ConfigError
 
 
-def explain_logs(paths: Sequence[Path], *, as_json: bool, run_dir: Path = Path()) -> tuple[str, bool]:
+def explain_logs(
+    paths: Sequence[Path], *, as_json: bool, run_dir: Path = Path(), language: Language = "en"
+) -> tuple[str, bool]:
     """What the command `explain` prints about logs, and whether they show a fault.
 
     `run_dir`: where a name that is no path is looked up. Raises ConfigError where there is nothing to read.
     """
-    found = diagnose_files(paths, run_dir=run_dir)
-    text = json.dumps([asdict(diagnosis) for diagnosis in found]) if as_json else format_report(found)
+    found = diagnose_files(paths, run_dir=run_dir, language=language)
+    text = json.dumps([asdict(diagnosis) for diagnosis in found]) if as_json else format_report(found, language)
     return text, not all(diagnosis.harmless for diagnosis in found)
 
 
-def diagnose_files(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[Diagnosis]:
+def diagnose_files(
+    paths: Sequence[Path], *, run_dir: Path = Path(), language: Language = "en"
+) -> list[Diagnosis]:
     """The faults that these logs show, the root cause first, harmless ones last. Raises ConfigError."""
-    search = Search()
+    search = Search(language)
     try:
         for file in find_files(paths, run_dir=run_dir):
             search.read(file.lines(), file=file.name, rank=file.rank, host=file.host)

@@ -4,22 +4,30 @@ import re
 import tomllib
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
+
+from train.commands.explain.language import Language
 
 HARMLESS = 9
 ROOT, NAMED, DIED, WAITED, FOLLOWED = 1, 2, 3, 4, 5  # the orders of known_faults.toml
 
 
-class Fault(BaseModel, frozen=True, extra="forbid"):
-    """An entry of the table. The comment at the top of known_faults.toml explains the fields."""
+class Texts(BaseModel, frozen=True, extra="forbid"):
+    """What a report says of a fault, in one language. Groups of the fault's pattern stand in it as {group}."""
+
+    title: str
+    why: str
+    remedy: str = ""
+
+
+class Fault(Texts, frozen=True, extra="forbid"):
+    """An entry of the table. The comment at the top of known_faults.toml explains the fields. Its texts are English."""
 
     name: str
     order: int
     contains: tuple[str, ...]
-    title: str
-    why: str
-    remedy: str = ""
     example: str
     pattern: re.Pattern[str] | None = None
     doubtful: bool = False
@@ -35,8 +43,19 @@ class Fault(BaseModel, frozen=True, extra="forbid"):
 @cache
 def known_faults() -> tuple[Fault, ...]:
     """The table, in its order."""
-    table = tomllib.loads(Path(__file__).with_name("known_faults.toml").read_text(encoding="utf-8"))
-    return tuple(Fault(name=name, **entry) for name, entry in table.items())
+    return tuple(Fault(name=name, **entry) for name, entry in _read("known_faults.toml").items())
+
+
+@cache
+def texts_in(language: Language) -> dict[str, Texts]:
+    """What a report says of each fault, by the fault's name."""
+    if language == "en":
+        return {fault.name: fault for fault in known_faults()}
+    return {name: Texts(**entry) for name, entry in _read(f"known_faults.{language}.toml").items()}
+
+
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 @cache
