@@ -7,15 +7,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset, TensorDataset
 
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, Job, environment, result, start
 from train import workloads
 from train.config import Config, load_config
+from train.data import TensorSamples
 from train.errors import ConfigError, DataError
 from train.workloads import Workload
 
@@ -155,6 +158,67 @@ def test_ranks_compare_the_code_of_an_own_workload(forks: Forks, project: Path, 
     assert "program code" in output
 
 
+# Datasets, and a loss alone -------------------------------------------------------------------------------------
+
+
+class Draws(Dataset[Any]):
+    """Each sample is a random number. `batch` is what Hugging Face's data sets have, and means something else."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.rand(1), "y": torch.tensor(0.0)}
+
+    def batch(self, batch_size: int) -> None:
+        raise AssertionError("nobody asks for it")
+
+
+def loaded(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **fields: Any) -> Workload:
+    def build(config: Config) -> Workload:
+        def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+            return (model(batch["x"]) - batch["y"]).square().mean()
+
+        given = {"model": torch.nn.Identity(), "train": Draws(), "evaluation": Draws(), "loss": loss} | fields
+        return Workload(**given)
+
+    monkeypatch.setitem(sys.modules, "own_loaded", SimpleNamespace(build=build, __file__="own_loaded.py"))
+    return workloads.load(Config(workload="own_loaded:build", seed=seed))
+
+
+def test_dataset_draws_by_the_runs_seed_in_training_and_always_alike_in_evaluation(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indices = torch.arange(5)
+    first, other = (loaded(monkeypatch, seed) for seed in (0, 1))
+    assert not torch.equal(first.train.batch(indices, 0)["x"], other.train.batch(indices, 0)["x"])
+    assert torch.equal(first.evaluation.batch(indices, None)["x"], other.evaluation.batch(indices, None)["x"])
+
+
+def test_two_tensors_of_a_dataset_are_taken_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = TensorDataset(torch.rand(5, 2), torch.arange(5))
+    workload = loaded(monkeypatch, train=dataset)
+    assert isinstance(workload.train, TensorSamples)
+    indices = torch.tensor([4, 0])
+    for own, theirs in zip(workload.train.batch(indices, 0), dataset[indices], strict=True):
+        assert torch.equal(own, theirs)
+
+
+def test_samples_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = TensorSamples(torch.rand(5, 2), torch.arange(5))
+    assert loaded(monkeypatch, train=samples).train is samples
+
+
+def test_workload_without_evaluate_is_evaluated_by_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = loaded(monkeypatch)
+    parts = [workload.evaluation.batch(indices, None) for indices in (torch.arange(3), torch.arange(3, 5))]
+    sums = [workload.sums(workload.model, part) for part in parts]
+    assert [int(one["count"]) for one in sums] == [3, 2]
+    whole = workload.evaluation.batch(torch.arange(5), None)
+    mean = float(sums[0]["loss"] + sums[1]["loss"]) / 5
+    assert mean == pytest.approx(float(workload.loss(workload.model, whole)))
+
+
 # Mistakes -------------------------------------------------------------------------------------------------------
 
 MODULES = {
@@ -165,6 +229,11 @@ MODULES = {
     "returns": "def build(config):\n    return 3\n",
     "empty": "from dataclasses import replace\nimport tests.rigs.recording_workload as recording\n\n\n"
              "def build(config):\n    return replace(recording.build(config), evaluation=recording.samples(0, 1))\n",
+    "stream": "from dataclasses import replace\nimport tests.rigs.recording_workload as recording\n"
+              "from torch.utils.data import ChainDataset\n\n\n"
+              "def build(config):\n    return replace(recording.build(config), train=ChainDataset([]))\n",
+    "iterator": "from dataclasses import replace\nimport tests.rigs.recording_workload as recording\n\n\n"
+                "def build(config):\n    return replace(recording.build(config), evaluation=iter([1]))\n",
 }
 
 
@@ -184,7 +253,9 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
      ("own_fine:bild", r'own_fine \(.*own_fine.py\) must have a function "bild", got none'),
      ("own_fine:build.x", 'must have a function "build.x", got none'),
      ("own_returns:build", "own_returns:build must return a train.workloads.Workload, got int"),
-     ("own_empty:build", "own_empty:build must have samples to use for evaluation, got none")],
+     ("own_empty:build", "own_empty:build must have samples to use for evaluation, got none"),
+     ("own_stream:build", "train of own_stream:build must be a map-style Dataset, .* got ChainDataset"),
+     ("own_iterator:build", "evaluation of own_iterator:build must be .* or samples with batch.* got list_iterator")],
 )
 def test_own_workload_that_is_not_there_is_one_line(modules: Path, workload: str, message: str) -> None:
     with pytest.raises((ConfigError, DataError), match=message) as caught:
@@ -222,5 +293,5 @@ def test_path_of_another_form_is_refused_with_the_form(value: str) -> None:
 
 def test_workload_has_what_the_loop_needs_and_no_more() -> None:
     required = [name for name, field in Workload.__dataclass_fields__.items() if field.default is field.default_factory]
-    assert required == ["model", "train", "evaluation", "loss", "evaluate"]
+    assert required == ["model", "train", "evaluation", "loss"]
     assert torch.nn.Module.__name__ in str(Workload.__dataclass_fields__["model"].type)

@@ -75,7 +75,7 @@ def _sums_of_rank(
         if batch is None:
             return None
         with autocast(config, group.device):
-            sums = workload.evaluate(model, batch)
+            sums = workload.sums(model, batch)
         if number == PADDING:
             continue
         for name, value in sums.items():

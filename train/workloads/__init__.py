@@ -5,9 +5,13 @@ A user's own is a module with `build(config) -> Workload`, named by its import p
 
 import importlib
 import os
+from dataclasses import replace
 from typing import Any
 
+from torch.utils.data import IterableDataset, TensorDataset
+
 from train.config import Config
+from train.data import MapSamples, Samples, TensorSamples
 from train.errors import ConfigError, DataError
 from train.workloads.workload import Sums, Workload
 
@@ -55,7 +59,26 @@ def _load_own(config: Config) -> Workload:
     if not isinstance(workload, Workload):
         got = type(workload).__name__
         raise ConfigError(f"workload: {config.workload} must return a train.workloads.Workload, got {got}.")
-    for purpose, samples in (("train", workload.train), ("evaluation", workload.evaluation)):
-        if len(samples) == 0:
-            raise DataError(f"workload: {config.workload} must have samples to use for {purpose}, got none.")
-    return workload
+    # Evaluated samples are the same whatever the run's seed, even those that draw random numbers
+    train = _samples(config, "train", workload.train, seed=config.seed)
+    return replace(workload, train=train, evaluation=_samples(config, "evaluation", workload.evaluation, seed=0))
+
+
+def _samples(config: Config, purpose: str, given: Any, *, seed: int) -> Samples:
+    """`given` itself, or samples made of a map-style Dataset. Raises ConfigError for anything else, DataError for none.
+
+    What takes an index is a Dataset: Hugging Face's has a method `batch` as well, which means something else.
+    """
+    samples: Any = given
+    if type(given) is TensorDataset and len(given.tensors) == 2:  # by index, many times faster than one by one
+        samples = TensorSamples(*given.tensors)
+    elif hasattr(given, "__getitem__") and not isinstance(given, IterableDataset):
+        samples = MapSamples(given, seed=seed)
+    if not hasattr(samples, "batch") or not hasattr(given, "__len__"):
+        raise ConfigError(
+            f"workload: {purpose} of {config.workload} must be a map-style Dataset, with __getitem__ and __len__, or "
+            f"samples with batch() and __len__, got {type(given).__name__}."
+        )
+    if len(samples) == 0:
+        raise DataError(f"workload: {config.workload} must have samples to use for {purpose}, got none.")
+    return samples  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from train.data import Samples
+from train.data.batch import parts
 
 # Sums over the samples of a batch, by name; "count" is the number of samples. Scalars are divided by the count in the
 # end, so "accuracy" is the number of right answers here. Tensors, such as a confusion matrix, are only added up.
@@ -18,14 +19,15 @@ Sums = dict[str, torch.Tensor]
 class Workload:
     """A model, its samples, and what a batch means. The functions get what `Samples.batch` returned, on the device.
 
-    Only the first five are needed. The others add to its output and to what `evaluate` and `predict` write.
+    Only the first four are needed. The others add to its output and to what `evaluate` and `predict` write.
     """
 
     model: nn.Module
+    # Either may be any map-style Dataset where an own workload is built: `load` makes samples of it.
     train: Samples
     evaluation: Samples
     loss: Callable[[nn.Module, Any], torch.Tensor]  # the mean over the batch, a scalar
-    evaluate: Callable[[nn.Module, Any], Sums]
+    evaluate: Callable[[nn.Module, Any], Sums] | None = None  # None: the loss alone
     predict: Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]] | None = None  # labels, probabilities: [B]
     data_name: str = "own"  # compared between ranks, and with the checkpoint that is resumed or evaluated
     data_origin: str = ""  # one line for the log
@@ -42,3 +44,18 @@ class Workload:
     # Model, evaluated sums, device -> pictures for TensorBoard by name, each uint8 [3, H, W].
     pictures: Callable[[nn.Module, Sums, torch.device], dict[str, torch.Tensor]] | None = None
     notes: list[str] = field(default_factory=list)  # one line each, printed by rank 0
+
+    def sums(self, model: nn.Module, batch: Any) -> Sums:
+        """What a batch adds to the evaluation: from `evaluate`, or else the loss, which then has to be a mean over the
+        samples."""
+        if self.evaluate is not None:
+            return self.evaluate(model, batch)
+        count = _num_samples(batch)
+        return {"count": torch.tensor(count), "loss": self.loss(model, batch).double() * count}
+
+
+def _num_samples(batch: Any) -> int:
+    """The length of the batch's first tensor; 0 where there is none."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.ndim else 0
+    return next((count for part in parts(batch) if (count := _num_samples(part))), 0)

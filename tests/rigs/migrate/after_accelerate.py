@@ -1,0 +1,51 @@
+"""Training by a loop of one's own, with Hugging Face Accelerate."""
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from train.workloads import Workload
+
+
+class Rings(Dataset):
+    """Points of the plane, and whether each lies on the inner disc or on the ring around it."""
+
+    def __init__(self, count, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.points = torch.randn(count, 2, generator=generator)
+        self.labels = (self.points.norm(dim=1) > 1.2).long()
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, index):
+        return self.points[index], self.labels[index]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.Linear(2, 32)
+        self.out = nn.Linear(32, 2)
+
+    def forward(self, points):
+        return self.out(torch.tanh(self.hidden(points)))
+
+
+criterion = nn.CrossEntropyLoss()
+
+
+def loss(model, batch):
+    points, labels = batch
+    return criterion(model(points), labels)
+
+
+def evaluate(model, batch):
+    points, labels = batch
+    scores = model(points)
+    right = (scores.argmax(1) == labels).sum()
+    return {"loss": criterion(scores, labels) * len(labels), "accuracy": right, "count": len(labels)}
+
+
+def build(config):
+    return Workload(Net(), train=Rings(512, seed=1), evaluation=Rings(200, seed=2), loss=loss, evaluate=evaluate)
