@@ -92,7 +92,7 @@ def script(forks: Forks, pair: Pair, folder: Path) -> str:
 def workload(forks: Forks, pair: Pair, folder: Path, module: str) -> Path:
     """The run of the workload."""
     line = ("train", "--workload", f"{module}:build", "--batch-size", str(SAMPLES), *LOOP, "--init-from", "first.pt",
-            "--parallel", pair.method, "--tensorboard=false")
+            "--parallel", pair.method, "--eval-batch-size", "64", "--tensorboard=false")
     codes, output = forks.run(*line, world_size=pair.world_size, cwds=[folder] * pair.world_size)
     assert codes == [0] * pair.world_size, output
     return folder / "runs" / module
