@@ -132,6 +132,19 @@ def test_explain_prints_where_the_locale_has_no_chinese_letters() -> None:
     assert "EADDRINUSE" in done.stdout
 
 
+def test_chinese_page_shows_what_explain_prints(tmp_path: Path) -> None:
+    log = tmp_path / "slurm-7.out"
+    log.write_text(
+        "1: Traceback (most recent call last):\n"
+        "1: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+        "0: RuntimeError: [pair.cc:553] Connection closed by peer [10.77.0.2]:19612.\n"
+        "srun: error: node1: task 1: Exited with exit code 1\n"
+    )
+    shown = format_report(diagnose_files([log], language="zh"), "zh")
+    page = (ROOT / "train" / "migrate.zh.md").read_text(encoding="utf-8")
+    assert f"$ python -m train.main explain slurm-7.out --lang zh\n{shown}\n```" in page
+
+
 def test_traceback_of_our_own_gets_its_advice_in_english() -> None:
     """It goes into logs, which explain reads."""
     assert advice("Traceback (most recent call last):\nKeyError: 'RANK'").startswith("this is: RANK is not set.")
