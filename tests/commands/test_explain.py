@@ -221,6 +221,22 @@ def test_repeated_line_is_one_finding() -> None:
     assert (found.line, found.times) == (1, 10_000)
 
 
+def test_network_that_nccl_took_is_told_and_no_fault() -> None:
+    """Lines of real logs, of InfiniBand, EFA and of a pod that was not given its EFA devices."""
+    assert named(["h:7:19 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>",
+                  "h:7:19 [0] NCCL INFO Using network IB"]) == ["nccl-network"]
+    fallen_back = ["h:152:386 [0] nccl_net_ofi_init_v6():166 NCCL WARN NET/OFI Initializing plugin failed",
+                   "h:152:386 [0] NCCL INFO NET/IB : No device found.",
+                   "h:152:386 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.4.51<0>",
+                   "h:152:386 [0] NCCL INFO Using network Socket"]
+    found = diagnose(fallen_back)
+    assert {diagnosis.name for diagnosis in found} == {"nccl-efa-failed", "nccl-sockets"}
+    assert all(diagnosis.harmless for diagnosis in found)
+    report = format_report(found)
+    assert report.startswith("nothing wrong was found")
+    assert "NCCL took TCP sockets between nodes" in report
+
+
 def test_endless_kinds_of_exceptions_are_bounded() -> None:
     text = (f"Traceback (most recent call last):\nKeyError: {number}\n" for number in range(3000))
     assert len(diagnose(line for lines in text for line in lines.splitlines())) <= 1000

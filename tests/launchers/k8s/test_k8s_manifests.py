@@ -1,12 +1,15 @@
 """k8s/: what each manifest and overlay is for, and that its pods run a command that the program understands."""
 
 import re
+import shutil
+from pathlib import Path
 
 import pytest
+import yaml
 from torch.distributed.run import get_args_parser
 
 from tests.rigs.jobs import ROOT
-from tests.rigs.kube import CLAIMS, EVERY, K8S, OVERLAYS, TRAINING, claim_of, one, rendered
+from tests.rigs.kube import CLAIMS, EVERY, K8S, OVERLAYS, TRAINING, claim_of, kubectl, one, problems, rendered
 from tests.rigs.kubeflow import command_line, environment, pods_of
 from train.config import check_world_size, load_config
 from train.config.command_line import parse_args
@@ -136,6 +139,23 @@ def test_k8s_gpu_asks_for_as_many_devices_as_processes() -> None:
         (container,) = pod["spec"]["containers"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == job["spec"]["nprocPerNode"] != "1"
         assert pod["spec"]["affinity"]["podAntiAffinity"]
+
+
+def test_k8s_gpu_lines_for_fast_networks_give_every_pod_its_devices(tmp_path: Path) -> None:
+    """The lines to remove a # from: no cluster has all of these devices, and a pod waits for one that is not there."""
+    shutil.copytree(K8S, tmp_path / "k8s", symlinks=True)
+    patch = tmp_path / "k8s/overlays/gpu/job.yaml"
+    text, count = re.subn(r"(?m)^( *)# (?=.* # EDIT: )", r"\1", patch.read_text())
+    assert count == 5
+    patch.write_text(text)
+    documents = list(yaml.safe_load_all(kubectl("kustomize", str(patch.parent))))
+    assert [problem for document in documents for problem in problems(document)] == []
+    devices = {"rdma/hca_shared_devices_a": "1", "vpc.amazonaws.com/efa": "4", "hugepages-2Mi": "5120Mi"}
+    for pod, plain in zip(pods_of(documents), pods_of(rendered("overlays/gpu")), strict=True):
+        (container,), (without,) = pod["spec"]["containers"], plain["spec"]["containers"]
+        assert container["resources"]["limits"] == without["resources"]["limits"] | devices
+        nccl = {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "=mlx5_0,mlx5_1"}
+        assert environment(pod) == environment(plain) | nccl
 
 
 def test_k8s_elastic_has_no_master_and_keeps_the_least_number() -> None:
