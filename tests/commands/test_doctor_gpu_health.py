@@ -64,6 +64,8 @@ class Driver:
         return len(self.gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index >= len(self.gpus):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         if "lost" in self.gpus[index]:
             raise pynvml.NVMLError(self.gpus[index]["lost"])
         return index
@@ -177,6 +179,7 @@ def test_gpus_that_this_process_may_not_use_are_not_asked() -> None:
     driver = Driver(H100, lost, H100, lost)
     assert found(driver, CUDA_VISIBLE_DEVICES="2,0")[0].seen.startswith("2 healthy")
     assert found(driver, CUDA_VISIBLE_DEVICES="GPU-2")[0].seen.startswith("1 healthy")
+    assert found(driver, CUDA_VISIBLE_DEVICES="0,7,2")[0].seen.startswith("1 healthy")  # as CUDA does
     assert found(driver, CUDA_VISIBLE_DEVICES="") == found(driver, CUDA_VISIBLE_DEVICES="-1") == []
     second = replace(ALONE, world_size=2, local_world_size=2, rank=1, local_rank=1)
     assert found(driver, second)[0].seen == "GPU 1: does not answer: GPU is lost"
@@ -199,6 +202,22 @@ def test_a_driver_that_was_updated_under_the_kernel_is_unfit() -> None:
 @pytest.mark.parametrize("error", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
 def test_a_machine_without_a_driver_is_passed_over_in_silence(error: int) -> None:
     assert found(Driver(broken=error)) == []
+
+
+def test_a_container_with_a_gpu_but_without_the_means_to_ask_gets_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(broken=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    assert list(gpu_health.gpus(ALONE, environ={}, nvml=driver, root=tmp_path)) == []
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()
+    (without_library,) = gpu_health.gpus(ALONE, environ={}, nvml=driver, root=tmp_path)
+    assert without_library.level == NOTE
+    assert "NVIDIA_DRIVER_CAPABILITIES" in without_library.seen
+    monkeypatch.setattr(gpu_health, "_library", lambda: None)
+    (without_package,) = gpu_health.gpus(ALONE, environ={}, root=tmp_path)
+    assert without_package.level == NOTE
+    assert "pip install nvidia-ml-py" in without_package.seen
 
 
 def test_the_real_package_says_nothing_on_a_machine_without_gpus() -> None:

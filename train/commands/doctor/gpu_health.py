@@ -45,20 +45,25 @@ class _Lost(Exception):
     """NVML finds the GPU, but no answer comes from it."""
 
 
-def gpus(launch: Launch, *, environ: Mapping[str, str] = os.environ, nvml: Any = None) -> Iterator[Finding]:
+def gpus(
+    launch: Launch, *, environ: Mapping[str, str] = os.environ, nvml: Any = None, root: Path = Path("/")
+) -> Iterator[Finding]:
     """The health of the GPUs that this process may use: all of them where it is alone, its own among several ranks.
 
-    Call it before this process uses a GPU: it would find itself among the processes there. `nvml` replaces the module
-    pynvml, for tests.
+    `environ`, `nvml` (in place of pynvml) and `root` are for tests.
     """
     nvml = nvml or _library()
+    given = Path(root, "dev/nvidiactl").exists()  # not so in a container that was given no GPU of its machine
     if nvml is None:
-        if driver_version():
+        if given:
             yield Finding(STAGE, NOTE, "their health is not asked for: pip install nvidia-ml-py (the extra `gpu`)")
         return
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
+        if error.value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND and given:
+            missing = "this container lacks the driver's library NVML (NVIDIA_DRIVER_CAPABILITIES must have utility)"
+            yield Finding(STAGE, NOTE, f"their health can't be asked for: {missing}")
         if error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
             return  # no NVIDIA driver
         yield Finding(
@@ -124,6 +129,8 @@ def _visible(nvml: Any, launch: Launch, environ: Mapping[str, str]) -> tuple[lis
         try:
             own.append(_open(nvml, place))
         except nvml.NVMLError as error:
+            if error.value in (nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_NOT_FOUND):
+                break  # no such GPU: CUDA too takes those before it alone
             lost.append((int(place) if place.isdigit() else number, str(error)))
     return lost, own
 
