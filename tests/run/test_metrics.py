@@ -42,11 +42,13 @@ def events(run: Path) -> EventAccumulator:
 
 
 def scalars(run: Path) -> dict[str, dict[int, float]]:
-    """Tag -> step -> value. A step that is there twice is a failure."""
+    """Tag -> step -> value, of tags with a point that is shown. A step that is there twice is a failure."""
     found = events(run)
     values: dict[str, dict[int, float]] = {}
     for tag in found.Tags()["scalars"]:
         points = [(event.step, event.value) for event in found.Scalars(tag)]
+        if not points:  # all were of a killed attempt: a node whose clock has not ticked yet has no cpu_percent since
+            continue
         values[tag] = dict(points)
         assert len(values[tag]) == len(points), f"{tag} has a step twice: {points}"
     return values
