@@ -62,7 +62,7 @@ clean: ## Remove .venv and caches; runs/ stays
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 LOCKS := .lock -s3.lock -gpu.lock -test.lock -text.lock -trainers.lock -hf.lock -trackers.lock
-$(VENV)/.ready: $(addprefix docker/requirements,$(LOCKS)) pyproject.toml
+$(VENV)/.ready: $(addprefix docker/requirements,$(LOCKS)) tests/rigs/skypilot.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed, $(PYTHON) is not. Name one: make venv PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
@@ -71,6 +71,7 @@ $(VENV)/.ready: $(addprefix docker/requirements,$(LOCKS)) pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@# Silent where nobody watches: a hundred lines of "Collecting" hide the one that matters
 	@test -t 1 || export PIP_QUIET=1; set -x; $(RUN)pip install $(addprefix -r ,$(filter %.lock,$^)) -c docker/requirements-horovod.lock
+	@PIP_QUIET=1 $(RUN)pip install --no-deps --upgrade --target $(VENV)/skypilot -r tests/rigs/skypilot.txt
 	@# The command `rankup`; built with the setuptools just installed, so that pip looks nothing up
 	@PIP_QUIET=1 $(RUN)pip install --no-deps --no-build-isolation --editable .
 	@touch $@

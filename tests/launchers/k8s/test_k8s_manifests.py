@@ -9,7 +9,19 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from tests.rigs.jobs import ROOT
-from tests.rigs.kube import CLAIMS, EVERY, K8S, OVERLAYS, TRAINING, claim_of, kubectl, one, problems, rendered
+from tests.rigs.kube import (
+    CLAIMS,
+    EVERY,
+    FILES,
+    K8S,
+    OVERLAYS,
+    TRAINING,
+    claim_of,
+    kubectl,
+    one,
+    problems,
+    rendered,
+)
 from tests.rigs.kubeflow import command_line, environment, pods_of
 from train.config import check_world_size, load_config
 from train.config.command_line import parse_args
@@ -86,7 +98,7 @@ def test_k8s_whoever_deletes_the_file_of_a_job_deletes_no_checkpoints() -> None:
     assert claims == {"rankup-runs", "rankup-runs-shared"}
     for what in EVERY:
         assert not [each for each in rendered(what) if each["kind"] in ("PersistentVolumeClaim", "Namespace")]
-    for path in K8S.glob("*.yaml"):
+    for path in [K8S / name for name in (*FILES, "volume.yaml")]:
         (head,) = [line for line in path.read_text().splitlines()[:3] if line.startswith("# Run: ")]
         assert "kubectl apply -f k8s/volume.yaml" in head
         assert "delete" in head

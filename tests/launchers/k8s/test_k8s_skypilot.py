@@ -1,0 +1,138 @@
+"""k8s/skypilot.yaml: what SkyPilot itself reads there, when it goes on, and what its nodes run."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.rigs.containers import digest_by_torchrun
+from tests.rigs.jobs import Job, ended, environment, free_port, result, start
+from tests.rigs.kube import K8S
+from train.errors import FAULT, JOIN_FAILED, PEER_LOST, STOPPED, USER_MISTAKE, worth_restarting
+
+FILE = K8S / "skypilot.yaml"
+PACKAGE = Path(sys.prefix) / "skypilot"
+# In a process of its own: its packages are older than ours. The second half asks what SkyPilot does with exit codes
+READ = """
+import json, sys, sky
+from sky.jobs.recovery_strategy import StrategyExecutor
+
+task = sky.Task.from_yaml(sys.argv[1])
+(resources,) = task.resources
+recovery = resources.job_recovery
+goes_on = []
+for codes in json.loads(sys.argv[2]):
+    executor = object.__new__(StrategyExecutor)
+    executor.recover_on_exit_codes = recovery["recover_on_exit_codes"]
+    executor.max_restarts_on_errors, executor.restart_cnt_on_failure = recovery["max_restarts_on_errors"], 0
+    goes_on.append(executor.should_restart_on_failure(codes))
+print(json.dumps({"nodes": task.num_nodes, "recovery": recovery, "envs": task.envs, "goes_on": goes_on,
+                  "setup": task.setup, "run": task.run}))
+"""
+JOB = "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 60"
+
+
+def read(folder: Path, text: str, codes: object = ()) -> subprocess.CompletedProcess[str]:
+    """What SkyPilot's own parser makes of a file with this text."""
+    if not PACKAGE.exists():
+        pytest.skip(f"no SkyPilot in {PACKAGE}: make venv puts it there")
+    (folder / "task.yaml").write_text(text)
+    env = {"HOME": str(folder), "PYTHONPATH": str(PACKAGE), "PYTHONWARNINGS": "ignore",
+           "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    words = [sys.executable, "-c", READ, str(folder / "task.yaml"), json.dumps(codes)]
+    return subprocess.run(words, env=environment(env), cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_k8s_skypilot_reads_its_file_and_goes_on_where_that_helps(tmp_path: Path) -> None:
+    """With the codes of both nodes: SkyPilot gives 137 to those that it stops because another one has ended."""
+    helps = [[code, 137] for code in (STOPPED, JOIN_FAILED, PEER_LOST)]
+    done = read(tmp_path, FILE.read_text(), [*helps, [STOPPED, STOPPED], [USER_MISTAKE, 137], [FAULT, 137], [20, 137]])
+    assert done.returncode == 0, done.stderr
+    task: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert task["goes_on"] == [True, True, True, True, False, False, False]
+    assert task["nodes"] == 2
+    assert all(code == STOPPED or worth_restarting(code) for code in task["recovery"]["recover_on_exit_codes"])
+    assert set(task["envs"]) == {"NAME", "RUN_DIR", "NPROC", "SETTINGS"}
+    plain = yaml.safe_load(FILE.read_text())
+    assert (task["setup"], task["run"]) == (plain["setup"], plain["run"])
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda task: task.update(node=2),
+        lambda task: task.update(num_nodes="two"),
+        lambda task: task["resources"]["job_recovery"].update(recover_on_exit_codes=[256]),
+    ],
+    ids=["field", "type", "code"],
+)
+def test_k8s_skypilot_finds_a_mistake(mistake: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
+    task = yaml.safe_load(FILE.read_text())
+    mistake(task)
+    assert read(tmp_path, yaml.safe_dump(task)).returncode != 0
+
+
+def node(folder: Path, rank: int, job: Job, **env: str) -> None:
+    """Start what SkyPilot runs on a node, with the variables that it sets there."""
+    task = yaml.safe_load(FILE.read_text())
+    sky = {
+        "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "0", "SKYPILOT_TASK_ID": "sky-2026-11-22-12-00-00-000000_rankup_1",
+    }
+    start("bash", "-c", task["run"], env={**task["envs"], **sky, **env}, cwd=folder, job=job)
+
+
+def checkout(folder: Path) -> Path:
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+# Of the job's variables SkyPilot leaves these where its nodes are Slurm's
+ON_SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOBID": "7", "SLURM_JOB_NODELIST": "big[7,9]", "SLURM_NNODES": "2"}
+
+
+def test_k8s_skypilot_nodes_train_to_the_weights_of_torchrun(tmp_path: Path) -> None:
+    folder, job = checkout(tmp_path), Job()
+    env = {"NAME": "job", "RUN_DIR": str(tmp_path / "runs"), "NPROC": "2", **ON_SLURM}
+    settings = f"{JOB} --simulated-nodes --master-port {free_port()}"
+    with ended(job):
+        for rank in range(2):
+            node(folder, rank, job, **env, SETTINGS=settings)
+        assert job.wait() == [0, 0], job.outputs
+    (tmp_path / "torchrun").mkdir()
+    digest = digest_by_torchrun(tmp_path / "torchrun", f"{JOB} --name job", nproc=4)
+    done = result(tmp_path / "runs" / "job")
+    assert (done["digest"], done["world_size"]) == (digest, 4)
+
+
+def test_k8s_skypilot_sees_the_code_of_a_mistake(tmp_path: Path) -> None:
+    job = Job()
+    with ended(job):
+        node(checkout(tmp_path), 0, job, RUN_DIR=str(tmp_path), SETTINGS="--lr -1")
+        assert job.wait() == [USER_MISTAKE], job.outputs
+
+
+def test_k8s_skypilot_installs_once_where_nodes_share_a_folder(tmp_path: Path) -> None:
+    uv = tmp_path / ".local" / "bin" / "uv"
+    uv.parent.mkdir(parents=True)
+    uv.write_text('#!/bin/bash\necho "$*" >> uv.txt\nsleep 0.3\n[[ $1 != venv ]] || mkdir .venv\n')
+    uv.chmod(0o755)
+    setup, job = yaml.safe_load(FILE.read_text())["setup"], Job()
+    with ended(job):
+        for _ in range(2):
+            start("bash", "-c", setup, env={"HOME": str(tmp_path)}, cwd=tmp_path, job=job)
+        assert job.wait() == [0, 0], job.outputs
+    made, installed = (tmp_path / "uv.txt").read_text().splitlines()
+    assert made == "venv --python 3.11 .venv"
+    lists = [word for word in installed.split() if word.endswith(".lock")]
+    assert lists == ["docker/requirements.lock", "docker/requirements-s3.lock"]
+    assert all((K8S.parent / name).exists() for name in lists)
+    uv.write_text("#!/bin/bash\nexit 3\n")
+    (tmp_path / ".venv" / ".ready").unlink()
+    with ended(start("bash", "-c", setup, env={"HOME": str(tmp_path)}, cwd=tmp_path)) as failed:
+        assert failed.wait() == [3]
