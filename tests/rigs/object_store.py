@@ -41,18 +41,18 @@ class Door(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, target_port: int) -> None:
-        self.target_port = target_port
+    def __init__(self, target_port: int, address: str) -> None:
+        self.target_port, self.address = target_port, address
         self.rule: Callable[[Request], int | None] = lambda request: None
         self.seen: list[Request] = []
         self.sent = 0
-        super().__init__(("127.0.0.1", free_port()), _Handler)
+        super().__init__((address, free_port()), _Handler)
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     @property
     def env(self) -> dict[str, str]:
         """The environment in which s3://bucket is behind this door."""
-        return _env(self.server_address[1])
+        return _env(self.server_address[1], self.address)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that was killed is no error here."""
@@ -128,8 +128,9 @@ class S3:
         return _env(self.port)
 
     @contextmanager
-    def door(self) -> Iterator[Door]:
-        door = Door(self.port)
+    def door(self, address: str = "127.0.0.1") -> Iterator[Door]:
+        """`address`: of this machine, where the door is."""
+        door = Door(self.port, address)
         try:
             yield door
         finally:
@@ -141,9 +142,9 @@ class S3:
         self.process.wait(60)
 
 
-def _env(port: int) -> dict[str, str]:
+def _env(port: int, address: str = "127.0.0.1") -> dict[str, str]:
     return {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "somebody",
+        "AWS_ENDPOINT_URL": f"http://{address}:{port}", "AWS_ACCESS_KEY_ID": "somebody",
         "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
     }
 

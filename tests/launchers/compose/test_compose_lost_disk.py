@@ -1,14 +1,18 @@
 """Two containers without a shared disk: node 0's goes with its disk, and the run goes on to the undisturbed weights."""
 
+import json
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launchers.compose.test_compose_kills import JOB
-from tests.rigs.containers import Project, digest_by_torchrun, project
+from tests.rigs.containers import Project, clean_environment, digest_by_torchrun, docker, project, wait_for
+from tests.rigs.jobs import ROOT
+from tests.rigs.object_store import BUCKET, S3, Door
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
 
@@ -55,3 +59,49 @@ def test_node_0_and_its_disk_are_lost_alone_and_then_with_node_1(nodes: Project,
     said = "fetched step-" if "--mirror" in nodes.env["ARGS"] else "the second copy on node1 (rank 1): node0 (rank 0)"
     assert said in nodes.logs()
     assert nodes.result("job")["digest"] == undisturbed
+
+
+# A run directory in an object store -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def image_for_s3() -> str:
+    name = "rankup:s3"
+    build = subprocess.run(
+        [ROOT / "docker" / "image.sh"], env=clean_environment({"IMAGE": name, "EXTRAS": "s3"}), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )
+    assert build.returncode == 0, build.stdout
+    return name
+
+
+@pytest.fixture
+def store(s3: S3) -> Iterator[Door]:
+    """S3 at the address by which containers reach this machine."""
+    gateway = docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}").strip()
+    with s3.door(gateway) as door:
+        yield door
+
+
+def test_run_in_a_store_goes_on_where_nothing_of_it_is_left(
+    tmp_path: Path, image_for_s3: str, store: Door, undisturbed: str
+) -> None:
+    run_dir = f"s3://{BUCKET}/{tmp_path.name}"
+    with project(tmp_path / "first", IMAGE=image_for_s3, ARGS=f"{JOB} --run-dir {run_dir}", **store.env) as first:
+        first.add("compose.s3.yaml")
+        first.up()
+        wait_for("a manifest in the store", lambda: manifests(store) >= 5, log=first.logs)
+        first.compose("kill")
+    shutil.rmtree(tmp_path / "first")
+    with project(tmp_path / "other", IMAGE=image_for_s3, ARGS=f"{JOB} --run-dir {run_dir}", **store.env) as other:
+        other.add("compose.s3.yaml")
+        other.up()
+        assert other.codes() == [0, 0], other.logs()
+        assert "fetched step-" in other.logs()
+        (result,) = other.runs.glob("cache/runs/*/job/result.json")
+        assert json.loads(result.read_text())["digest"] == undisturbed
+
+
+def manifests(store: Door) -> int:
+    """How many have been written."""
+    return sum(request.method == "PUT" and request.name.endswith("/manifest.json") for request in store.seen)
