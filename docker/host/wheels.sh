@@ -24,25 +24,31 @@ extras=$(setting EXTRAS)
 # The wheels must fit the Python of the image, which may be another than this machine's
 version=$(docker run --rm --network none --entrypoint python3 "$base" \
   -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-lists=(docker/requirements.lock docker/requirements-cuda.lock ${extras:+"docker/requirements-$extras.lock"})
-wanted=$(cat "${lists[@]}" <(echo "$version $index") | sha256sum)
-cd docker/wheels
-if [[ $wanted == "$(cat .wanted 2> /dev/null)" ]]; then
-  echo "wheels: docker/wheels is up to date ($(du -sh . | cut -f1))"
-  exit
-fi
 
-if ! python=$(find_pip); then
-  if [[ $(id -u) -ne 0 ]] || ! command -v apt-get > /dev/null; then
-    fail "pip is needed: sudo apt install python3-pip"
+fill() { # FOLDER LIST [OPTION...]: its wheels, unless the folder holds them already
+  local folder=$1 list=$2 wanted python
+  shift 2
+  wanted=$(cat "docker/$list" docker/requirements-cuda.lock <(echo "$version $index") | sha256sum)
+  if [[ $wanted == "$(cat "$folder/.wanted" 2> /dev/null)" ]]; then
+    echo "wheels: $folder is up to date ($(du -sh "$folder" | cut -f1))"
+    return
   fi
-  { apt-get -q update && apt-get install -q -y --no-install-recommends python3-pip; } > /dev/null
-  python=/usr/bin/python3
-fi
-echo "wheels: downloading for Python $version with $($python -m pip --version | cut -d' ' -f1,2) of $python"
-rm -f ./*.whl .wanted
-"$python" -m pip download -qq --requirement ../requirements.lock \
-  ${extras:+--requirement "../requirements-$extras.lock"} --only-binary :all: --python-version "$version" \
-  ${index:+--extra-index-url "$index"}
-echo "$wanted" > .wanted
-echo "wheels: $(find . -name '*.whl' | wc -l) files, $(du -sh . | cut -f1)"
+  if ! python=$(find_pip); then
+    if [[ $(id -u) -ne 0 ]] || ! command -v apt-get > /dev/null; then
+      fail "pip is needed: sudo apt install python3-pip"
+    fi
+    { apt-get -q update && apt-get install -q -y --no-install-recommends python3-pip; } > /dev/null
+    python=/usr/bin/python3
+  fi
+  echo "wheels: downloading for Python $version with $($python -m pip --version | cut -d' ' -f1,2) of $python"
+  rm -f "$folder"/*.whl "$folder/.wanted"
+  "$python" -m pip download -qq --dest "$folder" --requirement "docker/$list" --only-binary :all: \
+    --python-version "$version" ${index:+--extra-index-url "$index"} "$@"
+  echo "$wanted" > "$folder/.wanted"
+  echo "wheels: $(find "$folder" -name '*.whl' | wc -l) files in $folder, $(du -sh "$folder" | cut -f1)"
+}
+
+fill docker/wheels requirements.lock
+# In a folder of their own, so that the layer of all other packages stays as it is. A lock lists what it adds to the
+# others, all of it: without --no-deps pip would fetch torch again
+if [[ -n $extras ]]; then fill docker/extra-wheels "requirements-$extras.lock" --no-deps; fi
