@@ -137,9 +137,12 @@ def choose_interface(me: Member, paths: Paths, log: Log) -> tuple[str, str]:
         )
     own = _own_address(me, paths)
     routed = network.interface_of(own) or ""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+    # To nccl a bare eth1 means every interface whose name begins so, eth10 too
+    for name, value in (
+        ("GLOO_SOCKET_IFNAME", routed), ("NCCL_SOCKET_IFNAME", f"={routed}"), ("TP_SOCKET_IFNAME", routed),
+    ):
         if routed and not os.environ.get(name):
-            os.environ[name] = routed
+            os.environ[name] = value
     chosen = named or routed
     address = network.address_of(chosen) if chosen else network.address_of_host_name()
     log.debug(f"interface {chosen or '(by host name)'}, address {address}; the route to the master starts at {own}")
