@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
@@ -25,7 +26,8 @@ from train.workloads import Workload
 
 TOP_LEVEL = {
     "docker", "k8s", "slurm", "train", "tests", "compose.yaml", "Makefile",
-    "README.md", "README.zh.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "LICENSE", "pyproject.toml",
+    "README.md", "README.zh.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "CITATION.cff", "LICENSE",
+    "pyproject.toml",
 }
 # Flags and words with an underscore that belong to others
 FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank",
@@ -278,6 +280,33 @@ def launch_files() -> list[str]:
         for name in tracked()
         if pattern.match(name) and not (ROOT / name).is_symlink() and not name.endswith(".md")
     ]
+
+
+def test_docs_workflow_runs_what_is_here() -> None:
+    workflow = yaml.safe_load(read(".github/workflows/ci.yml"))
+    lines = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert [line.split("#")[0].strip() for line in lines if ".ci/run" in line] == ["sudo .ci/run"]
+    targets = {words[1] for words in map(str.split, lines) if words[0] == "make"}
+    assert targets == {"k8s-kind", "k8s-logs"}
+    assert all(re.search(rf"^[a-z0-9 -]*\b{target}\b.*:.*## ", read("Makefile"), re.MULTILINE) for target in targets)
+
+
+def test_docs_issue_templates_ask_for_commands_that_exist() -> None:
+    (asked,) = [
+        {field["attributes"]["label"] for field in yaml.safe_load(read(name))["body"]}
+        for name in tracked() if name.endswith("ISSUE_TEMPLATE/fault.yml")
+    ]
+    for label in (label for label in asked if label.startswith("python")):
+        assert parse_args(shlex.split(label)[3:]).command in OPTIONS
+    assert "python -m train.main doctor --json" in asked
+
+
+def test_docs_version_has_one_place() -> None:
+    version = tomllib.loads(read("pyproject.toml"))["project"]["version"]
+    assert set(yaml.safe_load(read("CITATION.cff"))) >= {"cff-version", "title", "authors", "license"}
+    assert "\nversion:" not in read("CITATION.cff")
+    program = [name for name in tracked() if name.startswith("train/") and name.endswith(".py")]
+    assert not [name for name in program if version in read(name)]
 
 
 def test_docs_launch_files_open_with_what_how_and_which_lines() -> None:
