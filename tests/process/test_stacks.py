@@ -22,7 +22,8 @@ from train.process import flight_recorder, stack_requests, stacks
 from train.process.log import host_name
 from train.process.placement import Launch
 from train.process.places import Frame, Stack, compare, moment, own_place, place
-from train.process.stacks import Writer, start_of
+from train.process.proc import start_of
+from train.process.stacks import Writer
 
 TORCH, RUN = "/usr/lib/python3/dist-packages/torch", "/job/train"
 BACKWARD = [

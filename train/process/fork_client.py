@@ -69,14 +69,6 @@ class ForkServer:
             self._process.wait(5)  # not without a bound: one that waits for a dead disk ends when the disk answers
 
 
-def state_of(pid: int) -> str:
-    """The state of a process as /proc has it, such as T; empty for one that is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
 def reap() -> None:
     """Take the ends of orphans: a container's first process inherits them, and they stay zombies until it does."""
     with contextlib.suppress(ChildProcessError):

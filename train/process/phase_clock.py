@@ -5,9 +5,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
+
+from train.process.proc import start_of
 
 
 def process_began() -> float:
@@ -15,8 +16,7 @@ def process_began() -> float:
     if not hasattr(time, "CLOCK_BOOTTIME"):
         return psutil.Process().create_time()
     # psutil adds the same number to the time of the boot, which the kernel tells in whole seconds
-    after_name = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
-    ticks = int(after_name.split()[19])
+    ticks = int(start_of(os.getpid()))
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 

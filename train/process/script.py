@@ -8,7 +8,6 @@ import of torch at each start, some seconds. No torch here.
 
 import contextlib
 import os
-import re
 import selectors
 import signal
 import subprocess
@@ -17,10 +16,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any, TextIO
 
 from train.process.log import Log
+from train.process.proc import has_handler
 
 # Run by a bare Python between this process and the script: the kernel kills the script when this process ends. Not
 # subprocess's preexec_fn, which runs Python in a fork of a process with threads and may wait for a lock without end.
@@ -87,19 +86,11 @@ class Script:
     def send(self, number: int) -> int:
         """Pass a signal on to the script itself; what it has started is the script's business. Returns what was sent:
         SIGTERM in place of a SIGUSR1 that the script has no handler for."""
-        if number == signal.SIGUSR1 and not self._handles(number):
+        # Where nobody knows (no /proc), it is taken to have a handler
+        if number == signal.SIGUSR1 and has_handler(self.pid, number) is False:
             number = signal.SIGTERM
         self._process.send_signal(number)
         return number
-
-    def _handles(self, number: int) -> bool:
-        """Whether the script has a handler for this signal. Where nobody knows (no /proc), it is taken to have one."""
-        try:
-            status = Path(f"/proc/{self.pid}/status").read_text()
-        except OSError:
-            return True
-        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
-        return caught is None or bool(int(caught[1], 16) >> (number - 1) & 1)
 
     def keep(self) -> None:
         """End it: a peer is lost. For `Watchdog.protect`, which calls this from any thread."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from train.process.fork_client import state_of
 from train.process.log import Log
 from train.process.places import Stack, compare, moment, place, stacks_in
-from train.process.stacks import FOLDER, Writer, start_of
+from train.process.proc import has_handler, start_of, state_of
+from train.process.stacks import FOLDER, Writer
 
 REQUEST = "request"  # `touch stacks/request` asks, where a file can be made and no process be signalled
 # A thread of Python needs its turn on a busy machine. After that the other signal is tried, see `stacks`.
@@ -162,9 +162,7 @@ def _signal(writer: Writer, try_number: int) -> None:
     number = writer.signals[try_number]
     # It has just ended, or is another user's: it does not answer
     with contextlib.suppress(OSError):
-        status = Path(f"/proc/{writer.pid}/status").read_text()
-        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
-        if caught and int(caught[1], 16) >> (number - 1) & 1 and alive(writer):
+        if has_handler(writer.pid, number) and alive(writer):
             os.kill(writer.thread, number)
 
 

@@ -26,6 +26,7 @@ from typing import Any, TextIO
 
 from train.process.log import host_name
 from train.process.placement import Launch
+from train.process.proc import start_of
 from train.process.worker_stacks import ask_workers
 
 FOLDER = "stacks"
@@ -152,15 +153,3 @@ def note(phase: str, step: int) -> None:
     """Where this rank stands: what the next dump says of it. Called at every step: two assignments."""
     if _file is not None:
         _file.phase, _file.step = phase, step
-
-
-def start_of(pid: int) -> str:
-    """When that process was started, in the kernel's ticks: with it a number that was given to another process shows.
-
-    "" for a process that is gone, and where there is no /proc.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from train.errors import FINISHED, PEER_LOST, STOPPED, root_cause, worth_restarting
-from train.process.fork_client import ForkServer, reap, state_of
+from train.process.fork_client import ForkServer, reap
 from train.process.last_word import take_back, tell_platform
 from train.process.limits import explain_sigkill, oom_kills
 from train.process.log import Log
+from train.process.proc import state_of
 from train.process.progress import ProgressBoard
 from train.process.status import attempt_of
 from train.process.stop import StopRequest

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from train.process.proc import parent_of
+
 MEMORY = "rankup-stacks-"
 ANSWER_S, TICK_S = 0.5, 0.02
 ASK = getattr(signal, "SIGRTMAX", None)
@@ -51,7 +53,7 @@ def _workers() -> Iterator[tuple[int, int, Path]]:
     """The children of this process that can be asked: number, process, and the memory that they write to."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended, or is another user's
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) != os.getpid():
+            if parent_of(int(folder.name)) != os.getpid():
                 continue
             for link in (folder / "fd").iterdir():
                 if found := re.match(rf"/memfd:{MEMORY}(\d+)", os.readlink(link)):
