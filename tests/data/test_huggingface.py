@@ -186,13 +186,13 @@ def test_part_of_a_split_and_columns_are_chosen_by_settings(tmp_path: Path) -> N
     more = Dataset.from_dict({"rating": rows["rating"], "place": rows["place"]}).features
     one = Dataset.from_dict(rows, features=Features({**features, **more}))
     where = hf_sets.save(DatasetDict({"train": one}), tmp_path / "saved")
-    parts = {"hf_input": "photo", "hf_train_split": "train[:80%]", "hf_eval_split": "train[80%:]"}
+    parts = {"input_column": "photo", "hf_train_split": "train[:80%]", "hf_eval_split": "train[80%:]"}
     train, test = load_hf(where, **parts)
     assert (train.classes, train.labels.tolist(), test.labels.tolist()) == (("b", "a"), [0, 1] * 4, [0, 1])
     assert test.paths == ("saved/train/8", "saved/train/9")
     assert torch.equal(pixels(test), pixels(load_hf(where, **parts | {"hf_train_split": "train[8:]"})[0]))
-    assert load_hf(where, **parts, hf_label="rating")[0].classes == ("1", "5", "10")  # numbers, not their digits
-    assert load_hf(where, **parts, hf_label="place")[0].classes == ("x", "y")
+    assert load_hf(where, **parts, label_column="rating")[0].classes == ("1", "5", "10")  # numbers, not their digits
+    assert load_hf(where, **parts, label_column="place")[0].classes == ("x", "y")
     one.save_to_disk(tmp_path / "single")
     assert load_hf(tmp_path / "single", **parts)[0].labels.tolist() == [0, 1] * 4
 
@@ -200,10 +200,10 @@ def test_part_of_a_split_and_columns_are_chosen_by_settings(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hf_label": "class"}, r"split train: --hf-label must be one of its columns, image, label, got class\."),
-        ({"hf_input": "label"}, r"--hf-input must be a column of images, got label, of ClassLabel"),
-        ({"hf_input": "photo"}, r"--hf-input must be one of its columns, image, label, got photo\."),
-        ({"hf_label": "image"}, r"image must be a column of texts, integers or class labels, got Image"),
+        ({"label_column": "class"}, r"train: --label-column must be one of its columns, image, label, got class\."),
+        ({"input_column": "label"}, r"--input-column must be a column of images, got label, of ClassLabel"),
+        ({"input_column": "photo"}, r"--input-column must be one of its columns, image, label, got photo\."),
+        ({"label_column": "image"}, r"image must be a column of texts, integers or class labels, got Image"),
         ({"hf_train_split": "all"}, r"--hf-train-split must be one of its splits, train, validation, got all\."),
         ({"hf_eval_split": "test"}, r"--hf-eval-split must be one of its splits, train, validation, got test\."),
         ({"hf_eval_split": "train[12:]"}, r"must be one part with rows, got train\[12:\], without rows"),

@@ -74,13 +74,13 @@ def test_folder_of_files_and_columns_by_name(tmp_path: Path, kind: str) -> None:
         if kind == "csv":
             lines = ["id,body,stars", *(f"x{n},text {n} of it,{1 + n % 3}" for n in range(6))]
         (tmp_path / f"{name}.{kind}").write_text("\n".join(lines) + "\n")
-    found = load_hf(tmp_path, hf_input="body", hf_label="stars")
+    found = load_hf(tmp_path, input_column="body", label_column="stars")
     assert found.train.texts[0] == "text 0 of it"
     assert (found.classes, found.train.labels) == (("1", "2", "3"), (0, 1, 2, 0, 1, 2))
     with pytest.raises(DataError, match="split train: must have one column of labels, got the columns id, body, stars"):
         load_hf(tmp_path)
-    with pytest.raises(DataError, match=r"must have one column of texts, got several, id, body\. Name it by --hf-in"):
-        load_hf(tmp_path, hf_label="stars")
+    with pytest.raises(DataError, match=r"must have one column of texts, got several, id, body\. Name it by --in"):
+        load_hf(tmp_path, label_column="stars")
 
 
 def test_rows_without_text_or_label_are_left_out_counted_and_named(tmp_path: Path) -> None:

@@ -67,9 +67,9 @@ def test_rows_are_there_where_the_cache_has_no_room(place: Path) -> None:
 def test_columns_have_the_names_of_the_settings(place: Path) -> None:
     for name in ("train", "test"):
         write_parquet(place / "own" / f"{name}.parquet", [(png(7), 0), (png(8), 1)], image="img", label="fine_label")
-    train, _ = load_shards(place / "own", image_column="img", label_column="fine_label")
+    train, _ = load_shards(place / "own", input_column="img", label_column="fine_label")
     assert bytes(train.contents.read(1)) == png(8)
-    with pytest.raises(DataError, match=r"train\.parquet: must have a column image, has img, fine_label\. Set --image"):
+    with pytest.raises(DataError, match=r"train\.parquet: must have a column image, has img, fine_label\. Set --input"):
         load_shards(place / "own")
 
 

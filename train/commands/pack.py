@@ -74,7 +74,7 @@ def pack_folder(folder: str, out: Path, *, max_bytes: int, config: Config, log: 
     except OSError as error:
         raise disk_error("pack", out, error) from error
     total = sum((out / name).stat().st_size for name in shards)
-    place, columns = Place(str(out)), Columns(config.image_column, config.label_column)
+    place, columns = Place(str(out)), Columns.of(config)
     samples = 0
     for names in listed.values():
         samples += len(open_index(place, names, columns=columns, say=log.info).table)

@@ -49,10 +49,10 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                            rule="the name of a data set")
     hf_config: str | None = _result(None, "hf: which configuration of the data set; null: the only or default one.",
                                     rule="a name", min_length=1)
-    hf_input: str | None = _result(None, "hf: column of the images or texts; null: the only one of that kind.",
-                                   rule="a column's name", min_length=1)
-    hf_label: str | None = _result(None, "hf: column of the labels; null: the only one of class labels, or label.",
-                                   rule="a column's name", min_length=1)
+    input_column: str | None = _result(None, "hf, shards: column of the images or texts; null: the only one of that "
+                                             "kind, in Parquet image.", rule="a column's name", min_length=1)
+    label_column: str | None = _result(None, "hf, shards: column of the labels, or their name in JSON; null: the only "
+                                             "one of class labels, or label.", rule="a column's name", min_length=1)
     hf_train_split: str = _result("train", "hf: rows to train on: a split, or part of one such as train[:90%].",
                                   rule="a split's name", min_length=1)
     hf_eval_split: str | None = setting(None, "hf: rows to evaluate on; null: validation or test, as eval_split says.",
@@ -63,9 +63,6 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                                     "'train/*.tar'; empty: those whose names begin with train.", rule="a pattern")
     eval_shards: str = setting("", "shards: those to evaluate on; empty: whose names begin with val, else test.",
                                rule="a pattern")
-    image_column: str = setting("image", "shards: column of the images in Parquet files.", min_length=1, rule="a name")
-    label_column: str = setting("label", "shards: column of the labels, and their name in JSON.", min_length=1,
-                                rule="a name")
     shuffle_window: Natural = _result(0, "Shuffle blocks of samples that lie together, and so many samples at a time; "
                                          "0: all samples. For shards that are dear to read at random.", unit="samples")
     model: str = _result("cnn", "cnn, mlp, or a torchvision classifier such as resnet18.", pattern=r"^[A-Za-z]\w*$",

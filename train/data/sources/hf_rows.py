@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from train.config import Config
+from train.config.schema import flag
 from train.data.sources.fetch import Say, print_to_stderr
 from train.data.sources.hf_open import one_line, open_splits
 from train.errors import DataError
@@ -48,12 +49,12 @@ class Rows:
             raise DataError(f"{self.where}: column {name} is damaged ({one_line(error)}).") from None
         return found
 
-    def must_have(self, columns: Mapping[str, str]) -> None:
-        """Raise DataError unless these columns are there, each given with the setting that names it."""
-        for name, flag in columns.items():
+    def must_have(self, **columns: str) -> None:
+        """Raise DataError unless these columns are there, each given by the setting that names it."""
+        for setting, name in columns.items():
             if name not in self.features:
                 names = ", ".join(self.features)
-                raise DataError(f"{self.where}: {flag} must be one of its columns, {names}, got {name}.")
+                raise DataError(f"{self.where}: {flag(setting)} must be one of its columns, {names}, got {name}.")
 
 
 def open_rows(config: Config, *, say: Say = print_to_stderr) -> tuple[Rows, Rows]:
@@ -72,41 +73,53 @@ def open_rows(config: Config, *, say: Say = print_to_stderr) -> tuple[Rows, Rows
             "--hf-eval-split, or take parts of one: --hf-train-split train[:90%] --hf-eval-split train[90%:]"
         )
     return (
-        _part(splits, config.hf_train_split, config.dataset, "--hf-train-split"),
-        _part(splits, evaluated, config.dataset, "--hf-eval-split"),
+        _part(splits, config.hf_train_split, config.dataset, "hf_train_split"),
+        _part(splits, evaluated, config.dataset, "hf_eval_split"),
     )
 
 
-def _part(splits: Mapping[str, Any], wanted: str, name: str, flag: str) -> Rows:
+def _part(splits: Mapping[str, Any], wanted: str, name: str, setting: str) -> Rows:
     """The rows of a split, or of a part of one such as train[:90%]. Raises DataError."""
     from datasets import ReadInstruction
 
     sizes = {split: len(table) for split, table in splits.items()}
     split = wanted.partition("[")[0]
     if split not in splits:
-        raise DataError(f"{name}: {flag} must be one of its splits, {', '.join(splits)}, got {wanted}.")
+        raise DataError(f"{name}: {flag(setting)} must be one of its splits, {', '.join(splits)}, got {wanted}.")
     try:
         found = ReadInstruction.from_spec(wanted).to_absolute(sizes)
     except (ValueError, AssertionError) as error:
         raise DataError(
-            f"{name}: {flag} must be a split or a part of one, such as {split}[:90%], got {wanted} ({one_line(error)})."
+            f"{name}: {flag(setting)} must be a split or a part of one, such as {split}[:90%], got {wanted} "
+            f"({one_line(error)})."
         ) from None
     start, stop = found[0].from_ or 0, sizes[split] if found[0].to is None else found[0].to
     if len(found) > 1 or not start < stop:
         problem = "which is several" if len(found) > 1 else f"without rows ({split} has {sizes[split]})"
-        raise DataError(f"{name}: {flag} must be one part with rows, got {wanted}, {problem}.")
+        raise DataError(f"{name}: {flag(setting)} must be one part with rows, got {wanted}, {problem}.")
     return Rows(splits[split], split, start, stop, f"{name}, split {split}")
 
 
-def column(rows: Rows, wanted: str | None, candidates: Sequence[str], *, what: str, flag: str) -> str:
-    """The column `wanted`, or the only one of `candidates`. Raises DataError, naming the columns there are."""
+def _column(rows: Rows, config: Config, setting: str, candidates: Sequence[str], *, what: str) -> str:
+    """The column that the setting names, or the only one of `candidates`. Raises DataError, naming those there are."""
+    wanted: str | None = getattr(config, setting)
     if wanted is not None:
-        rows.must_have({wanted: flag})
+        rows.must_have(**{setting: wanted})
         return wanted
     if len(candidates) != 1:
         several = f"several, {', '.join(candidates)}" if candidates else f"the columns {', '.join(rows.features)}"
-        raise DataError(f"{rows.where}: must have one column of {what}, got {several}. Name it by {flag}.")
+        raise DataError(f"{rows.where}: must have one column of {what}, got {several}. Name it by {flag(setting)}.")
     return candidates[0]
+
+
+def input_column(rows: Rows, config: Config, fitting: Sequence[str], *, what: str, usual: str = "") -> str:
+    """The column of images or texts, one of `fitting`, those that hold `what`; `usual` if it is there and no other is
+    named. Raises DataError, naming the columns there are."""
+    found = _column(rows, config, "input_column", [usual] if usual in fitting else fitting, what=what)
+    if found not in fitting:
+        got = f"{found}, of {rows.features[found]}"
+        raise DataError(f"{rows.where}: --input-column must be a column of {what}, got {got}.")
+    return found
 
 
 def label_column(rows: Rows, config: Config) -> str:
@@ -116,7 +129,7 @@ def label_column(rows: Rows, config: Config) -> str:
     candidates = [name for name, feature in rows.features.items() if isinstance(feature, ClassLabel)]
     if len(candidates) != 1:
         candidates = [name for name in rows.features if name in LABELS] or candidates
-    return column(rows, config.hf_label, candidates, what="labels", flag="--hf-label")
+    return _column(rows, config, "label_column", candidates, what="labels")
 
 
 def read_labels(rows: Rows, name: str) -> tuple[list[str | None], tuple[str, ...]]:
@@ -137,3 +150,9 @@ def read_labels(rows: Rows, name: str) -> tuple[list[str | None], tuple[str, ...
         raise DataError(f"{rows.where}: {name} must be a column of texts, integers or class labels, got {feature}.")
     found = sorted({value for value in values if value is not None})
     return [None if value is None else str(value) for value in values], tuple(map(str, found))
+
+
+def refuse_single_class(classes: Sequence[str], where: str) -> None:
+    """Raise DataError unless there are two or more."""
+    if len(classes) < 2:
+        raise DataError(f"{where}: must have at least two labels to tell apart, got only {(*classes, 'none')[0]}.")

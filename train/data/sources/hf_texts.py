@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from train.config import Config
-from train.data.sources.hf_rows import Rows, column, label_column, open_rows, read_labels
+from train.data.sources.hf_rows import Rows, input_column, label_column, open_rows, read_labels, refuse_single_class
 from train.data.sources.texts import Row, Texts, TextSet, keep_good, labelled_texts, listed_classes, missing
-from train.errors import DataError
 
 
 def load(config: Config) -> Texts:
@@ -19,12 +18,10 @@ def load(config: Config) -> Texts:
     train_rows, test_rows = open_rows(config)
     label = label_column(train_rows, config)
     text = _text_column(train_rows, config, label)
-    test_rows.must_have({text: "--hf-input", label: "--hf-label"})
+    test_rows.must_have(input_column=text, label_column=label)
     train_labels, found = read_labels(train_rows, label)
     classes = listed_classes(config) or found
-    if len(classes) < 2:
-        problem = classes[0] if classes else "none"
-        raise DataError(f"{train_rows.where}: must have at least two labels to tell apart, got only {problem}.")
+    refuse_single_class(classes, train_rows.where)
     test_labels, _ = read_labels(test_rows, label)
 
     def read(rows: Rows, labels: list[str | None]) -> tuple[TextSet, list[str]]:
@@ -43,10 +40,7 @@ def _text_column(rows: Rows, config: Config, label: str) -> str:
         name for name, feature in rows.features.items()
         if isinstance(feature, Value) and feature.dtype in ("string", "large_string") and name != label
     ]
-    found = column(rows, config.hf_input, ["text"] if "text" in texts else texts, what="texts", flag="--hf-input")
-    if found not in texts:
-        raise DataError(f"{rows.where}: --hf-input must be a column of texts, got {found}, of {rows.features[found]}.")
-    return found
+    return input_column(rows, config, texts, what="texts", usual="text")
 
 
 def _texts(rows: Rows, name: str, labels: list[str | None]) -> Iterator[Row]:

@@ -12,7 +12,7 @@ import torch
 
 from train.config import Config
 from train.data.sources.fetch import Say
-from train.data.sources.hf_rows import Rows, column, label_column, open_rows, read_labels
+from train.data.sources.hf_rows import Rows, input_column, label_column, open_rows, read_labels, refuse_single_class
 from train.data.sources.image_cache import version_of
 from train.data.sources.imagefolder import MEAN, STD
 from train.data.sources.sets import FileSet
@@ -67,24 +67,15 @@ def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
     without a label.
     """
     train_rows, test_rows = open_rows(config, say=say)
-    image = _image_column(train_rows, config)
+    images = [name for name, feature in train_rows.features.items() if _is_image(feature)]
+    image = input_column(train_rows, config, images, what="images")
     label = label_column(train_rows, config)
-    test_rows.must_have({image: "--hf-input", label: "--hf-label"})
+    test_rows.must_have(input_column=image, label_column=label)
     train_labels, classes = read_labels(train_rows, label)
-    if len(classes) < 2:
-        problem = classes[0] if classes else "none"
-        raise DataError(f"{train_rows.where}: must have at least two labels to tell apart, got only {problem}.")
+    refuse_single_class(classes, train_rows.where)
     test_labels, _ = read_labels(test_rows, label)
     train, test = _numbers(train_rows, label, train_labels, classes), _numbers(test_rows, label, test_labels, classes)
     return _file_set(train_rows, image, train, classes, config), _file_set(test_rows, image, test, classes, config)
-
-
-def _image_column(rows: Rows, config: Config) -> str:
-    candidates = [name for name, feature in rows.features.items() if _is_image(feature)]
-    found = column(rows, config.hf_input, candidates, what="images", flag="--hf-input")
-    if found not in candidates:
-        raise DataError(f"{rows.where}: --hf-input must be a column of images, got {found}, of {rows.features[found]}.")
-    return found
 
 
 def _is_image(feature: Any) -> bool:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from train.config import Config
 from train.data.sources.cache import writable_cache
 from train.data.sources.fetch import Say
 from train.data.sources.shards.parquet import ENDING, scan_parquet
@@ -43,6 +44,10 @@ class Columns(NamedTuple):
 
     image: str
     label: str
+
+    @classmethod
+    def of(cls, config: Config) -> "Columns":
+        return cls(config.input_column or "image", config.label_column or "label")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def scan_parquet(file: BinaryIO, name: str, *, image_column: str, label_column: 
     """
     parquet = _open(file, name)
     columns = parquet.schema_arrow.names
-    for column, setting in ((image_column, "--image-column"), (label_column, "--label-column")):
+    for column, setting in ((image_column, "--input-column"), (label_column, "--label-column")):
         if column not in columns:
             raise DataError(f"{name}: must have a column {column}, has {', '.join(columns)}. Set {setting}.")
     scan, digest = Scan(), hashlib.sha256()

@@ -26,14 +26,14 @@ def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
     place = Place.at(config.data_dir)
     found = [(part, *find_shards(place, part, pattern))
              for part, pattern in (("train", config.train_shards), ("val", config.eval_shards))]
-    columns = Columns(config.image_column, config.label_column)
+    columns = Columns.of(config)
     train, test = (open_index(place, names, columns=columns, say=say) for _, names, _ in found)
     classes = found[0][2] or tuple(str(number) for number in range(int(train.labels.max()) + 1))
     for index in (train, test):
         _check_labels(index, classes, place)
     pieces, note = _pieces(place, (train, test), config)
     name = f"shards-{train.digest[:12]}"  # resumed with other samples or labels, a run is refused
-    readers = (ShardReader(place, index, pieces=pieces, image_column=config.image_column) for index in (train, test))
+    readers = (ShardReader(place, index, pieces=pieces, image_column=columns.image) for index in (train, test))
     trained, tested = (_file_set(reader, classes, name, note, config) for reader in readers)
     return trained, tested
 
