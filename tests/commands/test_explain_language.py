@@ -83,7 +83,8 @@ def test_report_in_chinese_names_rank_and_host_once() -> None:
         return format_report(diagnose(log, "zh"), "zh").splitlines()[0]
 
     assert first_line([f"[node0 r0/3] {lost}"]) == "node1 上的 rank 2 失联了（第 1 行）"
-    assert first_line(oom) == "GPU 显存不足，node0, node1, node2 上的 rank 0-2（第 1 行）"
+    assert first_line(oom) == "GPU 显存不足，node0、node1、node2 上的 rank 0-2（第 1 行）"
+    assert first_line([oom[0], oom[2]]) == "GPU 显存不足，node0、node2 上的 rank 0、2（第 1 行）"
     assert first_line(oom[:1]) == "GPU 显存不足，node0 上的 rank 0（第 1 行）"
     assert first_line(["node1  | CUDA out of memory"]) == "GPU 显存不足，节点 node1（第 1 行）"
 

@@ -41,6 +41,7 @@ class Sentences:
     rank_on_host: str
     ranks_on_host: str
     names_host: str  # a title that has this says the host itself
+    comma: str  # between ranks, and between hosts
     and_so_on: str
     # An exception that is not in the table
     unknown_title: str
@@ -76,6 +77,7 @@ ENGLISH = Sentences(
     rank_on_host="rank {ranks} on {hosts}",
     ranks_on_host="ranks {ranks} on {hosts}",
     names_host="on {host}",
+    comma=", ",
     and_so_on=", ...",
     unknown_title="an error that is not known here",
     unknown_why="this is the last line of its traceback, or the last line that looks like an error.",
@@ -109,6 +111,7 @@ CHINESE = Sentences(
     rank_on_host="{hosts} 上的 rank {ranks}",
     ranks_on_host="{hosts} 上的 rank {ranks}",
     names_host="{host} 上",
+    comma="、",
     and_so_on=" 等",
     unknown_title="未收录的错误",
     unknown_why="这是报错堆栈的最后一行，或者最后一行看起来像报错的内容。",

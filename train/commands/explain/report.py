@@ -80,10 +80,10 @@ class _Report:
         hosts = sorted({d.host for d in diagnoses if d.host and say.names_host.format(host=d.host) not in d.title})
         one, several = (say.rank_on_host, say.ranks_on_host) if hosts else (say.rank, say.ranks)
         form = (several if len(ranks) > 1 else one) if ranks else say.host if hosts else ""
-        return form.format(ranks=ranges(ranks), hosts=self._names(hosts))
+        return form.format(ranks=say.comma.join(ranges(ranks).split(", ")), hosts=self._names(hosts))
 
     def _names(self, names: Sequence[str]) -> str:
-        return ", ".join(names[:8]) + (self.say.and_so_on if len(names) > 8 else "")
+        return self.say.comma.join(names[:8]) + (self.say.and_so_on if len(names) > 8 else "")
 
     def _place(self, diagnosis: Diagnosis) -> str:
         return f"{diagnosis.file} {self.say.place.format(line=diagnosis.line)}".strip()
