@@ -20,7 +20,7 @@ from train.data.loader import open_loader
 from train.data.sources.shards import index, remote
 from train.data.sources.shards import pieces as pieces_module
 from train.data.sources.shards.pieces import Pieces
-from train.errors import DataError
+from train.errors import DataError, UserError
 from train.process.stop import StopRequest
 
 ALL = torch.arange(24)
@@ -199,8 +199,8 @@ def test_file_at_a_url_that_is_gone_or_cut_is_named(blob: Path) -> None:
         remote.read_range(url, 0, 10)
 
 
-def test_missing_package_is_named() -> None:
-    with pytest.raises(DataError, match=r"nosuch:// can't be read: .*nosuch.* Name a folder, or a URL"):
+def test_address_that_nobody_knows_is_named() -> None:
+    with pytest.raises(UserError, match=r"nosuch://bucket must be an address that fsspec knows, got: .*nosuch"):
         load_shards("nosuch://bucket/folder")
 
 

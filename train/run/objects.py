@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 from train.config.urls import extra_of, is_url
 from train.errors import PeerLost, UserError, reason
+from train.process.filesystem import open_filesystem
 
 PARALLEL = 4  # objects at a time, and parts of a large one
 # Bytes: a client gives a request up that gets no answer for 60 s, and it may share a slow line with 15 others. S3 takes
@@ -53,17 +54,8 @@ class Objects:
     def open(cls, url: str, *, warn: Callable[[str], None], timeout_s: float) -> Self:
         """The objects below `url`, a URL or a folder. `timeout_s`: as long requests are tried again from now on."""
         scheme = url.partition("://")[0] if is_url(url) else "file"
-        extra = extra_of(url)
-        kind = {"s3": "s3", "gcs": "gs", "azure": "az"}.get(extra, scheme)
-        try:
-            import fsspec
-
-            fs, root = fsspec.core.url_to_fs(url, **_OPTIONS.get(kind, {}))
-        except ImportError as error:
-            way_out = f"pip install 'rankup[{extra}]', or '.[{extra}]' in a checkout" if extra else reason(error)
-            raise UserError(f"{url} needs a package that is not installed here. {way_out}.") from None
-        except ValueError as error:
-            raise UserError(f"{url} must be an address that fsspec knows, got: {reason(error)}") from None
+        kind = {"s3": "s3", "gcs": "gs", "azure": "az"}.get(extra_of(url), scheme)
+        fs, root = open_filesystem(url, **_OPTIONS.get(kind, {}))
         if kind == "s3":
             fs.retries = 1  # by `_try`, which knows how much time is left
         return cls(url.rstrip("/"), fs, root.rstrip("/"), warn).within(timeout_s)

@@ -1,4 +1,4 @@
-"""Reading at a URL by fsspec: its file systems, their errors as one line, and another try where one may help."""
+"""Reading at a URL by fsspec: a file system a process, errors as one line, and another try where one may help."""
 
 import os
 import sys
@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
+from urllib.parse import urlsplit
 
-from train.config.urls import EXTRAS
-from train.errors import DataError
+from train.errors import DataError, UserError
+from train.process.filesystem import open_filesystem
 
 # Before another try. 20 minutes in all, longer than a step may take: a store that stays away ends a training by the
 # step's deadline, with a code after which it is started again. Only commands without a deadline come to the end of it
@@ -18,21 +19,17 @@ SAID_AFTER = 4  # tries that failed: shorter trouble needs no line
 
 
 def filesystem(url: str) -> Any:
-    """The fsspec file system of `url`, one for each process: it has connections, which a forked one can't share."""
-    return _filesystem(url.partition("://")[0], os.getpid())
+    """The fsspec file system of `url`, one for each process: it has connections, which a forked one can't share.
+
+    Raises UserError where it needs a package that is not installed.
+    """
+    parts = urlsplit(url)
+    return _filesystem(f"{parts.scheme}://{parts.netloc}", os.getpid())
 
 
 @lru_cache(maxsize=8)
-def _filesystem(protocol: str, pid: int) -> Any:
-    import fsspec  # here: 0.1 s, which data in a folder do without
-
-    try:
-        return fsspec.filesystem(protocol)
-    except (ImportError, ValueError) as error:
-        way_out = "Name a folder, or a URL such as s3://bucket/folder"
-        if extra := EXTRAS.get(protocol):
-            way_out = f"pip install 'rankup[{extra}]', or '.[{extra}]' in a checkout"
-        raise DataError(f"{protocol}:// can't be read: {_line(error)}. {way_out}.") from error
+def _filesystem(address: str, pid: int) -> Any:
+    return open_filesystem(address)[0]
 
 
 def read_range(url: str, begin: int, end: int) -> bytes:
@@ -69,7 +66,7 @@ def explained(url: str, what: str) -> Iterator[None]:
     """Turn what a file system raises into one line that names `url`. A missing file stays FileNotFoundError."""
     try:
         yield
-    except (DataError, FileNotFoundError):
+    except (UserError, FileNotFoundError):
         raise
     except PermissionError as error:
         raise DataError(f"{url}: {what}: access is denied ({_line(error)}). Do the credentials allow it?") from error
