@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from tests.rigs.checkpoints import SETTINGS, flip
-from tests.rigs.fork_server import Forks
+from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import comparable_metrics, result
 from tests.rigs.object_store import BUCKET, S3
 from train.config import load_config
 from train.errors import ConfigError
 
 LINE = ("train", *SETTINGS, "--name=run", "--save-every-steps=8")
+IMPATIENT = "tests.run.test_mirror:impatient"
 STOP: dict[str, Any] = {"where": "loss", "call": 12, "signal": "SIGTERM", "rank": 0}  # in step 10
 
 
@@ -26,13 +27,16 @@ class Place:
         self.run_dir = self.runs / "run"
         self.env: dict[str, str] = {}
 
-    def run(self, *more: str, code: int = 0, mirror: str = "", **order: Any) -> str:
+    def start(self, *more: str, mirror: str = "", preload: str = "", **order: Any) -> Job:
         env = self.env | ({"PROBE": json.dumps(order)} if order else {})
         line = (*LINE, f"--run-dir={self.runs}", f"--mirror={mirror or self.mirror}", *more)
-        codes, output = self.forks.run(*line, world_size=2, env=env)
-        assert codes == [code, code], output
-        assert "Traceback" not in output
-        return output
+        return self.forks.start(*line, world_size=2, env=env, preload=preload)
+
+    def run(self, *more: str, code: int = 0, **how: Any) -> str:
+        job = self.start(*more, **how)
+        assert job.wait() == [code, code], job.output
+        assert "Traceback" not in job.output
+        return job.output
 
     def mirrored(self) -> list[str]:
         """The names of the checkpoints on the mirror, without their digests."""
@@ -104,13 +108,10 @@ def test_newer_checkpoint_here_is_never_replaced(place: Place, undisturbed: dict
 def test_mirror_that_fails_is_one_line_and_the_end_says_what_is_missing(
     place: Place, undisturbed: dict[str, Any]
 ) -> None:
-    place.mirror.write_text("in the way")
-    place.run_dir.mkdir(parents=True)
-    place.mirror.unlink()
     place.run(code=143, **STOP)
     shutil.rmtree(place.mirror)
     place.mirror.write_text("in the way")
-    output = place.run()
+    output = place.run(preload=IMPATIENT)
     assert output.count("the mirror fails, the training goes on: ") == 1
     assert f"the newest checkpoint, step-00000032, is not on the mirror {place.mirror}/run: " in output
     assert result(place.run_dir)["digest"] == undisturbed["digest"]
@@ -136,17 +137,15 @@ def test_only_damaged_ones_are_left_and_nothing_begins_anew_without_a_word(place
 
 def test_mirror_that_cannot_be_read_is_asked_again_later_where_it_alone_may_know_the_run(place: Place) -> None:
     place.mirror.write_text("in the way")
-    line = (*LINE, f"--run-dir={place.runs}", f"--mirror={place.mirror}")
-    codes, output = place.forks.run(*line, preload="tests.run.test_mirror:impatient")
-    assert codes == [171], output
+    output = place.run(preload=IMPATIENT, code=171)
     assert f"{place.mirror}/run did not answer in time: " in output
 
 
 def impatient() -> None:
-    """Preloaded."""
+    """Preloaded: a mirror that does not answer is given up at once, at the opening and at the end alike."""
     from train.run import mirror
 
-    mirror.SEARCH_S = 0.1
+    mirror.SEARCH_S = mirror.LOOK_S = mirror.END_S = 0.1
 
 
 def test_mirror_in_a_store_of_objects_that_denies_and_then_does_not(
@@ -165,6 +164,25 @@ def test_mirror_in_a_store_of_objects_that_denies_and_then_does_not(
         assert f"fetched step-00000018 from the mirror {url}/run" in place.run(mirror=url)
     assert result(place.run_dir)["digest"] == undisturbed["digest"]
     assert comparable_metrics(place.run_dir) == undisturbed["metrics"]
+
+
+def test_mirror_that_fails_for_a_while_gets_the_newest_checkpoint_all_the_same(
+    place: Place, s3: S3, tmp_path: Path
+) -> None:
+    url, go_on = f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "go-on"
+    with s3.door() as door:
+        place.env = door.env
+        door.rule = lambda request: 403 if request.method in ("PUT", "POST") else None
+        job = place.start(mirror=url, where="loss", call=12, until=str(go_on))
+        job.wait_for("the mirror fails, the training goes on: ")
+        door.rule = lambda request: None
+        go_on.touch()
+        assert job.wait() == [0, 0], job.output
+        assert job.output.count("the mirror fails, the training goes on: ") == 1
+        assert job.output.count(f"the mirror {url}/run is back") == 1
+        assert "is not on the mirror" not in job.output
+        place.lose()
+        assert "is finished: 32 steps" in place.run(mirror=url)
 
 
 def test_address_with_a_key_in_it_is_refused_and_not_repeated(place: Place) -> None:
