@@ -101,7 +101,7 @@ def test_evaluation_whose_workers_are_forked_meanwhile_goes_on_beside_a_save(for
 
 def counted_saves() -> None:
     """Preloaded: a save notes in the file SAVES when it begins and ends, and in which thread. It takes a while."""
-    from train.run import publish, saver
+    from train.run import host_copies, publish
 
     save, file = publish.save_checkpoint, Path(os.environ["SAVES"])
 
@@ -115,7 +115,7 @@ def counted_saves() -> None:
 
     publish.save_checkpoint = counted
     if "FREE" in os.environ:
-        saver.memory_available = lambda: int(os.environ["FREE"])
+        host_copies.memory_available = lambda: int(os.environ["FREE"])
 
 
 @pytest.mark.parametrize(("how", "free", "thread"), [

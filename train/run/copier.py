@@ -14,7 +14,6 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,16 +21,12 @@ import torch
 from train.config import Config
 from train.errors import UserError
 from train.group.group import Group, pack
-from train.process.limits import memory_available
 from train.run import publish
 from train.run.checkpoint import list_checkpoints, step_of
 from train.run.copies import FOLDER
-from train.run.host_copies import HostCopies, storages_of
+from train.run.host_copies import HostCopies, beside_training
 from train.run.lineage import FILE, Lineage
-from train.run.training_state import TENSOR_FIELDS, TrainingState, to_json
-
-# As `train.run.saver` needs: the copy, the files made of it, and what is read back; and as much again stays free
-ROOM = 4
+from train.run.training_state import TrainingState, to_json
 
 
 class Copier:
@@ -61,19 +56,16 @@ class Copier:
         if self._thread is not None and self._thread.is_alive():
             self.group.log.debug(f"no second copy of step {state.step}: that of step {self._step} is still under way")
             return
-        held = (model, {name: getattr(state, name) for name in TENSOR_FIELDS})
         if self._beside_training is None:
-            size = sum(storage.nbytes() for storage in storages_of(held).values())
-            enough = self.config.save == "async" or memory_available() >= ROOM * size
-            self._beside_training = self.config.save != "sync" and enough
+            say = self.group.log.debug
+            self._beside_training = beside_training((model, state), self.config.save, say=say)
         lineage = to_json(self.lineage.values())
         if self._beside_training:
-            model, tensors = self._copies.take(held)
-            copied = replace(state, **tensors)
+            copied_model, copied = self._copies.take((model, state))
 
             def make() -> dict[str, bytes]:
                 self._copies.wait()
-                return _files(copied, model, lineage)
+                return _files(copied, copied_model, lineage)
         else:
             files = _files(state, model, lineage)  # now: the tensors change with the next step
 

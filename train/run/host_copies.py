@@ -1,12 +1,33 @@
 """Copies of a training's tensors in host memory, for a save that goes on while the tensors themselves change."""
 
 import copy
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
 
+from train.process.limits import memory_available
+
+# The copy, the files made of it, and what is read back of them at the same time; and as much again stays free
+ROOM = 4
 Nested = TypeVar("Nested")
+
+
+def beside_training(value: object, save: str, *, say: Callable[[str], None]) -> bool:
+    """Whether to save `value` beside the training. `save`: the setting, of which auto asks how much memory is free.
+
+    `say` gets a line where that is too little. Asked once in a run: the memory of a copy is kept from then on.
+    """
+    if save != "auto":
+        return save == "async"
+    needed, free = ROOM * sum(storage.nbytes() for storage in _storages_of(value).values()), memory_available()
+    if free < needed:
+        say(
+            f"save   the training waits for each save: to go on meanwhile takes {needed / 2**20:,.0f} MiB of memory, "
+            f"{free / 2**20:,.0f} are free"
+        )
+    return free >= needed
 
 
 class HostCopies:
@@ -21,7 +42,7 @@ class HostCopies:
         self._buffers: list[torch.Tensor] = []  # uint8, one for each storage of the last copy
 
     def take(self, value: Nested) -> Nested:
-        """`value`, tensors and plain values in dicts, lists and tuples, as it is now. It lasts until the next call.
+        """`value` as it is now, tensors and plain values in dicts, lists, tuples and dataclasses, until the next call.
 
         Tensors that share a storage share one in the copy too, so that a file of the copy has the same bytes. On a GPU
         the copy is complete after `wait` only; the work that is queued from now on does not get into it.
@@ -30,7 +51,7 @@ class HostCopies:
         free: dict[int, list[torch.Tensor]] = {}
         for buffer in self._buffers:
             free.setdefault(len(buffer), []).append(buffer)
-        storages, targets = storages_of(value), {}
+        storages, targets = _storages_of(value), {}
         for place, storage in storages.items():
             size = storage.nbytes()
             fitting = free.get(size)
@@ -56,7 +77,7 @@ class HostCopies:
             self._copied.synchronize()
 
 
-def storages_of(value: object) -> dict[int, torch.UntypedStorage]:
+def _storages_of(value: object) -> dict[int, torch.UntypedStorage]:
     """The memory of all tensors in `value`, each once, by what torch.save tells storages apart by."""
     storages = (tensor.untyped_storage() for tensor in _tensors(value))
     return {storage._cdata: storage for storage in storages}
@@ -70,6 +91,9 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for entry in value:
             yield from _tensors(entry)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
     elif type(value) in (torch.Tensor, torch.nn.Parameter):
         assert isinstance(value, torch.Tensor)
         if value.layout == torch.strided and not (value.is_quantized or value.is_conj() or value.is_neg()):

@@ -9,7 +9,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,11 @@ import torch
 from train.config import Config
 from train.errors import UserError
 from train.group.group import Group, on_rank0
-from train.process.limits import memory_available
 from train.run import publish
 from train.run.copier import Copier, fingerprint_tensors
-from train.run.host_copies import HostCopies, storages_of
+from train.run.host_copies import HostCopies, beside_training
 from train.run.sharded_checkpoint import FOLDER, write_shards
-from train.run.training_state import TENSOR_FIELDS, TrainingState
-
-# The copy, the files made of it, and what is read back of them at the same time; and as much again stays free
-ROOM = 4
+from train.run.training_state import TrainingState
 
 
 class Saver:
@@ -113,18 +108,16 @@ class Saver:
 
     def _begin(self, state: TrainingState, model: dict[str, torch.Tensor], may_go_on: bool) -> bool:
         assert self._thread is None, "the save before has to be finished first"
-        held = (model, {name: getattr(state, name) for name in TENSOR_FIELDS})
         if self._beside_training is None:
-            size = sum(storage.nbytes() for storage in storages_of(held).values())
-            self._beside_training = may_go_on and self._choose(size)
+            say = self.group.log.info
+            self._beside_training = may_go_on and beside_training((model, state), self.config.save, say=say)
         if not self._beside_training:
             return self._upload_published(self._publish(state, model), state.step)
-        model, tensors = self._copies.take(held)
-        copied = replace(state, **tensors)
+        copied_model, copied = self._copies.take((model, state))
 
         def publish_it() -> Path:
             self._copies.wait()
-            return self._publish(copied, model)
+            return self._publish(copied, copied_model)
 
         self._start(publish_it, state.step)
         return True
@@ -151,21 +144,6 @@ class Saver:
         self._published.clear()
         self._thread = threading.Thread(target=self._write, args=(publish_it,), name="save", daemon=True)
         self._thread.start()
-
-    def _choose(self, size: int) -> bool:
-        """Whether to save beside the training. `size`: of the state, in bytes.
-
-        Asked once: the copy's memory is kept from then on.
-        """
-        if self.config.save != "auto":
-            return self.config.save == "async"
-        needed, free = ROOM * size, memory_available()
-        if free < needed:
-            self.group.log.info(
-                f"save   the training waits for each save: to go on meanwhile takes {needed / 2**20:,.0f} MiB of "
-                f"memory, {free / 2**20:,.0f} are free"
-            )
-        return free >= needed
 
     def _write(self, publish_it: Callable[[], Path]) -> None:
         try:
