@@ -75,7 +75,7 @@ def test_lists_and_the_hint_may_be_missing_or_old(url: str, tmp_path: Path) -> N
     assert hint is not None
     store.objects.write("newest.json", hint)
     blind = open_store(url)
-    object.__setattr__(blind, "objects", _Blind(**vars(blind.objects)))
+    blind.objects = _Blind(**vars(blind.objects))
     assert blind.fetch_newest(tmp_path / "b", run=RUN) == tmp_path / "b" / "step-00000020"
 
 
@@ -149,7 +149,6 @@ def test_files_beside_the_checkpoints_are_copied_where_they_changed(url: str, tm
     store = open_store(url)
     store.upload_files(run)
     written = []
-    object.__setattr__(store, "objects", store.objects)
     (run / "metrics.jsonl").write_text("more\n")
     object.__setattr__(store.objects, "upload", lambda files: written.extend(files))
     store.upload_files(run)

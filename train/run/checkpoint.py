@@ -30,6 +30,14 @@ NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 class AllDamaged(UserError):
     """There are checkpoints, and none is whole."""
 
+    def __init__(self, place: Path | str, damaged: dict[str, str]) -> None:
+        """`damaged`: what is wrong with each, by its name."""
+        super().__init__(
+            f"checkpoint: {place} must hold a whole checkpoint, got only damaged ones: "
+            f"{'; '.join(f'{name}: {why}' for name, why in damaged.items())}. Put one back from a copy, or set --fresh "
+            "to start anew, which keeps them aside."
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -90,6 +98,11 @@ def find_problem(path: Path) -> str:
     return _read_verified(path)[1]
 
 
+def newest_good_step(directory: Path) -> int:
+    """The step of the newest checkpoint that verifies, -1 where there is none."""
+    return next((step_of(path) for path in reversed(list_checkpoints(directory)) if not find_problem(path)), -1)
+
+
 def load_newest(directory: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     """The newest checkpoint that verifies, or None where there is no checkpoint at all. Warns of those passed over.
 
@@ -105,11 +118,7 @@ def load_newest(directory: Path, warn: Callable[[str], None]) -> Checkpoint | No
             return _parse(path, files)
         damaged[path.name] = problem
     if damaged:
-        raise AllDamaged(
-            f"checkpoint: {directory} must hold a whole checkpoint, got only damaged ones: "
-            f"{'; '.join(f'{name}: {why}' for name, why in damaged.items())}. Put one back from a copy, or set --fresh "
-            "to start anew, which keeps them aside."
-        )
+        raise AllDamaged(directory, damaged)
     return None
 
 

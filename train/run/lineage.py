@@ -41,7 +41,11 @@ class Lineage:
     @classmethod
     def read(cls, run_dir: Path) -> Self | None:
         """What the run directory holds, None where it holds no run or a damaged file."""
-        values = read_json(run_dir / FILE)
+        return cls.of(read_json(run_dir / FILE))
+
+    @classmethod
+    def of(cls, values: Any) -> Self | None:
+        """What the file of a run holds, None where that is damaged."""
         names = {field.name for field in dataclasses.fields(cls)}
         return cls(**values) if isinstance(values, dict) and values.keys() == names else None
 

@@ -6,8 +6,6 @@ says what is not there. `train.run.run_store` says what lies there, and confirms
 """
 
 import contextlib
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,8 +15,7 @@ from train.config import Config
 from train.config.urls import must_hold_no_secrets, secrets_in
 from train.errors import PeerLost, UserError
 from train.group.group import Group
-from train.run import lineage
-from train.run.checkpoint import find_problem, list_checkpoints, step_of
+from train.run.checkpoint import list_checkpoints, newest_good_step
 from train.run.lineage import Lineage
 from train.run.objects import Objects
 from train.run.run_store import RunStore
@@ -42,7 +39,6 @@ class Mirror:
         self._busy = self._over = False
         self._thread: threading.Thread | None = None
         self._failing = ""  # what was said of a mirror that fails
-        self.there = 0  # the newest step that this attempt has brought there
         self._store: RunStore | None = None
 
     # At opening -----------------------------------------------------------------------------------------------
@@ -56,8 +52,7 @@ class Mirror:
         if secrets_in(self.config.mirror):  # the settings are about to be written down
             raise UserError(must_hold_no_secrets("mirror"))
         directory = self.folder / "checkpoints"
-        good = (step_of(path) for path in reversed(list_checkpoints(directory)) if not find_problem(path))
-        above = next(good, -1)
+        above = newest_good_step(directory)
         try:
             store = self._open(SEARCH_S if here is None and above < 0 else LOOK_S)
             if here is None and above < 0:
@@ -77,27 +72,20 @@ class Mirror:
     def _adopt(self, store: RunStore, wanted: Callable[[Lineage], bool]) -> Lineage | None:
         """The mirror's run, if there is one that is wanted; its files are here then."""
         run = store.current_run()
-        with tempfile.TemporaryDirectory() as folder:
-            store.objects.download(lineage.FILE, Path(folder, lineage.FILE))
-            found = Lineage.read(Path(folder))
-        if run is None or not wanted(found or Lineage(run, "", "", [])):
+        here = store.lineage() or (Lineage(run, "", "", []) if run else None)  # the second: run.json was lost there
+        if here is None or not wanted(here):
             return None
         store.fetch_files(self.folder)
-        here = Lineage.read(self.folder)
-        if here is None or here.run != run:
-            here = Lineage(run, "", "", [])
-            here.write(self.folder)
+        here.write(self.folder)
         return here
 
     def _catch_up(self, store: RunStore, here: Lineage) -> None:
-        """Another machine may have been node 0 since: the mirror's files are newer then."""
-        with tempfile.TemporaryDirectory() as folder:
-            store.objects.download(lineage.FILE, Path(folder, lineage.FILE))
-            found = Lineage.read(Path(folder))
-            if found is not None and found.run == here.run and found.number > here.number:
-                shutil.copy(Path(folder, lineage.FILE), self.folder / lineage.FILE)
-            elif found is not None and found.run != here.run:
-                self.group.log.info(f"the mirror {self.address} holds another run, whose checkpoints stay there")
+        """Another machine may have been node 0 since: the mirror's file of the run is newer then."""
+        found = store.lineage()
+        if found is not None and found.run == here.run and found.number > here.number:
+            found.write(self.folder)
+        elif found is not None and found.run != here.run:
+            self.group.log.info(f"the mirror {self.address} holds another run, whose checkpoints stay there")
 
     # While training -------------------------------------------------------------------------------------------
 
@@ -124,7 +112,7 @@ class Mirror:
             self._news.notify_all()
             while self._busy and time.monotonic() < until_s:
                 self._news.wait(0.2)
-            left = self._wanted if self._busy or self._wanted else None
+            left = self._wanted
         if left is not None:
             why = f": {self._failing}" if self._failing else f" {patience_s:.0f} s after the end"
             self.group.log.warning(f"the newest checkpoint, {left.name}, is not on the mirror {self.address}{why}")
@@ -160,7 +148,6 @@ class Mirror:
             if path is not None and path.exists() and here is not None:
                 if not store.holds(path, run=here.run):
                     store.upload_checkpoint(path, run=here.run, keep=self.config.keep)
-                self.there = step_of(path)
                 self.group.log.debug(f"the mirror {self.address} has {path.name}")
         except Exception as error:  # nobody joins this thread, and a mirror must not end the training
             if path is not None and not path.exists():

@@ -6,6 +6,7 @@ is no rename, a list may lag behind, and any request may fail, so that each is t
 
 import contextlib
 import errno
+import json
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -207,6 +208,15 @@ class Objects:
                     self.warn(f"{self.url} fails, tried again for {left_s:.0f} s: {what}: {reason(error)}")
                 time.sleep(min(pause_s, left_s))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def parse(content: bytes | None) -> dict[str, Any]:
+    """What a small object says in JSON; nothing where there is no such object, or it is not whole."""
+    try:
+        values = json.loads(content or b"{}")
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _protocols(fs: Any) -> set[str]:

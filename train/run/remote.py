@@ -15,7 +15,7 @@ from train.group.group import Group
 from train.process.exit import within
 from train.process.status import read_json, write_json
 from train.run import lineage
-from train.run.checkpoint import find_problem, list_checkpoints
+from train.run.checkpoint import newest_good_step
 from train.run.lease import Lease
 from train.run.lineage import Lineage
 from train.run.objects import Objects
@@ -69,9 +69,7 @@ class RemoteRun:
         """Copy the newest checkpoint of that run here, where it is of a later step than those that are here."""
         began_s = time.monotonic()
         directory = self.folder / "checkpoints"
-        good = (path for path in reversed(list_checkpoints(directory)) if not find_problem(path))
-        newest = next(good, None)
-        path = self.store.fetch_newest(directory, run=run, above=int(newest.stem[5:]) if newest is not None else -1)
+        path = self.store.fetch_newest(directory, run=run, above=newest_good_step(directory))
         if path is not None:
             self._say(f"fetched {path.name} from {self.address} in {time.monotonic() - began_s:.1f} s")
 

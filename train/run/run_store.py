@@ -4,36 +4,33 @@
     checkpoints/<id of the run>/step-00001200-5f0c9a417be2/model.pt training.pt state.json manifest.json
     newest.json
 
-A checkpoint is there once its manifest is, which is written last. The folder has the digest of the manifest in its
-name, and the manifest those of the files: objects of two uploads never mix, a second upload of the same checkpoint
-writes the same bytes, and a manifest that is cut, old or in the wrong place does not pass. Lists and `newest.json` are
-hints where to look. Nothing here trusts what it reads: a reader takes what digests confirm, or passes it over.
+`train.run.stored_checkpoint` says which checkpoints are whole. Lists and `newest.json` are hints where to look.
 """
 
-import hashlib
 import json
-import re
-import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from train.errors import UserError, disk_error
-from train.run import lineage
-from train.run.checkpoint import find_problem
-from train.run.objects import Objects
-from train.run.publish import STAGING
+from train.run.checkpoint import AllDamaged
+from train.run.lineage import FILE as RUN_FILE
+from train.run.lineage import Lineage
+from train.run.objects import Objects, parse
+from train.run.stored_checkpoint import (
+    MANIFEST,
+    NAME,
+    NO_MANIFEST,
+    fetch_checkpoint,
+    name_of,
+    read_manifest,
+    step_of,
+)
 from train.run.training_state import to_json
 
-MANIFEST, NEWEST = "manifest.json", "newest.json"
-FILES = (lineage.FILE, "config.yaml", "status.json", "result.json", "metrics.jsonl", "logs/rank-0.log",
-         "tracker/sent.json")
+NEWEST = "newest.json"
+FILES = (RUN_FILE, "config.yaml", "status.json", "result.json", "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")
 FOLDERS = ("tensorboard", "before-*")  # the second: what --fresh has put aside
-_NO_MANIFEST = "manifest.json is missing"
-_NAME = re.compile(r"(step-(\d{8,}))-[0-9a-f]{12}")
-# A manifest comes from outside: no name in it may lead out of the checkpoint's folder
-_FILE = re.compile(r"(shards/)?\.?\w[\w.-]*")
 
 
 class RunStore:
@@ -59,7 +56,7 @@ class RunStore:
         """
         manifest = (path / MANIFEST).read_bytes()
         entries = json.loads(manifest)["files"]
-        name = f"{path.name}-{_digest(manifest)}"
+        name = name_of(path, manifest)
         folder = f"{_folder(run)}/{name}"
         self.objects.upload({f"{folder}/{file}": path / file for file in entries})
         for file, entry in entries.items():
@@ -74,7 +71,7 @@ class RunStore:
     def holds(self, path: Path, *, run: str) -> bool:
         """Whether this very checkpoint is there already."""
         manifest = (path / MANIFEST).read_bytes()
-        return self.objects.read(f"{_folder(run)}/{path.name}-{_digest(manifest)}/{MANIFEST}") == manifest
+        return self.objects.read(f"{_folder(run)}/{name_of(path, manifest)}/{MANIFEST}") == manifest
 
     def upload_files(self, directory: Path) -> None:
         """Copy what has changed of a run directory besides its checkpoints. Raises as `Objects` does."""
@@ -92,10 +89,9 @@ class RunStore:
         `newest` has just been written: it stays, whatever the list says.
         """
         sizes = self.objects.names(_folder(run))
-        there = {name.split("/")[2] for name in sizes if name.count("/") >= 3} - {newest}
         kept: list[str] = [newest]
         doomed: list[str] = []
-        for name in sorted((name for name in there if _NAME.fullmatch(name)), key=_step_of, reverse=True):
+        for name in sorted(_checkpoints(sizes) - {newest}, key=step_of, reverse=True):
             whole = len(kept) < keep and name not in self._damaged and self._looks_whole(run, name, sizes)
             (kept if whole else doomed).append(name)
         self.objects.write(NEWEST, to_json({"run": run, "checkpoints": kept}))
@@ -108,7 +104,7 @@ class RunStore:
         """Whether manifest and sizes fit. To compare digests would fetch all of it at each save."""
         entries = self._entries.get(name)
         if entries is None:
-            entries = _read_manifest(self.objects.below(_folder(run)), name)[1]
+            entries = read_manifest(self.objects.below(_folder(run)), name)[1]
             self._entries[name] = entries
         return bool(entries) and all(
             sizes.get(f"{_folder(run)}/{name}/{file}") in (None, entry["bytes"]) for file, entry in entries.items()
@@ -118,8 +114,8 @@ class RunStore:
 
     def current_run(self) -> str | None:
         """The id of the run that is there now, None where there is none. Raises UserError where that can't be told."""
-        for name in (lineage.FILE, NEWEST):
-            if run := _parse(self.objects.read(name)).get("run"):
+        for name in (RUN_FILE, NEWEST):
+            if run := parse(self.objects.read(name)).get("run"):
                 return str(run)
         runs = sorted({name.split("/")[1] for name in self.objects.names("checkpoints") if name.count("/") >= 3})
         if len(runs) > 1:
@@ -129,36 +125,36 @@ class RunStore:
             )
         return runs[0] if runs else None
 
+    def lineage(self) -> Lineage | None:
+        """What run.json says there, None where it is missing or damaged."""
+        return Lineage.of(parse(self.objects.read(RUN_FILE)))
+
     def fetch_newest(self, directory: Path, *, run: str, above: int = -1) -> Path | None:
         """Copy the newest whole checkpoint of that run into the folder `directory`, verified. Returns its path there.
 
         None where there is none of a later step than `above`. Warns of those passed over. Raises as `Objects` does, and
-        UserError where all are damaged, unless an earlier one (`above` >= 0) is at hand.
+        AllDamaged where all are, unless an earlier one (`above` >= 0) is at hand.
         """
         damaged: dict[str, str] = {}
-        pointed = _parse(self.objects.read(NEWEST))
+        pointed = parse(self.objects.read(NEWEST))
         named = [str(name) for name in pointed.get("checkpoints", [])] if pointed.get("run") == run else []
-        listed = {name.split("/")[2] for name in self.objects.names(_folder(run)) if name.count("/") >= 3}
+        listed = _checkpoints(self.objects.names(_folder(run)))
         # Of two of one step the one that was written last: `named` has it first
-        names = dict.fromkeys(name for name in [*named, *sorted(listed)] if _NAME.fullmatch(name))
-        for name in sorted(names, key=_step_of, reverse=True):
-            if _step_of(name) <= above:
+        names = dict.fromkeys(name for name in [*named, *sorted(listed)] if NAME.fullmatch(name))
+        for name in sorted(names, key=step_of, reverse=True):
+            if step_of(name) <= above:
                 break
-            path, problem = _fetch(self.objects.below(_folder(run)), name, directory)
+            path, problem = fetch_checkpoint(self.objects.below(_folder(run)), name, directory)
             if not problem:
                 for other, why in damaged.items():
                     self.objects.warn(f"checkpoint {self.objects.url}/{_folder(run)}/{other} was passed over: {why}")
                 return path
             # Without a manifest it is an upload that was cut off, unless somebody has seen the manifest
-            if problem != _NO_MANIFEST or name in named:
+            if problem != NO_MANIFEST or name in named:
                 damaged[name] = problem
                 self._damaged.add(name)
         if damaged and above < 0:
-            raise UserError(
-                f"checkpoint: {self.objects.url} must hold a whole checkpoint, got only damaged ones: "
-                f"{'; '.join(f'{name}: {why}' for name, why in damaged.items())}. Put one back from a copy, or set "
-                "--fresh to start anew, which keeps them aside."
-            )
+            raise AllDamaged(self.objects.url, damaged)
         return None
 
     def fetch_files(self, directory: Path) -> None:
@@ -177,98 +173,9 @@ def _folder(run: str) -> str:
     return f"checkpoints/{run}"
 
 
-def _step_of(name: str) -> int:
-    found = _NAME.fullmatch(name)
-    return int(found[2]) if found else -1
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:12]
-
-
-def _parse(content: bytes | None) -> dict[str, Any]:
-    try:
-        values = json.loads(content or b"{}")
-    except ValueError:
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def fetch(address: Objects, directory: Path) -> Path:
-    """Copy what is at an address into `directory`, and return its path there: a run's newest checkpoint, or a file.
-
-    `address`: of a run, of a checkpoint's folder, or of an object. A checkpoint is verified. Raises as `Objects` does,
-    and UserError where nothing is there, or nothing whole.
-    """
-    root, _, name = address.root.rpartition("/")
-    beside = replace(address, root=root, url=address.url.rpartition("/")[0])
-    if address.size(MANIFEST) is not None:
-        path, problem = _fetch(beside, name, directory)
-        if problem:
-            raise UserError(f"checkpoint: {address.url} must be a whole checkpoint, got a damaged one: {problem}.")
-        return path
-    store = RunStore(address)
-    if run := store.current_run():
-        newest = store.fetch_newest(directory, run=run)
-        if newest is not None:
-            return newest
-    elif beside.download(name, directory / name):
-        return directory / name
-    raise UserError(f"{address.url} must be a run, a checkpoint's folder or a file of weights, got nothing there.")
-
-
-def _fetch(folder: Objects, name: str, directory: Path) -> tuple[Path, str]:
-    """Copy one checkpoint. Returns its path, and what is wrong with it, or "": then the path holds it, verified."""
-    ours = _NAME.fullmatch(name)
-    target = directory / (ours[1] if ours else name)
-    content, entries, problem = _read_manifest(folder, name)
-    if problem:
-        return target, problem
-    if _same(target, content):
-        return target, ""
-    staging = directory / f"{STAGING}{name}"
-    try:
-        shutil.rmtree(staging, ignore_errors=True)
-        for file in entries:
-            (staging / file).parent.mkdir(parents=True, exist_ok=True)
-            if not folder.download(f"{name}/{file}", staging / file):
-                return target, f"{file} is missing"
-        (staging / MANIFEST).write_bytes(content)
-        if problem := find_problem(staging):
-            return target, problem
-        if target.exists():  # damaged, or another one of this step
-            shutil.rmtree(target)
-        staging.rename(target)
-    except OSError as error:
-        raise disk_error("checkpoint", directory, error) from None
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return target, ""
-
-
-def _read_manifest(folder: Objects, name: str) -> tuple[bytes, dict[str, Any], str]:
-    """The manifest as it is, its entries, and what is wrong with it, or ""."""
-    content = folder.read(f"{name}/{MANIFEST}")
-    if content is None:
-        return b"", {}, _NO_MANIFEST
-    ours = _NAME.fullmatch(name)  # else a folder that somebody has copied there, under any name
-    if ours and name.rpartition("-")[2] != _digest(content):
-        return b"", {}, "manifest.json does not match the digest in the folder's name"
-    values = _parse(content)
-    entries = values.get("files")
-    if not isinstance(entries, dict) or not entries or not all(_FILE.fullmatch(file) for file in entries):
-        return b"", {}, "manifest.json is damaged"
-    if ours and values.get("step") != int(ours[2]):
-        return b"", {}, f"its name says step {int(ours[2])}, its manifest {values.get('step')}"
-    return content, entries, ""
-
-
-def _same(path: Path, manifest: bytes) -> bool:
-    """Whether `path` is that checkpoint already, every byte of it."""
-    try:
-        return (path / MANIFEST).read_bytes() == manifest and find_problem(path) == ""
-    except OSError:
-        return False
+def _checkpoints(names: Iterable[str]) -> set[str]:
+    """The checkpoints of which there are objects with these names, whole or not."""
+    return {name.split("/")[2] for name in names if name.count("/") >= 3 and NAME.fullmatch(name.split("/")[2])}
 
 
 def _small_files(directory: Path) -> Iterator[str]:

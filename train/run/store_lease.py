@@ -18,7 +18,7 @@ from train.errors import PeerLost, UserError
 from train.process.exit import within
 from train.process.log import host_name
 from train.process.status import read_json, write_json
-from train.run.objects import Objects
+from train.run.objects import Objects, parse
 
 BEAT_S = 5.0  # each beat is one small write: 0.4 US cents an hour on S3
 LIFE_S = 30.0
@@ -57,7 +57,7 @@ class StoreLease:
         write_json(self.folder / OWN, {"token": self.token})
         content = self._content(0)
         if not self.store.create(_name(self._number), content):
-            raise UserError(self._refusal(_parse(self.store.read(_name(self._number)))))
+            raise UserError(self._refusal(parse(self.store.read(_name(self._number)))))
         self._look_for_conditions()
         self.store.write(HINT, json.dumps({"number": self._number}).encode())
         threading.Thread(target=self._beat, name="store lease", daemon=True).start()
@@ -80,7 +80,7 @@ class StoreLease:
         following = self.store.within(self.life_s).read(_name(self._number + 1))
         if following is not None:
             self._lost = True
-            raise PeerLost(f"another attempt owns {self.store.url} by now ({_who(_parse(following))})")
+            raise PeerLost(f"another attempt owns {self.store.url} by now ({_who(parse(following))})")
 
     def followed(self) -> bool:
         """Whether another attempt has begun since, be it after this one's end. Raises as `Objects` does."""
@@ -92,18 +92,18 @@ class StoreLease:
 
     def _last(self) -> tuple[int, dict[str, Any]]:
         """The highest number, 0 where there is none, and what its owner wrote."""
-        number = int(_parse(self.store.read(HINT)).get("number", 0))
+        number = int(parse(self.store.read(HINT)).get("number", 0))
         content = self.store.read(_name(number)) if number else None
         while (following := self.store.read(_name(number + 1))) is not None:
             number, content = number + 1, following
-        return number, _parse(content)
+        return number, parse(content)
 
     def _alive(self, number: int, owner: dict[str, Any]) -> bool:
         """Watch for up to `life_s` whether the owner writes a new beat."""
         until_s = time.monotonic() + self.life_s
         while time.monotonic() < until_s:
             time.sleep(min(1.0, self.beat_s / 2))
-            now = _parse(self.store.read(_name(number)))
+            now = parse(self.store.read(_name(number)))
             if now.get("released"):  # it ends normally at this moment
                 return False
             if now.get("beat") != owner.get("beat"):
@@ -118,7 +118,7 @@ class StoreLease:
             f"{self.store.url} knows no conditional writes: two attempts that begin in the same second may both train"
         )
         time.sleep(self.beat_s)
-        if (owner := _parse(self.store.read(_name(self._number)))).get("token") != self.token:
+        if (owner := parse(self.store.read(_name(self._number)))).get("token") != self.token:
             raise UserError(self._refusal(owner))
 
     def _refusal(self, owner: dict[str, Any]) -> str:
@@ -137,28 +137,19 @@ class StoreLease:
             with contextlib.suppress(UserError, PeerLost), self._writing:
                 if self._released.is_set():
                     return
-                quick = self._quiet.within(0.0)
-                if quick.read(_name(self._number + 1)) is not None:
+                if self.followed():
                     self._lost = True
                     return
-                quick.write(_name(self._number), self._content(beat))
+                self._quiet.write(_name(self._number), self._content(beat))
 
     @property
     def _quiet(self) -> Objects:
-        """The store without its warnings: each beat would repeat them."""
+        """The store without its warnings, which each beat would repeat, and without another try."""
         return Objects(self.store.url, self.store.fs, self.store.root, lambda text: None)
 
 
 def _name(number: int) -> str:
     return f"lease/{number:08d}.json"
-
-
-def _parse(content: bytes | None) -> dict[str, Any]:
-    try:
-        values = json.loads(content or b"{}")
-    except ValueError:
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _who(owner: dict[str, Any]) -> str:

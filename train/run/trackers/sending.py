@@ -145,7 +145,7 @@ def newest_checkpoint(facts: Facts) -> str:
     if not names:
         return ""
     newest = max(names, key=lambda name: (len(name), name))  # the numbers have eight digits or more
-    # In a store the name ends in a digest, see `train.run.run_store`; the copy there may take a little longer
+    # In a store the name ends in a digest, see `train.run.stored_checkpoint`; the copy there may take a little longer
     return f"{facts.address}/checkpoints/{facts.run}/{newest}-*" if is_url(facts.address) else str(folder / newest)
 
 
