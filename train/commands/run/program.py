@@ -1,13 +1,15 @@
 """Which file the script is, what must be the same of it on all nodes, and how its command line looks. No torch here."""
 
+import ast
 import hashlib
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from train.errors import ConfigError
 
@@ -44,6 +46,33 @@ class Program:
         """What all nodes must have in common, by name. Says itself what is wrong with a file that differs."""
         return {"python version": ".".join(map(str, sys.version_info[:2])), f"script {self.name}": self._digest()}
 
+    def check(self, environ: Mapping[str, str], *, world_size: int) -> None:
+        """Raises ConfigError for a script that is nowhere, and for one whose ranks would not find each other.
+
+        Horovod without HOROVOD_SIZE, which horovodrun sets, is a world of one in each process, and says nothing.
+        """
+        if self.missing:
+            raise ConfigError(f"SCRIPT must be a file, got {self.file}: there is none on any node.")
+        given, by_mpi = environ.get("HOROVOD_SIZE", ""), environ.get("HOROVOD_CONTROLLER", "") == "mpi"
+        if world_size > 1 and given != str(world_size) and not by_mpi and self._imports_horovod():
+            raise ConfigError(
+                f"{self.name}: HOROVOD_SIZE must be {world_size} for its import of horovod, got {given or 'nothing'}: "
+                f"each rank would train alone. Start it with horovodrun -np {world_size} --gloo python -m train.main "
+                f"run {self.name}, or under mpirun, where Horovod was built with MPI, with HOROVOD_CONTROLLER=mpi."
+            )
+
+    def _imports_horovod(self) -> bool:
+        """At its top level: an import in a function or under a condition may be one that never runs."""
+        if self.file is None:
+            return False
+        try:
+            body = _compiled(self.file, self.file.read_bytes(), flags=ast.PyCF_ONLY_AST).body
+        except (SyntaxError, ValueError):
+            return False  # Python itself says what is wrong with it
+        names = [alias.name for statement in body if isinstance(statement, ast.Import) for alias in statement.names]
+        names += [found.module or "" for found in body if isinstance(found, ast.ImportFrom) and found.level == 0]
+        return any(name.split(".")[0] == "horovod" for name in names)
+
     def _digest(self) -> str:
         if self.file is None:
             return "a module that Python itself finds"
@@ -52,9 +81,7 @@ class Program:
         source = self.file.read_bytes()
         digest = hashlib.sha256(source).hexdigest()[:12]
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                compile(source, str(self.file), "exec")
+            _compiled(self.file, source)
         except (SyntaxError, ValueError) as error:
             line = getattr(error, "lineno", None)
             return f"{digest} with a syntax error{f' in line {line}' if line else ''} ({getattr(error, 'msg', error)})"
@@ -76,6 +103,13 @@ class Program:
             return ""
         found = DECLARES_LOCAL_RANK.search(self.file.read_text(errors="replace"))
         return found[1] if found else ""
+
+
+def _compiled(file: Path, source: bytes, *, flags: int = 0) -> Any:
+    """Raises SyntaxError and ValueError. Python's warnings come when the script runs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return compile(source, str(file), "exec", flags)
 
 
 def _file_of(module: str) -> Path | None:

@@ -19,7 +19,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from train.commands.explain.explain import advice
 from train.commands.run.program import Program
 from train.config.options import RunOptions
-from train.errors import FINISHED, STOPPED, ConfigError, ScriptFailed, Stopped, UserError, disk_error
+from train.errors import FINISHED, STOPPED, ScriptFailed, Stopped, UserError, disk_error
 from train.group import keys
 from train.group.group import Group, on_rank0
 from train.group.join import LOST, join
@@ -61,8 +61,7 @@ def run(context: Context, options: RunOptions) -> None:
         _owned(context, group),
         Reporter(group, run=job_of(group.attempt)),  # of the ranks alone: the script's steps are its own
     ):
-        if program.missing:  # on all nodes, or they would have differed
-            raise ConfigError(f"SCRIPT must be a file, got {program.file}: there is none on any node.")
+        program.check(os.environ, world_size=group.world_size)  # the same on all nodes, or they would have differed
         place = _place(group)
         if dist.is_initialized():
             # For hours nothing would go over its connections, and a firewall may end such. The store's carry the beats
