@@ -14,6 +14,7 @@ import pytest
 
 from tests.rigs.shards import load_shards, png, write_members, write_shard
 from train.data.sources.shards import index as index_module
+from train.data.sources.shards import index_file
 from train.errors import DataError
 
 LABELS = {"a": (1, 0), "b": (2, 1), "c": (3, 2)}
@@ -75,14 +76,14 @@ def test_index_is_made_once_beside_the_shards(place: Path, scanned: list[str]) -
 def test_index_is_kept_in_the_cache_where_the_folder_cannot_be_written(
     place: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, scanned: list[str]
 ) -> None:
-    usual = index_module.staged
+    usual = index_file.staged
 
     def refused(path: Path) -> object:
         if path.parent == place:
             raise PermissionError(13, "Permission denied")
         return usual(path)
 
-    monkeypatch.setattr(index_module, "staged", refused)
+    monkeypatch.setattr(index_file, "staged", refused)
     for _ in range(2):
         load_shards(place)
     assert len(scanned) == 4

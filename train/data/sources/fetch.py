@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from train.data.sources.download import size_of
+from train.data.sources.locks import NO_LOCKS
 from train.errors import DataError
 
 Say = Callable[[str], None]
@@ -30,7 +31,6 @@ Found = TypeVar("Found")
 REPORT_EVERY_S = 5.0
 GRACE_S = 10.0  # waiters wait this much longer than a download may take: it fails first, and they learn its reason
 ABANDONED_S = 3600.0
-NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 FAILED = "failed: "
 
 

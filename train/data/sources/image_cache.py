@@ -7,8 +7,6 @@ and what its file was like: an image that is damaged, half written or out of dat
 The file: a header, an entry for each image, and from the next page on the pixels, uint8 [3, S, S] each.
 """
 
-import errno
-import fcntl
 import hashlib
 import json
 import mmap
@@ -17,8 +15,7 @@ import shutil
 import struct
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +25,7 @@ import torch
 import torchvision
 from numpy.typing import NDArray
 
+from train.data.sources.locks import locked
 from train.errors import DataError
 
 FORMAT = 1  # to be raised when the same file gives other pixels than before
@@ -159,7 +157,7 @@ def open_caches(plans: Sequence[Plan], root: Path, *, max_bytes: int) -> list[Im
             f"{max_bytes / 1e9:g}. Raise it, lower --image-size, {WAY_OUT}."
         )
     try:
-        with _lock(root / ".images.lock"):
+        with locked(root / ".images.lock"):
             others = sorted(set(root.glob("images-*.cache")) - set(paths), key=lambda path: path.stat().st_mtime)
             total = needed + sum(path.stat().st_size for path in others)
             for path in others:
@@ -175,22 +173,6 @@ def open_caches(plans: Sequence[Plan], root: Path, *, max_bytes: int) -> list[Im
             f"{error.filename or root}: decoded images can't be kept there ({error.strerror}). Set RANKUP_CACHE to a "
             f"folder with room, {WAY_OUT}."
         ) from error
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Held while the files are looked at and made, for moments: the deadline of the phase, setup_timeout_s, covers it.
-
-    The kernel lets go of it when its owner dies.
-    """
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            # Some network file systems have no locks. Then two processes may each make a file; both are right.
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
-                raise
-        yield
 
 
 def _make(path: Path, plan: Plan) -> None:

@@ -1,30 +1,35 @@
-"""The index of one part's shards: where each sample lies, in one file that all processes of a node map.
+"""Making the index of one part's shards, and comparing them with it.
 
 It is made once, beside the shards where that can be written, else in the node's cache. Each start compares every shard
 with it, by size and time: a shard that is missing, cut or another one is named before anything is trained.
-
-The file: a line of JSON, and from the next page on the table, a row a sample in the order of their numbers. Samples are
-numbered by their keys, so the shards' number and order change nothing in a training.
 """
 
-import fcntl
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from train.config import Config
 from train.data.sources.cache import writable_cache
 from train.data.sources.fetch import Say
+from train.data.sources.locks import locked
+from train.data.sources.shards.index_file import (
+    COLUMNS,
+    FORMAT,
+    UNKNOWN,
+    Index,
+    Shard,
+    first_index,
+    load_index,
+    write_index,
+)
 from train.data.sources.shards.parquet import ENDING, scan_parquet
 from train.data.sources.shards.place import Place, each
 from train.data.sources.shards.remote import explained
@@ -32,11 +37,7 @@ from train.data.sources.shards.tar_scan import Scan, scan_tar
 from train.errors import DataError
 from train.process.atomic_file import staged, write_atomically
 
-FORMAT = 1
-UNKNOWN = ""  # the stamp of a shard that was not looked at where it lies now: its size alone is compared
-PAGE = 4096
 REPORT_EVERY_S = 5.0
-COLUMNS = [("label", "<i4"), ("shard", "<i4"), ("offset", "<i8"), ("size", "<i8")]
 
 
 class Columns(NamedTuple):
@@ -50,36 +51,6 @@ class Columns(NamedTuple):
         return cls(config.input_column or "image", config.label_column or "label")
 
 
-@dataclass(frozen=True)
-class Shard:
-    """`stamp`: what changes when the file is written again, or UNKNOWN. `digest`: of its headers and labels."""
-
-    name: str
-    size: int
-    stamp: str
-    digest: str
-
-
-@dataclass(frozen=True)
-class Index:
-    """`table`: COLUMNS and the key of each sample. `path`: the file that it was read from."""
-
-    path: Path
-    shards: tuple[Shard, ...]
-    table: NDArray[Any]
-    digest: str  # of the samples' keys, sizes and labels: the same for the same samples in other shards
-
-    @cached_property
-    def labels(self) -> torch.Tensor:
-        """int64 [N]."""
-        return torch.from_numpy(self.table["label"].astype(np.int64))
-
-    @cached_property
-    def storage(self) -> torch.Tensor:
-        """The numbers of the samples as they lie in the shards one after the other, int64 [N]."""
-        return torch.from_numpy(np.lexsort((self.table["offset"], self.table["shard"])))
-
-
 def open_index(place: Place, names: Sequence[str], *, columns: Columns, say: Say) -> Index:
     """The index of these shards: read, or made if there is none, by one process of each node.
 
@@ -90,17 +61,17 @@ def open_index(place: Place, names: Sequence[str], *, columns: Columns, say: Say
     name = f"shards-{key}.index"
     in_cache = writable_cache() / f"shards-{_short_digest([place.root, key])}.index"
     paths = [Path(place.root, name), in_cache] if place.is_local else [in_cache]
-    index = _first(paths)
+    index = first_index(paths)
     if index is None:
-        with _lock(in_cache.with_suffix(".lock")):
-            index = _first(paths)  # another process may have made it meanwhile
+        with locked(in_cache.with_suffix(".lock")):
+            index = first_index(paths)  # another process may have made it meanwhile
             if index is None and not place.is_local:
                 index = _fetch(place, name, in_cache)
             if index is None:
                 found = _scan(place, names, columns=columns, say=say, parts=in_cache.with_suffix(".parts"))
-                return _publish(*_merge(place, found), paths)
+                return write_index(*_merge(place, found), paths)
     now = _compare(place, index, columns=columns)
-    return index if now == index.shards else _publish(now, index.table, index.digest, paths)
+    return index if now == index.shards else write_index(now, index.table, index.digest, paths)
 
 
 def _short_digest(facts: list[Any]) -> str:
@@ -113,37 +84,9 @@ def _fetch(place: Place, name: str, path: Path) -> Index | None:
     if content is None:
         return None
     write_atomically(path, content)
-    index = _load(path)
+    index = load_index(path)
     # Its stamps are those of the folder where it was made
     return None if index is None else replace(index, shards=tuple(replace(s, stamp=UNKNOWN) for s in index.shards))
-
-
-def _first(paths: Sequence[Path]) -> Index | None:
-    return next((index for index in map(_load, paths) if index is not None), None)
-
-
-def _load(path: Path) -> Index | None:
-    """The index in this file, or None if there is none that is whole."""
-    try:
-        with path.open("rb") as file:
-            head = json.loads(file.readline(1 << 24))
-        dtype = np.dtype([*COLUMNS, ("key", head["key"])])
-        mapped = np.memmap(path, dtype, mode="r", offset=head["table_at"], shape=(head["samples"],))
-        table = mapped.view(np.ndarray)  # a row of a memmap takes ten times as long to be had
-        if head["format"] != FORMAT or hashlib.sha256(table.data).hexdigest() != head["table"]:
-            return None
-        return Index(path, tuple(Shard(**shard) for shard in head["shards"]), table, head["digest"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    # The kernel lets go of it when its owner dies. Without locks two processes make the same file, one after the other
-    with path.open("ab") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _scan(place: Place, names: Sequence[str], *, columns: Columns, say: Say, parts: Path) -> list[tuple[Shard, Scan]]:
@@ -248,28 +191,3 @@ def _compare(place: Place, index: Index, *, columns: Columns) -> tuple[Shard, ..
 
     by_name = {shard.name: shard for shard in index.shards}
     return tuple(each(look, list(by_name)))
-
-
-def _publish(shards: tuple[Shard, ...], table: NDArray[Any], digest: str, paths: Sequence[Path]) -> Index:
-    """Write the index to the first of `paths` that can be written, whole or not at all, and map it."""
-    facts = {
-        "format": FORMAT, "samples": len(table), "key": table.dtype["key"].str, "digest": digest,
-        "table": hashlib.sha256(np.ascontiguousarray(table).data).hexdigest(),
-        "shards": [asdict(shard) for shard in shards],
-    }
-    # Two passes: where the table begins is part of the line before it
-    room = len(json.dumps(facts)) + 100
-    table_at = -(-room // PAGE) * PAGE
-    head = (json.dumps({"table_at": table_at, **facts}) + "\n").encode().ljust(table_at)
-    for path in paths:
-        try:
-            with staged(path) as staging, staging.open("wb") as file:
-                file.write(head)
-                file.write(np.ascontiguousarray(table).data)
-        except OSError as error:
-            problem = f"{path}: can't be written ({error.strerror})."
-            continue
-        index = _load(path)
-        assert index is not None, f"{path}: what was written can't be read"
-        return index
-    raise DataError(f"{problem} Set RANKUP_CACHE to a folder with room.")

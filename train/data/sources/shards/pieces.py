@@ -3,17 +3,17 @@
 fsspec's own caches are not used: none has a bound on its size, and two processes can't share one.
 """
 
-import fcntl
 import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from train.data.sources.locks import locked
 from train.data.sources.shards.parquet import place_of
 from train.data.sources.shards.remote import read_range
 from train.process.atomic_file import staged
@@ -85,7 +85,7 @@ class Pieces:
     def _fetch(self, path: Path, fetch: Callable[[], bytes], *, expected: int | None = None) -> bytes:
         """A whole piece, fetched by one process of this node and kept for all."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with _lock(self.folder / f"fetch-{_stripe(path.name)}.lock"):
+        with locked(self.folder / f"fetch-{_stripe(path.name)}.lock"):
             kept = self._kept(path, 0, 1 << 40 if expected is None else expected, expected=expected)
             if kept is not None:  # another process was first
                 return kept
@@ -105,7 +105,7 @@ class Pieces:
 
         What a process was writing when it was killed stays counted until the folder is next looked through.
         """
-        with _lock(self.folder / "total.lock"):
+        with locked(self.folder / "total.lock"):
             ledger = self.folder / "total"
             try:
                 total = int(ledger.read_text()) + num_bytes
@@ -141,12 +141,3 @@ class Pieces:
 def _stripe(name: str) -> int:
     """The lock of a piece: one of NUM_LOCKS, the same in every process."""
     return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % NUM_LOCKS
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    # The kernel lets go of it when its owner dies. Where a file system has none, a piece may be fetched twice
-    with path.open("ab") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -9,7 +9,7 @@ import torch
 
 from train.data.sources.image_cache import version_of_facts
 from train.data.sources.shards import parquet
-from train.data.sources.shards.index import Index
+from train.data.sources.shards.index_file import Index
 from train.data.sources.shards.pieces import Pieces
 from train.data.sources.shards.place import Place
 from train.data.sources.shards.remote import read_range

@@ -7,7 +7,8 @@ from train.data.sources.cache import writable_cache
 from train.data.sources.fetch import Say
 from train.data.sources.imagefolder import MEAN, STD
 from train.data.sources.sets import FileSet
-from train.data.sources.shards.index import Columns, Index, open_index
+from train.data.sources.shards.index import Columns, open_index
+from train.data.sources.shards.index_file import Index
 from train.data.sources.shards.parquet import ENDING
 from train.data.sources.shards.pieces import Pieces
 from train.data.sources.shards.place import Place, find_shards
