@@ -169,6 +169,22 @@ def test_cache_of_decoded_images_is_filled_and_given_up_when_the_rows_change(tmp
             where.rename(tmp_path / f"old{number}")
 
 
+def test_cache_of_decoded_images_of_one_column_is_not_taken_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datasets import ClassLabel, Dataset, DatasetDict, Features
+    from datasets import Image as ImageColumn
+
+    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
+    rows = {name: [encoded(colour=colour)] * 2 for name, colour in (("photo", 40), ("thumb", 200))} | {"label": [0, 1]}
+    images = Features({"photo": ImageColumn(), "thumb": ImageColumn(), "label": ClassLabel(names=list(CLASSES))})
+    one = Dataset.from_dict(rows, features=images)
+    where = hf_sets.save(DatasetDict({"train": one, "test": one}), tmp_path / "saved")
+    for name in ("photo", "thumb"):
+        cached, plain = (load_hf(where, input_column=name, cache_images=switch)[0] for switch in (True, False))
+        assert torch.equal(pixels(cached), pixels(plain))
+
+
 # Splits, columns and what is wrong ------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.rigs.shards import load_shards, png, samples_of, write_parquet
+from tests.rigs.shards import load_shards, png, samples_of, write_parquet, write_table
 from train.data.sources.shards import parquet, reader
 from train.errors import DataError
 
@@ -71,6 +71,16 @@ def test_columns_have_the_names_of_the_settings(place: Path) -> None:
     assert bytes(train.contents.read(1)) == png(8)
     with pytest.raises(DataError, match=r"train\.parquet: must have a column image, has img, fine_label\. Set --input"):
         load_shards(place / "own")
+
+
+@pytest.mark.parametrize("more", [{}, {"cache_images": True}])
+def test_what_is_kept_of_one_column_is_not_taken_for_another(tmp_path: Path, more: dict[str, bool]) -> None:
+    for part in ("train", "test"):
+        rows = {"photo": [png(1), png(2)], "thumb": [png(101), png(102)], "label": [0, 1]}
+        write_table(tmp_path / "data" / f"{part}.parquet", rows)
+    for column, shades in (("photo", [1, 2]), ("thumb", [101, 102])):
+        images, _ = samples_of(tmp_path / "data", input_column=column, **more).batch(torch.arange(2), None)
+        assert images[:, 0, 0, 0].tolist() == shades
 
 
 @pytest.mark.parametrize(

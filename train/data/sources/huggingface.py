@@ -13,7 +13,7 @@ import torch
 from train.config import Config
 from train.data.sources.fetch import Say
 from train.data.sources.hf_rows import Rows, input_column, label_column, open_rows, read_labels, refuse_single_class
-from train.data.sources.image_cache import version_of
+from train.data.sources.image_cache import version_of, version_of_facts
 from train.data.sources.imagefolder import MEAN, STD
 from train.data.sources.sets import FileSet
 from train.errors import DataError
@@ -45,7 +45,7 @@ class ImageColumn:
             raise DataError(f"{cell['path']}: can't be read ({error.strerror}).") from error
 
     def version(self, number: int) -> int:
-        """That of its own file, or of those that hold the rows."""
+        """That of its own file, or of the column in those that hold the rows."""
         cell = self._cell(number)
         if isinstance(cell, dict) and cell["bytes"] is None:
             return version_of(cell["path"])
@@ -53,8 +53,7 @@ class ImageColumn:
 
     @cached_property
     def _version(self) -> int:
-        facts = repr([version_of(file["filename"]) for file in self.rows.table.cache_files])
-        return int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=8).digest(), "little")
+        return version_of_facts(self.name, *(version_of(file["filename"]) for file in self.rows.table.cache_files))
 
     def _cell(self, number: int) -> Any:
         return self.rows.table.data.column(self.name)[self.rows.start + number].as_py()

@@ -28,7 +28,7 @@ def scan_parquet(file: BinaryIO, name: str, *, image_column: str, label_column: 
     for column, setting in ((image_column, "--input-column"), (label_column, "--label-column")):
         if column not in columns:
             raise DataError(f"{name}: must have a column {column}, has {', '.join(columns)}. Set {setting}.")
-    scan, digest = Scan(), hashlib.sha256()
+    scan, digest = Scan(), hashlib.sha256(image_column.encode())  # what is kept of one column is not another's
     stem = name.rpartition("/")[2].removesuffix(ENDING)
     for group in range(parquet.num_row_groups):
         labels = _column(parquet, group, label_column, name)

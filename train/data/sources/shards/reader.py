@@ -56,7 +56,7 @@ class ShardReader:
         if self.pieces is not None and shard.name.endswith(parquet.ENDING):
             group, row_in_group = divmod(offset, parquet.GROUP)
             return self.pieces.read_unpacked(
-                path, shard.stamp, group, row_in_group, unpack=partial(self._unpack, shard.name, group)
+                path, shard.stamp + shard.digest, group, row_in_group, unpack=partial(self._unpack, shard.name, group)
             )
         if self.pieces is not None:
             return self.pieces.read(path, shard.stamp, offset, size, file_size=shard.size)
