@@ -36,7 +36,7 @@ FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--nt
 FOREIGN_WORDS = {"weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv"}
 # What torch says, not we
 TORCH_SAYS = re.compile(
-    r"^(Expected to have finished|unable to allocate shared|Bus error|'train' is not a package|use_libuv|\[c10d\]|"
+    r"^(Expected to have finished|unable to allocate shared|Bus error|__path__ attribute not found|use_libuv|\[c10d\]|"
     r"Setting OMP_NUM_THREADS|ChildFailedError|exitcode|RendezvousConnectionError|--)"
 )
 

@@ -1,4 +1,4 @@
-"""A user's own workload: the listing of train/README.md trains, resumes, evaluates and predicts from any directory."""
+"""A user's own workload: the listing of train/workloads/README.md trains, resumes, evaluates, predicts anywhere."""
 
 import csv
 import json
@@ -39,8 +39,8 @@ def project(tmp_path: Path) -> Path:
 # The listing ----------------------------------------------------------------------------------------------------
 
 
-def test_listing_of_the_readme_is_the_example() -> None:
-    page = (ROOT / "train" / "README.md").read_text()
+def test_listing_of_the_page_is_the_example() -> None:
+    page = (ROOT / "train" / "workloads" / "README.md").read_text()
     listings = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert [listing for listing in listings if "def build(" in listing] == [EXAMPLE.read_text()]
 
