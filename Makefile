@@ -55,7 +55,7 @@ k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in 
 	@k8s/kube.sh $(@:k8s-%=%)
 
 lock: ; @docker/host/lock.sh $(PYTHON) ## Write the lock files anew: the newest versions that pyproject.toml allows
-horovod: $(READY) ; @docker/horovod.sh $(RUN)python ## Build Horovod, once, and install it: train/parallel/README.md
+horovod: $(READY) ; @docker/horovod.sh $(RUN)python ## Build Horovod, once, and install it: train/parallel/horovod.md
 
 clean: ## Remove .venv and caches; runs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
