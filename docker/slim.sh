@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Removes from a virtual environment what no training loads: 1 of 6 GB. What goes, what stays, and why: docker/README.md
+# Removes from a virtual environment what no training loads, 0.94 of 5.95 GB: tests, debug information, second copies.
 # Run: docker/slim.sh /opt/venv      (the Dockerfile does, in pip's layer: what a later layer removes still counts)
 # Edit: nothing.
 set -euo pipefail
