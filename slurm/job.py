@@ -54,8 +54,6 @@ class Job:
     def __init__(self, env: Mapping[str, str]) -> None:
         self.id = number(env, "SLURM_JOB_ID")
         self.name = job_name(env)
-        self.nodes = env["SLURM_JOB_NODELIST"]
-        self.num_nodes = number(env, "SLURM_JOB_NUM_NODES")
         self.num_requeues = int(env.get("SLURM_RESTART_COUNT") or 0)
         self.nproc = int(env.get("SLURM_GPUS_ON_NODE") or env.get("SLURM_NTASKS_PER_NODE") or 1)
         cpus = int(env.get("SLURM_CPUS_ON_NODE") or 1)
@@ -63,18 +61,15 @@ class Job:
         if cpus < self.nproc:
             say(f"{self.nproc} processes share {cpus} CPUs on each node: ask for more with --cpus-per-task")
             self.overcommit = ["--overcommit"]
-        hosts = subprocess.run(["scontrol", "show", "hostnames", self.nodes], stdout=subprocess.PIPE, text=True).stdout
-        if not hosts.split():
-            fail(f'scontrol can\'t read the node list "{self.nodes}": EDIT what sets SLURM_JOB_NODELIST')
-        self.hosts = hosts.split()
         # srun would read these options of the whole job, but they mean something else in a step
         of_job = {"SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"}
         cpus_each = str(max(1, cpus // self.nproc))
         self.env = {
             **{name: value for name, value in env.items() if name not in of_job},
-            "RANKUP": str(ROOT), "NPROC": str(self.nproc), "MASTER_ADDR": hosts.split()[0],
-            "OMP_NUM_THREADS": cpus_each, "SRUN_CPUS_PER_TASK": cpus_each,
+            "RANKUP": str(ROOT), "NPROC": str(self.nproc), "OMP_NUM_THREADS": cpus_each,
+            "SRUN_CPUS_PER_TASK": cpus_each,
         }
+        self._take_nodes(env["SLURM_JOB_NODELIST"])
         self.step: subprocess.Popen[str] | None = None  # the ranks, which a signal has to reach
         self.stopping = False  # somebody asked the job to save and leave
         self.ending = False  # Slurm itself ends this start: no restart and no requeue by us
@@ -82,6 +77,20 @@ class Job:
         signal.signal(signal.SIGUSR1, self._on_warning)
         signal.signal(signal.SIGUSR2, self._on_warning)
         signal.signal(signal.SIGTERM, self._on_end)  # scancel, the time limit, or a requeue
+
+    def _take_nodes(self, nodes: str) -> None:
+        """These nodes are the job's, as Slurm lists them: "node[0-3]"."""
+        self.hosts = output("scontrol", "show", "hostnames", nodes).split()
+        if not self.hosts:
+            fail(f'scontrol can\'t read the node list "{nodes}": EDIT what sets SLURM_JOB_NODELIST')
+        self.nodes, self.num_nodes, self.env["MASTER_ADDR"] = nodes, len(self.hosts), self.hosts[0]
+
+    def look_at_nodes(self) -> None:
+        """Go on with the nodes that are left: Slurm takes a lost one away from a job with --no-kill."""
+        listed = re.search(r"\sNodeList=(\S+)", output("scontrol", "show", "job", self.name))
+        if listed and listed[1] != self.nodes:
+            say(f"of {self.nodes} this job has {listed[1]} left: going on there")
+            self._take_nodes(listed[1])
 
     def _on_warning(self, signum: int, frame: FrameType | None) -> None:
         say("the time is almost up, or a signal says so: saving, then requeued")
@@ -158,6 +167,11 @@ class Job:
         else:
             queued()
         sys.exit(code)
+
+
+def output(*words: str) -> str:
+    """What a command prints."""
+    return subprocess.run(words, stdout=subprocess.PIPE, text=True).stdout
 
 
 def shell_code(returncode: int) -> int:

@@ -106,6 +106,8 @@ def train(job: Job, words: Sequence[str]) -> tuple[int, Path, int]:
     for restart in range(tries):
         if job.stopping:
             return STOPPED, run_dir, step
+        if restart:
+            job.look_at_nodes()
         index = job.num_requeues * tries + restart
         attempt = f"slurm-{job.id}-{index}"
         code = job.run_ranks(words, attempt=attempt, port=job.port(index), launcher=launcher)

@@ -14,7 +14,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from job import Job, say
+from job import Job, output, say
 
 TWICE = 2
 USABLE = "idle,alloc,mix,comp"  # states of nodes that run jobs or soon may
@@ -40,14 +40,14 @@ def exclude(job: Job, run_dir: Path) -> None:
     ours = sorted(host for host, times in found["suspected"].items() if times >= TWICE)
     if not ours and not found["excluded"]:
         return
-    shown = _output("scontrol", "show", "job", job.name)
+    shown = output("scontrol", "show", "job", job.name)
     listed = re.search(r"ExcNodeList=(\S+)", shown)
     named = listed[1] if listed and listed[1] != "(null)" else ""
-    before = _output("scontrol", "show", "hostnames", named).split() if named else []
+    before = output("scontrol", "show", "hostnames", named).split() if named else []
     theirs = [host for host in before if host not in found["excluded"]]
     partition = re.search(r"Partition=(\S+)", shown)
     words = ["--partition", partition[1]] if partition else []
-    usable = set(_output("sinfo", "-h", "-N", "-o", "%N", "-t", USABLE, *words).split())
+    usable = set(output("sinfo", "-h", "-N", "-o", "%N", "-t", USABLE, *words).split())
     if len(usable - {*theirs, *ours}) < job.num_nodes:
         say(f"{' '.join(ours)}: suspected twice, but not excluded: fewer than {job.num_nodes} other nodes are there")
         ours = []
@@ -59,10 +59,6 @@ def exclude(job: Job, run_dir: Path) -> None:
         say(f"the next start excludes {' '.join(ours)}, suspected twice: scontrol update JobId={job.name} "
             f"ExcNodeList={','.join(theirs)} gives that up")
     _write(run_dir, excluded=ours)
-
-
-def _output(*words: str) -> str:
-    return subprocess.run(words, stdout=subprocess.PIPE, text=True).stdout
 
 
 def _read(run_dir: Path) -> dict:

@@ -1,4 +1,4 @@
-"""A real Slurm for tests: slurm/local.sh's two nodes of namespaces, jobs on them, and what they leave running."""
+"""A real Slurm for tests: slurm/local.sh's nodes of namespaces, jobs on them, and what they leave running."""
 
 import contextlib
 import fcntl
@@ -40,12 +40,13 @@ def why_not() -> str:
 
 
 class Cluster:
-    """Two nodes, with names and addresses that no other Slurm of this machine has.
+    """Nodes with names and addresses that no other Slurm of this machine has.
 
     They take the first number that no other tests hold now. `up` removes what killed tests left under that number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_nodes: int = 2) -> None:
+        self.num_nodes = num_nodes
         for number in range(8):
             self.folder = folder = Path(tempfile.gettempdir(), f"rankup-test{number}")
             self.lock = folder.with_suffix(".lock").open("w")
@@ -59,7 +60,7 @@ class Cluster:
         self.env = clean_environment(
             {
                 "SLURM_CONF": str(folder / "slurm.conf"), "RANKUP_SLURM_DIR": str(folder), "SWITCH": folder.name,
-                "NET": f"192.168.{79 + number}", "PORT": str(17817 + 10 * number),
+                "NET": f"192.168.{79 + number}", "PORT": str(17817 + 10 * number), "NODES": str(num_nodes),
                 "PYTHON": sys.executable, "PYTHONWARNINGS": "default",
             }
         )
@@ -101,11 +102,12 @@ class Cluster:
         return found
 
     def idle(self) -> None:
-        """Wait until both nodes are up and have nothing to do, and nothing of any job runs."""
-        wait_for(
-            "idle nodes", lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2", log=self.report
-        )
+        """Wait until all nodes are up and have nothing to do, and nothing of any job runs."""
+        wait_for("idle nodes", lambda: self.num_idle() == self.num_nodes, log=self.report)
         wait_for("end of all processes", lambda: not self.processes(), log=lambda: str(self.processes()))
+
+    def num_idle(self) -> int:
+        return int(self.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() or 0)
 
     def report(self) -> str:
         return self.run("sinfo", "-N", check=False) + self.run("squeue", check=False)

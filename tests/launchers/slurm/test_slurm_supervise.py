@@ -119,6 +119,16 @@ def test_slurm_step_is_started_again_where_that_may_help(
         assert f"attempt {steps - 1} ended with {end} at step 40" in said
 
 
+def test_slurm_attempt_after_a_node_is_gone_runs_on_those_that_are_left(tmp_path: Path) -> None:
+    """Slurm has taken it out of a job with --no-kill."""
+    (tmp_path / "state").write_text("Restarts=0 JobState=RUNNING ReqNodeList=big7 NodeList=big9\n")
+    job = Supervised(tmp_path, "137 0")
+    code, said = job.run()
+    assert code == 0, said
+    assert ["--nodes=2 --ntasks=2" in job.trained()[0], "--nodes=1 --ntasks=1" in job.trained()[1]] == [True, True]
+    assert "of big[7,9] this job has big9 left: going on there" in said
+
+
 @pytest.mark.parametrize(("codes", "end", "steps"), [("137 0", 0, 2), ("201", 1, 1)])
 def test_slurm_script_of_ones_own_is_started_again_where_that_may_help(
     codes: str, end: int, steps: int, tmp_path: Path
