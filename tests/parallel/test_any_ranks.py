@@ -26,8 +26,8 @@ HOROVOD = ("--parallel", "horovod")
 needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horovod here: make horovod builds it")
 
 
-def train(forks: Forks, folder: Path, world_size: int, *arguments: str) -> Path:
-    codes, output = forks.run(*LINE, *arguments, "--run-dir", folder, world_size=world_size)
+def train(forks: Forks, folder: Path, world_size: int, *arguments: str, preload: str = "") -> Path:
+    codes, output = forks.run(*LINE, *arguments, "--run-dir", folder, world_size=world_size, preload=preload)
     assert codes == [0] * world_size, output
     return folder / "run"
 
@@ -109,6 +109,25 @@ def test_other_curve_is_the_same_with_unequal_parts(forks: Forks, tmp_path: Path
         difference = largest_difference(train(forks, tmp_path / name, world_size, *settings, *shares), expected)
         print(f"{variant}, {name}: loss within {difference:.1e}")
         assert difference < 1e-5
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_batch_norm_of_unequal_parts_is_that_of_the_whole_batch_where_ranks_exchange_statistics(
+    forks: Forks, tmp_path: Path, split: str
+) -> None:
+    """On CPUs, by torch's SyncBatchNorm with formulas for its kernels. `own`: what each rank's own statistics give."""
+    world_size, shares = SPLITS[split]
+    norm = ("--workload", "tests.rigs.recording_workload:build", "--options.model", "norm")
+    expected = losses(train(forks, tmp_path / "one", 1, *norm))
+    assert largest_difference(train(forks, tmp_path / "own", world_size, *norm, *shares), expected) > 1e-3
+    train(forks, tmp_path / "synced", world_size, *norm, *shares, preload="tests.rigs.sync_norm:convert")
+    difference = largest_difference(tmp_path / "synced" / "run", expected)
+    print(f"synchronized batch norm, {split}: loss within {difference:.1e}")
+    assert difference < 1e-5
+    # By the running statistics
+    evaluations = [[line["eval/loss"] for line in metrics(tmp_path / name / "run") if "eval/loss" in line]
+                   for name in ("one", "synced")]
+    assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-5)
 
 
 def test_one_process_takes_micro_batches_that_differ_by_one(forks: Forks, alone: list[float], tmp_path: Path) -> None:

@@ -257,7 +257,8 @@ def test_warm_up_leaves_no_trace() -> None:
 def test_sync_bn_on_a_cpu_is_refused(forks: Forks, tmp_path: Path, device: str) -> None:
     codes, output = forks.run("train", *DIGITS, "--sync-bn", "--device", device, "--run-dir", tmp_path, world_size=2)
     assert codes == [2, 2]
-    assert "sync" in output
+    where = {"auto": "sync_bn must be false on a CPU", "cpu": "--sync-bn must be false with device cpu"}[device]
+    assert f"{where}, got true. torch's SyncBatchNorm needs an accelerator." in output
     assert "Traceback" not in output
 
 

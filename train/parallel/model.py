@@ -28,7 +28,7 @@ def prepare(workload: Workload, config: Config, group: Group) -> nn.Module:
     model = workload.model
     if config.sync_bn:
         if group.device.type == "cpu":
-            raise ConfigError("sync_bn needs GPUs (torch has no CPU version), got device cpu. Leave --sync-bn out.")
+            raise ConfigError("sync_bn must be false on a CPU, got true. torch's SyncBatchNorm needs an accelerator.")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     model = model.to(group.device)
     if config.channels_last is True or (config.channels_last == "auto" and _gains_from_channels_last(model, config)):
