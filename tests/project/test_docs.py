@@ -352,6 +352,18 @@ def test_docs_list_what_a_run_leaves(tmp_path: Path) -> None:
     assert {name for name in left if not name.startswith(".")} == set(listed_in("result.json"))
 
 
+def test_docs_and_messages_name_extras_that_exist() -> None:
+    extras = set(tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"])
+    named = [
+        (name, extra)
+        for name in tracked() if name.endswith((".md", ".py", ".lock", "Dockerfile")) and name != "CHANGELOG.md"
+        for found in re.findall(r"(?:rankup|\.)\\?\[(\w+)\\?\]'|extra `(\w+)`|EXTRAS=([a-z]\w*)", read(name))
+        for extra in found if extra
+    ]
+    assert {"s3", "gpu", "trainers", "text"} <= {extra for _, extra in named}
+    assert [(name, extra) for name, extra in named if extra not in extras] == []
+
+
 def test_docs_lock_fits_the_bounds() -> None:
     project = tomllib.loads(read("pyproject.toml"))["project"]
     lists = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docker").glob("requirements*.lock"))
