@@ -22,6 +22,7 @@ from train.config.options import CompareOptions
 from train.errors import ConfigError, Stopped
 from train.process.addresses import free_port
 from train.process.context import Context, runs_folder
+from train.process.start_rank import MAIN
 from train.process.status import read_json, write_json
 
 STEPS = 60  # of a run, where --max-steps does not say
@@ -51,7 +52,7 @@ VARIANTS = {
     "fsdp": Variant(("--parallel", "fsdp")),
     "horovod": Variant(("--parallel", "horovod"), needs="horovod"),
 }
-# Launchers that are not ours. Each stands before `-m train.main train`
+# Launchers that are not ours. Each stands before the program's file and `train`
 TORCH_OPTIONS = ("--nproc-per-node", "{nproc}", "--master-port", "{port}")
 LAUNCHERS = {
     "torchrun": (sys.executable, "-m", "torch.distributed.run", *TORCH_OPTIONS),
@@ -60,7 +61,8 @@ LAUNCHERS = {
     "mpirun": ("mpirun", "-np", "{nproc}", "--oversubscribe", "--bind-to", "none",
                *(("--allow-run-as-root",) if getattr(os, "geteuid", lambda: 1)() == 0 else ()), sys.executable),
 }
-# These launchers survive their parent, though their ranks end with them: so tie the launcher to this process
+# These launchers survive their parent, though their ranks end with them: so tie the launcher to this process. With -P:
+# a train.py of the user's in the current folder would be taken for the package
 START_TIED = """import os, sys
 from train.process.stop import die_with_parent
 die_with_parent(int(sys.argv[1]))
@@ -151,13 +153,13 @@ def _run(context: Context, name: str, run: Path, words: list[str], *, processes:
 
 def _command(variant: Variant, processes: int) -> tuple[list[str], dict[str, str]]:
     """The command up to the settings, and the environment. All of its processes end when this one does."""
-    program, env = ["-m", "train.main"], dict(os.environ)
+    env = dict(os.environ)
     if variant.launcher in LAUNCHERS:
         values = {"{nproc}": str(processes), "{port}": str(free_port())}
         launcher = [values.get(word, word) for word in LAUNCHERS[variant.launcher]]
-        return [sys.executable, "-c", START_TIED, str(os.getpid()), *launcher, *program, "train"], env
+        return [sys.executable, "-P", "-c", START_TIED, str(os.getpid()), *launcher, MAIN, "train"], env
     several = ["--nproc", str(processes), "--max-restarts", "0"] if variant.launcher == "launch" else []
-    return [sys.executable, *program, variant.launcher, *several], {**env, "RANKUP_PARENT": str(os.getpid())}
+    return [sys.executable, MAIN, variant.launcher, *several], {**env, "RANKUP_PARENT": str(os.getpid())}
 
 
 def _measured(run: Path, batch_size: int) -> dict[str, Any]:

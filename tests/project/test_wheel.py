@@ -1,0 +1,111 @@
+"""The wheel holds what the program reads, and what it installs works in any folder, also beside a user's train.py."""
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.jobs import ROOT, Job, environment, result, start
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+OWN = "open('imported', 'a').close()\n" + (ROOT / "k8s" / "overlays" / "script" / "train.py").read_text()
+
+
+def pip(*words: str | Path) -> None:
+    command = [sys.executable, "-m", "pip", *words, "--quiet", "--no-deps", "--disable-pip-version-check"]
+    subprocess.run(command, check=True, env=environment({"PYTHONPATH": "", "PYTHONWARNINGS": ""}))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(ROOT / "train", source / "train", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip("wheel", source, "--no-build-isolation", "--wheel-dir", folder)
+    (made,) = folder.glob("rankup-*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    pip("install", wheel, "--target", folder)
+    return folder
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A user's folder with nothing but a train.py, which leaves a file behind when it is imported, too."""
+    (tmp_path / "train.py").write_text(OWN)
+    return tmp_path
+
+
+def rankup(installed: Path, own: Path, *words: str, launcher: tuple[str, ...] = ()) -> Job:
+    """The installed command to its end, in the user's folder."""
+    command = (*launcher, "--no-python", sys.executable) if launcher else (sys.executable,)
+    job = start(*command, installed / "bin" / "rankup", *words, cwd=own, env={"PYTHONPATH": str(installed)})
+    job.wait()
+    return job
+
+
+def test_wheel_holds_every_file_but_the_pages(wheel: Path) -> None:
+    listed = subprocess.run(
+        ["git", "-c", "safe.directory=*", "ls-files", "train"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    # Pages, with their pictures, and what `make demo` runs
+    wanted = {name for name in listed if not name.endswith((".md", ".png", ".sh"))}
+    assert {"train/commands/explain/known_faults.zh.toml", "train/samples/texts/dev.txt"} < wanted
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+    assert wanted <= held, wanted - held
+    assert {name.split("/")[0].split("-")[0] for name in held} == {"train", "rankup"}
+
+
+def test_wheel_trains_and_explains_beside_an_own_train_py(installed: Path, own: Path) -> None:
+    line = ("--dataset", "digits", "--model", "mlp", "--max-steps", "1", "--tensorboard=false", "--name", "run")
+    job = rankup(installed, own, "launch", "--nproc", "2", *line)
+    assert job.codes == [0], job.output
+    assert result(own / "runs" / "run")["world_size"] == 2
+    (own / "job.log").write_text("CUDA out of memory\n")
+    job = rankup(installed, own, "explain", "job.log", "--lang", "zh")
+    assert "GPU 显存不足" in job.output
+    assert not (own / "imported").exists()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ((), ("run",)),
+        ((), ("launch", "--nproc", "2", "--command", "run", "--")),
+        (TORCHRUN, ("run",)),
+    ],
+    ids=["alone", "launch", "torchrun"],
+)
+def test_wheel_runs_an_own_train_py(
+    installed: Path, own: Path, launcher: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    job = rankup(installed, own, *words, "train.py", "--epochs", "2", launcher=launcher)
+    assert job.codes == [0], job.output
+    assert "epoch 2: loss" in job.output
+    assert (own / "model.pt").exists()
+
+
+def test_wheel_compares_beside_an_own_train_py(installed: Path, own: Path) -> None:
+    line = ("--dataset", "digits", "--model", "mlp", "--max-steps", "4", "--repeats", "1")
+    job = rankup(installed, own, "compare", "--only", "none,ddp-torchrun", *line)
+    assert job.codes == [0], job.output
+    assert json.loads((own / "runs" / "compare" / "compare.json").read_text())["missing"] == {}
+    assert not (own / "imported").exists()
+
+
+def test_wheel_is_not_what_python_m_finds_beside_an_own_train_py(installed: Path, own: Path) -> None:
+    """As the pages say: Python looks in the current folder first."""
+    job = start(sys.executable, "-m", "train.main", "show", cwd=own, env={"PYTHONPATH": str(installed)})
+    assert job.wait() == [1]
+    assert (own / "imported").exists()
