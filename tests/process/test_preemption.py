@@ -93,7 +93,13 @@ def test_training_saves_and_leaves_with_143_when_its_cloud_says_so(
 
 def test_training_goes_on_where_its_cloud_does_not_answer(forks: Forks, tmp_path: Path) -> None:
     env = {"RANKUP_METADATA_URL": f"http://127.0.0.1:{free_port()}", "RANKUP_METADATA_EVERY_S": "0.01"}
-    line = (*LINE, "--max-steps", "30", "--preemption-notices", "gcp", "--run-dir", tmp_path)
-    codes, output = forks.run(*line, env=env)
-    assert codes == [0], output
-    assert output.count("gcp could not be asked for notices of preemption") <= 1
+    line = (*LINE, "--max-steps", "1000000", "--preemption-notices", "gcp", "--run-dir", tmp_path)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with forks.running(*line, env=env) as job:
+        job.wait_for("gcp could not be asked for notices of preemption")
+        job.wait_until(metrics.exists, "the first step")
+        steps = len(metrics.read_text().splitlines())
+        job.wait_until(lambda: len(metrics.read_text().splitlines()) > steps + 30, "more steps")
+        job.processes[0].signal("SIGTERM")
+        assert job.wait() == [143], job.output
+    assert job.output.count("gcp could not be asked for notices of preemption") == 1
