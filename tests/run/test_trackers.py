@@ -360,7 +360,8 @@ def test_secrets_are_taken_out_of_messages(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_missing_package_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"wandb must be installed on rank 0's node. pip install '\.\[wandb\]'"):
+    way_out = r"on rank 0's node\. pip install 'rankup\[wandb\]', or '\.\[wandb\]' in a checkout\."
+    with pytest.raises(UserError, match=f"wandb must be installed {way_out}"):
         table.check("wandb")
 
 

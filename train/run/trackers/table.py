@@ -18,7 +18,10 @@ TRACKERS = {
 def check(name: str) -> None:
     """Raises UserError where the tracker `name` can't work here. It asks nobody over the network."""
     if importlib.util.find_spec(name) is None:
-        raise UserError(f"tracker: the package {name} must be installed on rank 0's node. pip install '.[{name}]'")
+        raise UserError(
+            f"tracker: the package {name} must be installed on rank 0's node. "
+            f"pip install 'rankup[{name}]', or '.[{name}]' in a checkout."
+        )
     if name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
         # MLflow's own default is a file in the folder in which the run was started: in a container it is lost
         raise UserError(
