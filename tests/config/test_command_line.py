@@ -1,0 +1,250 @@
+"""The command line: what is understood, that every mistake on it is reported, and the help."""
+
+import re
+from typing import Literal
+
+import pytest
+
+from train.config import Config
+from train.config.command_line import parse_args
+from train.config.help_text import help_text
+from train.config.options import Options
+from train.config.schema import nearest
+from train.config.settings import setting
+from train.run.choices import CHOICES
+
+
+class Train(Options):
+    """Train."""
+
+    timeout: float = setting(1.5, "Seconds.")
+    quiet: bool = setting(False, "Say less.")
+
+
+class Read(Options):
+    """Read."""
+
+    positional = "names"
+    names: tuple[str, ...] = setting((), "What to read.", metavar="NAME...")
+    follow: bool = setting(False, "Go on.")
+
+
+class Show(Options):
+    """Show."""
+
+    positional = "name"
+    name: str = setting("", "What to show.", metavar="[NAME]")
+
+
+class Launch(Train):
+    """Start processes."""
+
+    nproc: int = setting(2, "Processes.", ge=1)
+
+
+class Predict(Train):
+    """Predict."""
+
+    checkpoint: str | None = setting(None, "A checkpoint.", metavar="DIR")
+    format: Literal["csv", "jsonl"] = setting("csv", "The output.")
+
+    def mistakes(self):
+        if self.quiet and self.format == "jsonl":
+            yield "--format must be csv with --quiet, got jsonl."
+
+
+COMMANDS = {"train": Train, "launch": Launch, "predict": Predict, "read": Read, "show": Show}
+
+
+def parse(line):
+    return parse_args(line.split(), commands=COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("line", "settings"),
+    [
+        ("train --batch-size 64", {"batch_size": "64"}), ("train --batch_size=64", {"batch_size": "64"}),
+        ("--batch-size 64 train", {"batch_size": "64"}), ("train --lr -0.1", {"lr": "-0.1"}),
+        ("train --lr 1 --lr 2", {"lr": "2"}), ("train --name=a=b", {"name": "a=b"}), ("train --name=", {"name": ""}),
+        ("train --name=--x", {"name": "--x"}), ("--augment train", {"augment": "true"}),
+        ("train --augment=true", {"augment": "true"}), ("--augment false train", {"augment": "false"}),
+        ("train --no-augment", {"augment": "false"}), ("train --no_augment", {"augment": "false"}),
+        ("train --augment --no-augment", {"augment": "false"}), ("--augment trivial train", {"augment": "trivial"}),
+        ("train --augment imagenet", {"augment": "imagenet"}), ("train --options.width 64", {"options.width": "64"}),
+        ("train --options.a-b_c=1", {"options.a-b_c": "1"}), ("--local-rank=0 train --epochs 2", {"epochs": "2"}),
+        ("--local-rank 0 train --epochs 2", {"epochs": "2"}), ("--local_rank=3 train", {}),
+        ("--local_rank 3 train", {}), ("train", {}), ("--channels-last train", {"channels_last": "true"}),
+        ("train --channels-last --no-augment", {"channels_last": "true", "augment": "false"}),
+        ("--channels-last auto train", {"channels_last": "auto"}),
+        ("train --no-channels-last", {"channels_last": "false"}),
+    ],
+)
+def test_command_line_is_understood(line, settings):
+    parsed = parse(line)
+    assert parsed.mistakes == []
+    assert parsed.command == "train"
+    assert parsed.settings == settings
+
+
+def test_command_line_gives_options_with_type_and_default():
+    parsed = parse("launch --nproc 4 --quiet --timeout 3 --config x.yaml")
+    assert parsed.mistakes == []
+    assert parsed.config_file == "x.yaml"
+    assert parsed.options == Launch(nproc=4, timeout=3.0, quiet=True)
+    assert type(parsed.options.timeout) is float
+    assert parse("predict --checkpoint 1e5 --format jsonl").options == Predict(checkpoint="1e5", format="jsonl")
+    assert parsed.settings == {}
+
+
+@pytest.mark.parametrize("line", ["--help", "-h", "train -h", "--stpes 3 --help"])
+def test_command_line_help_is_asked_for(line):
+    assert parse(line).help
+    assert not parse("train").help
+
+
+@pytest.mark.parametrize(
+    ("line", "messages"),
+    [
+        ("train --stpes 100",
+         ['unknown setting "--stpes"; did you mean "--max-steps"? (python -m train.main show lists all)']),
+        ("train --batch 4", ['unknown setting "--batch"; did you mean "--batch-size"? (*)']),
+        ("train --epoch 4", ['unknown setting "--epoch"; did you mean "--epochs"? (*)']),
+        ("train --learning-rate=1", ['unknown setting "--learning-rate"; did you mean "--lr"? (*)']),
+        ("train --nprocs 4", ['unknown setting "--nprocs"; did you mean "--nproc"? (*)']),
+        ("train -epochs 3", ['unknown setting "-epochs"; did you mean "--epochs"? (*)']),
+        ("train --no-lr", ['unknown setting "--no-lr"*']),
+        ("--bogus train", ['unknown setting "--bogus"*']),
+        ("train --", ['unknown setting "--"*']),
+        ("train --lr", ["--lr must be followed by a value. *"]),
+        ("train --lr --epochs 3", ["--lr must be followed by a value. (One that begins with a dash: --lr=-x)"]),
+        ("train --options.x", ["--options.x must be followed by a value. *"]),
+        ("train --options x", ["--options must be --options.NAME VALUE, *"]),
+        ("train --no-augment=true", ['--no-augment must be given without a value, got "true".']),
+        ("train --config=", ["--config must be a file's name, got nothing."]),
+        ("train --config", ["--config must be followed by a value. *"]),
+        ("trian", ['unknown command "trian"; did you mean "train"?']),
+        ("train epochs=3", ['unexpected argument "epochs=3"; did you mean --epochs=3?']),
+        ("epochs=3", ['unknown command "epochs=3"; did you mean --epochs=3?']),
+        ("train now", ['unexpected argument "now".']),
+        ("launch --nproc two", ['--nproc must be an integer >= 1, got "two".']),
+        ("launch --nproc 1.5", ["--nproc must be an integer >= 1, got 1.5."]),
+        ("launch --nproc 0", ["--nproc must be >= 1, got 0."]),
+        ("launch --nproc", ["--nproc must be followed by a value. *"]),
+        ("predict --quiet --format jsonl", ["--format must be csv with --quiet, got jsonl."]),
+        ("launch --quiet=yes", ['--quiet must be true or false, got "yes".']),
+        ("predict --format xml", ['--format must be one of csv, jsonl, got "xml".']),
+        ("train --nproc 2", ["--nproc must be used with launch, not with train."]),
+        ("train --stpes 3 --lr --bogus", ['unknown setting "--stpes"*', "--lr must *", 'unknown setting "--bogus"*']),
+    ],
+)
+def test_command_line_mistakes_are_all_collected(line, messages):
+    found = parse(line).mistakes
+    # In any order: what is known only at the end of the line comes last.
+    assert len(found) == len(messages), found
+    for message in messages:
+        assert any(re.fullmatch(re.escape(message).replace(r"\*", ".*"), f) for f in found), found
+
+
+def test_command_line_gives_words_to_a_command_that_takes_them():
+    parsed = parse("read a --follow b - --lr 0.5 5")
+    assert (parsed.options.names, parsed.options.follow, parsed.mistakes) == (("a", "b", "-", "5"), True, [])
+    assert parsed.settings == {"lr": "0.5"}
+    assert parse("read").options.names == ()
+    parsed = parse("show a b")
+    assert (parsed.options.name, parsed.mistakes) == ("a", ['unexpected argument "b".'])
+    # It has no flag
+    assert parse("show --name a").options.name == ""
+    assert 'unknown setting "--names"' in parse("read --names a").mistakes[0]
+
+
+def test_command_line_finds_the_command_behind_an_unknown_option():
+    assert parse("--bogus train").command == "train"
+    assert parse("--bogus 3 train").command == "train"
+
+
+@pytest.mark.parametrize(
+    ("line", "settings"),
+    [
+        ("train --name True", {"name": "True"}), ("train --name=False", {"name": "False"}),
+        ("train --data-dir -", {"data_dir": "-"}), ("train --lr -1e-3", {"lr": "-1e-3"}),
+        ("train --name [1,2]", {"name": "[1,2]"}), ("train --augment --no-augment --augment", {"augment": "true"}),
+        ("train --batch-size 1 --batch_size 2 --batch-size 3", {"batch_size": "3"}),
+        ("train --name train", {"name": "train"}), ("--name launch train", {"name": "launch"}),
+    ],
+)
+def test_command_line_is_not_guessed_by_fire(line, settings):
+    """Left to itself Fire reads True for a missing value, a lone dash as the end of a call, and lists and numbers."""
+    parsed = parse(line)
+    assert (parsed.command, parsed.settings, parsed.mistakes) == ("train", settings, [])
+
+
+@pytest.mark.parametrize("line", ["train -- --interactive", "train -- --trace", "train -- -i", "- train", "train - x"])
+def test_command_line_has_none_of_fires_own_flags(line, capsys):
+    assert parse(line).mistakes
+    assert capsys.readouterr() == ("", "")
+
+
+def test_command_line_names_an_option_that_begins_with_no():
+    """Fire takes a leading "no" for False: --node-rank without a value would be de_rank=False."""
+    assert parse_args(["launch", "--nnodes=2", "--master-addr=a", "--node-rank"]).mistakes == [
+        "--node-rank must be followed by a value. (One that begins with a dash: --node-rank=-x)"
+    ]
+    assert parse_args(["launch", "--nnodes=2", "--master-addr=a", "--node-rank", "1"]).options.node_rank == 1
+
+
+def test_command_line_of_a_request_gives_the_same_settings():
+    line = ["launch", "--nproc=2", "--json", "--lr", "0.5", "--no-tensorboard", "--options.a-b", "x", "--config=c.yaml"]
+    words = parse_args(line).words(options=["json"])
+    assert words == ["--config", "c.yaml", "--lr=0.5", "--tensorboard=false", "--options.a-b=x", "--json=true"]
+    again = parse_args(["bench", *words])
+    assert (again.settings, again.config_file, again.mistakes) == (parse_args(line).settings, "c.yaml", [])
+    assert again.options.as_json
+
+
+def test_command_line_takes_every_setting_in_both_spellings():
+    for name, field in Config.model_fields.items():
+        if name == "options":
+            continue
+        for spelling in (name, name.replace("_", "-")):
+            text = "true" if field.annotation is bool else "1"
+            assert parse(f"train --{spelling}={text}").settings == {name: text}
+
+
+def test_command_line_abbreviations_are_not_guessed():
+    assert parse("train --augm").settings == {}
+    assert parse("train --augm").mistakes
+
+
+@pytest.mark.parametrize("width", [60, 72, 80, 100, 120])
+def test_help_shows_every_setting_with_unit_and_default_and_fits_the_width(width):
+    text = help_text(commands=COMMANDS, width=width, choices=CHOICES)
+    assert max(map(len, text.splitlines())) <= width
+    flat = " ".join(text.split())
+    for name, field in Config.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert " ".join(field.description.split()) in flat
+    assert "[samples, >= 1, default 64]" in flat
+    names = "fashion-mnist, mnist, cifar10, imagefolder, shards, digits, fake, hf:PATH_OR_NAME"
+    assert f"[{names}, default fashion-mnist]" in flat
+    assert "--no-tensorboard" in text
+    for word in [*COMMANDS, "--nproc N", "--checkpoint DIR", "--format {csv,jsonl}", "--config FILE", "NAME..."]:
+        assert word in text
+    assert "2147483647" not in text
+
+
+# --- the nearest name ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("stpes", "max_steps"), ("batchsize", "batch_size"), ("bacth-size", "batch_size"), ("learning_rate", "lr"),
+        ("optimiser", "optimizer"), ("workers", "num_workers"), ("Seed", "seed"), ("zzz", None), ("", None),
+    ],
+)
+def test_nearest_name_is_found(name, near):
+    assert nearest(name, list(Config.model_fields)) == near
+
+
+def test_nearest_of_nothing_is_nothing():
+    assert nearest("x", []) is None

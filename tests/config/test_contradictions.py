@@ -1,0 +1,123 @@
+"""Settings that contradict each other, or the number of processes."""
+
+import re
+
+import pytest
+
+from tests.rigs.refused import mistakes, one
+from train.config import Config, check_world_size, load_config
+from train.errors import ConfigError
+
+# --- settings that contradict each other -----------------------------------------------------------------------------
+
+FOLDER = {"dataset": "imagefolder", "data_dir": "x"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"static_graph": "true", "accumulate": "2"},
+         "--accumulate must be 1 with static_graph, got 2. Under no_sync *"),
+        ({"static_graph": "true", "find_unused_parameters": "true"},
+         "--find-unused-parameters must be false with static_graph, got true. A static graph finds *"),
+        ({"accumulate": "65"}, "batch_size must be >= accumulate=65, got 64. Each micro-batch *"),
+        ({"max_steps": "10", "warmup_steps": "10"}, "--warmup-steps must be < max_steps=10, got 10. The run *"),
+        ({"sync_bn": "true", "device": "cpu"}, "--sync-bn must be false with device cpu, got true. *"),
+        ({"backend": "nccl", "device": "cpu"}, '--backend must be gloo or auto with device cpu, got "nccl". *'),
+        ({"device_ids": "1,0"}, '--device-ids must be empty without parallel dp, got "1,0". *'),
+        ({"output_device": "1"}, "--output-device must be null without parallel dp, got 1. *"),
+        ({"parallel": "dp", "device_ids": "0", "device": "cpu"},
+         '--device-ids must be empty with device cpu, got "0". *'),
+        ({"parallel": "dp", "compile": "true"}, "--compile must be false with parallel dp, got true. *"),
+        ({"parallel": "dp", "sync_bn": "true"}, "--sync-bn must be false with parallel dp, got true. *"),
+        ({"parallel": "fsdp", "precision": "fp16"},
+         '--precision must be fp32 or bf16 with parallel fsdp, got "fp16". *'),
+        ({"parallel": "fsdp", "compile": "true"}, "--compile must be false with parallel fsdp, got true. *"),
+        ({"parallel": "fsdp", "channels_last": "true"},
+         "--channels-last must be false with parallel fsdp, got true. *"),
+        ({"parallel": "fsdp", "find_unused_parameters": "true"},
+         "--find-unused-parameters must be false with parallel fsdp, got true. *"),
+        ({"parallel": "fsdp", "static_graph": "true"}, "--static-graph must be false with parallel fsdp, got true. *"),
+        ({"parallel": "fsdp", "save": "async"}, '--save must be auto or sync with parallel fsdp, got "async". *'),
+        ({"parallel": "none", "compress": "fp16"},
+         '--compress must be none with parallel none, got "fp16". Only ddp *'),
+        ({"compress": "powersgd", "precision": "fp16"},
+         '--compress must be another than powersgd with precision fp16, got "powersgd". *'),
+        ({"augment": "imagenet"}, '--augment must be true or false with dataset fashion-mnist, got "imagenet". *'),
+        ({"cache_images": "true"}, "--cache-images must be false with dataset fashion-mnist, got true. *"),
+        ({**FOLDER, "augment": "imagenet", "cache_images": "true"},
+         "--cache-images must be false with augment imagenet, got true. Random crops *. Set --augment=true."),
+        ({**FOLDER, "augment": "trivial", "in_memory": "always"},
+         '--in-memory must be auto or never with augment trivial, got "always". Random crops *'),
+        ({"dataset": "shards"}, "data_dir must be a folder or URL of shards with dataset shards, got null. *"),
+        ({"dataset": "imagefolder"}, "data_dir must be a folder * with dataset imagefolder, got null. Set it with *"),
+    ],
+)
+def test_contradiction_is_refused(settings, message):
+    found = one(settings)
+    assert re.fullmatch(re.escape(message).replace(r"\*", ".*"), found), found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"static_graph": "true"}, {"accumulate": "3"}, {"accumulate": "64"}, {"shares": "2,1"},
+        {"max_steps": "10", "warmup_steps": "9"}, {"warmup_steps": "9"},
+        {"parallel": "dp", "device_ids": "1,0", "output_device": "0"},
+        {"sync_bn": "true"}, {"backend": "nccl"}, {"precision": "fp16", "device": "cpu"},
+        FOLDER, {**FOLDER, "augment": "imagenet"}, {**FOLDER, "augment": "true", "cache_images": "true"},
+        {"dataset": "imagefolder", "workload": "my.job:build"},
+    ],
+)
+def test_settings_that_go_together_are_taken(settings):
+    load_config(settings)
+
+
+def test_contradiction_with_a_wrong_value_is_not_guessed():
+    # accumulate=65 contradicts the default batch of 64, but the user gave another batch, which is wrong by itself.
+    assert mistakes({"batch_size": "x", "accumulate": "65"}) == [
+        '--batch-size must be an integer >= 1, got "x".'
+    ]
+
+
+# --- world size ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "message"),
+    [
+        ({"batch_size": 128}, 200, "batch_size must be at least 200 (200 processes), got 128. "
+                                   "Start at most 128, or set --batch-size 200."),
+        ({"batch_size": 1}, 2, "batch_size must be at least 2 (2 processes), got 1. Start at most 1, or *"),
+        ({"batch_size": 12, "accumulate": 5}, 4, "batch_size must be at least 20 (4 processes x accumulate=5), "
+                                                 "got 12. Start at most 2, or set --batch-size 20."),
+        ({"shares": "2,1"}, 3, 'shares must be one number for each of 3 processes, got "2,1". Set --shares for as '
+                               "many, or leave it out: equal shares fit any number."),
+        ({"shares": "2,1"}, 1, 'shares must be one number for each of 1 process, got "2,1". *'),
+        ({"shares": "1,1000"}, 2, 'shares must leave each process 1 or more of 64 samples, got "1,1000", which leaves '
+                                  "rank 0 0. Set nearer numbers, or a larger --batch-size."),
+        ({"shares": "2,1", "batch_size": 8, "accumulate": 4}, 2,
+         'shares must leave each process 4 or more of 8 samples, got "2,1", which leaves rank 1 3. *'),
+        ({"parallel": "none"}, 4, "parallel must be auto or ddp with 4 processes, got none. *"),
+        ({"parallel": "dp"}, 2, "parallel must be auto or ddp with 2 processes, got dp. *"),
+    ],
+)
+def test_world_size_that_does_not_fit_is_refused_with_what_would(settings, world_size, message):
+    with pytest.raises(ConfigError) as caught:
+        check_world_size(Config(**settings), world_size)
+    assert re.fullmatch(re.escape(message).replace(r"\*", ".*"), str(caught.value)), caught.value
+
+
+def test_any_world_size_that_leaves_each_micro_batch_a_sample_is_taken():
+    for world_size in range(1, 130):
+        try:
+            check_world_size(Config(batch_size=95, accumulate=2), world_size)
+            assert world_size <= 47
+        except ConfigError as error:
+            assert world_size > 47
+            most, batch = map(int, re.search(r"at most (\d+), or set --batch-size (\d+)\.$", str(error)).groups())
+            check_world_size(Config(batch_size=95, accumulate=2), most)
+            check_world_size(Config(batch_size=batch, accumulate=2), world_size)
+    check_world_size(Config(shares="2,1.5,1"), 3)
+    check_world_size(Config(parallel="none"), 1)
+    check_world_size(Config(parallel="ddp"), 1)

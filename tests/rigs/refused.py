@@ -1,0 +1,19 @@
+"""The report that load_config gives on settings which it refuses."""
+
+import pytest
+
+from train.config import load_config
+from train.errors import ConfigError
+
+
+def mistakes(settings=None, *, file=None, earlier=()):
+    """The lines of the report that these settings cause."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(settings or {}, file=file, mistakes=earlier)
+    assert caught.value.code == 2
+    return str(caught.value).splitlines()
+
+
+def one(settings=None, **more):
+    (line,) = mistakes(settings, **more)
+    return line
