@@ -7,8 +7,6 @@ that wrote it: a node 0 that comes back with an empty disk does not know which r
 """
 
 import contextlib
-import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from train.errors import UserError
 from train.group.group import Group
 from train.process.status import read_json
 from train.run.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, share_checkpoint
-from train.run.lineage import Lineage
+from train.run.lineage import Lineage, before
 
 FOLDER = "copies"
 
@@ -99,7 +97,7 @@ def put_aside_others(run_dir: Path, run: str) -> None:
     for folder in (run_dir / FOLDER).glob("*"):
         if folder.name == run or not folder.is_dir():
             continue
-        moved = run_dir / f"before-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}" / FOLDER
+        moved = before(run_dir) / FOLDER
         with contextlib.suppress(OSError):
             moved.mkdir(parents=True, exist_ok=True)
             folder.rename(moved / folder.name)

@@ -6,7 +6,9 @@ attempt of this run, and of its present line of attempts.
 """
 
 import dataclasses
+import os
 import secrets
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -65,6 +67,11 @@ class Lineage:
         before = self.attempts[: self.attempts.index(writer) + 1] if writer in self.attempts else []
         self.attempts = [*before, mark]
         self.number += 1
+
+
+def before(run_dir: Path) -> Path:
+    """Where --fresh puts what an earlier run has left: a folder of this process's own."""
+    return run_dir / f"before-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
 
 
 def new_mark(attempt: str) -> str:

@@ -5,33 +5,15 @@ Rank 0's own disk comes first, then the second copies of checkpoints (`train.run
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-from train.config import Config, changed_settings
+from train.config import Config
 from train.errors import UserError
 from train.group.group import Group, on_rank0
-from train.process.status import job_of
 from train.run import copies, rescue
 from train.run.checkpoint import Checkpoint, share_checkpoint
 from train.run.lineage import Lineage
 from train.run.metrics import Progress
-
-
-@dataclass(slots=True)
-class OnDisk:
-    """What rank 0 found in the run directory: plain values, for all ranks.
-
-    `lineage`: None where it holds no run. `new`: of the run that begins then. `saved`: step and evaluated step of the
-    newest good checkpoint, None where there is none. `problem`: why not, where all are damaged. `token`: of the lease.
-    """
-
-    finished: bool
-    lineage: dict[str, Any] | None
-    new: dict[str, Any]
-    saved: list[int] | None
-    problem: str
-    token: str
-    mark: str
+from train.run.on_disk import OnDisk, check_settings, is_wanted
 
 
 @dataclass(slots=True)
@@ -72,9 +54,7 @@ def find_origin(config: Config, group: Group, disk: OnDisk, earlier: Checkpoint 
     lineage = Lineage(**disk.lineage) if disk.lineage else None
     saved = Progress(*disk.saved or (0, 0))
     known = copies.Known(saved.step if disk.saved else None, lineage, disk.token)
-    choice = copies.choose(
-        group, known, wanted=lambda other: not config.fresh or begun_by_this_launch(other, group)
-    )
+    choice = copies.choose(group, known, wanted=lambda other: is_wanted(other, config, group))
     copied = choice.checkpoint
     if copied is None and disk.saved is None and (disk.problem or choice.damaged):
         raise UserError(_nothing_whole(disk.problem, choice.damaged), printed_elsewhere=not group.is_rank0)
@@ -105,30 +85,6 @@ def find_origin(config: Config, group: Group, disk: OnDisk, earlier: Checkpoint 
         return origin
     origin.writer = origin.checkpoint.state.attempt
     return origin
-
-
-def check_settings(found: Checkpoint, config: Config) -> None:
-    """Raises UserError where the run can't go on from this checkpoint with these settings."""
-    found.state.check_random_scheme(found.path)
-    if changes := changed_settings(found.state.config, config):
-        raise UserError(
-            f"{found.path.parents[1]} was begun with other settings: {'; '.join(changes)}. Set them back to go on, or "
-            "--fresh to start anew, or another --name."
-        )
-
-
-def begun_by_this_launch(found: Lineage, group: Group) -> bool:
-    """Whether this attempt is a restart that finds what its own launch began with --fresh, and has to go on with that.
-
-    That it is a restart does not suffice: a first attempt that was killed before it put the earlier run aside has left
-    the earlier run. `launch` gives all its attempts ids of one job; where containers are started again (compose, pods),
-    `start` names the start of them all.
-    """
-    if group.launch.start:
-        return found.start == group.launch.start
-    if not group.restarted or not group.launch.numbers_attempts:
-        return group.restarted
-    return job_of(found.begun_by) == job_of(group.attempt)
 
 
 def _nothing_whole(problem: str, damaged: list[str]) -> str:

@@ -5,10 +5,7 @@ miss, and one live attempt owns it (see `train.run.lease`).
 """
 
 import contextlib
-import os
-import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,27 +13,23 @@ from typing import Any
 
 import torch
 
-from train.config import Config, to_yaml
+from train.config import Config
 from train.config.urls import is_url
 from train.errors import Stopped, UserError, disk_error
 from train.group.group import Group, on_rank0
 from train.group.join import broke_collective
-from train.process.atomic_file import write_atomically
-from train.process.status import read_json
-from train.run import copies, lineage, rescue
-from train.run.checkpoint import AllDamaged, Checkpoint, load_newest
-from train.run.choices import CHOICES
+from train.run import lineage, rescue
+from train.run.checkpoint import Checkpoint
 from train.run.copier import Copier
 from train.run.lease import Lease
 from train.run.lineage import Lineage
 from train.run.metrics import Metrics, Progress
 from train.run.mirror import Mirror
-from train.run.origin import OnDisk, Origin, begun_by_this_launch, check_settings, find_origin
+from train.run.on_disk import OnDisk, find_earlier, find_run, go_on, is_wanted, not_writable
+from train.run.origin import Origin, find_origin
 from train.run.remote import RemoteRun
 from train.run.saver import Saver
 from train.run.trackers import table
-
-RESULT = "result.json"
 
 
 @dataclass(slots=True)
@@ -145,17 +138,17 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
                 claim()
                 if config.tracker != "none":
                     table.check(config.tracker)
-                begun = _find_run(config, group)
+                begun = find_run(config, group)
                 if remote is not None and begun is not None:
                     remote.fetch_checkpoint(begun.run)
                 if mirror is not None:
                     group.watch.enter("setup", config.setup_timeout_s)  # a checkpoint may have to be fetched
-                    mirror.fetch(begun, wanted=lambda other: not config.fresh or begun_by_this_launch(other, group))
+                    mirror.fetch(begun, wanted=lambda other: is_wanted(other, config, group))
                     begun = Lineage.read(group.run_dir)
                     claim()  # the mirror's status is of an earlier attempt
-                finished, earlier, problem = _find_earlier(config, group)
+                finished, earlier, problem = find_earlier(config, group)
             except OSError as error:
-                raise _not_writable(group, error) from None
+                raise not_writable(group, error) from None
             new = Lineage.new(group.attempt, group.launch.start)
             if earlier is not None:
                 new.run = earlier.state.run  # run.json was lost: trackers know the run by the same id all the same
@@ -172,7 +165,7 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
         else:
             origin = find_origin(config, group, disk, earlier)
             if disk.problem:
-                on_rank0(group, lambda: _go_on(config, group))
+                on_rank0(group, lambda: go_on(config, group))
         found = earlier  # the checkpoint in rank 0's folder
         saving = None
         if is_url(config.run_dir) and not on_rank0(
@@ -202,68 +195,3 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
             remote.finish()
         if mirror is not None and not run.finished:
             mirror.finish(stopped=False)
-
-
-def _find_run(config: Config, group: Group) -> Lineage | None:
-    """The run that the directory holds and this attempt goes on with. Rank 0 only. Raises OSError."""
-    directory = group.run_dir
-    found = Lineage.read(directory)
-    if config.fresh and not (found and begun_by_this_launch(found, group)):
-        _put_aside(directory, group.log.info)
-        found = None
-    return found
-
-
-def _find_earlier(config: Config, group: Group) -> tuple[bool, Checkpoint | None, str]:
-    """Whether the run is finished already, its newest checkpoint, and why there is none if all are damaged.
-
-    Rank 0 only. Raises UserError and OSError.
-    """
-    directory = group.run_dir
-    try:
-        earlier = load_newest(directory / "checkpoints", group.log.warning)
-    except AllDamaged as error:
-        return False, None, str(error)
-    if earlier is not None:
-        check_settings(earlier, config)
-        if config.checkpoint_format != "sharded":
-            earlier = earlier.as_plain()
-    result = read_json(directory / RESULT) or {}
-    if (
-        earlier is not None and result.get("step") == earlier.step
-        and earlier.step >= (config.max_steps or config.epochs * earlier.state.steps_per_epoch)
-    ):
-        named = {name: value for name, value in result["metrics"].items() if name in ("accuracy", "loss")}
-        metrics = ", ".join(f"{name} {value:.4f}" for name, value in sorted(named.items()))
-        group.log.info(
-            f"{directory} is finished: {earlier.step} steps, {metrics}. More --epochs go on from there, --fresh starts "
-            "anew, another --name leaves it."
-        )
-        return True, earlier, ""
-    _go_on(config, group)
-    return False, earlier, ""
-
-
-def _go_on(config: Config, group: Group) -> None:
-    """Note in the directory that the run goes on. Rank 0 only. Raises UserError."""
-    try:
-        (group.run_dir / RESULT).unlink(missing_ok=True)  # beside a run that goes on it would be read as its end
-        write_atomically(group.run_dir / "config.yaml", to_yaml(config, choices=CHOICES))
-    except OSError as error:
-        raise _not_writable(group, error) from None
-
-
-def _not_writable(group: Group, error: OSError) -> UserError:
-    return UserError(f"run_dir: {group.run_dir} must be writable, got {error.strerror or error}.")
-
-
-def _put_aside(directory: Path, say: Callable[[str], None]) -> None:
-    """Start anew without losing anything: what is there moves to `before-<time>/`."""
-    there = [directory / name for name in (*lineage.OF_RUN, copies.FOLDER) if (directory / name).exists()]
-    if not there:
-        return
-    moved = directory / f"before-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
-    moved.mkdir()
-    for path in there:
-        shutil.move(path, moved / path.name)
-    say(f"--fresh: the earlier run was moved to {moved}")
