@@ -5,6 +5,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.process.status import write_json
 from train.run.goodput import KINDS, Report, duration, goodput, one_line, read_reports
+from train.run.reporter import Reporter
 
 SETTINGS = (
     "train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "2",
@@ -69,6 +71,17 @@ def test_time_in_a_step_that_was_never_finished_is_lost() -> None:
     assert goodput([hung])["shares"]["steps"] == 0.9  # it may still finish
     found = goodput([hung, report(8, 20, began=50, lasted_s=10, steps=10)])
     assert found["shares"]["lost steps"] == pytest.approx((40 + 0.2 * 10) / 60, abs=0.0001)
+
+
+@pytest.mark.parametrize(("phase", "open_s"), [("step", 40.0), ("data", 40.0), ("save", 0.0)])
+def test_report_says_for_how_long_rank_0_is_in_a_step(phase: str, open_s: float) -> None:
+    """Whatever phases there were before, and in which order."""
+    spent = {"setup": 5.0, "step": 50.0, "data": 2.0, "save": 41.0}
+    for seconds in (spent, dict(reversed(spent.items()))):
+        clock = SimpleNamespace(present=lambda: (phase, 40.0), seconds=lambda seconds=seconds: seconds)
+        watch = SimpleNamespace(clock=clock, signs_of_life=list)
+        group: Any = SimpleNamespace(is_rank0=True, attempt="a", watch=watch)
+        assert Reporter(group, run="r")._look().open_s == open_s
 
 
 def test_a_run_that_had_finished_did_not_wait_for_more_epochs() -> None:

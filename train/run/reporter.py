@@ -114,8 +114,8 @@ class Reporter:
         phase, open_s = self.group.watch.clock.present()
         by_phase = self.group.watch.clock.seconds()
         seconds = dict.fromkeys(("start", *KIND_OF_PHASE.values()), 0.0)
-        for phase, spent in by_phase.items():
-            seconds[KIND_OF_PHASE.get(phase, "start")] += spent
+        for name, spent in by_phase.items():
+            seconds[KIND_OF_PHASE.get(name, "start")] += spent
         # The watchdog's clock is younger than the process, which first imported what it needs
         seconds["start"] += max(0.0, now - self._began - sum(by_phase.values()))
         first_step = step = self.first_step
