@@ -21,7 +21,7 @@ from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import small_disk
 from train.errors import UserError
 from train.group.group import pack, unpack
-from train.run import publish, sharded_checkpoint, weights
+from train.run import publish, shard_pickles, sharded_checkpoint, weights
 from train.run.checkpoint import find_problem, list_checkpoints, load_checkpoint, load_newest
 
 # 8 steps an epoch
@@ -249,18 +249,18 @@ def test_members_of_enums_are_read_as_each_release_of_python_writes_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """3.11.0 to 3.11.3, Debian 12's among them, write `getattr(WriteItemType, "TENSOR")`."""
-    member = sharded_checkpoint.WriteItemType.TENSOR
+    member = shard_pickles.WriteItemType.TENSOR
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
-    with torch.serialization.safe_globals([*sharded_checkpoint.SENT]):
+    with torch.serialization.safe_globals([*shard_pickles.SENT]):
         assert unpack(pack(member)) is member
     (tmp_path / ".metadata").write_bytes(pickle.dumps(TensorProperties(memory_format=torch.preserve_format)))
-    properties: Any = sharded_checkpoint._Reader(tmp_path).read_metadata()
+    properties: Any = shard_pickles.SafeReader(tmp_path).read_metadata()
     assert properties.memory_format is torch.preserve_format
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), "mro")))
     (tmp_path / ".metadata").write_bytes(pickle.dumps(TensorProperties(memory_format=torch.preserve_format)))
     with pytest.raises(UserError, match=r"'mro'\) has no place in it"):
-        sharded_checkpoint._Reader(tmp_path).read_metadata()
-    sent = torch.serialization.safe_globals([*sharded_checkpoint.SENT])
+        shard_pickles.SafeReader(tmp_path).read_metadata()
+    sent = torch.serialization.safe_globals([*shard_pickles.SENT])
     with sent, pytest.raises(pickle.UnpicklingError, match=r"'mro'\) has no place in it"):
         unpack(pack(member))
 

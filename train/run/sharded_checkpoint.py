@@ -7,11 +7,8 @@ torch's `save` and `load` have the ranks unpickle what they send each other. So 
 of planner and writer have for themselves, are taken here one by one, and the group carries what passes between ranks.
 """
 
-import enum
 import errno
 import hashlib
-import pickle
-import platform
 import time
 import warnings
 from collections.abc import Callable
@@ -21,80 +18,20 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 
 from train.errors import UserError, disk_error
 from train.group.group import Group, on_rank0
+from train.run.shard_pickles import SENT, SafeReader
 
 FOLDER = "shards"
 NOT_VISIBLE = "not visible"
 VISIBLE_S = 10.0  # NFS caches directories: a node may see another node's new file this much later
 Fingerprint = dict[str, Any]  # {"bytes": int, "sha256": str} of one file
-
-
-def enum_member(kind: type[enum.Enum], name: str) -> enum.Enum:
-    """What Python 3.11.0 to 3.11.3, Debian 12's among them, call `getattr` for when they unpickle a member of an Enum.
-
-    Raises pickle.UnpicklingError for an attribute of anything else.
-    """
-    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)) or name not in kind.__members__:
-        raise pickle.UnpicklingError(f"getattr({kind!r}, {name!r}) has no place in it")
-    return kind[name]
-
-
-# What a rank's plan, and the places to which it wrote, consist of beside plain values. None of them does anything when
-# it is made, so what another process sends can only be a wrong plan.
-SENT = (
-    SavePlan, WriteItem, WriteItemType, TensorWriteData, MetadataIndex, ChunkStorageMetadata, TensorProperties,
-    _MEM_FORMAT_ENCODING, WriteResult, _StorageInfo, (enum_member, "builtins.getattr"),
-)
-
-
-class _Reader(FileSystemReader):
-    """Reads `.metadata`, which is pickled, without running code that somebody may have put into it."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises UserError where this Python and this torch can't read what others wrote."""
-        path = Path(self.path) / ".metadata"
-        try:
-            with path.open("rb") as file:
-                return _SafeUnpickler(file).load()  # type: ignore[no-any-return]
-        except Exception as error:  # of a class that moved, pickle raises nearly anything
-            # Never "set --fresh": the digest was right, so all of the training is in there
-            raise UserError(
-                f"checkpoint: {path} is whole, but Python {platform.python_version()} with torch {torch.__version__} "
-                f"can't read it ({' '.join(str(error).split())[:200]}). Nothing is lost: run the same command with the "
-                "versions that wrote it, which state.json beside it names."
-            ) from None
-
-
-class _SafeUnpickler(pickle.Unpickler):
-    """Knows the classes that torch.distributed.checkpoint writes, and refuses every other name."""
-
-    NAMES = frozenset({
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_get_layout", "Size", "PosixPath",
-        "WindowsPath",
-    })
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return enum_member
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if module.split(".")[0] in ("torch", "pathlib") and (dtype or name in self.NAMES):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
 
 
 def check_shared(directory: Path, group: Group) -> None:
@@ -217,7 +154,7 @@ def read_shards_into(folder: Path, tensors: dict[str, Any], group: Group) -> Non
     """
     problem, unreadable = "", False
     try:
-        _Reader(folder).read_metadata()  # `load` would hide why it can't be read, and print two tracebacks
+        SafeReader(folder).read_metadata()  # `load` would hide why it can't be read, and print two tracebacks
         _load(folder, tensors)
     except UserError as unread:
         problem, unreadable = str(unread), True
@@ -235,12 +172,12 @@ def _load(folder: Path, tensors: dict[str, Any]) -> None:
     """Fill `tensors` in place. No rank has to ask another what to read: `.metadata` says where each part is."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
-        load(tensors, storage_reader=_Reader(folder), no_dist=True)
+        load(tensors, storage_reader=SafeReader(folder), no_dist=True)
 
 
 def read_all_shards(folder: Path) -> dict[str, Any]:
     """All tensors whole, on the CPU of one process: the nested mapping that `write_shards` was given."""
-    metadata = _Reader(folder).read_metadata()
+    metadata = SafeReader(folder).read_metadata()
     entries = metadata.state_dict_metadata.items()
     flat = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries
             if isinstance(entry, TensorStorageMetadata)}
