@@ -123,7 +123,7 @@ class Bench:
         ]
         lines = re.findall(r"(ranks? [\d-]+ \(.*(?:slower than|keeps up).*)", output)
         first = next((int(m[1]) for line in lines if (m := re.search(r"since step (\d+)", line))), None)
-        return {"world": world, "kind": kind, "share": share, "load": os.getloadavg()[0], "windows": windows,
+        return {"world": world, "case": kind, "share": share, "load": os.getloadavg()[0], "windows": windows,
                 "lines": lines, "since": first}
 
     def own_s(self, windows: list[Any]) -> float:
@@ -141,20 +141,18 @@ def words(bench: Bench, kinds: list[str], shares: list[float], worlds: list[int]
     print("|---" * 7 + "|")
     for world in worlds:
         healthy = bench.words(world, "healthy", 0.0, 0.0)
-        cases = [healthy]
         _show(healthy, out)
         for kind, share in itertools.product(kinds, shares):
-            cases.append(bench.words(world, kind, share, bench.own_s(healthy["windows"])))
-            _show(cases[-1], out)
+            _show(bench.words(world, kind, share, bench.own_s(healthy["windows"])), out)
 
 
 def _show(case: dict[str, Any], out: Path) -> None:
     with out.open("a") as file:
         file.write(json.dumps(case) + "\n")
     slow = f"rank {case['world'] - 1} "
-    right = [line for line in case["lines"] if line.startswith(slow) and case["kind"] != "healthy"]
+    right = [line for line in case["lines"] if line.startswith(slow) and case["case"] != "healthy"]
     wrong = [line for line in case["lines"] if line not in right]
-    print(f"| {case['world']} | {case['kind']} | {case['share']:.0%} | {case['load']:.1f} | {len(case['windows'])} | "
+    print(f"| {case['world']} | {case['case']} | {case['share']:.0%} | {case['load']:.1f} | {len(case['windows'])} | "
           f"{len(right)} | {len(wrong)} |", flush=True)
     for line in case["lines"]:
         print("   ", line, file=sys.stderr, flush=True)
