@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.rigs.checkpoints import training_state
 from train.group.group import pack
 from train.run.host_copies import HostCopies
 
@@ -42,6 +43,16 @@ def test_copy_keeps_what_the_next_steps_change() -> None:
     assert copied_weights[0].tolist() == [1.0] * 4
     assert copied_weights[1].data_ptr() == copied_weights[0].data_ptr() + 4
     assert copied_plain == {"lr": 0.1, "betas": [0.9, 0.99]}
+
+
+def test_copy_of_a_training_state_is_saved_as_the_bytes_of_then() -> None:
+    momentum = torch.ones(3)
+    state = training_state(4, optimizer={"state": {0: {"momentum_buffer": momentum}}})
+    before = state.to_files()
+    _, copied = HostCopies(CPU).take(({"weight": momentum[:2]}, state))
+    momentum.zero_()
+    assert state.to_files() != before
+    assert copied.to_files() == before
 
 
 def test_memory_is_used_again_also_where_the_state_has_grown() -> None:

@@ -60,7 +60,7 @@ class Lease:
             # The kernel has freed the lock of its own dead process; about another machine's it may know nothing
             surely_dead = locked and owner.get("kernel") == _kernel()
             if owner and not owner.get("released") and not surely_dead and self._alive(owner):
-                raise UserError(self._refusal(owner))
+                raise owned_by(_who(owner), self.run_dir)
             self._write()
         except BaseException:
             self._drop_lock()
@@ -108,7 +108,7 @@ class Lease:
                     return False  # ENOLCK, EOPNOTSUPP: this file system has no locks
                 if time.monotonic() > until_s:
                     self._drop_lock()
-                    raise UserError(self._refusal(self._owner())) from None
+                    raise owned_by(_who(self._owner()), self.run_dir) from None
             time.sleep(0.1)
 
     def _drop_lock(self) -> None:
@@ -128,10 +128,6 @@ class Lease:
             time.sleep(0.2)
         return False
 
-    def _refusal(self, owner: dict[str, Any]) -> str:
-        text = f"run_dir: {self.run_dir} is owned by a live attempt, {_who(owner)}."
-        return f"{text} Wait for it, end it, or set another --name."
-
     def _write(self, beat: int = 0) -> None:
         write_json(self.path, {
             "token": self.token, "attempt": self.attempt, "host": host_name(), "pid": os.getpid(),
@@ -147,6 +143,13 @@ class Lease:
                 if self._released.is_set() or not self.is_ours():
                     return
                 self._write(beat)
+
+
+def owned_by(owner: str, place: Path | str) -> UserError:
+    """What to raise where a live attempt owns the run at `place`."""
+    return UserError(
+        f"run_dir: {place} is owned by a live attempt, {owner}. Wait for it, end it, or set another --name."
+    )
 
 
 def _who(owner: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from train.errors import PeerLost, UserError
 from train.process.exit import within
 from train.process.log import host_name
 from train.process.status import read_json, write_json
+from train.run.lease import owned_by
 from train.run.objects import Objects, parse
 
 BEAT_S = 5.0  # each beat is one small write: 0.4 US cents an hour on S3
@@ -52,12 +53,12 @@ class StoreLease:
         last, owner = self._last()
         mine = owner.get("token") == (read_json(self.folder / OWN) or {}).get("token")
         if owner and not owner.get("released") and not mine and self._alive(last, owner):
-            raise UserError(self._refusal(owner))
+            raise owned_by(_who(owner), self.store.url)
         self._number = last + 1
         write_json(self.folder / OWN, {"token": self.token})
         content = self._content(0)
         if not self.store.create(_name(self._number), content):
-            raise UserError(self._refusal(parse(self.store.read(_name(self._number)))))
+            raise owned_by(_who(parse(self.store.read(_name(self._number)))), self.store.url)
         self._look_for_conditions()
         self.store.write(HINT, json.dumps({"number": self._number}).encode())
         threading.Thread(target=self._beat, name="store lease", daemon=True).start()
@@ -119,11 +120,7 @@ class StoreLease:
         )
         time.sleep(self.beat_s)
         if (owner := parse(self.store.read(_name(self._number)))).get("token") != self.token:
-            raise UserError(self._refusal(owner))
-
-    def _refusal(self, owner: dict[str, Any]) -> str:
-        text = f"run_dir: {self.store.url} is owned by a live attempt, {_who(owner)}."
-        return f"{text} Wait for it, end it, or set another --name."
+            raise owned_by(_who(owner), self.store.url)
 
     def _content(self, beat: int, *, released: bool = False) -> bytes:
         values = {"token": self.token, "attempt": self.attempt, "host": host_name(), "beat": beat, "released": released}
