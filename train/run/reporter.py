@@ -55,8 +55,8 @@ class Reporter:
         tracker = None
         if run.group.is_rank0 and run.config.tracker != "none":
             facts = Facts(
-                run.config.tracker, run.lineage.run, run.path.name, str(run.path), run.address,
-                run.config.model_dump(mode="json"),
+                tracker=run.config.tracker, run=run.lineage.run, name=run.path.name, run_dir=str(run.path),
+                address=run.address, settings=run.config.model_dump(mode="json"),
             )
             tracker = Tracker(facts, run.group.log)
         return cls(run.group, run=run.lineage.run, first_step=first_step, over=run.finished, tracker=tracker)

@@ -32,7 +32,7 @@ from train.run.saver import Saver
 from train.run.trackers import table
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class RunDirectory:
     """The run directory as this attempt found it, and how to add to it. `lease` is rank 0's, None on the others."""
 
@@ -172,7 +172,10 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
             group, lambda: remote is None or found is None or remote.holds(found.path, origin.lineage.run)
         ):
             saving = copy(origin.saved)
-        run = RunDirectory(config, group, disk.finished, origin, disk.mark, lease, remote, saving, mirror)
+        run = RunDirectory(
+            config=config, group=group, finished=disk.finished, origin=origin, mark=disk.mark, lease=lease,
+            remote=remote, saving=saving, mirror=mirror,
+        )
         try:
             if saving is not None and group.is_rank0:
                 run.saver.upload_beside(group.run_dir / "checkpoints" / f"step-{saving.step:08d}", step=saving.step)
