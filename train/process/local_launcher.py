@@ -22,15 +22,13 @@ from train.errors import FAULT, FINISHED
 from train.process import init_method
 from train.process.addresses import PORT_OF_LAUNCH, free_port
 from train.process.context import Context
-from train.process.findings import VERDICTS
+from train.process.findings import CODES, VERDICTS, WARNING
 from train.process.last_word import tell_platform
 from train.process.log import Log
 from train.process.stack_requests import StackWatch
 from train.process.start_rank import MAIN
 from train.process.status import new_attempt, read_json
 from train.process.supervisor import Supervisor
-
-WITH_WARNINGS = 10  # the doctor's code of a machine that is fit all the same
 
 
 def launch(context: Context, options: LaunchOptions) -> int:
@@ -54,8 +52,7 @@ def launch(context: Context, options: LaunchOptions) -> int:
     )
     code = supervisor.run()
     if code == FINISHED and options.node_rank == 0:
-        folder = "" if options.command in ("train", "run") else options.command
-        code = _confirmed(context.in_folder(folder).run_dir, supervisor.attempt(0), context.log)
+        code = _confirmed(_folder(context, options.command), supervisor.attempt(0), context.log)
     return code
 
 
@@ -83,7 +80,7 @@ def _preflight(context: Context, options: SupervisorOptions) -> int:
         return FINISHED
     words = [sys.executable, MAIN, "doctor", "--alone", *context.request.words()]
     code = subprocess.run(words, env={**os.environ, "RANKUP_PARENT": str(os.getpid())}, check=False).returncode
-    if code in (FINISHED, WITH_WARNINGS):
+    if code in (FINISHED, CODES[WARNING]):
         return FINISHED
     code = code if code >= 0 else 128 - code
     why = f"preflight on {context.log.host}: {VERDICTS.get(code, 'the doctor itself failed')}. No rank was started"
@@ -97,9 +94,8 @@ def _supervisor(
     job: str, start_method: str, left_out: str = "",
 ) -> Supervisor:
     """`left_out`: an option that means something else for a rank."""
-    folder = "" if options.command in ("train", "run") else options.command
     ranks = range(first_rank, first_rank + len(environments))
-    watch = StackWatch(context.in_folder(folder).run_dir, ranks, context.log)
+    watch = StackWatch(_folder(context, options.command), ranks, context.log)
     if hasattr(signal, "SIGUSR2"):
         signal.signal(signal.SIGUSR2, watch.ask)
     passed_on = [name for name in fields_of(OPTIONS[options.command]) if name != left_out]
@@ -111,6 +107,11 @@ def _supervisor(
         modules=slow_modules(context.config, options.command), max_restarts=options.max_restarts, stop=context.stop,
         log=context.log, restart_on=options.restart_codes, same_signal=options.command == "run",
     )
+
+
+def _folder(context: Context, command: str) -> Path:
+    """Where the ranks write: training and scripts of the user's in the run's own folder, others in one inside it."""
+    return context.in_folder("" if command in ("train", "run") else command).run_dir
 
 
 def slow_modules(config: Config, command: str) -> list[str]:
