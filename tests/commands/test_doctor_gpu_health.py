@@ -151,7 +151,7 @@ def test_one_bad_gpu_among_good_ones_is_named(answers: dict[str, Any], level: st
 def test_a_fault_that_several_gpus_have_is_told_once() -> None:
     hot = H100 | {"nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonSwThermalSlowdown}
     (finding,) = found(Driver(hot, H100, hot, hot))
-    assert finding.seen.startswith("GPU 0 2-3: ") or finding.seen.startswith("GPU 0, 2-3: ")
+    assert finding.seen == "GPU 0, 2-3: its clock is lowered because it is hot"
 
 
 def test_work_under_the_power_limit_and_an_idle_link_are_no_fault() -> None:

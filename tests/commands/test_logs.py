@@ -322,7 +322,9 @@ def test_logs_of_a_real_run_have_all_ranks(forks: Forks, tmp_path: Path, capfd) 
     lines = printed(capfd, "run", "--run-dir", str(tmp_path))
     total = sum(len(path.read_text().splitlines()) for path in (tmp_path / "run" / "logs").glob("rank-*.log"))
     assert 0 < len(lines) <= total
-    assert any("rank 0 on " in line for line in lines)
+    for rank in range(3):
+        assert printed(capfd, "run", "--run-dir", str(tmp_path), "--rank", str(rank))
+    assert any("ranks 0-2 on " in line for line in lines), lines
     times = [line[:19] for line in lines]
     assert times == sorted(times)
 

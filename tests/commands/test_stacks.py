@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from tests.rigs import jobs
+from tests.rigs.containers import wait_for
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, environment
 from train.commands import stacks
@@ -22,7 +22,6 @@ from train.main import main
 from train.process import stack_requests
 
 WORLD = 3
-PATIENCE_S = 120.0
 SETTINGS = (
     "--workload=tests.rigs.faulting_workload:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4",
     "--log-every-steps=1", "--tensorboard=false", "--progress=none", "--join-timeout-s=60", "--num-workers=1",
@@ -39,17 +38,23 @@ def probe(where: str, tell: Path, **order: object) -> dict[str, str]:
     return {"PROBE": json.dumps({"where": where, "call": 6, "rank": 1, "tell": str(tell), **order})}
 
 
-def until(true: Callable[[], object], what: str) -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < until_s, f"no {what} within {PATIENCE_S:g} s"
-        time.sleep(0.05)
-
-
 def shown(run: Path, *words: str) -> str:
     job = jobs.run("stacks", str(run), *words)
     assert job.codes == [0], job.output
     return job.output
+
+
+def shown_at_last(run: Path, *patterns: str) -> str:
+    """What the command shows once all ranks have come to where they hang or wait."""
+    said = ""
+
+    def all_there() -> bool:
+        nonlocal said
+        said = shown(run)
+        return all(re.search(pattern, said, re.MULTILINE) for pattern in patterns)
+
+    wait_for(f"places {patterns}", all_there, log=lambda: said)
+    return said
 
 
 @pytest.mark.parametrize(
@@ -71,10 +76,7 @@ def test_rank_that_hangs_is_somewhere_else(
     run, arrived = tmp_path / "run", tmp_path / "arrived"
     with forks.running("train", *settings(run), world_size=WORLD, env=probe(where, arrived, **order)) as job:
         job.wait_until(arrived.exists, "hang")
-        time.sleep(1)  # the others come to where they wait
-        output = shown(run)
-        assert re.search(odd, output), output
-        assert re.search(AGREEMENT if where == "data" else "ranks 0, 2: ", output), output
+        shown_at_last(run, odd, AGREEMENT if where == "data" else "ranks 0, 2: ")
         assert all(process.code is None for process in job.processes), "it only looks"
         full = shown(run, "--full")
         assert "rank 0 on " in full
@@ -120,10 +122,10 @@ def test_launcher_passes_a_request_on_that_comes_as_a_signal_or_as_a_file(
 ) -> None:
     run, arrived = tmp_path / "run", tmp_path / "arrived"
     with launched(run, settings(run), probe("data", arrived, sleep_s=1000)) as (process, output):
-        until(lambda: arrived.exists() or process.poll() is not None, "hang")
-        time.sleep(1)
+        wait_for("hang", lambda: arrived.exists() or process.poll() is not None, log=output)
+        shown_at_last(run, AGREEMENT)
         process.send_signal(signal.SIGUSR2)
-        until(lambda: f"are in {run / 'stacks'}" in output(), f"answer to the signal:\n{output()}")
+        wait_for("answer to the signal", lambda: f"are in {run / 'stacks'}" in output(), log=output)
         assert re.search(AGREEMENT, output()), output()
         assert re.search(r"rank 1: data: loader\.next .*\nrank 1 worker 0: faulting_workload\.py", output()), output()
 
@@ -162,13 +164,10 @@ def test_script_of_the_users_shows_its_stacks_too(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     words = ["--command", "run", f"--run-dir={tmp_path}", "--name=run", str(script), str(arrived)]
     with launched(run, words, {"PATH_BEFORE": environment()["PYTHONPATH"]}) as (process, output):
-        until(lambda: arrived.exists() or process.poll() is not None, "hang")
-        time.sleep(1)
-        said = shown(run)
-        assert re.search(r"^ranks 0, 2: barrier \(train\.py:\d+ <module>\)$", said, re.MULTILINE), said + output()
-        assert re.search(r"^rank 1: train\.py:\d+ hang$", said, re.MULTILINE), said
+        wait_for("hang", lambda: arrived.exists() or process.poll() is not None, log=output)
+        shown_at_last(run, r"^ranks 0, 2: barrier \(train\.py:\d+ <module>\)$", r"^rank 1: train\.py:\d+ hang$")
         process.send_signal(signal.SIGUSR2)
-        until(lambda: f"are in {run / 'stacks'}" in output(), f"answer to the signal:\n{output()}")
+        wait_for("answer to the signal", lambda: f"are in {run / 'stacks'}" in output(), log=output)
         assert "rank 1: train.py" in output()
         assert process.poll() is None
 

@@ -9,7 +9,6 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.rigs.containers import rank_of, wait_for
 from tests.rigs.jobs import MAIN, ROOT, ended, environment, start
 from tests.run.test_goodput import report
 from train.commands.status import look, look_at_all
@@ -43,20 +43,9 @@ def as_json(*words: str | Path) -> Any:
     return json.loads(done.stdout)
 
 
-def wait_for(what: Callable[[], Any], *, timeout_s: float = 120) -> Any:
-    until_s = time.monotonic() + timeout_s
-    while not (value := what()):
-        assert time.monotonic() < until_s, "it did not come true"
-        time.sleep(0.05)
-    return value
-
-
-def rank_process(launcher: int, rank: int) -> psutil.Process:
-    for process in psutil.Process(launcher).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if process.name() == f"rank {rank}":
-                return process
-    raise AssertionError(f"no process of rank {rank}")
+def process_of(rank: int, launcher: int) -> psutil.Process:
+    (found,) = [process for process in psutil.Process(launcher).children(recursive=True) if rank_of(process) == rank]
+    return found
 
 
 def test_status_of_a_run_while_it_trains_after_a_kill_and_at_its_end(tmp_path: Path) -> None:
@@ -64,7 +53,7 @@ def test_status_of_a_run_while_it_trains_after_a_kill_and_at_its_end(tmp_path: P
     go, there = tmp_path / "go", tmp_path / "there"
     probe = {"where": "loss", "call": 6, "rank": 1, "tell": str(there), "until": str(go), "sleep_s": 0}
     with ended(start(*LAUNCH, "--run-dir", tmp_path, env={"PROBE": json.dumps(probe)})) as job:
-        wait_for(there.exists)
+        wait_for("rank 1 in its step", there.exists)
         run = tmp_path / "run"
 
         def stands() -> dict[str, Any] | None:
@@ -72,7 +61,7 @@ def test_status_of_a_run_while_it_trains_after_a_kill_and_at_its_end(tmp_path: P
             known = len(found["ranks"]) == 3 and found["step"] == 3
             return found if known and [rank["waiting"] for rank in found["ranks"]] == [True, False, True] else None
 
-        found = wait_for(stands)
+        found = wait_for("ranks 0 and 2 waiting for rank 1", stands)
         assert (found["state"], found["silent"], found["total_steps"], found["restarts"]) == ("running", False, 14, [])
         assert [(rank["rank"], rank["phase"], rank["step"]) for rank in found["ranks"]] == [
             (0, "step", 3), (1, "step", 3), (2, "step", 3)
@@ -86,7 +75,7 @@ def test_status_of_a_run_while_it_trains_after_a_kill_and_at_its_end(tmp_path: P
         assert len(re.findall(r"step, waits for others", text)) == 2
 
         go.touch()
-        rank_process(job.processes[0].pid, 1).kill()
+        process_of(1, job.processes[0].pid).kill()
         assert job.wait() == [0], job.output
 
     found = as_json(run)
@@ -184,7 +173,7 @@ def test_status_of_somebody_elses_script_while_it_runs(tmp_path: Path) -> None:
     command = (sys.executable, MAIN, "launch", "--nproc", "2", "--command", "run", "--run-dir", tmp_path, "--name",
                "own", script)
     with ended(start(*command)) as job:
-        found = wait_for(lambda: (run := read_own(tmp_path)) and len(run["ranks"]) == 2 and run)
+        found = wait_for("both ranks in the script", lambda: both_in_the_script(tmp_path))
         assert (found["state"], found["total_steps"], found["goodput"]) == ("running", None, None)
         assert {rank["phase"] for rank in found["ranks"]} == {"script"}
         text = status(tmp_path / "own").stdout
@@ -195,10 +184,10 @@ def test_status_of_somebody_elses_script_while_it_runs(tmp_path: Path) -> None:
     assert as_json("own", "--run-dir", tmp_path)["state"] == "finished"
 
 
-def read_own(folder: Path) -> Any:
-    """Of its ranks, once all are in the script."""
+def both_in_the_script(folder: Path) -> Any:
+    """What status says, once both ranks have come to the script."""
     found = as_json("own", "--run-dir", folder) if (folder / "own" / "status.json").exists() else {}
-    return found if {rank.get("phase") for rank in found.get("ranks", [])} == {"script"} else None
+    return found if [rank.get("phase") for rank in found.get("ranks", [])] == ["script"] * 2 else None
 
 
 def test_status_of_all_runs_is_a_line_each_and_the_newest_first(tmp_path: Path) -> None:
@@ -241,9 +230,9 @@ def test_status_watch_redraws_a_terminal_until_the_run_has_finished(tmp_path: Pa
         return seen
 
     try:
-        wait_for(lambda: read().count(b"\x1b[J") >= 2)
+        wait_for("two screens", lambda: read().count(b"\x1b[J") >= 2)
         StatusFile(tmp_path / "run", Launch(attempt="a-0")).write_summary("finished", [])
-        wait_for(lambda: read() and process.poll() is not None)
+        wait_for("the end of --watch", lambda: read() and process.poll() is not None)
         assert process.returncode == 0
     finally:
         process.kill()
