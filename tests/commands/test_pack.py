@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,12 +113,18 @@ def test_folder_with_other_things_is_refused(folder: Path, tmp_path: Path) -> No
     assert len(contents(out)) == 2
 
 
-def test_two_at_the_same_time_are_refused(folder: Path, tmp_path: Path) -> None:
-    out = pack_folder(folder, tmp_path / "out")
-    with (out / "shards.json").open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def test_two_at_the_same_time_are_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, usual = tmp_path / "out", pack_module._write_all
+
+    def another_comes(*arguments: Any, **named: Any) -> None:
         with pytest.raises(UserError, match=rf"{out}: another process packs there now"):
             pack_folder(folder, out)
+        usual(*arguments, **named)
+
+    monkeypatch.setattr(pack_module, "_write_all", another_comes)
+    assert len(contents(pack_folder(folder, out))) == 2
 
 
 @pytest.mark.parametrize("words", [[], ["folder"], ["folder", "out", "more"]])

@@ -15,6 +15,8 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, Job, ended, free_port, start
 from train.commands.status import look
 from train.commands.status_screen import screen
+from train.group import join
+from train.process.script import END_S
 
 # In the manner of the tutorials: nothing but env://
 DDP = """
@@ -194,26 +196,33 @@ def test_status_knows_the_run_while_the_script_runs(forks: Forks, tmp_path: Path
         assert job.wait() == [143, 143], job.output
 
 
+def without_a_link() -> None:
+    """Preloaded: ranks on two hosts have no link, and no barrier once torch's group is gone."""
+    join.open_link = lambda *_, **__: None  # type: ignore[assignment, misc]
+
+
 def test_rank_that_has_finished_waits_for_the_others(forks: Forks, tmp_path: Path) -> None:
     script = write(tmp_path, """
 import os, pathlib, time
-if os.environ["RANK"] == "1":
+if os.environ["RANK"] == "0":
     while not pathlib.Path("go").exists(): time.sleep(0.05)
 print("over")
 """)
-    with forks.running("run", f"--run-dir={tmp_path}/runs", script, world_size=2, cwds=[tmp_path] * 2) as job:
+    words = ("run", f"--run-dir={tmp_path}/runs", script)
+    with forks.running(*words, world_size=2, cwds=[tmp_path] * 2, preload=f"{__name__}:without_a_link") as job:
         job.wait_for("over")
+        assert not job.processes[1].ended.wait(3), job.output  # it would have ended by then
         (tmp_path / "go").touch()
         assert job.wait() == [0, 0], job.output
 
 
-@pytest.mark.parametrize("which", [[0, 1], [1]], ids=["both", "one"])
-def test_stop_ends_all_ranks_and_lets_each_save(which: list[int], forks: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("which", "save_s"), [([0, 1], END_S + 3), ([1], END_S - 2)], ids=["both", "one"])
+def test_stop_ends_all_ranks_and_lets_each_save(which: list[int], save_s: float, forks: Forks, tmp_path: Path) -> None:
     """A rank that saves for longer than the others is not cut off by their end; one that nobody asked ends too."""
-    script = write(tmp_path, """
+    script = write(tmp_path, f"""
 import os, signal, sys, time
 def save(number, frame):
-    time.sleep(3 if os.environ["RANK"] == "0" else 0)
+    time.sleep({save_s} if os.environ["RANK"] == "0" else 0)
     print("saved", os.environ["RANK"])
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
