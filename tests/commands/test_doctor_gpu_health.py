@@ -1,7 +1,4 @@
-"""The health of GPUs as the doctor tells it, from answers of NVML and lines of the kernel's log as real machines give.
-
-The package is the real one: its errors, its constants, its structures. The driver below it is made up here.
-"""
+"""The health of GPUs as the doctor tells it, from answers of NVML and lines of the kernel's log as real ones."""
 
 import os
 from dataclasses import replace
@@ -13,82 +10,12 @@ import pytest
 import torch
 
 from tests.rigs.fork_server import Forks
+from tests.rigs.nvml import H100, Driver, pynvml
 from train.commands.doctor import gpu_health, group_checks, kernel_log
 from train.process.findings import NOTE, OK, UNFIT, WARNING, Finding, exit_code
 from train.process.placement import Launch
 
-pynvml = pytest.importorskip("pynvml")
 ALONE = Launch()
-H100 = {
-    "nvmlDeviceGetName": "NVIDIA H100 80GB HBM3", "nvmlDeviceGetRemappedRows": (0, 0, 0, 0),
-    "nvmlDeviceGetTotalEccErrors": 0, "nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonGpuIdle,
-    "nvmlDeviceGetCurrPcieLinkWidth": 16, "nvmlDeviceGetMaxPcieLinkWidth": 16,
-    "nvmlDeviceGetCurrPcieLinkGeneration": 1, "nvmlDeviceGetMaxPcieLinkGeneration": 5,
-    "nvmlDeviceGetPerformanceState": 8, "nvmlDeviceGetComputeRunningProcesses": [], "recovery": 0,
-}
-
-
-class Driver:
-    """What pynvml gives on a machine with these GPUs: a dict of answers each. An answer that is an error is raised."""
-
-    def __init__(self, *gpus: dict[str, Any], broken: int = 0) -> None:
-        self.gpus, self.broken, self.is_open = gpus, broken, False
-
-    def __getattr__(self, name: str) -> Any:
-        known = getattr(pynvml, name)  # a name that nvidia-ml-py does not have is a mistake of the program
-        if not name.startswith("nvmlDevice"):
-            return known
-
-        def answer(index: int, *more: Any) -> Any:
-            assert self.is_open
-            found = self.gpus[index][name]
-            if isinstance(found, Exception):
-                raise found
-            return found
-
-        return answer
-
-    def nvmlInit(self) -> None:
-        if self.broken:
-            raise pynvml.NVMLError(self.broken)
-        self.is_open = True
-
-    def nvmlShutdown(self) -> None:
-        assert self.is_open
-        self.is_open = False
-
-    def nvmlSystemGetDriverVersion(self) -> str:
-        return "570.124.06"
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self.gpus)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        if index >= len(self.gpus):
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        if "lost" in self.gpus[index]:
-            raise pynvml.NVMLError(self.gpus[index]["lost"])
-        return index
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        return [f"GPU-{index}" for index in range(len(self.gpus))].index(uuid.replace("MIG-", "GPU-"))
-
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: int) -> int:
-        return handle
-
-    def nvmlDeviceGetIndex(self, handle: int) -> int:
-        return handle
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
-        return SimpleNamespace(busId=f"00000000:{0x3B + handle:02X}:00.0")
-
-    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> Any:
-        assert fields == [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
-        values = (pynvml.c_nvmlFieldValue_t * 1)()
-        action = self.gpus[handle]["recovery"]
-        values[0].nvmlReturn = pynvml.NVML_ERROR_NOT_SUPPORTED if action is None else 0
-        values[0].value.uiVal = action or 0
-        return values
 
 
 @pytest.fixture(autouse=True)

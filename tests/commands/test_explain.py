@@ -1,7 +1,7 @@
 """Logs of failed jobs, and what explain says about them.
 
-The texts are real: tests/bench/provoke.py recorded them, our own program prints them here, or known_faults.toml quotes
-them from reports.
+The texts are real: tests/bench/provoke.py recorded them, or known_faults.toml quotes them from reports. What our own
+program prints: test_explain_own.py.
 """
 
 import json
@@ -14,16 +14,14 @@ from pathlib import Path
 import pytest
 
 from tests.rigs import jobs
-from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment
-from train.commands.explain.diagnosis import MAX_SEEN, Diagnosis, diagnose
+from train.commands.explain.diagnosis import MAX_SEEN, MAX_UNKNOWN, Diagnosis, diagnose
 from train.commands.explain.explain import advice, diagnose_files
 from train.commands.explain.faults import FOLLOWED, HARMLESS, Fault, known_faults
 from train.commands.explain.log_lines import split_prefixes
 from train.commands.explain.report import format_report
 
 LOGS = Path(__file__).parent / "logs"
-TINY = ["train", "--dataset", "digits", "--model", "mlp", "--progress", "none", "--no-tensorboard"]
 
 
 def named(lines: list[str]) -> list[str]:
@@ -239,7 +237,7 @@ def test_network_that_nccl_took_is_told_and_no_fault() -> None:
 
 def test_endless_kinds_of_exceptions_are_bounded() -> None:
     text = (f"Traceback (most recent call last):\nKeyError: {number}\n" for number in range(3000))
-    assert len(diagnose(line for lines in text for line in lines.splitlines())) <= 1000
+    assert len(diagnose(line for lines in text for line in lines.splitlines())) == MAX_UNKNOWN
 
 
 def test_no_line_at_all_is_nothing_wrong() -> None:
@@ -252,90 +250,7 @@ def test_last_line_that_looks_bad_is_quoted_where_nothing_is_known() -> None:
     assert (found.seen, found.name) == ("frobnicator: fatal: no flux", "")
 
 
-# Our own program ----------------------------------------------------------------------------------------------
-
-
-def test_healthy_run_has_nothing_wrong(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*TINY, "--max-steps", "3", "--run-dir", str(tmp_path), "--name", "run", world_size=2)
-    assert codes == [0, 0], output
-    assert diagnose(output.splitlines()) == []
-    assert diagnose_files([tmp_path / "run" / "logs" / "rank-0.log"]) == []
-    assert diagnose_files([tmp_path / "run"]) == []
-
-
-def test_run_that_never_joined_names_the_missing_rank(forks: Forks, tmp_path: Path) -> None:
-    env = jobs.rank_env(0, 2, jobs.free_port())
-    line = [*TINY, "--join-timeout-s", "1", "--run-dir", str(tmp_path), "--name", "run"]
-    codes, output = forks.run(*line, env=env)
-    assert codes == [170], output
-    for first, *_ in (diagnose(output.splitlines()), diagnose_files([tmp_path / "run"])):
-        assert (first.name, first.rank) == ("rank-missing", 1)
-
-
-def test_mistake_is_the_line_itself(forks: Forks, tmp_path: Path) -> None:
-    data = ["--data-dir", str(tmp_path), "--dataset", "imagefolder"]
-    codes, output = forks.run(*TINY, "--run-dir", str(tmp_path), *data)
-    assert codes == [2], output
-    first = diagnose(output.splitlines())[0]
-    assert first.name == "mistake"
-    assert first.seen in output
-
-
-def known_fault() -> None:
-    """As a torch without the class fails, in the loop."""
-    from train import loop
-
-    def fail(*_: object, **__: object) -> None:
-        name = "</torch_11_8_0>"
-        raise RuntimeError(f"unable to allocate shared memory(shm) for file {name}: No space left on device (28)")
-
-    loop.load = fail  # type: ignore[assignment]
-
-
-def strange_fault() -> None:
-    from train import loop
-
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("no flux in the frobnicator")
-
-    loop.load = fail  # type: ignore[assignment]
-
-
-def test_known_fault_ends_with_what_it_is(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*TINY, "--run-dir", str(tmp_path), preload="tests.commands.test_explain:known_fault")
-    assert codes == [1], output
-    assert output.splitlines()[-1].startswith("this is: /dev/shm is too small. ")
-    assert output.count("this is:") == 1
-    assert diagnose(output.splitlines())[0].name == "shm"
-
-
-def test_strange_fault_ends_with_its_traceback_alone(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*TINY, "--run-dir", str(tmp_path), preload="tests.commands.test_explain:strange_fault")
-    assert codes == [1], output
-    assert output.splitlines()[-1] == "RuntimeError: no flux in the frobnicator"
-    assert diagnose(output.splitlines())[0].seen == output.splitlines()[-1]
-
-
-def test_lost_rank_is_named_with_its_reason(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (run / "status" / "20261121T100000-abc123").mkdir(parents=True)
-    (run / "logs").mkdir()
-    (run / "status.json").write_text('{"attempt": "20261121T100000-abc123", "state": "failed", "world_size": 2}')
-    end = '{"rank": 1, "host": "node1", "state": "failed", "code": 1, "why": "MemoryError: "}'
-    (run / "status" / "20261121T100000-abc123" / "rank-1.json").write_text(end)
-    lost = "lost a peer at step 5: suspected: rank 1 on node1 (MemoryError: ) (exit code 1)"
-    old = "2026-11-20T10:00:00 node0 r0 torch.OutOfMemoryError: CUDA out of memory\n"
-    (run / "logs" / "rank-0.log").write_text(f"{old}2026-11-21T10:00:09 node0 r0 {lost}\n")
-    found = diagnose_files([run])
-    assert [(d.name, d.rank, d.host, d.times) for d in found] == [("host-memory", 1, "node1", 2)]
-
-
-def test_finished_run_is_over_whatever_earlier_attempts_said(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank-0.log").write_text(f"2026-11-21T10:00:09 node0 r0 {OUCH}\n")
-    assert [diagnosis.name for diagnosis in diagnose_files([tmp_path])] == ["cuda-memory"]
-    (tmp_path / "status.json").write_text('{"attempt": "20261121T100000-abc123", "state": "finished"}')
-    assert diagnose_files([tmp_path]) == []
+# The command --------------------------------------------------------------------------------------------------
 
 
 def test_explain_reads_a_file_and_standard_input(tmp_path: Path) -> None:
