@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.rigs.shards import load_shards, png, samples_of, write_parquet, write_table
-from train.data.sources.shards import parquet, reader
+from train.data.sources.shards import parquet, pieces, reader
 from train.errors import DataError
 
 
@@ -57,6 +59,38 @@ def test_group_of_rows_is_unpacked_once_by_all_processes(place: Path, monkeypatc
             train.contents.read(number)
     assert sorted(groups) == [("00000-of-00002.parquet"[-21:], 0), ("00000-of-00002.parquet"[-21:], 1),
                               ("00001-of-00002.parquet"[-21:], 0)]
+
+
+def test_group_that_another_process_has_unpacked_meanwhile_is_taken(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, waited = pieces.locked, []
+
+    @contextmanager
+    def late(path: Path) -> Iterator[None]:
+        if not waited:
+            waited.append(path)
+            load_shards(place)[0].contents.read(1)
+            monkeypatch.setattr(reader.parquet, "unpack", None)
+        with usual(path):
+            yield
+
+    train, _ = load_shards(place)
+    monkeypatch.setattr(pieces, "locked", late)
+    assert bytes(train.contents.read(0)) == png(0)
+    assert waited
+
+
+@pytest.mark.parametrize("left", [0, 7, 20, 40, -1])
+def test_rows_of_which_half_is_kept_are_unpacked_again(place: Path, own_cache: Path, left: int) -> None:
+    """As after a power cut: what is kept is not synced."""
+    train, _ = load_shards(place)
+    train.contents.read(0)
+    (path,) = (own_cache / "shards").glob("*.piece")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:left])
+    assert [bytes(train.contents.read(number)) for number in (1, 0)] == [png(1), png(0)]
+    assert path.read_bytes() == whole
 
 
 def test_rows_are_there_where_the_cache_has_no_room(place: Path) -> None:

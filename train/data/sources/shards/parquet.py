@@ -63,6 +63,12 @@ def place_of(row: int, head: bytes) -> tuple[int, int]:
     return begin, end - begin
 
 
+def is_whole(unpacked: bytes) -> bool:
+    """Whether these are all bytes that `unpack` gave, by where it says that the last image ends."""
+    table_end = int.from_bytes(unpacked[:8], "little")  # the first image follows the table
+    return int.from_bytes(unpacked[max(0, table_end - 8) : table_end], "little") == len(unpacked) > 0
+
+
 def _bytes(image: Any, where: str) -> bytes:
     content = image.get("bytes") if isinstance(image, dict) else image
     if not isinstance(content, bytes):

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from train.data.sources.locks import locked
-from train.data.sources.shards.parquet import place_of
+from train.data.sources.shards.parquet import is_whole, place_of
 from train.data.sources.shards.remote import read_range
 from train.process.atomic_file import staged
 
@@ -47,7 +47,8 @@ class Pieces:
             path = self.folder / f"{key}-{number:06}.piece"
             part = self._kept(path, first - begin, last - first, expected=end - begin)
             if part is None:
-                fetched = self._fetch(path, partial(read_range, url, begin, end), expected=end - begin)
+                fetch = partial(read_range, url, begin, end)
+                fetched = self._fetch(path, fetch, is_whole=partial(_has_size, end - begin))
                 part = fetched[first - begin : last - begin]
             data += part
         return data
@@ -57,13 +58,15 @@ class Pieces:
         key = hashlib.sha256(repr((url, version)).encode()).hexdigest()[:24]
         path = self.folder / f"{key}-{group:06}.piece"
         head = self._kept(path, 8 * row, 16)
-        if head is None:
-            whole = self._fetch(path, unpack)
-            begin, size = place_of(row, whole[8 * row : 8 * row + 16])
-            return bytearray(whole[begin : begin + size])
-        image = self._kept(path, *place_of(row, head))
-        # None: removed at this moment, to make room
-        return bytearray(image) if image is not None else self.read_unpacked(url, version, group, row, unpack=unpack)
+        if head is not None and len(head) == 16:
+            begin, size = place_of(row, head)
+            image = self._kept(path, begin, size)
+            # None: removed at this moment, to make room
+            if image is not None and len(image) == size:
+                return bytearray(image)
+        whole = self._fetch(path, unpack, is_whole=is_whole)
+        begin, size = place_of(row, whole[8 * row : 8 * row + 16])
+        return bytearray(whole[begin : begin + size])
 
     def _kept(self, path: Path, offset: int, size: int, *, expected: int | None = None) -> bytes | None:
         """A part of a piece, or None if it is not there, whole, of `expected` bytes."""
@@ -73,7 +76,7 @@ class Pieces:
             return None
         try:
             found = os.fstat(file)
-            if found.st_size != (found.st_size if expected is None else expected):
+            if expected not in (None, found.st_size):
                 return None
             if time.time() - found.st_mtime > USED_EVERY_S:
                 with suppress(OSError):  # removed at this moment; what is open can still be read
@@ -82,13 +85,13 @@ class Pieces:
         finally:
             os.close(file)
 
-    def _fetch(self, path: Path, fetch: Callable[[], bytes], *, expected: int | None = None) -> bytes:
+    def _fetch(self, path: Path, fetch: Callable[[], bytes], *, is_whole: Callable[[bytes], bool]) -> bytes:
         """A whole piece, fetched by one process of this node and kept for all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder / f"fetch-{_stripe(path.name)}.lock"):
-            kept = self._kept(path, 0, 1 << 40 if expected is None else expected, expected=expected)
-            if kept is not None:  # another process was first
-                return kept
+            with suppress(FileNotFoundError):
+                if is_whole(kept := path.read_bytes()):  # another process was first
+                    return kept
             data = fetch()
             if len(data) > self.max_bytes:
                 return data
@@ -136,6 +139,10 @@ class Pieces:
         if text not in self._said:
             self._said.add(text)
             print(f"{text} (said once).", file=sys.stderr, flush=True)
+
+
+def _has_size(size: int, data: bytes) -> bool:
+    return len(data) == size
 
 
 def _stripe(name: str) -> int:
