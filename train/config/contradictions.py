@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from train.config.settings import Settings
+from train.config.settings import Settings, names_image_files
 from train.config.shares import divide, weights
 from train.config.urls import is_url
 from train.config.yaml_text import describe
@@ -93,7 +93,7 @@ def _place(text: str) -> str:
 def _of_image_files(c: Settings) -> Iterator[Contradiction]:
     """What needs image files as they are."""
     crops = isinstance(c.augment, str)
-    if c.workload == "images" and not c.dataset.startswith(("imagefolder", "shards", "hf:")):
+    if c.workload == "images" and not names_image_files(c.dataset):
         others = f"with dataset {c.dataset}"
         if crops:
             yield Contradiction(("augment", "dataset", "workload"), f"true or false {others}",

@@ -199,6 +199,11 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
         return value
 
 
+def names_image_files(dataset: str) -> bool:
+    """Whether its images are files, decoded one by one, and not held in memory as they were read."""
+    return dataset.startswith(("imagefolder", "shards", "hf:"))
+
+
 # The first setting of each group -> the group's title
 GROUPS = {"workload": "what is trained", "parallel": "how it is trained", "in_memory": "loading",
           "join_timeout_s": "deadlines", "name": "the run"}

@@ -17,6 +17,7 @@ from pathlib import Path
 from train.config import Config, check_world_size
 from train.config.options import OPTIONS, LaunchOptions, SuperviseOptions, SupervisorOptions
 from train.config.schema import fields_of
+from train.config.settings import names_image_files
 from train.config.urls import extra_of, is_url
 from train.errors import FAULT, FINISHED
 from train.process import init_method
@@ -129,7 +130,7 @@ def slow_modules(config: Config, command: str) -> list[str]:
         modules.append(f"train.workloads.{config.workload}")
     if config.workload == "images" and config.model not in ("cnn", "mlp"):
         modules.append("torchvision.models")
-    if config.workload == "images" and config.dataset.startswith(("imagefolder", "shards", "hf:")):
+    if config.workload == "images" and names_image_files(config.dataset):
         modules.append("train.data.file_samples")  # torchvision
     if config.augment == "trivial":
         modules.append("torchvision.transforms.v2")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from train.config import Config
 from train.config.schema import is_choice
+from train.config.settings import names_image_files
 from train.data.sources.fetch import NotFetched, Say, print_to_stderr
 from train.errors import ConfigError
 
@@ -42,8 +43,8 @@ def hold(config: Config) -> None:
     They share its memory, and save the time to read and unpack it, 0.2 s for Fashion-MNIST. Nothing is held that would
     have to be downloaded first or can't be used: a forked process finds that out again, and says it.
     """
-    if config.dataset.startswith(("imagefolder", "shards", "hf:")):
-        return  # their files are decoded one by one, and to list those of a large one takes minutes
+    if names_image_files(config.dataset):
+        return  # to list those of a large one takes minutes
 
     def give_up(line: str) -> None:
         raise _TakesTimeError
