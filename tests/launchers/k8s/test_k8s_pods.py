@@ -62,7 +62,8 @@ def test_pods_of_our_elastic_job_meet_at_the_first_worker() -> None:
         assert environment(pod) == {
             "PYTHONUNBUFFERED": "1", "PET_NPROC_PER_NODE": "1", "PET_RDZV_ENDPOINT": "rankup-worker-0:23456",
             "PET_RDZV_BACKEND": "c10d", "PET_NNODES": "2:4", "PET_MAX_RESTARTS": "10",
-            "PET_RDZV_CONF": "join_timeout=900,read_timeout=30,last_call_timeout=5",
+            "PET_RDZV_CONF": "join_timeout=900,read_timeout=30,last_call_timeout=5,keep_alive_interval=1,"
+            "keep_alive_max_attempt=6",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "RANKUP_LAST_WORD": "/dev/termination-log",
         }
 
