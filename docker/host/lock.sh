@@ -15,7 +15,8 @@ write() { # LOCK: its comments and options stay, its versions are those on stdin
 
 "${1:-python3}" -m venv "$scratch/venv"
 pip=$scratch/venv/bin/pip
-grep -E '^torch(vision)?==' docker/requirements.lock > "$scratch/pinned"
+# The runtime, which comes first, may not take a dateutil that the extra s3 can't: botocore wants one below 3
+{ grep -E '^torch(vision)?==' docker/requirements.lock; echo 'python-dateutil<3'; } > "$scratch/pinned"
 : > "$scratch/listed"
 # The runtime first: an extra may not change its versions, and lists only what it adds
 for extra in "" s3 gpu horovod test text trainers trackers hf gcs azure; do

@@ -18,14 +18,16 @@ from torch import nn
 from tests.rigs import jobs, namespaces
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, rank_env
+from tests.rigs.legible import assert_legible
 from tests.rigs.namespaces import Pair
-from train.commands.bench import cost_model, tcp_pair
+from train.commands.bench import cost_model, report, tcp_pair
 from train.commands.bench.bench import parse_size
 from train.commands.bench.collectives import backends
 from train.commands.bench.cost_model import CostModel
 from train.commands.bench.job import gradient_bytes
-from train.commands.chart import line_chart
+from train.commands.chart import draw_lines, line_chart
 from train.errors import ConfigError
+from train.process.figures import WIDTH, new_figure
 from train.process.limits import memory_left
 
 JOB = ["--dataset", "digits", "--model", "mlp", "--batch-size", "16"]
@@ -353,7 +355,24 @@ def test_backends_are_gloo_and_the_accelerators_own() -> None:
     assert backends("cpu:gloo,cuda:nccl", gpu) == [("gloo", cpu), ("nccl", gpu)]
 
 
-def test_chart_takes_a_single_point_and_zero(tmp_path: Path) -> None:
-    line_chart({"one": [(1024.0, 0.0)]}, "title", labels=("x", "y"), path=tmp_path / "chart.png")
+@pytest.mark.parametrize(
+    "curves",
+    [
+        {"one": [(1024.0, 0.0)]},
+        {"one": [(1024.0, 5e6)]},
+        {"one": [(1024.0, 5e6), (4096.0, 6e6)]},
+        {f"point to point, backend {n}": [(2.0**k, 1e3 * 2.0**k / n) for k in range(10, 31, 2)] for n in range(1, 10)},
+    ],
+)
+def test_chart_is_legible_with_any_curves(curves: dict[str, list[tuple[float, float]]], tmp_path: Path) -> None:
+    options: Any = {"labels": ("size of a message", "bus bandwidth"), "formats": (report._bytes, report._rate)}
+    with new_figure(760 + 40 * len(curves)) as figure:
+        draw_lines(figure, curves, "Bus bandwidth, 8 ranks on node-0, node-1, node-2, node-3", **options)
+        found = assert_legible(figure)
+    assert {*curves, "size of a message", "bus bandwidth"} <= set(found)
+    units = [text.split()[-1] for text in found if text[0].isdigit()]
+    assert len(units) > 2
+    assert set(units) <= {"B", "KiB", "MiB", "GiB", "kB/s", "MB/s", "GB/s"}
+    line_chart(curves, "title", **options, path=tmp_path / "chart.png")
     with Image.open(tmp_path / "chart.png") as picture:
-        assert picture.size[0] == 900
+        assert picture.size[0] == WIDTH

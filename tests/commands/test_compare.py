@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 from PIL import Image
 
 from tests.rigs.fork_server import Forks
+from tests.rigs.legible import assert_legible
 from train.commands.chart import bar_chart
 from train.commands.compare import VARIANTS, _find_obstacle
 from train.commands.compare_report import format_comparison, sum_up
 from train.main import main
+from train.process.figures import COLOURS, WIDTH, draw_bars, new_figure
 
 WITHOUT_GPUS = "tests.commands.test_compare:without_gpus"
 LINE = ("compare", "--dataset", "digits", "--model", "mlp", "--max-steps", "4")
@@ -46,13 +49,25 @@ def test_comparison_table_has_a_row_for_each_variant_and_the_reasons() -> None:
 
 def test_chart_has_bars_as_long_as_their_values(tmp_path: Path) -> None:
     bar_chart({"whole": 100.0, "half": 50.0}, "title", path=tmp_path / "chart.png")
+    blue = bytes.fromhex(COLOURS[0][1:])
     with Image.open(tmp_path / "chart.png") as image:
+        assert image.width == WIDTH
         pixels = image.convert("RGB").tobytes()
-        width = image.width * 3
-        blue = [sum(pixels[y * width + x * 3 : y * width + x * 3 + 3] == b"\x30\x70\xb0" for x in range(image.width))
-                for y in (50 + 8, 84 + 8)]
-    assert blue[0] > 300
-    assert blue[0] == pytest.approx(2 * blue[1], abs=3)
+    rows = [pixels[start : start + 3 * WIDTH] for start in range(0, len(pixels), 3 * WIDTH)]
+    lengths = [sum(row[x : x + 3] == blue for x in range(0, len(row), 3)) for row in rows]
+    longest = max(lengths)
+    assert longest > 300
+    # The title is on top, then the whole, then the half
+    assert [length for length, _ in groupby(lengths) if length > 100] == [longest, pytest.approx(longest / 2, abs=3)]
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_chart_is_legible_with_any_names(count: int) -> None:
+    title = "images/s, 60 steps, 3 runs each, 2 processes (none: 1), on a machine whose name is very long"
+    with new_figure(120 + 60 * count) as figure:
+        draw_bars(figure, [(f"tuned by hand, in memory {n}", 10.0**n, f"{10**n:,}") for n in range(count)], title)
+        found = assert_legible(figure)
+    assert {"tuned by hand, in memory 0", "1"} <= set(found)
 
 
 def without_gpus() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
@@ -16,7 +15,6 @@ from tests.rigs.fork_server import Forks
 from train.errors import UserError
 from train.process.log import host_name
 from train.run.metrics import Metrics, Progress, cut_after
-from train.workloads.pictures import confusion_picture, grid_picture
 
 DIGITS = ("train", "--dataset", "digits", "--model", "mlp", "--epochs", "2", "--log-every-steps", "10")
 # 8 steps an epoch, 32 in all
@@ -67,7 +65,7 @@ def lines(run: Path) -> dict[str, dict[int, float]]:
 
 def assert_same(run: Path) -> dict[str, dict[int, float]]:
     shown, written = scalars(run), lines(run)
-    assert {tag for tag in shown if not tag.startswith("final/")} == written.keys()
+    assert shown.keys() == written.keys()
     for name, points in written.items():
         assert shown[name].keys() == points.keys()
         for step, value in points.items():
@@ -109,21 +107,37 @@ def test_ranks_and_their_node_are_measured(digits: Path) -> None:
 
 def test_one_writer_a_run(digits: Path) -> None:
     assert len(list(digits.rglob("metrics*.jsonl"))) == 1
-    assert len(list(digits.rglob("events.out.tfevents.*"))) == 1
+    found = digits.rglob("events.out.tfevents.*")
+    assert sorted(path.parent.name for path in found) == ["hparams", "tensorboard"]
 
 
-def test_hyperparameters_are_shown_with_the_final_metrics(digits: Path) -> None:
-    content = events(digits).summary_metadata["_hparams_/session_start_info"].plugin_data.content
+def session(run: Path) -> dict[str, Any]:
+    """The settings that TensorBoard's HPARAMS tab shows of a run."""
+    content = hparams(run).summary_metadata["_hparams_/session_start_info"].plugin_data.content
     start = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
-    assert start.hparams["model"].string_value == "mlp"
-    assert start.hparams["lr"].number_value == 0.08
-    assert start.hparams["epochs"].number_value == 2
-    assert start.hparams["augment"].bool_value is False
-    content = events(digits).summary_metadata["_hparams_/experiment"].plugin_data.content
-    experiment = plugin_data_pb2.HParamsPluginData.FromString(content).experiment
-    tags = {info.name.tag for info in experiment.metric_infos}
-    assert tags == {"final/accuracy", "final/accuracy_top5", "final/loss"}
-    assert scalars(digits)["final/accuracy"].keys() == {44}
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in start.hparams.items()}
+
+
+def hparams(run: Path) -> EventAccumulator:
+    found = EventAccumulator(str(run / "tensorboard" / "hparams"))
+    found.Reload()
+    return found
+
+
+def test_hyperparameters_are_those_that_matter_or_differ(digits: Path) -> None:
+    assert session(digits) == {
+        "workload": "images", "dataset": "digits", "model": "mlp", "batch_size": 64, "epochs": 2, "max_steps": 0,
+        "optimizer": "sgd", "lr": 0.08, "seed": 0, "parallel": "ddp", "world_size": 2,
+        "log_every_steps": 10,  # not the default
+    }
+
+
+def test_hyperparameters_are_shown_with_the_final_metrics_alone(digits: Path) -> None:
+    """A list of columns is in no run: TensorBoard would take the first run's for all of them."""
+    tags = hparams(digits).Tags()
+    assert set(tags["scalars"]) == {"final/accuracy", "final/accuracy_top5", "final/loss"}
+    assert "_hparams_/experiment" not in hparams(digits).summary_metadata
+    assert [event.step for event in hparams(digits).Scalars("final/accuracy")] == [44]
 
 
 @pytest.mark.parametrize("tag", ["eval/confusion", "eval/misclassified"])
@@ -168,7 +182,7 @@ def test_longer_run_goes_on_in_the_same_curves(forks: Forks, tmp_path: Path) -> 
         assert codes == [0], output
     written = assert_same(run)
     assert list(written["train/loss"]) == list(range(1, 17))
-    assert scalars(run)["final/loss"].keys() == {8, 16}
+    assert [event.step for event in hparams(run).Scalars("final/loss")] == [8, 16]
 
 
 def test_tensorboard_can_be_left_out(forks: Forks, tmp_path: Path) -> None:
@@ -221,25 +235,6 @@ def test_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
     metrics._file = Full()  # type: ignore[assignment]
     with pytest.raises(UserError, match=r"metrics: .* has no space left, .* MiB free"):
         metrics.training(metrics.training_entry(1, 1.0, 1.0, 1.0))
-
-
-@pytest.mark.parametrize("count", [2, 10, 20, 21, 1000])
-def test_confusion_matrix_of_any_size_is_a_picture(count: int) -> None:
-    matrix = torch.eye(count, dtype=torch.int64) * 7
-    matrix[0, 1] = 3
-    matrix[1, 1] = 0  # a class that was never seen
-    picture = confusion_picture(matrix, tuple(f"class number {i}" for i in range(count)))
-    assert picture.dtype == torch.uint8
-    assert picture.shape[0] == 3
-    assert max(picture.shape) < 1200
-    assert int(picture.float().std()) > 0
-
-
-@pytest.mark.parametrize(("channels", "count"), [(1, 1), (3, 7)])
-def test_grid_holds_all_images(channels: int, count: int) -> None:
-    images = torch.full((count, channels, 8, 8), 200, dtype=torch.uint8)
-    picture = grid_picture(images, ["a / b"] * count)
-    assert int((picture[0] == 200).sum()) >= count * 112 * 112
 
 
 def test_sums_of_a_run_are_those_of_its_lines(digits: Path) -> None:

@@ -320,7 +320,7 @@ def test_ranks_with_other_texts_do_not_train_together(forks: Forks, tmp_path: Pa
     assert "the data" in output
 
 
-def test_pictures_of_texts_have_classes_that_can_be_drawn(tmp_path: Path) -> None:
+def test_pictures_of_texts_with_chinese_classes_are_drawn(tmp_path: Path) -> None:
     workload = build(texts_in(tmp_path, train=GOOD.replace("food", "美食"), dev=GOOD.replace("food", "美食")))
     assert workload.pictures is not None
     drawn = workload.pictures(workload.model, {"confusion": torch.eye(2, dtype=torch.int64)}, torch.device("cpu"))

@@ -1,69 +1,55 @@
-"""Charts as PNG files, drawn with Pillow, which torchvision needs anyway."""
+"""Charts as PNG files."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-WIDTH, HEAD = 900, 46  # pixels; the title stands in the head
-COLOURS = ("#3070b0", "#c05030", "#308050", "#9050a0", "#b08020", "#208090", "#808080", "#303030")
+from train.process.figures import COLOURS, SMALL, draw_bars, new_figure, set_title
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Curves = Mapping[str, Sequence[tuple[float, float]]]
+Formats = tuple[Callable[[float], str], Callable[[float], str]]
+MARKERS = "osD^vPX*"  # beside colours: not everybody tells these apart, and paper has none
 
 
 def bar_chart(values: Mapping[str, float], title: str, *, path: Path) -> None:
     """One bar for each name, as long as its value."""
-    row, left, right = 34, 150, 120
-    image, draw = _canvas(HEAD + row * len(values) + 12, title, font_size=16)
-    largest = max([*values.values(), 1e-9])
-    for number, (name, value) in enumerate(values.items()):
-        top = HEAD + number * row
-        length = (WIDTH - left - right) * value / largest
-        draw.text((left - 10, top + row / 2), name, fill="black", anchor="rm")
-        draw.rectangle((left, top + 5, left + length, top + row - 5), fill=COLOURS[0])
-        draw.text((left + length + 8, top + row / 2), f"{value:,.0f}", fill="black", anchor="lm")
-    image.save(path)
+    with new_figure(120 + 60 * len(values)) as figure:
+        draw_bars(figure, [(name, value, f"{value:,.0f}") for name, value in values.items()], title)
+        figure.savefig(path)
 
 
-def line_chart(
-    curves: Mapping[str, Sequence[tuple[float, float]]], title: str, *, labels: tuple[str, str], path: Path
-) -> None:
-    """Curves through points. Both axes are logarithmic, with a grid line at each power of ten. `labels`: of x and y."""
-    height, left, right, top, bottom = 560, 90, 230, HEAD, 60
-    points = [point for curve in curves.values() for point in curve]
-    exponents = [[math.log10(max(point[axis], 1e-12)) for point in points] or [0.0, 1.0] for axis in (0, 1)]
-    low = [math.floor(min(values)) for values in exponents]
-    high = [max(math.ceil(max(values)), low[axis] + 1) for axis, values in enumerate(exponents)]
+def line_chart(curves: Curves, title: str, *, labels: tuple[str, str], formats: Formats, path: Path) -> None:
+    """Curves through points. Both axes are logarithmic. `labels`, `formats`: of x and y, and of a value there.
 
-    def pixel(x: float, y: float) -> tuple[float, float]:
-        across = (math.log10(max(x, 1e-12)) - low[0]) / (high[0] - low[0])
-        up = (math.log10(max(y, 1e-12)) - low[1]) / (high[1] - low[1])
-        return left + across * (WIDTH - left - right), height - bottom - up * (height - top - bottom)
-
-    image, draw = _canvas(height, title, font_size=14)
-    for power in range(low[0], high[0] + 1):
-        foot = pixel(10**power, 10 ** low[1])
-        draw.line((*foot, *pixel(10**power, 10 ** high[1])), fill="#dddddd")
-        draw.text(foot, f"\n1e{power}", fill="gray", anchor="ma")
-    for power in range(low[1], high[1] + 1):
-        start = pixel(10 ** low[0], 10**power)
-        draw.line((*start, *pixel(10 ** high[0], 10**power)), fill="#dddddd")
-        draw.text((left - 8, start[1]), f"1e{power}", fill="gray", anchor="rm")
-    draw.text((left, height - 24), f"{labels[0]}; up: {labels[1]}", fill="gray")
-    for number, (name, curve) in enumerate(curves.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        draw.line([pixel(*point) for point in curve], fill=colour, width=3)
-        for x, y in (pixel(*point) for point in curve):
-            draw.ellipse((x - 3, y - 3, x + 3, y + 3), fill=colour)
-        draw.text((WIDTH - right + 14, top + 22 * number), name, fill=colour)
-    image.save(path)
+    A value of 0 has no place on such an axis: it is left out.
+    """
+    with new_figure(760 + 40 * -(-len(curves) // 2)) as figure:
+        draw_lines(figure, curves, title, labels=labels, formats=formats)
+        figure.savefig(path)
 
 
-def _canvas(height: int, title: str, *, font_size: int) -> tuple[Any, Any]:
-    """An image with its title, and what draws on it."""
-    # Here: Pillow takes 0.1 s to import, and most commands draw nothing
-    from PIL import Image, ImageDraw, ImageFont
+def draw_lines(figure: "Figure", curves: Curves, title: str, *, labels: tuple[str, str], formats: Formats) -> None:
+    """As `line_chart`."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
-    image = Image.new("RGB", (WIDTH, height), "white")
-    draw = ImageDraw.Draw(image)
-    draw.font = ImageFont.load_default(font_size)
-    draw.text((12, 12), title, fill="#333333")
-    return image, draw
+    axes = figure.subplots()
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for (name, curve), colour, marker in zip(curves.items(), cycle(COLOURS), cycle(MARKERS)):
+        points = [(x, y) for x, y in curve if x > 0 and y > 0]
+        xs, ys = zip(*points, strict=True) if points else ((), ())
+        axes.plot(xs, ys, color=colour, marker=marker, linewidth=3, markersize=9, label=name)
+    for axis, base, label, form in zip((axes.xaxis, axes.yaxis), (2, 10), labels, formats, strict=True):
+        axis.set_label_text(label)
+        axis.set_major_locator(LogLocator(base, numticks=7))
+        axis.set_major_formatter(FuncFormatter(lambda value, _, form=form: form(value)))
+        axis.set_minor_formatter("")
+    axes.tick_params(which="both", labelsize=SMALL)
+    axes.grid(color="#dddddd")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=SMALL)
+    set_title(figure, title)

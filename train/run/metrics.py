@@ -4,7 +4,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,20 +106,34 @@ class Metrics:
                 if self._writer is not None:
                     self._writer.add_image(name, picture, step)
 
+    def class_list(self, step: int, classes: Sequence[str]) -> None:
+        """TensorBoard's TEXT tab: the classes by number, for pictures that have numbers instead of names."""
+        if self._writer is not None:
+            # In code's letters, where Markdown has no meaning
+            rows = (f"| {number} | `{' '.join(name.split())}` |" for number, name in enumerate(classes))
+            with self._disk():
+                self._writer.add_text("eval/classes", "\n".join(("| number | class |", "|---|---|", *rows)), step)
+
     def hyperparameters(self, step: int, settings: dict[str, Any], metrics: dict[str, float]) -> None:
-        """TensorBoard's HPARAMS tab: the settings of the run beside its final metrics."""
-        if self._writer is None:
+        """TensorBoard's HPARAMS tab: `settings`, see `shown_settings`, beside the run's final metrics.
+
+        In a folder of its own: the tab takes as metrics whatever curve lies beside the settings, those of each rank and
+        node too. Without the list of columns that torch writes: of several runs' lists it shows the first one's alone.
+        """
+        if self._writer is None or self.directory is None:
             return
+        from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        plain = {k: v if isinstance(v, bool | int | float | str) else json.dumps(v) for k, v in settings.items()}
         finals = {f"final/{name}": value for name, value in metrics.items()}
         with self._disk():
-            # Not `add_hparams`: it opens a second file, whose points have no step, and which no resumed run purges
-            for summary in hparams(plain, finals):  # type: ignore[no-untyped-call]
-                self._writer.file_writer.add_summary(summary, step)
+            writer: Any = SummaryWriter(str(self.directory / "tensorboard" / "hparams"), purge_step=step)
+            _, *session = hparams(settings, finals)  # type: ignore[no-untyped-call]
+            for summary in session:
+                writer.file_writer.add_summary(summary, step)
             for name, value in finals.items():
-                self._writer.add_scalar(name, value, step)
+                writer.add_scalar(name, value, step)
+            writer.close()
 
     def line(self, step: int, total_steps: int) -> str:
         """Where the run stands, as one line for the terminal."""

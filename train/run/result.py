@@ -18,10 +18,12 @@ from train.run import weights
 from train.run.evaluation import Result
 from train.run.goodput import one_line
 from train.run.reporter import Reporter
+from train.run.shown_settings import shown_settings
 from train.run.trackers.tracker import address_of
 from train.run.training import Training
 from train.run.training_state import versions
 from train.workloads import Workload
+from train.workloads.pictures import has_numbers
 
 
 def describe(config: Config, group: Group, workload: Workload, order: Order, *, method: str) -> str:
@@ -75,9 +77,12 @@ def write_result(t: Training, reporter: Reporter, *, seconds: float) -> None:
         device = next(t.whole.parameters()).device
         pictures = workload.pictures(t.whole, run.tables, device)
         run.metrics.pictures(progress.step, pictures)
+        if has_numbers(workload.classes):
+            run.metrics.class_list(progress.step, workload.classes)
         if config.tracker != "none":
             write_pictures(run.path, pictures)
-    run.metrics.hyperparameters(progress.step, config.model_dump(), progress.metrics or {})
+    shown = shown_settings(config, method=result["parallel"], world_size=group.world_size)
+    run.metrics.hyperparameters(progress.step, shown, progress.metrics or {})
     run.metrics.flush()
     try:
         write_json(run.path / "result.json", result)

@@ -13,12 +13,14 @@ from train.data.sources import load
 from train.data.sources.imagefolder import EXTENSIONS, MEAN, STD
 from train.data.sources.sets import FileSet, ImageSet
 from train.errors import DataError
+from train.process.figures import readable
 from train.workloads.classification import Classification
-from train.workloads.pictures import confusion_picture, grid_picture
+from train.workloads.pictures import COLUMNS, LETTERS, confusion_pictures, grid_picture
 from train.workloads.vision_models import build_model
 from train.workloads.workload import Sums, Workload
 
 PICTURED = 2000  # evaluation images that are searched for misclassified ones
+MISTAKES = 6 * COLUMNS  # misclassified images that are shown
 
 
 class Normalize:
@@ -112,13 +114,14 @@ def _pictures(
     task: Classification, model: nn.Module, samples: Samples, sums: Sums, device: torch.device, classes: tuple[str, ...]
 ) -> dict[str, torch.Tensor]:
     """The confusion matrix, and the first misclassified images."""
-    pictures = {"eval/confusion": confusion_picture(sums["confusion"], classes)}
+    pictures = confusion_pictures(sums["confusion"], classes)
     images, labels = samples.batch(torch.arange(min(PICTURED, len(samples))), None)
     with torch.no_grad():
         guesses = [task.predict(model, (part.to(device), labels))[0].cpu() for part in images.split(250)]
     guess = torch.cat(guesses)
-    wrong = (guess != labels).nonzero().flatten()[:25].tolist()
+    wrong = (guess != labels).nonzero().flatten()[:MISTAKES].tolist()
     if wrong:
-        captions = [f"{classes[int(labels[i])]:.9} / {classes[int(guess[i])]:.9}" for i in wrong]
-        pictures["eval/misclassified"] = grid_picture(images[wrong], captions)
+        short = readable(classes, limit=LETTERS)
+        names = [(short[int(labels[i])], short[int(guess[i])]) for i in wrong]
+        pictures["eval/misclassified"] = grid_picture(images[wrong], names)
     return pictures

@@ -1,73 +1,158 @@
-"""Pictures for TensorBoard, drawn with Pillow, which torchvision needs anyway: uint8 [3, H, W]."""
+"""Pictures for TensorBoard and trackers: uint8 [3, H, W]."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 import torch
-from PIL import Image, ImageDraw
+import torch.nn.functional as F
 
-CELL = 44  # pixels
-NAMED = 20  # with more classes than this, names and counts would be too small to read
-SIDE = 900  # pixels of the whole matrix then
-LINE = "#dddddd"
-HEAD = 18  # pixels for the line of explanation at the top
+from train.process.figures import (
+    DPI,
+    SMALL,
+    TEXT,
+    WIDTH,
+    draw_bars,
+    new_figure,
+    readable,
+    set_title,
+    to_pixels,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LETTERS = 15  # of a name
+NAMED = 20  # with more classes, the names and counts of a matrix would be too small to read
+CELLS = 400  # rows of a matrix that the picture can tell apart; with more classes, cells are put together
+SMALLEST = 16  # pixels of a count; where counts would be smaller, a cell has its percent of the row
+PAIRS = 15  # classes most often confused that are listed then
+COLUMNS = 4  # of misclassified images
+SIDE, HEAD = WIDTH // COLUMNS - 16, 60  # pixels: of such an image, and of the line of explanation
+ROW = SIDE + 2 * TEXT + 28
 
 
-def confusion_picture(matrix: torch.Tensor, classes: tuple[str, ...]) -> torch.Tensor:
-    """A confusion matrix, int64 [C, C] (true class down, predicted class across): uint8 [3, H, W].
+def confusion_pictures(matrix: torch.Tensor, classes: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Pictures by name of a confusion matrix, int64 [C, C]: true class down, predicted class across.
 
-    A cell is shaded by its share of the row's samples, from white to dark blue.
+    Up to NAMED classes: the matrix with names and counts. With more: the matrix as an overview, with numbers at its
+    sides, and the pairs of classes that are most often confused, with names.
     """
-    count = len(classes)
-    named = count <= NAMED
-    cell = CELL if named else max(1, SIDE // count)
-    labels = [_label(name, limit=16) for name in classes] if named else []
-    upright = any(label.width > cell - 4 for label in labels)
-    left = max([8, *(label.width + 14 for label in labels)])
-    top = HEAD + (max(label.width for label in labels) + 12 if upright else 20 if named else 4)
-    image = Image.new("RGB", (max(left + count * cell + 2, 380), top + count * cell + 2), "white")
-    draw = ImageDraw.Draw(image)
-    draw.text((4, 3), "true class down, predicted class across; shades are shares of a row", fill="gray")
-    shares = matrix.double() / matrix.sum(1, keepdim=True).clamp(min=1)
-    shades = (255 - shares[:, :, None] * torch.tensor([247.0, 207.0, 148.0])).to(torch.uint8)
-    whole = Image.fromarray(shades.numpy()).resize((count * cell, count * cell), Image.Resampling.NEAREST)
-    image.paste(whole, (left, top))
-    for row, column in ((r, c) for r in range(count) for c in range(count) if named):
-        x, y = left + column * cell, top + row * cell
-        draw.rectangle((x, y, x + cell, y + cell), outline=LINE)
-        if number := int(matrix[row, column]):
-            ink = "white" if shares[row, column] > 0.45 else "black"
-            draw.text((x + cell / 2, y + cell / 2), str(number), fill=ink, anchor="mm")
-    for number, label in enumerate(labels):
-        across = label.transpose(Image.Transpose.ROTATE_90) if upright else label
-        image.paste(label, (left - 6 - label.width, top + number * cell + (cell - label.height) // 2))
-        image.paste(across, (left + number * cell + (cell - across.width) // 2, top - 6 - across.height))
-    return to_tensor(image)
+    labels = readable(classes, limit=LETTERS)
+    with new_figure(WIDTH + 60) as figure:
+        if len(classes) <= NAMED:
+            draw_matrix(figure, matrix, labels)
+        else:
+            draw_overview(figure, matrix)
+        pictures = {"eval/confusion": _tensor(figure)}
+    if len(classes) > NAMED and int(matrix.sum() - matrix.trace()):
+        with new_figure(120 + 58 * PAIRS) as figure:
+            draw_pairs(figure, matrix, labels)
+            pictures["eval/most_confused"] = _tensor(figure)
+    return pictures
 
 
-def _label(text: str, *, limit: int) -> Image.Image:
-    """A text of at most `limit` characters, in the smallest picture that it fits into."""
-    short = text if len(text) <= limit else text[: limit - 1] + "…"
-    left, top, right, bottom = ImageDraw.Draw(Image.new("RGB", (1, 1))).textbbox((0, 0), short)
-    picture = Image.new("RGB", (int(right - left) + 1, int(bottom - top) + 2), "white")
-    ImageDraw.Draw(picture).text((-left, -top), short, fill="black")
-    return picture
+def has_numbers(classes: tuple[str, ...]) -> bool:
+    """Whether the pictures of these classes have numbers where names would be."""
+    return len(classes) > NAMED or any(
+        label == f"class {number}" != classes[number] for number, label in enumerate(readable(classes, limit=LETTERS))
+    )
 
 
-def grid_picture(images: torch.Tensor, captions: list[str], *, columns: int = 5) -> torch.Tensor:
-    """Images, uint8 [N, C, H, W] with C = 1 or 3, in a grid, each with its caption below: uint8 [3, H', W']."""
-    side, text = 112, 14
-    rows = -(-len(captions) // columns)
-    sheet = Image.new("RGB", (columns * (side + 8), HEAD + rows * (side + text + 8)), "white")
-    draw = ImageDraw.Draw(sheet)
-    draw.text((4, 3), "true class / predicted class", fill="gray")
-    for number, caption in enumerate(captions):
-        x, y = (number % columns) * (side + 8), HEAD + (number // columns) * (side + text + 8)
-        pixels = images[number].expand(3, -1, -1).permute(1, 2, 0).contiguous()
-        picture = Image.fromarray(pixels.numpy()).resize((side, side), Image.Resampling.NEAREST)
-        sheet.paste(picture, (x + 4, y + 4))
-        draw.text((x + 4, y + side + 6), caption[:20], fill="black")
-    return to_tensor(sheet)
+def draw_matrix(figure: "Figure", matrix: torch.Tensor, labels: Sequence[str]) -> None:
+    """The matrix with the names of all classes, and the counts in its cells."""
+    count, shares = len(labels), _shares(matrix)
+    axes = figure.subplots()
+    axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
+    cell = 0.7 * WIDTH / count
+    texts = [[f"{number:,}" if number else "" for number in row] for row in matrix.tolist()]
+    what = "its count"
+    if max(len(text) for row in texts for text in row) * 0.64 * SMALLEST > cell:  # percent have three digits at most
+        texts = [[f"{100 * share:.0f}" if share >= 0.005 else "" for share in row] for row in shares.tolist()]
+        what = "percent of its row"
+    size = min(TEXT, 0.9 * cell / (0.64 * max(1, *(len(text) for row in texts for text in row))))
+    for row, column in matrix.nonzero().tolist():
+        ink = "white" if shares[row, column] > 0.5 else "black"
+        axes.text(column, row, texts[row][column], ha="center", va="center", color=ink, size=size)
+    letters = min(TEXT, 0.6 * cell)
+    upright = max(map(len, labels)) * 0.64 * letters > cell
+    axes.set_xticks(range(count), labels, rotation=90 if upright else 0, size=letters)
+    axes.set_yticks(range(count), labels, size=letters)
+    axes.tick_params(length=0)
+    lines = [line - 0.5 for line in range(1, count)]
+    axes.hlines(lines, -0.5, count - 0.5, color="#e0e0e0", linewidth=1)
+    axes.vlines(lines, -0.5, count - 0.5, color="#e0e0e0", linewidth=1)
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("true class")
+    set_title(figure, f"Confusion matrix. Shade: a cell's share of its row; number: {what}")
 
 
-def to_tensor(image: Image.Image) -> torch.Tensor:
-    """An RGB picture as uint8 [3, H, W]."""
-    data = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return data.view(image.height, image.width, 3).permute(2, 0, 1).contiguous()
+def draw_overview(figure: "Figure", matrix: torch.Tensor) -> None:
+    """The matrix without names. The shade grows with the root of the share, for rare confusions to be seen."""
+    from matplotlib.colors import PowerNorm
+
+    count, shares = len(matrix), _shares(matrix)
+    together = -(-count // CELLS)
+    if together > 1:  # the largest share of each square: a mean would drown it
+        shares = F.max_pool2d(shares[None], together, ceil_mode=True)[0]
+    axes = figure.subplots()
+    image = axes.imshow(
+        shares.numpy(),
+        cmap="Blues",
+        norm=PowerNorm(0.5, 0, 1),
+        interpolation="nearest",
+        extent=(-0.5, len(shares) * together - 0.5, len(shares) * together - 0.5, -0.5),
+    )
+    bar = figure.colorbar(image, ax=axes, location="bottom", fraction=0.04, pad=0.02, ticks=[0, 0.05, 0.25, 0.5, 1])
+    bar.ax.set_xticklabels(["0", "5%", "25%", "50%", "100%"], size=SMALL)
+    bar.set_label("share of the row", size=SMALL)
+    axes.set_xlabel("predicted class, by number")
+    axes.set_ylabel("true class, by number")
+    most = ", each point the largest of its square" if together > 1 else ""
+    set_title(figure, f"Confusion matrix of {count:,} classes{most}")
+
+
+def draw_pairs(figure: "Figure", matrix: torch.Tensor, labels: Sequence[str]) -> None:
+    """The pairs of classes that are most often confused."""
+    count = len(labels)
+    wrong = matrix.clone().fill_diagonal_(0).flatten()
+    most, places = wrong.topk(min(PAIRS, int((wrong > 0).sum())))
+    pairs = [divmod(place, count) for place in places.tolist()]
+    totals = matrix.sum(1)
+    bars = [
+        (f"{labels[true]} → {labels[guess]}", float(number), f"{number:,} of {int(totals[true]):,}")
+        for (true, guess), number in zip(pairs, most.tolist(), strict=True)
+    ]
+    draw_bars(figure, bars, "Most often confused: true class → predicted class")
+
+
+def grid_picture(images: torch.Tensor, names: list[tuple[str, str]]) -> torch.Tensor:
+    """Images, uint8 [N, C, H, W] with C = 1 or 3, each above its true and its predicted class: uint8 [3, H', W']."""
+    rows = -(-len(names) // COLUMNS)
+    with new_figure(HEAD + rows * ROW) as figure:
+        draw_grid(figure, images, names)
+        return _tensor(figure)
+
+
+def draw_grid(figure: "Figure", images: torch.Tensor, names: list[tuple[str, str]]) -> None:
+    figure.set_layout_engine("none")
+    height = round(figure.get_figheight() * DPI)
+    sheet = np.full((height, WIDTH, 3), 255, np.uint8)
+    figure.text(0.01, 1 - 12 / height, "black: the true class; red: what was predicted", va="top", color="#303030")
+    for number, (true, guess) in enumerate(names):
+        left = 8 + number % COLUMNS * (WIDTH // COLUMNS)
+        top = HEAD + number // COLUMNS * ROW
+        pixels = F.interpolate(images[number][None], (SIDE, SIDE))  # nearest
+        sheet[top : top + SIDE, left : left + SIDE] = pixels[0].expand(3, -1, -1).permute(1, 2, 0).numpy()
+        for line, text, colour in ((0, true, "black"), (1, guess, "#b00020")):
+            y = 1 - (top + SIDE + 4 + line * (TEXT + 4)) / height
+            figure.text(left / WIDTH, y, text, va="top", color=colour, size=TEXT - 2)
+    figure.figimage(sheet)  # all in one, pixel for pixel: an axes for each takes a tenth of a second
+
+
+def _shares(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.double() / matrix.sum(1, keepdim=True).clamp(min=1)
+
+
+def _tensor(figure: "Figure") -> torch.Tensor:
+    return torch.from_numpy(to_pixels(figure)).permute(2, 0, 1).contiguous()

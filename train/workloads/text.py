@@ -13,7 +13,7 @@ from train.data.sources.texts import load_texts, read_lines
 from train.workloads.bert import WordPieceTokenizer, build_bert
 from train.workloads.class_scores import class_scores, macro_f1, report
 from train.workloads.classification import Classification
-from train.workloads.pictures import confusion_picture
+from train.workloads.pictures import confusion_pictures
 from train.workloads.text_encoder import CharacterTokenizer, TextEncoder
 from train.workloads.workload import Sums, Workload
 
@@ -63,7 +63,7 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         return TextSamples(lines, [0] * len(lines), tokenizer), lambda index: lines[index]
 
     def pictures(model: nn.Module, sums: Sums, device: torch.device) -> dict[str, torch.Tensor]:
-        return {"eval/confusion": confusion_picture(sums["confusion"], _drawable(found.classes))}
+        return confusion_pictures(sums["confusion"], found.classes)
 
     def tables(sums: Sums) -> tuple[str, dict[str, Any]]:
         confusion = sums["confusion"]
@@ -99,8 +99,3 @@ def _model(
     tokenizer = CharacterTokenizer(characters, max_seq_len=config.max_seq_len)
     model = TextEncoder(vocabulary=tokenizer.size, num_classes=num_classes, dropout=config.dropout)
     return tokenizer, model, [], ""
-
-
-def _drawable(classes: tuple[str, ...]) -> tuple[str, ...]:
-    """Names that Pillow's own font can draw: it has ASCII only."""
-    return tuple(name if name.isascii() else f"class {number}" for number, name in enumerate(classes))

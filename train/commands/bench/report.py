@@ -28,8 +28,9 @@ def write_report(outcome: dict[str, Any], rows: list[Row], run_dir: Path) -> str
             f"{operation}, {backend}": [(row.size, row.bus) for row in found]
             for (operation, backend), found in groupby(rows, key=lambda row: (row.operation, row.backend))
         }
-        title = f"bus bandwidth, {_place(outcome)}"
-        line_chart(curves, title, labels=("bytes", "bytes/s"), path=run_dir / "bench.png")
+        title = f"Bus bandwidth, {_place(outcome)}"
+        names = ("size of a message", "bus bandwidth")
+        line_chart(curves, title, labels=names, formats=(_bytes, _rate), path=run_dir / "bench.png")
     return f"{text}\n{run_dir}/: bench.json, bench.md{', bench.png' if rows else ''}"
 
 

@@ -1,0 +1,98 @@
+"""Confusion matrices and misclassified images can be read, whatever the number of classes and their names."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rigs.legible import assert_legible
+from train.process.figures import WIDTH, new_figure, readable
+from train.workloads import pictures
+from train.workloads.pictures import LETTERS, NAMED, confusion_pictures, grid_picture, has_numbers
+
+FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+
+
+def names(count: int) -> tuple[str, ...]:
+    return tuple(f"n{number:08} African animal" for number in range(count))
+
+
+def confused(count: int, samples: int = 900) -> torch.Tensor:
+    """A matrix with mistakes in every row; no sample of class 1."""
+    matrix = torch.eye(count, dtype=torch.int64) * samples
+    for row in range(count):
+        matrix[row, (row + 1) % count] += 1 + row % 7
+        matrix[row, (row * 7) % count] += 1
+    matrix[1] = 0
+    return matrix
+
+
+@pytest.mark.parametrize("classes", [names(2), FASHION, names(NAMED), ("a", "b" * 300, "美食", "$x_1$ & _")])
+@pytest.mark.parametrize("samples", [9, 1_000, 1_000_000])
+def test_matrix_of_few_classes_has_all_names(classes: tuple[str, ...], samples: int) -> None:
+    labels = readable(classes, limit=LETTERS)
+    with new_figure(WIDTH + 60) as figure:
+        pictures.draw_matrix(figure, confused(len(classes), samples), labels)
+        found = assert_legible(figure)
+    assert set(labels) <= set(found)
+    for number, name in enumerate(classes):
+        assert labels[number] in (name, f"{name[:9]}…{name[-5:]}", f"class {number}")
+    if len(classes) == 2:
+        assert f"{samples + 1:,}" in found  # a count; 20 classes of a million images have percent
+
+
+@pytest.mark.parametrize("count", [NAMED + 1, 100, 1000])
+def test_matrix_of_many_classes_is_an_overview_and_a_list(count: int) -> None:
+    matrix = confused(count)
+    matrix[3, 5] = 444
+    with new_figure(WIDTH + 60) as figure:
+        pictures.draw_overview(figure, matrix)
+        assert f"{count:,} classes" in " ".join(assert_legible(figure))
+    with new_figure(120 + 58 * pictures.PAIRS) as figure:
+        pictures.draw_pairs(figure, matrix, readable(names(count), limit=LETTERS))
+        found = assert_legible(figure)
+    assert f"444 of {int(matrix[3].sum()):,}" in found
+    # The most frequent one is on top
+    assert next(text for text in found if "→" in text and "true" not in text).startswith("n00000003")
+
+
+@pytest.mark.parametrize("count", [2, NAMED, NAMED + 1, 1000])
+def test_confusion_pictures_are_pictures(count: int) -> None:
+    found = confusion_pictures(confused(count), names(count))
+    assert found.keys() == {"eval/confusion"} | ({"eval/most_confused"} if count > NAMED else set())
+    for picture in found.values():
+        assert picture.dtype == torch.uint8
+        assert picture.shape[::2] == (3, WIDTH)
+        assert int(picture.float().std()) > 0
+    assert has_numbers(names(count)) == (count > NAMED)
+
+
+def test_one_rare_confusion_of_many_classes_is_seen() -> None:
+    """A picture has fewer points than 1,000 classes have cells."""
+    matrix = torch.eye(1000, dtype=torch.int64) * 50
+    before = confusion_pictures(matrix, names(1000))
+    assert before.keys() == {"eval/confusion"}  # nothing is confused
+    matrix[777, 123] = 5
+    after = confusion_pictures(matrix, names(1000))["eval/confusion"]
+    assert int((after.int() - before["eval/confusion"].int()).abs().max()) > 50
+
+
+@pytest.mark.parametrize(("channels", "count", "side"), [(1, 1, 8), (3, 7, 8), (3, 24, 224)])
+def test_grid_holds_all_images_and_both_names(channels: int, count: int, side: int) -> None:
+    images = torch.full((count, channels, side, side), 200, dtype=torch.uint8)
+    captions = [("T-shirt/top", "Ankle boot")] * count
+    picture = grid_picture(images, captions)
+    assert int((picture == 200).all(0).sum()) >= count * pictures.SIDE**2
+    with new_figure(pictures.HEAD + -(-count // pictures.COLUMNS) * pictures.ROW) as figure:
+        pictures.draw_grid(figure, images, captions)
+        found = assert_legible(figure)
+    assert (found.count("T-shirt/top"), found.count("Ankle boot")) == (count, count)
+
+
+def test_pictures_draw_no_random_number() -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    confusion_pictures(confused(30), names(30))
+    grid_picture(torch.zeros(3, 1, 8, 8, dtype=torch.uint8), [("a", "b")] * 3)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
