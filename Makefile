@@ -61,7 +61,7 @@ clean: ## Remove .venv and caches; runs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-LOCKS := .lock -s3.lock -gpu.lock -test.lock -text.lock -trainers.lock -hf.lock -trackers.lock
+LOCKS := .lock -s3.lock -test.lock -text.lock -trainers.lock -hf.lock -trackers.lock
 $(VENV)/.ready: $(addprefix docker/requirements,$(LOCKS)) tests/rigs/skypilot.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed, $(PYTHON) is not. Name one: make venv PYTHON=python3.12"; exit 1; }

@@ -19,7 +19,7 @@ pip=$scratch/venv/bin/pip
 { grep -E '^torch(vision)?==' docker/requirements.lock; echo 'python-dateutil<3'; } > "$scratch/pinned"
 : > "$scratch/listed"
 # The runtime first: an extra may not change its versions, and lists only what it adds
-for extra in "" s3 gpu horovod test text trainers trackers hf gcs azure; do
+for extra in "" s3 horovod test text trainers trackers hf gcs azure; do
   "$pip" install --quiet --editable ".${extra:+[$extra]}" --constraint "$scratch/pinned"
   "$pip" freeze --all --exclude-editable --exclude pip --exclude wheel > "$scratch/pinned"
   if [[ -z $extra ]]; then grep -E "$cuda" "$scratch/pinned" | write docker/requirements-cuda.lock; fi

@@ -360,14 +360,14 @@ def test_docs_and_messages_name_extras_that_exist() -> None:
         for found in re.findall(r"(?:rankup|\.)\\?\[(\w+)\\?\]'|extra `(\w+)`|EXTRAS=([a-z]\w*)", read(name))
         for extra in found if extra
     ]
-    assert {"s3", "gpu", "trainers", "text"} <= {extra for _, extra in named}
+    assert {"s3", "trainers", "text"} <= {extra for _, extra in named}
     assert [(name, extra) for name, extra in named if extra not in extras] == []
 
 
 def test_docs_lock_fits_the_bounds() -> None:
     project = tomllib.loads(read("pyproject.toml"))["project"]
     lists = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docker").glob("requirements*.lock"))
-    assert len(lists) == 12
+    assert len(lists) == 11
     lines = [line for name in lists for line in read(name).splitlines() if not line.startswith(("#", "--"))]
     assert len({line.split("==")[0] for line in lines}) == len(lines)
     locked = {line.split("==")[0].lower().replace("_", "-"): line.split("==")[1].split(";")[0] for line in lines}

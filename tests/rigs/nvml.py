@@ -3,9 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
+import pynvml
 
-pynvml = pytest.importorskip("pynvml")
 H100 = {
     "nvmlDeviceGetName": "NVIDIA H100 80GB HBM3", "nvmlDeviceGetRemappedRows": (0, 0, 0, 0),
     "nvmlDeviceGetTotalEccErrors": 0, "nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonGpuIdle,

@@ -148,7 +148,7 @@ def test_the_context_holds_the_program_and_nothing_of_the_users() -> None:
     assert "*" in lines
     allowed = [line[1:] for line in lines if line.startswith("!")]
     assert allowed
-    assert all((ROOT / name).exists() for name in allowed)
+    assert all(any(ROOT.glob(name)) for name in allowed)
     assert not {"runs", ".git", ".env", ".venv", "tests"} & set(allowed)
 
 
@@ -191,7 +191,7 @@ chmod +x "$3/bin/pip"
 def test_lock_lists_every_package_once_and_keeps_comments_and_options(tmp_path: Path) -> None:
     (tmp_path / "docker" / "host").mkdir(parents=True)
     shutil.copy(DOCKER / "host" / "lock.sh", tmp_path / "docker" / "host")
-    extras = ("s3", "gpu", "test", "text", "horovod", "trainers", "hf", "trackers", "gcs", "azure")
+    extras = ("s3", "test", "text", "horovod", "trainers", "hf", "trackers", "gcs", "azure")
     for name in ("requirements", *(f"requirements-{part}" for part in ("cuda", *extras))):
         (tmp_path / "docker" / f"{name}.lock").write_text(f"# {name}\n--option\ngone==1\ntorch==1.2\n")
     (tmp_path / "python").write_text(STAND_IN)

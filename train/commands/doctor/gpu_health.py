@@ -4,6 +4,7 @@ Nothing is measured and no GPU is used: NVML says what the driver knows already.
 all of this says nothing.
 """
 
+import importlib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -52,16 +53,12 @@ def gpus(
 
     `environ`, `nvml` (in place of pynvml) and `root` are for tests.
     """
-    nvml = nvml or _library()
-    given = Path(root, "dev/nvidiactl").exists()  # not so in a container that was given no GPU of its machine
-    if nvml is None:
-        if given:
-            yield Finding(STAGE, NOTE, "their health is not asked for: pip install nvidia-ml-py (the extra `gpu`)")
-        return
+    nvml = nvml or importlib.import_module("pynvml")  # slow: only where it is asked
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        if error.value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND and given:
+        # A container that was given no GPU of its machine has no such file
+        if error.value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND and Path(root, "dev/nvidiactl").exists():
             missing = "this container lacks the driver's library NVML (NVIDIA_DRIVER_CAPABILITIES must have utility)"
             yield Finding(STAGE, NOTE, f"their health can't be asked for: {missing}")
         if error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
@@ -81,14 +78,6 @@ def driver_version(root: Path = Path("/")) -> str:
     """The version of NVIDIA's kernel driver, such as 570.124.06, also in a container; "" where there is none."""
     found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", read(root / "proc/driver/nvidia/version"))
     return found[0] if found else ""
-
-
-def _library() -> Any:
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    return pynvml
 
 
 def _check(nvml: Any, launch: Launch, environ: Mapping[str, str]) -> Iterator[Finding]:
