@@ -25,10 +25,10 @@ extras=$(setting EXTRAS)
 version=$(docker run --rm --network none --entrypoint python3 "$base" \
   -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-fill() { # FOLDER OPTION LIST...: the wheels of the lists, unless the folder holds them already
-  local folder=$1 option=$2 wanted python
-  shift 2
-  wanted=$(cat "${@/#/docker/}" docker/requirements-cuda.lock <(echo "$version $index") | sha256sum)
+fill() { # FOLDER LIST...: the wheels of the lists, unless the folder holds them already
+  local folder=$1 wanted python
+  shift
+  wanted=$(cat docker/requirements*.lock <(echo "$* $version $index") | sha256sum)
   if [[ $wanted == "$(cat "$folder/.wanted" 2> /dev/null)" ]]; then
     echo "wheels: $folder is up to date ($(du -sh "$folder" | cut -f1))"
     return
@@ -42,14 +42,15 @@ fill() { # FOLDER OPTION LIST...: the wheels of the lists, unless the folder hol
   fi
   echo "wheels: downloading for Python $version with $($python -m pip --version | cut -d' ' -f1,2) of $python"
   rm -f "$folder"/*.whl "$folder/.wanted"
+  # A list names only what it adds to others: what it needs of them comes along, in the versions that they name
   "$python" -m pip download -qq --dest "$folder" "${@/#/--requirement=docker/}" --only-binary :all: \
-    --python-version "$version" ${index:+--extra-index-url "$index"} ${option:+"$option"}
+    "${locks[@]/#/--constraint=}" --python-version "$version" ${index:+--extra-index-url "$index"}
   echo "$wanted" > "$folder/.wanted"
   echo "wheels: $(find "$folder" -name '*.whl' | wc -l) files in $folder, $(du -sh "$folder" | cut -f1)"
 }
 
-fill docker/wheels "" requirements.lock
-# In a folder of their own, so that the layer of all other packages stays as it is. A lock lists what it adds to the
-# others, all of it: without --no-deps pip would fetch torch again
+locks=(docker/requirements*.lock)
+fill docker/wheels requirements.lock
+# In a folder of their own, so that the layer of all other packages stays as it is
 # shellcheck disable=SC2046,SC2086  # a list of words
-if [[ -n $extras ]]; then fill docker/extra-wheels --no-deps $(printf 'requirements-%s.lock ' $extras); fi
+if [[ -n $extras ]]; then fill docker/extra-wheels $(printf 'requirements-%s.lock ' $extras); fi
