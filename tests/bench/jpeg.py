@@ -1,9 +1,10 @@
 """How fast are folders of JPEG files read here, beside torchvision's ImageFolder with a DataLoader?
 
-    python tests/bench/jpeg.py --workers 2 --repeats 5
+    python tests/bench/jpeg.py --workers 0,2 --repeats 5
 
-Both sides get the same files and workers, and end with normalised float32 batches in the training process. They take
-turns, and each number is the median of the repeats. A second table trains ResNet-18 and says which share of a step is
+Both sides get the same files and workers, and end with normalised float32 batches in the training process. Files are
+listed before the clock starts, workers are started after. The sides take turns, and each number is the median of the
+repeats. A second table trains ResNet-18 and says which share of a step is
 waiting for data. The files are made here, 500 x 375 pixels. Nothing is asserted.
 """
 
@@ -32,6 +33,7 @@ from torchvision import transforms  # noqa: E402
 from tests.rigs.photographs import photograph  # noqa: E402
 from train.commands.machine import cpu_model  # noqa: E402
 from train.config import Config  # noqa: E402
+from train.data import Samples  # noqa: E402
 from train.data.loader import open_loader  # noqa: E402
 from train.data.order import Order  # noqa: E402
 from train.process.allocator import keep_freed_memory  # noqa: E402
@@ -73,7 +75,12 @@ def torchvisions(root: Path, recipe: str, *, batch_size: int, workers: int) -> B
     transform = transforms.Compose([*RECIPES[recipe][1], transforms.ToTensor(), normalize])
     found = torchvision.datasets.ImageFolder(str(root / "train"), transform)
     loader = DataLoader(found, batch_size=batch_size, shuffle=True, drop_last=True, num_workers=workers)
-    return (batch for batch, _ in loader)
+    return _inputs(loader)
+
+
+def _inputs(loader: DataLoader[Any]) -> Batches:
+    for batch, _ in loader:  # a function of its own: the first batch that is asked for starts the workers
+        yield batch
 
 
 def ours(
@@ -84,12 +91,15 @@ def ours(
         dataset="imagefolder", data_dir=str(root), augment=RECIPES[recipe][0], batch_size=batch_size, model="cnn",
         cache_images=cached,
     )
-    workload = images.build(config)
+    samples = images.build(config).train
+    return _normalized(samples, Order(len(samples), batch_size, seed=0), epochs=epochs, workers=workers)
+
+
+def _normalized(samples: Samples, order: Order, *, epochs: int, workers: int) -> Batches:
     normalize = images.Normalize(images.MEAN, images.STD)
-    order = Order(len(workload.train), batch_size, seed=0)
     steps = epochs * order.steps_per_epoch
     loader = open_loader(
-        workload.train, order.batches(0, steps), device=CPU, stop=StopRequest(), num_workers=workers, prefetch_factor=2
+        samples, order.batches(0, steps), device=CPU, stop=StopRequest(), num_workers=workers, prefetch_factor=2
     )
     try:
         for _ in range(steps):
@@ -166,31 +176,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--images", type=int, default=1280)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", default="0,2", help="numbers of workers, a table for each")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="of ResNet-18, in each repeat; 0: none")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # as training does; torchvision's side gains from it too
     before = os.getloadavg()[0]
-    options = {"batch_size": arguments.batch_size, "workers": arguments.workers}
+    numbers = [int(number) for number in arguments.workers.split(",")]
+    options = {"batch_size": arguments.batch_size, "repeats": arguments.repeats}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         make_files(root, arguments.images)
         epoch = arguments.images // arguments.batch_size
-        loading = measure_loading(root, repeats=arguments.repeats, steps=epoch, **options)
-        waiting = measure_waiting(root, repeats=arguments.repeats, steps=arguments.steps, **options) \
+        loading = {number: measure_loading(root, steps=epoch, workers=number, **options) for number in numbers}
+        waiting = measure_waiting(root, steps=arguments.steps, workers=max(numbers), **options) \
             if arguments.steps else {}
     print(
-        f"{cpu_model()}, {os.cpu_count()} CPUs (load {before:.1f} before), one thread a process, {arguments.workers} "
-        f"workers, batch {arguments.batch_size}, {arguments.images} files of 500 x 375; torch {torch.__version__}, "
-        f"torchvision {torchvision.__version__}, {datetime.date.today().isoformat()}.\n"
+        f"{cpu_model()}, {os.cpu_count()} CPUs (load {before:.1f} before), one thread a process, batch "
+        f"{arguments.batch_size}, {arguments.images} files of 500 x 375; torch {torch.__version__}, "
+        f"torchvision {torchvision.__version__}, {datetime.date.today().isoformat()}."
     )
-    print("| images/s | torchvision | rankup | ratio |\n|---|---|---|---|")
-    for name, (theirs, own) in loading.items():
-        print(f"| {name} | {theirs:,.0f} | {own:,.0f} | {own / theirs:.2f} |")
+    for number, table in loading.items():
+        print(f"\n| images/s, {number} workers | torchvision | rankup | ratio |\n|---|---|---|---|")
+        for name, (theirs, own) in table.items():
+            print(f"| {name} | {theirs:,.0f} | {own:,.0f} | {own / theirs:.2f} |")
     if waiting:
-        print("\n| share of a ResNet-18 step that waits for data (images/s) | torchvision | rankup |\n|---|---|---|")
+        print(f"\n| share of a ResNet-18 step that waits for data, {max(numbers)} workers | torchvision | rankup |")
+        print("|---|---|---|")
     for name, ((their_share, their_speed), (own_share, own_speed)) in waiting.items():
         print(f"| {name} | {their_share:.1%} ({their_speed:.1f}) | {own_share:.1%} ({own_speed:.1f}) |")
 
