@@ -4,8 +4,8 @@
 
 Both sides get the same files and workers, and end with normalised float32 batches in the training process. Files are
 listed before the clock starts, workers are started after. The sides take turns, and each number is the median of the
-repeats. A second table trains ResNet-18 and says which share of a step is
-waiting for data. The files are made here, 500 x 375 pixels. Nothing is asserted.
+repeats. The last table trains ResNet-18 and says which share of a step is waiting for data. The files are made here,
+500 x 375 pixels. Nothing is asserted.
 """
 
 import argparse
@@ -202,7 +202,7 @@ def main() -> None:
         for name, (theirs, own) in table.items():
             print(f"| {name} | {theirs:,.0f} | {own:,.0f} | {own / theirs:.2f} |")
     if waiting:
-        print(f"\n| share of a ResNet-18 step that waits for data, {max(numbers)} workers | torchvision | rankup |")
+        print(f"\n| ResNet-18, {max(numbers)} workers: waiting for data (images/s) | torchvision | rankup |")
         print("|---|---|---|")
     for name, ((their_share, their_speed), (own_share, own_speed)) in waiting.items():
         print(f"| {name} | {their_share:.1%} ({their_speed:.1f}) | {own_share:.1%} ({own_speed:.1f}) |")
