@@ -6,7 +6,9 @@ VENV ?= .venv
 ARGS ?=
 
 # A venv of your own is used as it is; one that does not exist yet is made.
-READY := $(if $(and $(filter-out .venv,$(VENV)),$(wildcard $(VENV)/bin/python)),,$(VENV)/.ready)
+OWN := $(and $(filter-out .venv,$(VENV)),$(wildcard $(VENV)/bin/python))
+READY := $(if $(OWN),,$(VENV)/.ready)
+TESTED := $(if $(OWN),,$(VENV)/.ready-for-tests)
 RUN := $(abspath $(VENV))/bin/
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -14,7 +16,8 @@ help: ## Print this help
 	@awk -F ':.*## ' '/^[a-z0-9 -]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "More arguments: make demo ARGS='--epochs 3', make unit ARGS='-k data'"
 
-venv: $(READY) ## Make .venv and install the locked versions (once, about 5.6 GB)
+venv: $(READY) ## Make .venv and install what training needs, in locked versions (once, about 5.5 GB)
+venv-tests: $(TESTED) ## Add what the tests need to .venv (make test does so)
 
 demo: $(READY) ## Train Fashion-MNIST on two simulated nodes of this machine, about a minute
 	@PATH="$(RUN):$$PATH" bash train/demo.sh $(ARGS)
@@ -34,21 +37,21 @@ slurm-local-down: ; @slurm/local.sh down ## Remove it again
 sif: ; @slurm/sif.sh ## Make rankup.sif, for Apptainer, of the image that make image builds
 
 test: lint types unit ## All checks: lint, types, tests. This is what CI runs
-lint: $(READY) ; $(RUN)ruff check . ## ruff: mistakes and import order
-types: $(READY) ; $(RUN)mypy ## mypy, strict on train/
-unit: $(READY) ; $(RUN)python -m pytest $(ARGS) ## pytest
+lint: $(TESTED) ; $(RUN)ruff check . ## ruff: mistakes and import order
+types: $(TESTED) ; $(RUN)mypy ## mypy, strict on train/
+unit: $(TESTED) ; $(RUN)python -m pytest $(ARGS) ## pytest
 
-engine: $(READY) ## pytest on a real container engine: builds the image, starts and kills containers (root)
+engine: $(TESTED) ## pytest on a real container engine: builds the image, starts and kills containers (root)
 	RANKUP_ENGINE=1 $(RUN)python -m pytest tests/launchers/compose tests/launchers/k8s $(ARGS)
 
-soak: $(READY) ## The tests with random faults, a hundred runs of each, and a rank lost at every place (hours)
+soak: $(TESTED) ## The tests with random faults, a hundred runs of each, and a rank lost at every place (hours)
 	RANKUP_RUNS=100 $(RUN)python -m pytest --timeout 0 $(or $(ARGS),$(shell grep -rl RANKUP_RUNS tests --include="test_*.py"))
 	$(RUN)python -m tests.soak --random 100
 
 compare: $(READY) ; $(RUN)python -m train.main compare $(ARGS) ## Methods and launchers side by side (ARGS: settings)
 doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Is this machine fit to train? (ARGS: settings)
-throughput: $(READY) ; $(RUN)python tests/bench/throughput.py $(ARGS) ## Measure images/s, start, save and load here
-race: $(READY) ## Race the tutorial's loop, Accelerate, Lightning and a loop tuned by hand (ARGS: --repeats 3)
+throughput: $(TESTED) ; $(RUN)python tests/bench/throughput.py $(ARGS) ## Measure images/s, start, save and load here
+race: $(TESTED) ## Race the tutorial's loop, Accelerate, Lightning and a loop tuned by hand (ARGS: --repeats 3)
 	$(RUN)python tests/bench/race.py $(ARGS)
 
 k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it (OVERLAY=gpu): k8s/README.md
@@ -61,19 +64,19 @@ clean: ## Remove .venv and caches; runs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-LOCKS := .lock -s3.lock -test.lock -text.lock -trainers.lock -hf.lock -trackers.lock
-$(VENV)/.ready: $(addprefix docker/requirements,$(LOCKS)) tests/rigs/skypilot.txt pyproject.toml
+INSTALL = docker/host/install.sh $(VENV)
+LOCKS := -s3 -test -text -trainers -hf -trackers
+$(VENV)/.ready: docker/requirements.lock docker/host/install.sh pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed, $(PYTHON) is not. Name one: make venv PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
 		{ echo "$(PYTHON) can't make virtual environments. On Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
-	@echo "Installing PyTorch and the rest into $(VENV) (once; about 5.6 GB on Linux)"
-	$(PYTHON) -m venv $(VENV)
-	@# Silent where nobody watches: a hundred lines of "Collecting" hide the one that matters
-	@test -t 1 || export PIP_QUIET=1; set -x; $(RUN)pip install $(addprefix -r ,$(filter %.lock,$^)) -c docker/requirements-horovod.lock
-	@PIP_QUIET=1 $(RUN)pip install --no-deps --upgrade --target $(VENV)/skypilot -r tests/rigs/skypilot.txt
-	@# The command `rankup`; built with the setuptools just installed, so that pip looks nothing up
-	@PIP_QUIET=1 $(RUN)pip install --no-deps --no-build-isolation --editable .
+	@echo "Installing PyTorch and the rest into $(VENV) (once; about 5.5 GB on Linux)"
+	@$(INSTALL) training $(PYTHON)
+	@touch $@
+$(VENV)/.ready-for-tests: $(VENV)/.ready $(LOCKS:%=docker/requirements%.lock) tests/rigs/skypilot.txt
+	@echo "Installing what the tests need into $(VENV) (once; about 1.4 GB)"
+	@$(INSTALL) tests $(PYTHON)
 	@touch $@
 
-.PHONY: doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down sif engine help venv demo up down image wheels push test lint types unit soak throughput race lock clean
+.PHONY: venv-tests doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down sif engine help venv demo up down image wheels push test lint types unit soak throughput race lock clean
