@@ -22,15 +22,22 @@ from train.process.status import read_json
 IN_CI = os.environ.get("CI") == "true"
 # Building and killing containers takes a quarter of an hour, 20 GB and root
 ENGINE_WANTED = bool(os.environ.get("RANKUP_ENGINE"))
+# pytest-xdist's processes: each runs tests, and the one that started them runs none
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 # Children inherit it, so that those still alive at the end can be found, whoever started them.
 SESSION = "PYTEST_SESSION_OF_CHILDREN"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """For this process and its children: nothing of a launcher, warnings are errors, one thread, one locale."""
-    for name in [name for name in os.environ if FOREIGN.match(name) and name not in ("RANKUP_RUNS", "RANKUP_SEED")]:
+    keep = {"RANKUP_RUNS", "RANKUP_SEED"}
+    if config.getoption("numprocesses", None) and not IS_WORKER:  # the workers read it too, and remove it
+        keep.add("RANKUP_ENGINE")
+    for name in [name for name in os.environ if FOREIGN.match(name) and name not in keep]:
         del os.environ[name]
-    os.environ |= {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1", SESSION: secrets.token_hex(8)}
+    os.environ |= {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
+    if not IS_WORKER:
+        os.environ[SESSION] = secrets.token_hex(8)
     for name in ("LC_ALL", "LC_MESSAGES", "LANG"):  # explain answers in the language of the locale
         os.environ.pop(name, None)
     # A shell starts its background jobs with Ctrl-C ignored. Their children inherit that, and a shell can't undo it
@@ -42,6 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    first = {name: place for place, name in enumerate(["slurm", "containers", "pods"])}
+    items.sort(key=lambda item: first.get(_group(item), len(first)))  # the longest; the sort keeps the order of the rest
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
@@ -49,6 +60,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _group(item: pytest.Item) -> str:
+    """Tests of one group run one after the other in one process: they share a Slurm, the engine, or a file's fixtures."""
+    fixtures = getattr(item, "fixturenames", ())
+    if item.path.parent.name == "slurm":
+        return "slurm"
+    return "pods" if "pods" in fixtures else "containers" if "image" in fixtures else item.nodeid.split("::")[0]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -74,6 +93,8 @@ def pytest_make_collect_report() -> Iterator[None]:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """No orphan is left: every process that the tests started has ended by now, or is just ending."""
+    if IS_WORKER:
+        return
     left = psutil.wait_procs(list(_children_left()), timeout=60)[1]
     if left:
         lines = "\n".join(f"  {process}" for process in left)

@@ -1,6 +1,6 @@
 """Requests and bytes that a checkpoint costs on S3, counted at a door before a real server of S3's protocol.
 
-Run: python tests/bench/uploads.py --mib 100      (s3fs and moto are needed: make venv)
+Run: python tests/bench/uploads.py --mib 100      (s3fs and moto are needed: make venv-tests)
 """
 
 import argparse

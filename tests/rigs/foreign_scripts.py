@@ -48,7 +48,7 @@ class Script:
     def why_not(self) -> str:
         """Why it can't run here, or ""."""
         missing = self.package and find_spec(self.package) is None
-        return f"no {self.package} here: make venv installs it" if missing else ""
+        return f"no {self.package} here: make venv-tests installs it" if missing else ""
 
 
 SCRIPTS = {

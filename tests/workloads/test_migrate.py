@@ -53,8 +53,8 @@ PAIRS = (
     Pair("one_gpu", 1),
     Pair("data_parallel", 1, method="dp"),
     Pair("ddp", 2),
-    Pair("lightning", 2, package="lightning", why_not="no Lightning here: make venv installs it"),
-    Pair("accelerate", 2, package="accelerate", why_not="no Accelerate here: make venv installs it"),
+    Pair("lightning", 2, package="lightning", why_not="no Lightning here: make venv-tests installs it"),
+    Pair("accelerate", 2, package="accelerate", why_not="no Accelerate here: make venv-tests installs it"),
     Pair("horovod", 2, package="horovod", why_not="no Horovod here: make horovod builds it"),
 )
 

@@ -40,7 +40,7 @@ JOB = "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 60"
 def read(folder: Path, text: str, codes: object = ()) -> subprocess.CompletedProcess[str]:
     """What SkyPilot's own parser makes of a file with this text."""
     if not PACKAGE.exists():
-        pytest.skip(f"no SkyPilot in {PACKAGE}: make venv puts it there")
+        pytest.skip(f"no SkyPilot in {PACKAGE}: make venv-tests puts it there")
     (folder / "task.yaml").write_text(text)
     env = {"HOME": str(folder), "PYTHONPATH": str(PACKAGE), "PYTHONWARNINGS": "ignore",
            "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
