@@ -68,15 +68,9 @@ clean: ## Remove .venv and caches; runs/ stays
 INSTALL = docker/host/install.sh $(VENV)
 LOCKS := -s3 -test -text -trainers -hf -trackers
 $(VENV)/.ready: docker/requirements.lock docker/host/install.sh pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "Python 3.11 or newer is needed, $(PYTHON) is not. Name one: make venv PYTHON=python3.12"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
-		{ echo "$(PYTHON) can't make virtual environments. On Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
-	@echo "Installing PyTorch and the rest into $(VENV) (once; about 5.5 GB on Linux)"
 	@$(INSTALL) training $(PYTHON)
 	@touch $@
 $(VENV)/.ready-for-tests: $(VENV)/.ready $(LOCKS:%=docker/requirements%.lock) tests/rigs/skypilot.txt
-	@echo "Installing what the tests need into $(VENV) (once; about 1.4 GB)"
 	@$(INSTALL) tests $(PYTHON)
 	@touch $@
 

@@ -13,6 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 [[ -t 1 ]] || export PIP_QUIET=1
 
 say() { echo "install: $*"; }
+fail() { say "$@" >&2; exit 2; }
 lists() { printf -- '-r\ndocker/requirements%s.lock\n' "$@"; }
 if [[ -n ${TORCH_INDEX:-} ]]; then
   export PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:-$("$python" -m pip config get global.extra-index-url 2> /dev/null || true)} $TORCH_INDEX"
@@ -25,19 +26,16 @@ configured() { # NAME: pip's value, from its variable or its files; nothing wher
   if [[ -n ${!variable:-} ]]; then echo "${!variable}"; else "$venv/bin/pip" config get "global.$1" 2> /dev/null || true; fi
 }
 hand_over() {
-  local index links certificates
+  local index certificates
   index=$(configured index-url)
-  links=$(configured find-links)
   certificates=$(configured cert)
   [[ -z $index ]] || export UV_DEFAULT_INDEX=$index
-  UV_INDEX=$(configured extra-index-url | tr -s '\n ' ' ')
-  UV_INDEX=${UV_INDEX% }
-  if [[ -n ${UV_INDEX// /} ]]; then export UV_INDEX=${UV_INDEX# }; else unset UV_INDEX; fi
-  [[ -z $links ]] || UV_FIND_LINKS=$(tr -s '\n ' ',' <<< "$links" | sed 's/,$//')
-  [[ -z $links ]] || export UV_FIND_LINKS
+  UV_INDEX=$(configured extra-index-url | xargs)
+  UV_FIND_LINKS=$(configured find-links | xargs | tr ' ' ',')
+  export UV_INDEX UV_FIND_LINKS
   [[ -z $certificates ]] || export SSL_CERT_FILE=$certificates
   # As pip does: the best version of all indexes, not of the first that knows the name
-  export UV_INDEX_STRATEGY=unsafe-best-match UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1 UV_PYTHON="$venv/bin/python" UV_LINK_MODE=copy
+  export UV_INDEX_STRATEGY=unsafe-best-match UV_SYSTEM_CERTS=1 UV_PYTHON="$venv/bin/python"
   [[ -t 1 ]] || export UV_NO_PROGRESS=1
 }
 install() { # ARGUMENT...: of `pip install`
@@ -49,7 +47,15 @@ install() { # ARGUMENT...: of `pip install`
   "$venv/bin/pip" install "$@"
 }
 
-if [[ ! -x $venv/bin/pip ]]; then "$python" -m venv "$venv"; fi
+if [[ ! -x $venv/bin/pip ]]; then
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "Python 3.11 or newer is needed, $python is not. Name one: make venv PYTHON=python3.12"
+  "$python" -c 'import ensurepip' 2> /dev/null ||
+    fail "$python can't make virtual environments. On Debian and Ubuntu: sudo apt install python3-venv"
+  "$python" -m venv "$venv"
+fi
+if [[ $what == training ]]; then size="5.5 GB, most of it PyTorch"; else size="1.4 GB"; fi
+say "packages for $what go into $venv (once; about $size)"
 uv_works=1
 "$venv/bin/pip" install --quiet "uv==$UV" || { say "no uv $UV: going on with pip"; uv_works=0; }
 hand_over
