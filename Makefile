@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+PROCESSES ?= $(if $(ARGS),0,4)
 
 # A venv of your own is used as it is; one that does not exist yet is made.
 OWN := $(and $(filter-out .venv,$(VENV)),$(wildcard $(VENV)/bin/python))
@@ -39,8 +40,8 @@ sif: ; @slurm/sif.sh ## Make rankup.sif, for Apptainer, of the image that make i
 test: lint types unit ## All checks: lint, types, tests. This is what CI runs
 lint: $(TESTED) ; $(RUN)ruff check . ## ruff: mistakes and import order
 types: $(TESTED) ; $(RUN)mypy ## mypy, strict on train/
-unit: $(TESTED) ## pytest; all tests in four processes, those that ARGS names in one
-	$(RUN)python -m pytest $(or $(ARGS),-n 4 --dist loadgroup --no-loadscope-reorder --durations=40)
+unit: $(TESTED) ## pytest, in four processes (PROCESSES=2), or in one where ARGS selects tests
+	$(RUN)python -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 engine: $(TESTED) ## pytest on a real container engine: builds the image, starts and kills containers (root)
 	RANKUP_ENGINE=1 $(RUN)python -m pytest tests/launchers/compose tests/launchers/k8s $(ARGS)
