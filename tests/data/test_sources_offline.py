@@ -22,7 +22,8 @@ from train.data.sources import cache, fashion_mnist, fetch, load
 from train.data.sources.fetch import NotFetched, Remote
 from train.data.sources.idx import write_idx
 from train.data.sources.mnist_family import locate, read_half
-from train.errors import DataError
+from train.errors import DataError, UserError
+from train.process import context
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0
@@ -251,6 +252,20 @@ def test_cache_is_the_named_one_then_the_users_then_the_temporary(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert cache.writable_cache() == tmp_path / f"rankup-{os.geteuid()}"
     assert (tmp_path / f"rankup-{os.geteuid()}").stat().st_mode & 0o777 == 0o700
+
+
+def test_cache_folder_that_another_user_prepared_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANKUP_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "~")  # as for a user without a home directory
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "rankup-4711" / "FashionMNIST").mkdir(parents=True)
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    assert cache.cached("FashionMNIST") is None
+    with pytest.raises(DataError, match="cannot be written"):
+        cache.writable_cache()
+    with pytest.raises(UserError, match=rf"{tmp_path}/rankup-4711 must belong to this user"):
+        context.cache_root()
 
 
 def test_named_cache_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

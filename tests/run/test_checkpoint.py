@@ -18,6 +18,7 @@ from tests.rigs.jobs import result
 from train.errors import UserError
 from train.run import publish, weights
 from train.run.checkpoint import find_problem, list_checkpoints, load_checkpoint, load_newest
+from train.run.sharded_checkpoint import fingerprint_file
 from train.run.training_state import unpack
 
 RUNS = int(os.environ.get("RANKUP_RUNS", "30"))
@@ -101,6 +102,20 @@ def test_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path, damage: str)
     assert step == 10
     assert len(said) == 1
     assert said[0].startswith(f"checkpoint step-00000020 was passed over: {why}")
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "../secret", "shards/../../secret", "shards//etc/hostname"])
+def test_manifest_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
+    """What it names is read, and copied to where the run is mirrored."""
+    path = save(tmp_path, 10)
+    (path / "shards").mkdir()
+    (tmp_path / "secret").write_text("secret")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][name] = fingerprint_file(path / name) if "shards//" not in name else {}
+    if name.startswith("shards"):
+        manifest["files"].pop("model.pt")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert find_problem(path) == "manifest.json is damaged"
 
 
 def test_any_flipped_byte_is_found(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Where a rescue is written, who may take it, and what is left of it in the end."""
 
+import json
 import os
 import shutil
 import stat
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rigs.checkpoints import flip, training_state
+from tests.rigs.checkpoints import flip, train, training_state
+from tests.rigs.fork_server import Forks
 from train.config import Config
 from train.run import rescue
 from train.run.checkpoint import Checkpoint, load_checkpoint
 from train.run.lineage import Lineage
+from train.run.sharded_checkpoint import fingerprint_file
 
 RUN, ATTEMPT = "0123456789abcdef", "20200101T000000-abcdef"
 LINEAGE = Lineage(RUN, ATTEMPT, "", [ATTEMPT])
@@ -229,6 +232,30 @@ def test_rescue_that_nobody_went_on_with_is_removed_after_a_week(memory: Path) -
     os.utime(old, (0, time.time() - 8 * 24 * 3600))
     write(7)
     assert {path.name for path in old.parent.iterdir()} == {RUN, "0000000000000000"}
+
+
+@pytest.mark.parametrize("file", ["run.json", "state.json"])
+def test_id_of_a_run_leads_to_no_folder_elsewhere(forks: Forks, tmp_path: Path, file: str) -> None:
+    """Rescues lie in a folder of that name, and are removed."""
+    victim = tmp_path / "private" / "thesis"
+    for folder in (victim.parent, victim):
+        folder.mkdir(mode=0o700)
+    (victim / "text").write_text("years of work")
+    line = train(tmp_path / "run", "--max-steps", "4", "--save-every-steps", "4")
+    codes, output = forks.run(*line)
+    assert codes == [0], output
+    checkpoint = tmp_path / "run/checkpoints/step-00000004"
+    changed = tmp_path / "run/run.json" if file == "run.json" else checkpoint / file
+    changed.write_text(json.dumps({**json.loads(changed.read_text()), "run": str(victim)}))
+    if file == "state.json":
+        (tmp_path / "run/run.json").unlink()
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        manifest["files"][file] = fingerprint_file(changed)
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    codes, output = forks.run(*line[:-3], "8", *line[-2:])
+    assert codes == [0 if file == "run.json" else 2], output
+    assert file == "run.json" or f'must be of a run with an id, got "{victim}"' in output
+    assert (victim / "text").exists()
 
 
 # Lineage --------------------------------------------------------------------------------------------------------

@@ -1,18 +1,20 @@
 """Sharded checkpoints: each rank writes its part, whole or not at all; they resume and load wherever plain ones do."""
 
 import enum
+import io
 import json
 import os
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorProperties
 
 from tests.rigs.bare_group import group_of
 from tests.rigs.checkpoints import training_state
@@ -235,14 +237,62 @@ def test_damaged_one_is_passed_over_and_said(trained: Path, tmp_path: Path, dama
 
 
 def test_metadata_runs_nothing_that_somebody_put_there(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.mkdir, (str(tmp_path / "harm"),)
-
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "harm")))
     with pytest.raises(UserError, match="mkdir has no place in it"):
         sharded_checkpoint.read_all_shards(tmp_path)
     assert not (tmp_path / "harm").exists()
+
+
+class Evil:
+    """Makes the folder `where` when it is unpickled."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.where),)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("bytes", "BytesStorageMetadata has no place in it"), ("absolute", "names a file elsewhere"),
+     ("above", "names a file elsewhere")],
+)
+def test_metadata_reads_tensors_of_its_own_folder_alone(
+    forks: Forks, trained: Path, tmp_path: Path, kind: str, message: str
+) -> None:
+    """A weight declared as bytes would be unpickled by torch as it is."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    shards = newest(tmp_path) / "shards"
+    shutil.copy(shards / "__0_0.distcp", tmp_path / "run" / "elsewhere")
+    metadata = pickle.loads((shards / ".metadata").read_bytes())
+    for index, info in metadata.storage_data.items():
+        if kind == "bytes" and index.fqn == "model.0.weight":
+            metadata.state_dict_metadata[index.fqn] = BytesStorageMetadata()
+            content = io.BytesIO()
+            torch.save(Evil(tmp_path / "harm"), content)
+            (shards / "__2_0.distcp").write_bytes(content.getvalue())
+            index = MetadataIndex(index.fqn)
+            info = replace(info, relative_path="__2_0.distcp", offset=0, length=len(content.getvalue()))
+            metadata.storage_data = {**metadata.storage_data, index: info}
+            break
+        if info.relative_path == "__0_0.distcp":
+            info.relative_path = str(tmp_path / "run/elsewhere") if kind == "absolute" else "../../../elsewhere"
+    (shards / ".metadata").write_bytes(pickle.dumps(metadata))
+    sign(newest(tmp_path))
+    line = (*LINE, *SHARDED, "--optimizer", "adamw", "--lr", "0.01", "--max-steps", "15", "--run-dir", tmp_path)
+    codes, output = forks.run(*line)
+    assert not (tmp_path / "harm").exists()
+    assert codes == [2], output
+    assert message in output
+
+
+def sign(path: Path) -> None:
+    """Give the checkpoint a manifest of its files as they are now."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    files = [file for file in path.rglob("*") if file.is_file() and file.name != "manifest.json"]
+    found = {str(file.relative_to(path)): sharded_checkpoint.fingerprint_file(file) for file in files}
+    (path / "manifest.json").write_text(json.dumps({**manifest, "files": found}))
 
 
 def test_members_of_enums_are_read_as_each_release_of_python_writes_them(
@@ -271,9 +321,7 @@ def unreadable(trained: Path, folder: Path) -> Path:
     shutil.rmtree(folder / "run" / "checkpoints" / "step-00000009")
     path = newest(folder)
     (path / "shards/.metadata").write_bytes(b"ctorch.distributed.checkpoint.metadata\nClassOfTorch9\n.")
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["shards/.metadata"] = sharded_checkpoint.fingerprint_file(path / "shards/.metadata")
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    sign(path)
     return folder
 
 

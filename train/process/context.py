@@ -68,8 +68,25 @@ def runs_folder(config: Config) -> Path:
 
 
 def cache_root() -> Path:
-    """The folder of this machine for copies of what is kept elsewhere: RANKUP_CACHE, or the user's cache."""
+    """The folder of this machine for copies of what is kept elsewhere: RANKUP_CACHE, or the user's cache.
+
+    Raises UserError where another user may have prepared it.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     # For a user without a home directory ~ stays as it is
     cache = Path(tempfile.gettempdir(), f"rankup-{os.geteuid()}") if base.startswith("~") else Path(base, "rankup")
-    return Path(cache_folder() or cache)
+    root = Path(cache_folder() or cache)
+    if not is_own(root):
+        raise UserError(f"cache: {root} must belong to this user, got another's. Set RANKUP_CACHE to another folder.")
+    return root
+
+
+def is_own(folder: Path) -> bool:
+    """Whether no other user made `folder`, as all can in the temporary directory. There a missing one is made."""
+    if folder.parent != Path(tempfile.gettempdir()):
+        return True
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder.lstat().st_uid == os.geteuid()
+    except OSError:
+        return False

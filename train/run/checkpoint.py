@@ -25,6 +25,8 @@ from train.run.training_state import TrainingState
 
 # `.replaced`: the earlier one of the same step, for the moment until the new one has its name
 NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+# A manifest may come from outside: no name in it may lead out of the checkpoint's folder
+FILE = re.compile(r"(shards/)?\.?\w[\w.-]*")
 
 
 class AllDamaged(UserError):
@@ -157,6 +159,8 @@ def _read_verified(path: Path) -> tuple[dict[str, bytes], str]:
     try:
         manifest = json.loads((path / "manifest.json").read_bytes())
         entries: dict[str, Fingerprint] = manifest["files"]
+        if not all(FILE.fullmatch(name) for name in entries):
+            raise ValueError
         shards = [name for name in entries if name.startswith(f"{sharded_checkpoint.FOLDER}/")]
         for name in (*([] if shards else ["model.pt"]), "training.pt", "state.json"):
             files[name] = (path / name).read_bytes()

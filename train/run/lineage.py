@@ -7,6 +7,7 @@ attempt of this run, and of its present line of attempts.
 
 import dataclasses
 import os
+import re
 import secrets
 import time
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, Self
 from train.process.status import read_json, write_json
 
 FILE = "run.json"
+RUN_ID = re.compile(r"[\w-]+")  # it names folders, of which rescues are removed
 # What belongs to the run that a directory holds, and is put aside where another one takes its place
 OF_RUN = ("checkpoints", "tensorboard", "metrics.jsonl", "result.json", "config.yaml", "tracker", FILE)
 
@@ -49,7 +51,8 @@ class Lineage:
     def of(cls, values: Any) -> Self | None:
         """What the file of a run holds, None where that is damaged."""
         names = {field.name for field in dataclasses.fields(cls)}
-        return cls(**values) if isinstance(values, dict) and values.keys() == names else None
+        whole = isinstance(values, dict) and values.keys() == names and RUN_ID.fullmatch(str(values["run"]))
+        return cls(**values) if whole else None
 
     def write(self, run_dir: Path) -> None:
         """Raises OSError."""

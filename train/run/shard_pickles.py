@@ -6,6 +6,7 @@ A pickle runs whatever it names. So both know the classes that torch.distributed
 import enum
 import pickle
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from train.errors import UserError
+
+PART = re.compile(r"__\d+_\d+\.distcp")  # a file of one rank, beside `.metadata`
 
 
 def enum_member(kind: type[enum.Enum], name: str) -> enum.Enum:
@@ -50,7 +53,11 @@ class SafeReader(FileSystemReader):
         path = Path(self.path) / ".metadata"
         try:
             with path.open("rb") as file:
-                return _SafeUnpickler(file).load()  # type: ignore[no-any-return]
+                metadata: Metadata = _SafeUnpickler(file).load()
+            for info in getattr(metadata, "storage_data", {}).values():
+                if not PART.fullmatch(info.relative_path):
+                    raise pickle.UnpicklingError(f"it names a file elsewhere, {info.relative_path}")
+            return metadata
         except Exception as error:  # of a class that moved, pickle raises nearly anything
             # Never "set --fresh": the digest was right, so all of the training is in there
             raise UserError(
@@ -61,10 +68,13 @@ class SafeReader(FileSystemReader):
 
 
 class _SafeUnpickler(pickle.Unpickler):
-    """Knows the classes that torch.distributed.checkpoint writes, and refuses every other name."""
+    """Knows the classes that torch.distributed.checkpoint writes of tensors, and refuses every other name.
+
+    `BytesStorageMetadata` is of values that torch itself would unpickle without a limit.
+    """
 
     NAMES = frozenset({
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_get_layout", "Size", "PosixPath",
         "WindowsPath",
     })

@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import disk_error
-from train.run.checkpoint import find_problem
+from train.run.checkpoint import FILE, find_problem
 from train.run.objects import Objects, parse
 from train.run.publish import STAGING
 
 MANIFEST = "manifest.json"
 NO_MANIFEST = "manifest.json is missing"
 NAME = re.compile(r"(step-(\d{8,}))-[0-9a-f]{12}")
-# A manifest comes from outside: no name in it may lead out of the checkpoint's folder
-_FILE = re.compile(r"(shards/)?\.?\w[\w.-]*")
 
 
 def name_of(path: Path, manifest: bytes) -> str:
@@ -77,7 +75,7 @@ def read_manifest(folder: Objects, name: str) -> tuple[bytes, dict[str, Any], st
         return b"", {}, "manifest.json does not match the digest in the folder's name"
     values = parse(content)
     entries = values.get("files")
-    if not isinstance(entries, dict) or not entries or not all(_FILE.fullmatch(file) for file in entries):
+    if not isinstance(entries, dict) or not entries or not all(FILE.fullmatch(file) for file in entries):
         return b"", {}, "manifest.json is damaged"
     if ours and values.get("step") != int(ours[2]):
         return b"", {}, f"its name says step {int(ours[2])}, its manifest {values.get('step')}"

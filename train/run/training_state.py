@@ -14,6 +14,7 @@ import torch
 
 from train.errors import UserError
 from train.group.group import pack, unpack
+from train.run.lineage import RUN_ID
 
 # Raise it when a field is added, removed or changes its meaning. A checkpoint of another format is refused, because
 # guessing what a missing field was would change the weights of the resumed run without a word.
@@ -74,6 +75,8 @@ class TrainingState:
         found = values.pop("format", None)
         if found != FORMAT:
             raise UserError(f"checkpoint: {path} must be of format {FORMAT}, got format {found}. {WAY_OUT}")
+        if not RUN_ID.fullmatch(str(values["run"])):
+            raise UserError(f'checkpoint: {path} must be of a run with an id, got "{values["run"]}".')
         return cls(**values, **unpack(files["training.pt"]))
 
     def check_random_scheme(self, path: Path) -> None:

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 from train.errors import DataError
+from train.process.context import is_own
 from train.process.env import cache_folder
 
 
@@ -33,7 +34,7 @@ def cache_roots() -> list[Path]:
 
 def cached(name: str) -> Path | None:
     """The first cache folder that holds a folder of this name, or None. It need not be writable."""
-    return next((root for root in cache_roots() if _ours(root) and (root / name).is_dir()), None)
+    return next((root for root in cache_roots() if (root / name).is_dir() and is_own(root)), None)
 
 
 def writable_cache() -> Path:
@@ -45,19 +46,9 @@ def writable_cache() -> Path:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError:
             continue
-        if _ours(root) and os.access(root, os.W_OK | os.X_OK):
+        if is_own(root) and os.access(root, os.W_OK | os.X_OK):
             return root
     raise DataError(
         f"{' and '.join(map(str, roots))}: cannot be written, so no data can be kept there. "
         "Set RANKUP_CACHE or data_dir to a folder that can."
     )
-
-
-def _ours(root: Path) -> bool:
-    # Everybody can write to /tmp: a folder of our name there that another user made is not trusted.
-    if root.parent != Path(tempfile.gettempdir()):
-        return True
-    try:
-        return root.lstat().st_uid == os.geteuid()
-    except OSError:
-        return False
