@@ -52,7 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
     first = {name: place for place, name in enumerate(["slurm", "containers", "pods"])}
-    items.sort(key=lambda item: first.get(_group(item), len(first)))  # the longest; the sort keeps the order of the rest
+    # The longest; the sort keeps the order of the rest
+    items.sort(key=lambda item: first.get(_group(item), len(first)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
@@ -63,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _group(item: pytest.Item) -> str:
-    """Tests of one group run one after the other in one process: they share a Slurm, the engine, or a file's fixtures."""
+    """Tests of one group run one after the other in one process: they share a Slurm, the engine, a file's fixtures."""
     fixtures = getattr(item, "fixturenames", ())
     if item.path.parent.name == "slurm":
         return "slurm"
