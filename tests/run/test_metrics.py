@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,48 @@ def test_lines_past_the_checkpoint_and_half_ones_are_cut(tmp_path: Path) -> None
     assert [json.loads(line) for line in path.read_text().splitlines()] == whole[:2]
     cut_after(tmp_path / "missing.jsonl", 2, 2)
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step": 60001, "tra', b"\0\0\n\n", b'{"step": 60000, "train/loss": 1.0}'])
+def test_restart_reads_and_writes_the_end_of_the_lines_alone(tmp_path: Path, torn: bytes) -> None:
+    """The outcome is that of a look at each line: two attempts may have written at once, and a kill tears a line."""
+    draw = random.Random(len(torn))
+    lines = [made_up_line(step, "train" if step % 100 else "eval") for step in range(1, 60_001)]
+    lines += [made_up_line(draw.randint(60_000, 60_200), draw.choice(("train", "eval"))) for _ in range(300)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes("".join(lines).encode() + torn)
+    entries = [json.loads(line) for line in lines]
+    bounds = [60_050 if "eval/loss" in entry else 60_100 for entry in entries]
+    expected = [entry for entry, bound in zip(entries, bounds, strict=True) if entry["step"] <= bound]
+    expected += [{"step": 60_000, "train/loss": 1.0}] if torn.endswith(b"}") else []
+    before = moved_bytes()
+    found = cut_after(path, 60_100, 60_050, since=60_000)
+    assert moved_bytes() - before < path.stat().st_size / 5
+    assert found == expected[-len(found) :]
+    assert found[0]["step"] < 60_000
+    assert [json.loads(line) for line in path.read_text().splitlines()] == expected
+
+
+def made_up_line(step: int, kind: str) -> str:
+    return json.dumps({"step": step, "time": 1.0, f"{kind}/loss": 1 / step}) + "\n"
+
+
+def moved_bytes() -> int:
+    """What this process has read and written so far."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"]) + int(counts["wchar"])
+
+
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_line_before_the_checkpoint_is_not_written_again(tmp_path: Path, kind: str) -> None:
+    """The last one of its kind may be long ago, and then a restart does not look at it."""
+    other = "eval" if kind == "train" else "train"
+    lines = made_up_line(1, kind) + "".join(made_up_line(step, other) for step in range(2, 4001))
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    newest = {kind: 1, other: 4000}
+    progress = Progress(4000, newest["eval"], {"loss": 1.0}, json.loads(made_up_line(newest["train"], "train")))
+    Metrics(tmp_path, progress, saved=progress, tensorboard=False).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == lines
 
 
 def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.rigs.jobs import free_port, is_comparable, metrics, result
 from tests.rigs.mlflow_server import Server, facts_of, new_server
 from tests.rigs.wandb_files import rows_of
 from train.errors import UserError
+from train.run.metrics import cut_after
 from train.run.trackers import sending, table
 from train.run.trackers.sending import Sender, without_secrets
 from train.run.trackers.tracked_run import Facts, Point
@@ -320,7 +321,7 @@ def test_many_points_are_sent_in_pieces(
     assert [point.step for point in tracked.points] == list(range(1, 1001))
 
 
-def test_sender_of_a_killed_rank_goes_on_in_the_old_file(
+def test_sender_of_a_killed_rank_sends_no_line_twice(
     tmp_path: Path, tracked: Recorded, new_sender: NewSender
 ) -> None:
     """The next attempt cuts the file while the last lines are still being sent."""
@@ -328,14 +329,19 @@ def test_sender_of_a_killed_rank_goes_on_in_the_old_file(
     path.write_text("".join(line(step) for step in range(1, 9)))
     old = new_sender()
     old.look()
-    path.with_name("new").write_text("".join(line(step) for step in range(1, 5)))
-    path.with_name("new").replace(path)
+    cut_after(path, 4, 4)
     with path.open("a") as file:
         file.write(line(5) + line(6))
     old.look()
     new = new_sender()
     new.look("stopped")
     assert [point.step for point in tracked.points] == list(range(1, 9))
+    with path.open("a") as file:  # longer than before: the old one is in the middle of a line
+        file.write(line(70) + line(80) + line(90))
+    with contextlib.suppress(ValueError):
+        old.look("failed")
+    new.look("stopped")
+    assert [point.step for point in tracked.points] == [*range(1, 9), 70, 80, 90]
 
 
 def test_address_of_the_newest_checkpoint_is_told(tmp_path: Path, tracked: Recorded, new_sender: NewSender) -> None:

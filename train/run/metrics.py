@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 
 from train.errors import disk_error
-from train.process.atomic_file import write_atomically
+
+BLOCK = 1 << 16  # bytes of metrics.jsonl that a restart reads first
 
 
 @dataclass(slots=True)
@@ -72,9 +74,9 @@ class Metrics:
             return
         with self._disk():
             path = directory / "metrics.jsonl"
-            entries = cut_after(path, progress.step, progress.evaluated)
+            entries = cut_after(path, progress.step, progress.evaluated, since=saved.step)
             self._file = path.open("a", buffering=1, encoding="utf-8")  # a line is in the file as soon as it is written
-            entries += self._write_missing(entries, progress)
+            entries += self._write_missing(entries, progress, saved)
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # half a second: only where it is used
 
@@ -162,10 +164,16 @@ class Metrics:
             if self._writer is not None:
                 self._show(entry)
 
-    def _write_missing(self, entries: list[dict[str, Any]], progress: Progress) -> list[dict[str, Any]]:
-        """Write the lines of `progress` that a killed rank 0 had no time to write, and return them."""
-        trained = max((entry["step"] for entry in entries if not is_evaluation(entry)), default=0)
-        evaluated = max((entry["step"] for entry in entries if is_evaluation(entry)), default=0)
+    def _write_missing(
+        self, entries: list[dict[str, Any]], progress: Progress, saved: Progress
+    ) -> list[dict[str, Any]]:
+        """Write the lines of `progress` that a killed rank 0 had no time to write, and return them.
+
+        Up to the last line before the checkpoint all are there: `entries` may begin with that line.
+        """
+        there = max((entry["step"] for entry in entries if entry["step"] < saved.step), default=0)
+        trained = max([there, *(entry["step"] for entry in entries if not is_evaluation(entry))])
+        evaluated = max([there, *(entry["step"] for entry in entries if is_evaluation(entry))])
         missing = []
         if progress.line is not None and progress.line["step"] > trained:
             missing.append(progress.line)
@@ -215,21 +223,42 @@ def is_evaluation(entry: dict[str, Any]) -> bool:
     return any(name.startswith("eval/") for name in entry)
 
 
-def cut_after(path: Path, step: int, evaluated: int) -> list[dict[str, Any]]:
+def cut_after(path: Path, step: int, evaluated: int, *, since: int = 0) -> list[dict[str, Any]]:
     """Remove the lines of training after `step` and of evaluation after step `evaluated`, and any half-written line.
 
     A killed attempt wrote them past the state that the run goes on from. The steps are done again: without the cut,
-    each would be there twice. Returns the entries that stay. Raises OSError.
+    each would be there twice. All lines to remove stand behind one of a step before `since`: what is before that line
+    is neither read nor written, for a restart of a long run would wait for it. Returns the entries behind it that stay,
+    and some before. Raises OSError.
     """
     if not path.exists():
         return []
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-            if entry["step"] <= (evaluated if is_evaluation(entry) else step):
-                kept.append(entry)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-    write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in kept))
-    return kept
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        length = BLOCK
+        while True:
+            file.seek(max(0, size - length))
+            tail = file.read()
+            if length < size:
+                tail = tail[tail.find(b"\n") + 1 :]  # the line before it is not whole
+            lines = [line + b"\n" for line in tail.splitlines()]
+            kept = [(line, entry) for line in lines if (entry := _kept_entry(line, step, evaluated)) is not None]
+            if length >= size or any(entry["step"] < since for _, entry in kept):
+                break
+            length *= 4
+        content = b"".join(line for line, _ in kept)
+        if content != tail:
+            # First as long as before: killed between these two, this process leaves empty lines, and loses none
+            file.seek(size - len(tail))
+            file.write(content.ljust(len(tail), b"\n"))
+            file.truncate(size - len(tail) + len(content))
+    return [entry for _, entry in kept]
+
+
+def _kept_entry(line: bytes, step: int, evaluated: int) -> dict[str, Any] | None:
+    """See `cut_after`; None for a line to remove."""
+    try:
+        entry: dict[str, Any] = json.loads(line)
+        return entry if entry["step"] <= (evaluated if is_evaluation(entry) else step) else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

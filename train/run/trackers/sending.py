@@ -105,8 +105,8 @@ class Sender:
     def _new_points(self) -> Iterator[Point]:
         """Those behind what was read before.
 
-        The file stays open: an attempt that resumes replaces it, and this process, if it is still there, must go on in
-        the old one and end.
+        The file stays open. An attempt that resumes cuts off what a killed one wrote past its checkpoint: the killed
+        one's sender, if it is still there, finds nothing more, or is in the middle of a line. Raises ValueError there.
         """
         if self._file is None:
             with contextlib.suppress(FileNotFoundError):
