@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,17 @@ TRAINED = ("--dataset", "digits", "--model", "mlp", "--precision", "bf16", "--li
            "--eval-batch-size", "10", "--epochs", "4", "--tensorboard=false")
 
 
+def stdin_from_file() -> None:
+    """Preloaded: what stands in the file that INPUT names comes from standard input."""
+    os.dup2(os.open(os.environ["INPUT"], os.O_RDONLY), 0)
+
+
 @pytest.fixture(scope="module")
 def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     codes, output = forks.run("train", *TRAINED, "--name", "run", "--run-dir", folder)
     assert codes == [0], output
+    assert "/run/ (result.json, checkpoints/)" in output  # there is no tensorboard/
     return folder / "run"
 
 
@@ -163,6 +170,20 @@ def test_single_image_is_predicted(forks: Forks, trained: Path, pictures: Path, 
         )
     assert [row["input"] for row in predicted(tmp_path / "1.csv")] == [str(pictures / "even/2.png")]
     assert (tmp_path / "1.csv").read_text() == (tmp_path / "2.csv").read_text()
+
+
+def test_image_from_standard_input_is_predicted(
+    forks: Forks, trained: Path, pictures: Path, tmp_path: Path
+) -> None:
+    command(forks, trained, "predict", "--input", pictures / "even/2.png", "--output", tmp_path / "file.csv")
+    words = ("predict", "--name=run", "--run-dir", trained.parent, "--input", "-", "--output", tmp_path / "stdin.csv")
+    preload = f"{__name__}:stdin_from_file"
+    codes, output = forks.run(*words, world_size=2, env={"INPUT": str(pictures / "even/2.png")}, preload=preload)
+    assert codes == [0, 0], output
+    assert [{**row, "input": "-"} for row in predicted(tmp_path / "file.csv")] == predicted(tmp_path / "stdin.csv")
+    codes, output = forks.run(*words, env={"INPUT": str(pictures / "notes.txt")}, preload=preload)
+    assert codes == [2], output
+    assert "error: standard input" in output
 
 
 @pytest.mark.parametrize(

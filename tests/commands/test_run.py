@@ -52,6 +52,8 @@ def facts(output: str) -> list[dict[str, dict[str, str]]]:
         ("launch --nproc 2 --command run -- job.py --nproc 3", ["job.py", "--nproc", "3"], {}),
         ("launch --command=run --nproc 2 job.py", ["job.py"], {}),
         ("--name x supervise --command run -m job", ["-m", "job"], {"name": "x"}),
+        ("run --no-simulated-nodes job.py --a", ["job.py", "--a"], {"simulated_nodes": "false"}),
+        ("launch --command run --no-preflight job.py", ["job.py"], {}),
     ],
 )
 def test_everything_from_the_script_on_is_the_scripts(line: str, script: list[str], settings: dict[str, str]) -> None:

@@ -1,10 +1,11 @@
 """The command `predict`: input, label and probability of each sample, in a CSV or JSONL file."""
 
+import contextlib
 import csv
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -26,8 +27,10 @@ def predict(context: Context, options: PredictOptions) -> None:
     Raises UserError for input or output that can't be used, Stopped, and what `open_checkpoint` raises.
     """
     output = Path(options.output)
-    with open_checkpoint(context, options.checkpoint) as opened:
-        samples, name_of = _open_samples(opened, options.input)
+    with (
+        open_checkpoint(context, options.checkpoint) as opened,
+        _open_samples(opened, options.input) as (samples, name_of),
+    ):
         own = _predict_share(opened, samples)
         rows = sorted(row for part in opened.group.gather(own) for row in part)
         lines = [(name_of(index), label, probability) for index, label, probability in rows]
@@ -35,24 +38,29 @@ def predict(context: Context, options: PredictOptions) -> None:
         context.log.info(f"{len(rows)} predictions in {output}")
 
 
-def _open_samples(opened: CheckpointModel, path: str) -> tuple[Samples, Callable[[int], str]]:
+@contextlib.contextmanager
+def _open_samples(opened: CheckpointModel, path: str) -> Iterator[tuple[Samples, Callable[[int], str]]]:
     """The samples in `path` ("-": standard input, "": the test data), and the name of each by its number."""
     workload, name = opened.workload, opened.config.workload
     if workload.predict is None:
         raise UserError(f"workload {name} must have a predict function, got none. Give its Workload one.")
     if not path:
-        return workload.evaluation, workload.input_name
+        yield workload.evaluation, workload.input_name
+        return
     if workload.open_input is None:
         raise UserError(f"workload {name} must have open_input for --input, got none. Give its Workload one.")
     if path != "-":
-        return workload.open_input(path)
+        yield workload.open_input(path)
+        return
     # Launchers connect standard input to rank 0 only
     content = opened.group.broadcast_bytes(sys.stdin.buffer.read() if opened.group.is_rank0 else b"")
     with tempfile.NamedTemporaryFile() as file:
         file.write(content)
         file.flush()
         try:
-            return workload.open_input(file.name)
+            # An image is read when a batch asks for it: the file is there until the caller's block ends
+            samples, name_of = workload.open_input(file.name)
+            yield samples, lambda index: name_of(index).replace(file.name, "-")
         except UserError as error:
             raise UserError(str(error).replace(file.name, "standard input")) from None
 

@@ -72,7 +72,7 @@ def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = O
     for name, text in flags.items():
         if name == "options":
             mistakes.append("--options must be --options.NAME VALUE, such as --options.width 64.")
-        elif name.startswith("no_") and _is_switch(name[3:], fields):
+        elif _is_negation(name, fields):
             mistakes.append(f"{flag(name)} must be given without a value, got {describe(text)}.")
         elif name not in fields and name != "config" and not re.match(r"options\..", name):
             names = [*fields, "config", "help"]
@@ -173,7 +173,7 @@ def _exact(argv: Sequence[str], fields: Fields, commands: Collection[str]) -> It
             name = head[2:]
         elif head.startswith("--"):
             name = head[2:].replace("-", "_") or head
-        if not equals and name.startswith("no_") and _is_switch(name[3:], fields):
+        if not equals and _is_negation(name, fields):
             name, equals, text = name[3:], "=", "false"
         elif not equals:
             equals, text = ("=", MISSING) if _stands_alone(name, following, fields, commands) else ("", "")
@@ -188,6 +188,8 @@ def _stands_alone(name: str, following: str, fields: Fields, commands: Collectio
     """
     if _is_switch(name, fields):
         return following not in ("true", "false", *kind(fields[name])[2])
+    if _is_negation(name, fields):
+        return True
     takes_value = name in (*fields, "config", "local_rank")
     return _is_flag(following) or (following in commands and not takes_value)
 
@@ -199,6 +201,11 @@ def _is_flag(word: str) -> bool:
 
 def _is_switch(name: str, fields: Fields) -> bool:
     return name in fields and kind(fields[name])[0] is bool
+
+
+def _is_negation(name: str, fields: Fields) -> bool:
+    """--no-SWITCH, which takes no value."""
+    return name.startswith("no_") and _is_switch(name[3:], fields)
 
 
 def _as_flag(word: str) -> str:

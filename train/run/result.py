@@ -88,7 +88,7 @@ def write_result(t: Training, reporter: Reporter, *, seconds: float) -> None:
         write_json(run.path / "result.json", result)
     except OSError as error:
         raise disk_error("result.json", run.path, error) from None
-    group.log.info(_table(result, workload.unit))
+    group.log.info(_table(result, workload.unit, tensorboard=config.tensorboard))
 
 
 def write_pictures(run_dir: Path, pictures: dict[str, torch.Tensor]) -> None:
@@ -116,7 +116,7 @@ def _peak_memory_mb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
-def _table(result: dict[str, Any], unit: str) -> str:
+def _table(result: dict[str, Any], unit: str, *, tensorboard: bool) -> str:
     metrics = result["metrics"]
     rows = {name.replace("_", " "): f"{metrics[name]:.4f}" for name in sorted(metrics)}
     rows |= {
@@ -131,7 +131,7 @@ def _table(result: dict[str, Any], unit: str) -> str:
     rows |= {
         "goodput": one_line(result["goodput"]),
         "weights digest": result["digest"][:16],
-        "outputs": f"{result['run']}/ (result.json, checkpoints/, tensorboard/)",
+        "outputs": f"{result['run']}/ (result.json, checkpoints/{', tensorboard/' if tensorboard else ''})",
     }
     return f"finished after {result['step']} steps\n{two_columns(rows)}"
 
