@@ -190,10 +190,30 @@ def test_known_fault_is_explained(forks: Forks, tmp_path: Path) -> None:
     assert "this is: " in output
 
 
-def test_missing_script_is_the_users_mistake(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run("run", f"--run-dir={tmp_path}", tmp_path / "none.py")
-    assert codes == [2]
+@pytest.mark.parametrize("command", [("run",), ("launch", "--nproc=2", "--command=run")], ids=["run", "launch"])
+def test_missing_script_is_the_users_mistake_and_leaves_no_run(
+    command: tuple[str, ...], forks: Forks, tmp_path: Path
+) -> None:
+    codes, output = forks.run(*command, f"--run-dir={tmp_path}/runs", tmp_path / "none.py")
+    assert codes == [2], output
     assert re.search(r"error: SCRIPT must be a file, got \S*none\.py", output)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_refused_command_leaves_the_status_of_a_finished_run(forks: Forks, tmp_path: Path) -> None:
+    words = ("run", f"--run-dir={tmp_path}/runs", "--name=one", write(tmp_path, "print('done')"))
+    assert forks.run(*words)[0] == [0]
+    before = (tmp_path / "runs/one/status.json").read_text()
+    write(tmp_path / "0", "")
+    (tmp_path / "1").mkdir()
+    refused = ("run", f"--run-dir={tmp_path}/runs", "--name=one", "job.py")
+    codes, output = forks.run(*refused, world_size=2, cwds=[tmp_path / "0", tmp_path / "1"])
+    assert codes == [2, 2], output
+    assert (tmp_path / "runs/one/status.json").read_text() == before
+    # The script's own 2 is an end of the run
+    write(tmp_path, "import sys; sys.exit(2)")
+    assert forks.run(*words)[0] == [2]
+    assert json.loads((tmp_path / "runs/one/status.json").read_text())["state"] == "failed"
 
 
 @pytest.mark.parametrize(

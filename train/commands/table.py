@@ -57,8 +57,11 @@ def _bench(context: Context, given: options.BenchOptions) -> None:
 
 def _run(context: Context, given: options.RunOptions) -> None:
     with without_collections():
+        from train.commands.run.program import Program
         from train.commands.run.run import run
 
+    if context.launch.world_size == 1:
+        Program.find(context.request.script).refuse_missing()
     _start_rank(context)
     run(context, given)
 
@@ -73,11 +76,14 @@ def _start_rank(context: Context) -> None:
 
 
 def _launch(context: Context, given: options.LaunchOptions) -> int:
+    from train.commands.run.program import Program
     from train.process.local_launcher import launch
 
     _refuse_ranks(context, f"launch must be started by hand, once a node, got RANK and WORLD_SIZE from "
                            f"{context.launch.launcher}, which starts the processes already. "
                            f"Use the command {given.command} there.")
+    if given.command == "run" and given.nnodes == 1:  # of several nodes one may have the script: the ranks compare
+        Program.find(context.request.script).refuse_missing()
     return launch(context, given)
 
 

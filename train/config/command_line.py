@@ -204,7 +204,7 @@ def _is_switch(name: str, fields: Fields) -> bool:
 
 
 def _is_negation(name: str, fields: Fields) -> bool:
-    """--no-SWITCH, which takes no value."""
+    """Whether it switches a switch off, and so takes no value."""
     return name.startswith("no_") and _is_switch(name[3:], fields)
 
 

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from train.errors import root_cause
+from train.errors import USER_MISTAKE, root_cause
 from train.process.last_word import tell_platform
 from train.process.placement import Launch
 from train.process.status import End, new_attempt, read_json, write_json
@@ -29,6 +29,8 @@ class StatusFile:
         self.rank, self.world_size = launch.rank, launch.world_size
         self._owner: Owner | None = None
         self._copy: Callable[[Path], None] | None = None
+        self.begun = False  # until then a mistake is that of a command, and no end of the run
+        self._ended: dict[str, Any] | None = None  # what an earlier attempt left that finished or was stopped
 
     def claim(self, owner: Owner, *, copy: Callable[[Path], None] | None = None) -> None:
         """The run directory is ours as long as `owner` says so. Rank 0 only.
@@ -50,8 +52,11 @@ class StatusFile:
 
         Its code and reason are those of the rank that ended the run, not of the ranks that lost that rank.
         """
-        if self.rank != 0 or not self._may_write():
+        earlier = read_json(self.run_dir / "status.json") or {} if self.rank == 0 else {}
+        if self.rank != 0 or not self._may_write(earlier):
             return
+        if earlier.get("state") in ("finished", "stopped") and earlier.get("attempt") != self.attempt:
+            self._ended = earlier
         code = root_cause([end.code for end in ends])
         cause = next((end for end in ends if end.code == code), None)
         summary = {
@@ -60,15 +65,16 @@ class StatusFile:
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "ranks": {str(end.rank): asdict(end) for end in sorted(ends, key=lambda end: end.rank)},
         }
+        if code == USER_MISTAKE and not self.begun and self._ended is not None:
+            summary = self._ended
         with contextlib.suppress(OSError):
             write_json(self.run_dir / "status.json", summary)
             if self._copy is not None:
                 self._copy(self.run_dir / "status.json")
 
-    def _may_write(self) -> bool:
+    def _may_write(self, earlier: dict[str, Any]) -> bool:
         """Only the owner writes. Before ownership is settled, overwrite only what a finished attempt left: a second
         attempt that is refused must leave no trace in the status of the one that is alive."""
         if self._owner is not None:
             return self._owner.is_ours()
-        earlier = read_json(self.run_dir / "status.json") or {}
         return not self.shared or earlier.get("state") != "running" or earlier.get("attempt") == self.attempt

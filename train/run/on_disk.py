@@ -78,6 +78,7 @@ def find_earlier(config: Config, group: Group) -> tuple[bool, Checkpoint | None,
 
 def go_on(config: Config, group: Group) -> None:
     """Note in the directory that the run goes on. Rank 0 only. Raises UserError."""
+    group.status.begun = True
     try:
         (group.run_dir / RESULT).unlink(missing_ok=True)  # beside a run that goes on it would be read as its end
         write_atomically(group.run_dir / "config.yaml", to_yaml(config, choices=CHOICES))

@@ -42,17 +42,21 @@ class Program:
     def missing(self) -> bool:
         return self.file is not None and not self.file.is_file()
 
+    def refuse_missing(self) -> None:
+        """Raises ConfigError for a script that is nowhere."""
+        if self.missing:
+            raise ConfigError(f"SCRIPT must be a file, got {self.file}: there is none.")
+
     def must_match(self) -> dict[str, str]:
         """What all nodes must have in common, by name. Says itself what is wrong with a file that differs."""
         return {"python version": ".".join(map(str, sys.version_info[:2])), f"script {self.name}": self._digest()}
 
     def check(self, environ: Mapping[str, str], *, world_size: int) -> None:
-        """Raises ConfigError for a script that is nowhere, and for one whose ranks would not find each other.
+        """Raises ConfigError for a script that no node has, and for one whose ranks would not find each other.
 
         Horovod without HOROVOD_SIZE, which horovodrun sets, is a world of one in each process, and says nothing.
         """
-        if self.missing:
-            raise ConfigError(f"SCRIPT must be a file, got {self.file}: there is none on any node.")
+        self.refuse_missing()
         given, by_mpi = environ.get("HOROVOD_SIZE", ""), environ.get("HOROVOD_CONTROLLER", "") == "mpi"
         if world_size > 1 and given != str(world_size) and not by_mpi and self._imports_horovod():
             raise ConfigError(

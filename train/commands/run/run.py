@@ -113,6 +113,7 @@ def _start(
 ) -> Script:
     words = program.command(local_rank=context.launch.local_rank, option=options.pass_local_rank)
     folder = _folder(options.work_dir)
+    group.status.begun = True
     group.log.info(f"starting {program.name} as rank {group.rank} of {group.world_size}")
     group.log.debug(f"command: python {' '.join(words)}")
     # Our supervisor starts a rank in a session of its own
