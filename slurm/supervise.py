@@ -142,7 +142,7 @@ def refuse_without_progress(run_dir: Path, step: int, code: int) -> None:
 
 
 def main(words: Sequence[str]) -> NoReturn:
-    for name, known in (("LAUNCHER", ("tasks", "torchrun")), ("COMMAND", ("train", "run", "bench", "doctor"))):
+    for name, known in (("LAUNCHER", ("tasks", "torchrun")), ("COMMAND", ("train", "run", "doctor"))):
         if os.environ[name] not in known:
             fail(f"{name} must be {', '.join(known[:-1])} or {known[-1]}, got {os.environ[name]}")
     command = os.environ["COMMAND"]

@@ -12,9 +12,8 @@ from PIL import Image
 
 from tests.rigs.fork_server import Forks
 from tests.rigs.legible import assert_legible
-from train.commands.chart import bar_chart
 from train.commands.compare import VARIANTS, _find_obstacle
-from train.commands.compare_report import format_comparison, sum_up
+from train.commands.compare_report import bar_chart, format_comparison, sum_up
 from train.main import main
 from train.process.figures import COLOURS, WIDTH, draw_bars, new_figure
 

@@ -67,7 +67,7 @@ def test_everything_from_the_script_on_is_the_scripts(line: str, script: list[st
         ("run", "run must be followed by a script"),
         ("launch --command run", "run must be followed by a script"),
         ("run --lr 0.1 job.py", "--lr must stand behind the script"),
-        ("supervise --command bench --restart-on 1", "--restart-on must be used with --command run"),
+        ("supervise --command doctor --restart-on 1", "--restart-on must be used with --command run"),
         ("launch --command run --restart-on 2 job.py", "--restart-on must name neither"),
         ("launch --command run --restart-on x job.py", "--restart-on must be exit codes"),
         ("launch --command run --init-method file:///tmp/x job.py", "--init-method must be tcp"),

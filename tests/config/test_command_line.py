@@ -196,7 +196,7 @@ def test_command_line_of_a_request_gives_the_same_settings():
     line = ["launch", "--nproc=2", "--json", "--lr", "0.5", "--no-tensorboard", "--options.a-b", "x", "--config=c.yaml"]
     words = parse_args(line).words(options=["json"])
     assert words == ["--config", "c.yaml", "--lr=0.5", "--tensorboard=false", "--options.a-b=x", "--json=true"]
-    again = parse_args(["bench", *words])
+    again = parse_args(["doctor", *words])
     assert (again.settings, again.config_file, again.mistakes) == (parse_args(line).settings, "c.yaml", [])
     assert again.options.as_json
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from train.process.limits import cpu_quota, cpu_time, oom_kills
+from train.process.limits import cpu_quota, cpu_time, memory_left, oom_kills
 
 
 def files(root: Path, contents: dict[str, str]) -> Path:
@@ -83,3 +83,23 @@ def test_memory_kills_are_counted_in_the_own_group(
     tmp_path: Path, contents: dict[str, str], expected: int | None
 ) -> None:
     assert oom_kills(files(tmp_path, contents)) == expected
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [
+        ({"proc/self/cgroup": "0::/job\n",
+          "sys/fs/cgroup/job/memory.max": "1000\n", "sys/fs/cgroup/job/memory.current": "300\n",
+          "sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "9\n"}, 700),
+        ({"proc/self/cgroup": "0::/job\n",
+          "sys/fs/cgroup/job/memory.max": "1000\n", "sys/fs/cgroup/job/memory.current": "990\n",
+          "sys/fs/cgroup/job/memory.stat": "anon 290\nfile 700\ninactive_file 600\n"}, 610),
+        ({"proc/self/cgroup": "1:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "1000\n",
+          "sys/fs/cgroup/memory/memory.usage_in_bytes": "990\n",
+          "sys/fs/cgroup/memory/memory.stat": "inactive_file 5\ntotal_inactive_file 600\n"}, 610),
+        ({"proc/self/cgroup": "1:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+          "sys/fs/cgroup/memory/memory.usage_in_bytes": "5\n"}, None),
+    ],
+)
+def test_memory_left_is_that_of_the_container(tmp_path: Path, contents: dict[str, str], expected: int | None) -> None:
+    assert memory_left(files(tmp_path, contents)) == expected

@@ -220,12 +220,12 @@ def test_supervise_ends_with_the_code_of_its_rank(plan: list[str], code: int, fo
 
 
 def test_supervise_passes_a_url_and_a_rank_on(forks: Forks, tmp_path: Path) -> None:
-    line = ("--init-method=tcp://node0:12345", "--rank=1", "--world-size=2", "--command=bench", "--iterations=5")
+    line = ("--init-method=tcp://node0:12345", "--rank=1", "--world-size=2", "--command=doctor", "--json")
     with supervising(forks, tmp_path, ["exit 0"], *line, env={}) as job:
         assert job.wait() == [0], job.output
     words = starts(tmp_path)[0]["arguments"]
-    assert words[0] == "bench"
-    assert {"--init_method=tcp://node0:12345", "--rank=1", "--world_size=2", "--iterations=5"} <= set(words)
+    assert words[0] == "doctor"
+    assert {"--init_method=tcp://node0:12345", "--rank=1", "--world_size=2", "--json=true"} <= set(words)
 
 
 def test_supervise_refuses_half_a_rank(tmp_path: Path) -> None:

@@ -58,7 +58,6 @@ def test_the_other_commands_unpickle_nothing(forks: Forks, tmp_path: Path):
         ("evaluate",),
         ("predict", "--output", tmp_path / "predictions.csv"),
         ("doctor",),
-        ("bench", *DIGITS, "--seconds", "1", "--sizes", "1K,4K", "--iterations", "3"),
     ):
         if line[-1] == "--init-from":
             codes, output = forks.run("train", *DIGITS, "--max-steps", "1", "--run-dir", tmp_path, "--name", "first")

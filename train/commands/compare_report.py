@@ -4,13 +4,14 @@ import platform
 import shutil
 import statistics
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from train.commands.chart import bar_chart
 from train.commands.machine import cpu_model
 from train.commands.markdown import markdown_table
+from train.process.figures import draw_bars, new_figure
 from train.process.limits import cpu_quota
 from train.process.status import write_json
 
@@ -61,6 +62,13 @@ def write_report(outcome: dict[str, Any], directory: Path, *, repeats: int) -> s
         speeds = {name: row["per_s"] for name, row in variants.items()}
         bar_chart(speeds, f"{title}, {conditions['nproc']} processes (none: 1)", path=directory / "compare.png")
     return f"{text}\n{directory}/compare.json, compare.md, compare.png"
+
+
+def bar_chart(values: Mapping[str, float], title: str, *, path: Path) -> None:
+    """One bar for each name, as long as its value."""
+    with new_figure(120 + 60 * len(values)) as figure:
+        draw_bars(figure, [(name, value, f"{value:,.0f}") for name, value in values.items()], title)
+        figure.savefig(path)
 
 
 def conditions_of_machine(root: Path) -> dict[str, Any]:

@@ -45,16 +45,6 @@ def _predict(context: Context, given: options.PredictOptions) -> None:
     predict(context, given)
 
 
-def _bench(context: Context, given: options.BenchOptions) -> None:
-    with without_collections():
-        from train.commands.bench.bench import bench
-
-    context = context.in_folder("bench")
-    _start_rank(context)
-    open_stacks(context.run_dir, context.launch)
-    bench(context, given)
-
-
 def _run(context: Context, given: options.RunOptions) -> None:
     with without_collections():
         from train.commands.run.program import Program
@@ -183,5 +173,5 @@ def print_whole(text: str) -> bool:
 COMMANDS: dict[str, Callable[[Context, Any], int | None]] = {
     "train": _train, "run": _run, "evaluate": _evaluate, "predict": _predict, "export": _export, "pack": _pack,
     "show": _show, "doctor": _doctor, "explain": _explain, "logs": _logs, "stacks": _stacks, "status": _status,
-    "compare": _compare, "bench": _bench, "launch": _launch, "supervise": _supervise,
+    "compare": _compare, "launch": _launch, "supervise": _supervise,
 }

@@ -36,16 +36,6 @@ class RankOptions(InitMethod):
     world_size: int | None = setting(None, "In place of WORLD_SIZE.")
 
 
-class MeasureOptions(Options):
-    """Of bench, and of `launch --command bench`, which passes them on."""
-
-    sizes: str = setting(
-        "", "Bytes of the messages, as 1K,1M,64M; by default 1K, 4K, ... to what fits.", metavar="LIST")
-    iterations: int = setting(20, "Samples of each size, at most.", ge=1)
-    seconds: float = setting(60.0, "Time for all measurements of the wire, about.", gt=0)
-    step_ms: float = setting(0.0, "Time of a step without exchange; 0 measures it.", ge=0)
-
-
 class JsonOptions(Options):
     """Of the commands that have a result to read by a program."""
 
@@ -179,14 +169,10 @@ class CompareOptions(Options):
     repeats: int = setting(3, "Runs of each variant.", ge=1)
 
 
-class BenchOptions(JsonOptions, MeasureOptions, RankOptions):
-    """Measure how fast the ranks exchange, and what that means for the model in the settings."""
-
-
-class SupervisorOptions(JsonOptions, MeasureOptions, ScriptOptions):
+class SupervisorOptions(JsonOptions, ScriptOptions):
     """Of the commands that start ranks and start each anew that is lost."""
 
-    command: Literal["train", "run", "bench", "doctor"] = setting(
+    command: Literal["train", "run", "doctor"] = setting(
         "train", "What the processes do; run is followed by SCRIPT ARGS...")
     max_restarts: int = setting(3, "Restarts of a lost rank, at most, in a row without a new step.", ge=0)
     preflight: bool = setting(
@@ -236,5 +222,5 @@ OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "run": RunOptions, "evaluate": EvaluateOptions, "predict": PredictOptions,
     "export": ExportOptions, "pack": PackOptions, "show": ShowOptions, "doctor": DoctorOptions,
     "explain": ExplainOptions, "logs": LogsOptions, "stacks": StacksOptions, "status": StatusOptions,
-    "compare": CompareOptions, "bench": BenchOptions, "launch": LaunchOptions, "supervise": SuperviseOptions,
+    "compare": CompareOptions, "launch": LaunchOptions, "supervise": SuperviseOptions,
 }

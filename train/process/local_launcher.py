@@ -122,7 +122,7 @@ def slow_modules(config: Config, command: str) -> list[str]:
     if command == "run":  # for the join; the script imports its own
         return ["fire", "train.commands.run.run"]
     # The first step of an optimizer imports torch._dynamo, which takes as long as torch itself
-    modules = ["fire", "train.commands.bench.bench" if command == "bench" else "train.loop", "torch._dynamo"]
+    modules = ["fire", "train.loop", "torch._dynamo"]
     if config.parallel in ("auto", "ddp", "fsdp"):
         modules.append(f"train.parallel.{config.parallel.replace('auto', 'ddp')}")
     # A user's own module may start threads or change from one start to the next, and is imported by the ranks

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.commands.chart import bar_chart
+from train.commands.compare_report import bar_chart
 from train.commands.machine import cpu_model
 from train.commands.markdown import markdown_table
 

@@ -107,7 +107,7 @@ def test_settings_reach_the_nodes() -> None:
     assert node["environment"]["WORLD_SIZE"] == "4"
     assert node["environment"]["NPROC"] == "2"
     assert node["command"] == ["train", "--epochs", "5", "--model", "resnet18", "--name", "a b"]
-    assert config(COMMAND="bench", ARGS="--sizes 1K")["services"]["node0"]["command"] == ["bench", "--sizes", "1K"]
+    assert config(COMMAND="doctor", ARGS="--name a")["services"]["node0"]["command"] == ["doctor", "--name", "a"]
 
 
 @pytest.mark.parametrize(("nproc", "start"), [("1", "supervise"), ("2", "launch")])
@@ -116,10 +116,10 @@ def test_a_node_runs_the_command_that_it_is_given(tmp_path: Path, nproc: str, st
     (tmp_path / "python").chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NPROC": nproc, "WORLD_SIZE": "2", "RANK": "1",
            "MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
-    command = ["sh", ROOT / "docker" / "node.sh", "bench", "--sizes", "1K"]
+    command = ["sh", ROOT / "docker" / "node.sh", "doctor", "--name", "a"]
     said = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert said.startswith(f"-m train.main {start} --command bench ")
-    assert said.endswith(" --sizes 1K\n")
+    assert said.startswith(f"-m train.main {start} --command doctor ")
+    assert said.endswith(" --name a\n")
 
 
 def test_compose_has_none_of_the_known_traps() -> None:

@@ -30,7 +30,7 @@ from train.run.choices import CHOICES
 
 
 def test_k8s_overlays_are_all_there() -> None:
-    promised = "gpu elastic fsdp kueue volcano istio own image script debug doctor preflight bench board"
+    promised = "gpu elastic fsdp kueue volcano istio own image script debug doctor preflight board"
     assert set(promised.split()) <= set(OVERLAYS)
 
 
@@ -67,7 +67,7 @@ def test_k8s_pods_run_what_the_program_understands(what: str, monkeypatch: pytes
             check_world_size(config, nproc * len(pods))
         else:
             launch = read_env(values)
-            command = {"overlays/doctor": "doctor", "overlays/bench": "bench"}.get(what, "supervise")
+            command = "doctor" if what == "overlays/doctor" else "supervise"
             assert (launch.rank, launch.world_size, parsed.command) == (rank, len(pods), command)
             check_world_size(config, launch.world_size)
 

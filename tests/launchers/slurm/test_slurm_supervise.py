@@ -294,11 +294,11 @@ def test_slurm_doctor_decides_whether_the_job_trains(codes: str, end: int, train
     assert doctor.split()[1] not in [line.split()[1] for line in job.trained()], "a port of its own"
 
 
-def test_slurm_bench_runs_once_and_nothing_is_trained(tmp_path: Path) -> None:
-    job = Supervised(tmp_path, "171", COMMAND="bench", LAUNCHER="torchrun")
+def test_slurm_doctor_runs_once_and_nothing_is_trained(tmp_path: Path) -> None:
+    job = Supervised(tmp_path, "171", COMMAND="doctor", LAUNCHER="torchrun")
     assert job.run()[0] == 171
     assert job.trained() == []
-    assert sum("tasks" in line and "task.sh bench" in line for line in job.lines("steps")) == 1
+    assert sum("tasks" in line and "task.sh doctor" in line for line in job.lines("steps")) == 1
 
 
 @pytest.mark.parametrize(("copied", "end"), [("0", 143), ("1", 2)])
@@ -338,7 +338,7 @@ def test_slurm_nodes_that_share_their_own_disk_copy_the_data_in_turns(tmp_path: 
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("COMMAND", "explain", "COMMAND must be train, run, bench or doctor, got explain"),
+        ("COMMAND", "explain", "COMMAND must be train, run or doctor, got explain"),
         ("LAUNCHER", "mpirun", "LAUNCHER must be tasks or torchrun, got mpirun"),
         ("MAX_RESTARTS", "-1", "MAX_RESTARTS must be a whole number, got '-1'"),
     ],

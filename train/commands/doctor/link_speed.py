@@ -14,8 +14,6 @@ from itertools import chain, islice, zip_longest
 import torch
 import torch.distributed as dist
 
-from train.commands.ping_pong import best_round_trip_s, torch_peer, wait_for_device
-
 PINGS, PING_BYTES = 20, 8  # latency: round trips of this size
 FIRST_BYTES, MAX_BYTES, GROWTH = 64 * 2**10, 16 * 2**20, 4  # bandwidth: larger and larger messages,
 LONG_S = 0.1  # while the next larger one is not expected to take longer than this
@@ -100,21 +98,45 @@ def measure_links(
 
 def _measure_link(other: int, device: torch.device, *, first: bool) -> tuple[float, float]:
     """Latency in s and bandwidth in bytes/s. The rank with `first` decides when to stop: their times differ."""
-    peer = torch_peer(other)
     ping = torch.zeros(PING_BYTES, dtype=torch.uint8, device=device)
-    ping_s = best_round_trip_s(peer, ping, first=first, count=PINGS)
+    ping_s = _best_round_trip_s(other, ping, first=first, count=PINGS)
     size = FIRST_BYTES
     while True:
         block = torch.zeros(size, dtype=torch.uint8, device=device)
-        taken_s = best_round_trip_s(peer, block, first=first, count=TRANSFERS)
+        taken_s = _best_round_trip_s(other, block, first=first, count=TRANSFERS)
         larger = torch.tensor([size < MAX_BYTES and GROWTH * taken_s < LONG_S], dtype=torch.uint8, device=device)
         if first:
-            peer.send(larger)
+            dist.send(larger, other)
         else:
-            peer.receive(larger)
+            dist.recv(larger, other)
         if not larger.item():
             return ping_s / 2, 2 * size / max(taken_s - ping_s, 1e-9)
         size *= GROWTH
+
+
+def _best_round_trip_s(other: int, message: torch.Tensor, *, first: bool, count: int) -> float:
+    """Seconds of the fastest of `count` round trips: what else uses the machine only makes one slower, never faster.
+
+    The end with `first` sends `message` and gets it back in place; the other end echoes it. Half of a round trip
+    stands for one way: no clock of two machines is exact enough to time one way alone.
+    """
+    best_s = float("inf")
+    for _ in range(count):
+        began_s = time.perf_counter()
+        if first:
+            dist.send(message, other)
+        dist.recv(message, other)
+        if not first:
+            dist.send(message, other)
+        _wait_for_device(message.device)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return best_s
+
+
+def _wait_for_device(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was given: calls only queue work there, and return at once."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def compute_s(device: torch.device) -> float:
@@ -128,7 +150,7 @@ def compute_s(device: torch.device) -> float:
         began_s = time.perf_counter()
         for _ in range(4):
             matrix = matrix @ matrix * 1e-3
-        wait_for_device(device)
+        _wait_for_device(device)
         best_s = min(best_s, time.perf_counter() - began_s)
     return best_s
 
