@@ -101,7 +101,7 @@ MISTAKES = {
     "train evaluate": 'unexpected argument "evaluate"',
     "explain": "explain must be followed by a log file, a folder or - for standard input, got nothing.",
     "train lr=0.1": 'unexpected argument "lr=0.1"; did you mean --lr=0.1?',
-    "--lr 0.1": "a command is missing: train, run, evaluate, predict, export, pack, show, doctor, explain, logs, "
+    "--lr 0.1": "a command is missing: train, run, evaluate, predict, export, show, doctor, explain, logs, "
                "stacks, status, compare, launch, supervise.",
     "train --lr": "--lr must be followed by a value.",
     "train --stpes 5": 'unknown setting "--stpes"',

@@ -1,6 +1,8 @@
-"""Shards for tests: of a folder by the command `pack`, or member by member."""
+"""Shards for tests: of a folder, or member by member."""
 
+import hashlib
 import io
+import json
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,18 +10,31 @@ from typing import Any
 
 from PIL import Image
 
-from train.commands import pack
 from train.config import Config
 from train.config.settings import Augment
 from train.data.file_samples import FileSamples
 from train.data.sources import load
 from train.data.sources.sets import FileSet
-from train.process.log import Log
 
 
 def pack_folder(folder: Path, out: Path, *, max_bytes: int = 1_000_000) -> Path:
-    """The shards of a folder of images, of about so many bytes each."""
-    pack.pack_folder(str(folder), out, max_bytes=max_bytes, config=Config(), log=Log())
+    """Shards of a folder of images, of about so many bytes each, with their list and index. The classes are mixed."""
+    halves = load(Config(dataset="imagefolder", data_dir=str(folder)))
+    listed: dict[str, Any] = {"classes": halves[0].classes}
+    for half, found in zip(("train", "val"), halves, strict=True):
+        assert isinstance(found, FileSet)
+        shards: list[list[tuple[str, bytes]]] = [[]]
+        images = list(enumerate(zip(found.paths, found.labels.tolist(), strict=True)))
+        for number, (path, label) in sorted(images, key=lambda image: hashlib.sha256(b"%d" % image[0]).digest()):
+            data, key = Path(path).read_bytes(), f"{number:06}"
+            if shards[-1] and sum(len(content) for _, content in shards[-1]) + len(data) > max_bytes:
+                shards.append([])
+            shards[-1] += [(f"{key}{Path(path).suffix.lower()}", data), (f"{key}.cls", b"%d" % label)]
+        listed[half] = [f"{half}-{number:06}.tar" for number in range(len(shards))]
+        for name, members in zip(listed[half], shards, strict=True):
+            write_members(out / name, members)
+    (out / "shards.json").write_text(json.dumps(listed))
+    load_shards(out)
     return out
 
 

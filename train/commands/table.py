@@ -93,13 +93,6 @@ def _export(context: Context, given: options.ExportOptions) -> None:
     export(context, given)
 
 
-def _pack(context: Context, given: options.PackOptions) -> None:
-    from train.commands.pack import pack
-
-    _refuse_ranks(context)
-    pack(context, given)
-
-
 def _compare(context: Context, given: options.CompareOptions) -> None:
     from train.commands.compare import compare
 
@@ -171,7 +164,7 @@ def print_whole(text: str) -> bool:
 
 
 COMMANDS: dict[str, Callable[[Context, Any], int | None]] = {
-    "train": _train, "run": _run, "evaluate": _evaluate, "predict": _predict, "export": _export, "pack": _pack,
+    "train": _train, "run": _run, "evaluate": _evaluate, "predict": _predict, "export": _export,
     "show": _show, "doctor": _doctor, "explain": _explain, "logs": _logs, "stacks": _stacks, "status": _status,
     "compare": _compare, "launch": _launch, "supervise": _supervise,
 }

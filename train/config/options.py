@@ -86,21 +86,6 @@ class ExportOptions(CheckpointOptions):
     output: str = setting("model.pt", "Where to write the weights.", min_length=1, metavar="FILE", rule="a file's name")
 
 
-class PackOptions(Options):
-    """Make shards, tar files, of a folder of images: pack FOLDER OUT; the same command goes on after a kill."""
-
-    positional: ClassVar[str] = "folders"
-    only_reads: ClassVar[bool] = True  # a signal may end it at once: each shard is there whole or not at all
-    folders: tuple[str, ...] = setting(
-        (), "The folder of images, as for dataset imagefolder, and the one to make for the shards.",
-        metavar="FOLDER OUT")
-    shard_mb: int = setting(256, "Size of a shard, about, in MB.", ge=1, le=100_000)
-
-    def mistakes(self) -> Iterator[str]:
-        if len(self.folders) != 2:
-            yield f"pack must be followed by two folders, FOLDER OUT, got {len(self.folders) or 'nothing'}."
-
-
 class ShowOptions(Options):
     """Print all settings as they would be used, with help, range and unit."""
 
@@ -220,7 +205,7 @@ class LaunchOptions(SupervisorOptions, InitMethod):
 
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "run": RunOptions, "evaluate": EvaluateOptions, "predict": PredictOptions,
-    "export": ExportOptions, "pack": PackOptions, "show": ShowOptions, "doctor": DoctorOptions,
+    "export": ExportOptions, "show": ShowOptions, "doctor": DoctorOptions,
     "explain": ExplainOptions, "logs": LogsOptions, "stacks": StacksOptions, "status": StatusOptions,
     "compare": CompareOptions, "launch": LaunchOptions, "supervise": SuperviseOptions,
 }

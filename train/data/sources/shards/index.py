@@ -159,7 +159,7 @@ def _merge(place: Place, found: Sequence[tuple[Shard, Scan]]) -> tuple[tuple[Sha
             names = [place.path(found[sample["shard"]][0].name) for sample in table[row : row + 2]]
             raise DataError(
                 f"{names[1]}: holds the sample {table['key'][row].decode(errors='replace')}, which {names[0]} holds "
-                "too. Is one a copy, or of an earlier pack? Remove it."
+                "too. Is one a copy, or of an earlier set? Remove it."
             )
     digest = hashlib.sha256()
     for name in ("key", "size", "label"):

@@ -13,7 +13,7 @@ from train.config.urls import is_url, must_hold_no_secrets, secrets_in
 from train.data.sources.shards.remote import explained, filesystem
 from train.errors import DataError
 
-LIST = "shards.json"  # what `pack` writes beside its shards: their names, and those of the classes
+LIST = "shards.json"  # may lie beside shards: their names, and those of the classes
 ENDINGS = (".tar", ".parquet")
 COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
 PARTS = {"train": ("train",), "val": ("val", "test")}  # what their names begin with; the first that is there counts
@@ -131,7 +131,7 @@ def each(work: Callable[[str], T], names: Sequence[str]) -> list[T]:
 
 
 def find_shards(place: Place, part: str, pattern: str) -> tuple[list[str], tuple[str, ...]]:
-    """The shards of `part`, "train" or "val", by name, and the names of the classes, if `pack` has left them.
+    """The shards of `part`, "train" or "val", by name, and the names of the classes, if shards.json has them.
 
     `pattern`: what the user wrote, names with * and {000..009}; "": those that shards.json names, else what lies there
     by the name of its part. Raises DataError for none, a gap in their numbers, and compressed ones.
@@ -166,14 +166,14 @@ def find_shards(place: Place, part: str, pattern: str) -> tuple[list[str], tuple
 
 
 def _read_list(place: Place) -> dict[str, list[str]]:
-    """What `pack` has left beside its shards; nothing where it has not."""
+    """What shards.json says; nothing where there is none."""
     content = place.read(LIST) or b"{}"
     try:
         listed: dict[str, list[str]] = json.loads(content)
         if not all(isinstance(name, str) for key in ("classes", "train", "val") for name in listed.get(key, ())):
             raise ValueError("no lists of names")
     except (ValueError, AttributeError, TypeError) as error:
-        way_out = "Write it again by the same `pack`, or remove it and name the shards by patterns."
+        way_out = "Correct it, or remove it and name the shards by patterns."
         raise DataError(f"{place.path(LIST)}: is no list of shards ({error}). {way_out}") from error
     return listed
 

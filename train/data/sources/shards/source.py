@@ -20,8 +20,8 @@ def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
     """The shards of data_dir to train on, and those to test on: as train_shards and eval_shards name them, else found
     by their names.
 
-    Samples are numbered by their keys. So the shards that `pack` makes of a folder give the same training, to the bit,
-    as the folder itself. Raises DataError, naming the shard, for whatever is wrong with one.
+    Samples are numbered by their keys. So shards of a folder whose keys have the order of its files give the same
+    training, to the bit, as the folder itself. Raises DataError, naming the shard, for whatever is wrong with one.
     """
     assert config.data_dir is not None, "Config refuses shards without data_dir"
     place = Place.at(config.data_dir)

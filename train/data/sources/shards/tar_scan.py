@@ -11,7 +11,7 @@ from typing import BinaryIO
 from train.data.sources.imagefolder import EXTENSIONS
 from train.errors import DataError
 
-PACK_AGAIN = "Copy it again from where it is whole, or pack it again."
+PACK_AGAIN = "Copy it again from where it is whole, or write it again."
 HIGHEST_LABEL = 99_999  # a higher one is taken for a mistake: the model would get as many outputs
 MAX_LABEL_BYTES = 1 << 20
 
