@@ -1,4 +1,4 @@
-"""The health of GPUs as the doctor tells it, from answers of NVML and lines of the kernel's log as real ones."""
+"""The health of GPUs as the doctor tells it, from answers of NVML as real ones."""
 
 import os
 from dataclasses import replace
@@ -12,19 +12,11 @@ import torch
 
 from tests.rigs.fork_server import Forks
 from tests.rigs.nvml import H100, Driver
-from train.commands.doctor import gpu_health, group_checks, kernel_log
+from train.commands.doctor import gpu_health, group_checks
 from train.process.findings import NOTE, OK, UNFIT, WARNING, Finding, exit_code
 from train.process.placement import Launch
 
 ALONE = Launch()
-
-
-@pytest.fixture(autouse=True)
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernel's log: empty, to be filled."""
-    lines: list[str] = []
-    monkeypatch.setattr(kernel_log, "read_log", lambda: lines)
-    return lines
 
 
 def found(driver: Driver, launch: Launch = ALONE, **environ: str) -> list[Finding]:
@@ -176,58 +168,6 @@ def test_ranks_with_two_drivers_are_warned_and_with_two_kinds_of_gpu_are_told(mo
     assert (driver.level, driver.seen) == (WARNING, "GPU driver differs: 570.124.06 on 0-1, 535.104.12 on 2")
     assert kind.level == NOTE
     assert kind.seen.startswith("GPU differs: none on 0-1, NVIDIA A100-SXM4-80GB on 2; weights are the same to the bit")
-
-
-# The kernel's log -----------------------------------------------------------------------------------------------------
-
-
-def test_errors_in_the_kernels_log_are_told_with_their_gpu(log: list[str]) -> None:
-    log += [
-        "[    0.000000] Linux version 6.8.0-45-generic (buildd@lcy02-amd64-115)",
-        "[ 1843.308145] NVRM: GPU at PCI:0000:3c:00: GPU-5fc0bcec-c2e1-38dc-8994-2a9f9f3b709e",
-        "[ 1843.308150] NVRM: Xid (PCI:0000:3c:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
-        "[ 1900.000001] NVRM: Xid (PCI:0000:3b:00): 13, pid=1896, name=python3, Graphics SM Warp Exception on (GPC 7",
-        "[ 1900.000002] NVRM: Xid (PCI:0000:3b:00): 13, pid=1896, name=python3, Graphics Exception: ESR 0x538730",
-        "[ 2000.000001] node7 kernel: NVRM: Xid (PCI:0000:9d:00): 95, pid=1896, Uncontained",
-    ]
-    broken, program, foreign = (finding for finding in found(Driver(H100, H100)) if "Xid" in finding.seen)
-    assert broken.level == WARNING
-    assert broken.seen.startswith("GPU 1: Xid 79 once in the kernel's log")
-    assert broken.seen.endswith("it fell off the bus")
-    assert program.level == foreign.level == NOTE  # a fault of a program; and a GPU that is not ours
-    assert program.seen.startswith("GPU 0: Xid 13 2 times in the kernel's log")
-    assert foreign.seen.startswith("the GPU at 0000:9d:00: Xid 95 once")
-
-
-def test_a_log_that_may_not_be_read_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_log, "read_log", lambda: None)
-    healthy, note = found(Driver(H100))
-    assert (healthy.level, note.level) == (OK, NOTE)
-    assert "can't be read here" in note.seen
-
-
-@pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for programs, the only ones there are."""
-    monkeypatch.undo()  # the real read_log
-    monkeypatch.setenv("PATH", str(tmp_path))
-    return tmp_path
-
-
-def program(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
-
-
-def test_the_log_is_read_by_dmesg_else_from_the_journal(commands: Path) -> None:
-    assert kernel_log.read_log() is None
-    program(commands, "dmesg", "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1")
-    assert kernel_log.read_log() is None
-    line = "[ 1843.308145] node7 kernel: NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus."
-    program(commands, "journalctl", f"echo '{line}'")
-    assert kernel_log.read_log() == [line]
-    program(commands, "dmesg", "echo '[    1.0] first'")
-    assert kernel_log.read_log() == ["[    1.0] first"]
 
 
 # The whole doctor -----------------------------------------------------------------------------------------------------

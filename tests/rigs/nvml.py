@@ -1,6 +1,5 @@
 """A driver of NVIDIA's that is made up, below the real package pynvml: its errors, its constants, its structures."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -64,9 +63,6 @@ class Driver:
 
     def nvmlDeviceGetIndex(self, handle: int) -> int:
         return handle
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
-        return SimpleNamespace(busId=f"00000000:{0x3B + handle:02X}:00.0")
 
     def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> Any:
         assert fields == [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from train.commands.doctor import gpu_health, group_checks, network
+from train.commands.doctor import gpu_health, group_checks
 from train.commands.doctor.report import Report
 from train.config import check_world_size
 from train.config.options import DoctorOptions
@@ -100,8 +100,6 @@ class _Doctor:
         if not config.device.startswith("cpu"):
             self._bounded("gpus", GPU_S, lambda: gpu_health.gpus(launch), "the driver of the GPUs gives no answer.")
         add(*group_checks.devices(launch))
-        uses_nccl = torch.cuda.is_available() and not config.device.startswith("cpu") and config.backend != "gloo"
-        add(*network.network(uses_nccl=uses_nccl))
         silent = f"{self.run_dir} is on a disk that does not answer."
         self._bounded("storage", DISK_S, lambda: machine_checks.disk(self.run_dir), silent)
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 
-from train.commands.doctor import kernel_log
 from train.process.findings import NOTE, OK, UNFIT, WARNING, Finding
 from train.process.limits import read
 from train.process.placement import Launch, ranges
@@ -38,7 +37,6 @@ class _Gpu:
 
     index: int
     handle: Any
-    pci: str = ""  # as the kernel's log has it: 0000:3b:00
     is_part: bool = False
 
 
@@ -99,8 +97,6 @@ def _check(nvml: Any, launch: Launch, environ: Mapping[str, str]) -> Iterator[Fi
         names = sorted({str(_ask(nvml, "nvmlDeviceGetName", gpu)) for gpu in own})
         count = "1 healthy" if len(own) == 1 else f"{len(own)} healthy"
         yield Finding(STAGE, OK, f"{count}: {', '.join(names)}, driver {nvml.nvmlSystemGetDriverVersion()}")
-    if own or lost:
-        yield from kernel_log.findings(STAGE, {gpu.pci: gpu.index for gpu in own})
 
 
 def _visible(nvml: Any, launch: Launch, environ: Mapping[str, str]) -> tuple[list[tuple[int, str]], list[_Gpu]]:
@@ -130,10 +126,7 @@ def _open(nvml: Any, place: str) -> _Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(int(place)) if place.isdigit() else nvml.nvmlDeviceGetHandleByUUID(place)
     if is_part:
         handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-    # 00000000:3B:00.0, where the kernel's log has 0000:3b:00
-    pci = nvml.nvmlDeviceGetPciInfo(handle).busId
-    pci = (pci.decode() if isinstance(pci, bytes) else pci).lower().partition(".")[0][-10:]
-    return _Gpu(nvml.nvmlDeviceGetIndex(handle), handle, pci, is_part)
+    return _Gpu(nvml.nvmlDeviceGetIndex(handle), handle, is_part)
 
 
 def _ask(nvml: Any, name: str, gpu: _Gpu, *more: Any) -> Any:
