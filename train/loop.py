@@ -27,7 +27,6 @@ from train.process import machine_checks
 from train.process.allocator import keep_freed_memory
 from train.process.env import Launch
 from train.process.log import Log
-from train.process.preemption import watch_preemption
 from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
 from train.run import weights
@@ -78,7 +77,6 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
         reporter.follow(t)
         watch.protect(Rescuer(t), timeout_s=config.save_timeout_s)  # from here on a lost rank costs no finished step
         stop.finish_step_first()
-        watch_preemption(config.preemption_notices, local_rank=launch.local_rank, say=log.warning)
         log.info(f"ready after {time.monotonic() - began_s:.1f} s")
         try:
             while True:

@@ -186,8 +186,6 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                                    "attempts.", rule="the name of a tracker")
     progress: Literal["auto", "bar", "lines", "none"] = setting("auto", "auto: a bar on a terminal, lines elsewhere.")
     advice: bool = setting(True, "After the first steps, say what other settings would gain here, as measured.")
-    preemption_notices: Literal["none", "aws", "gcp", "azure"] = setting(
-        "none", "Ask this cloud's metadata whether it takes the machine away; a notice is as SIGTERM.")
     simulated_nodes: bool = setting(False, "Several nodes on one machine: allow a loopback MASTER_ADDR.")
 
     @field_validator("options")

@@ -1,12 +1,11 @@
-"""Rank 0 says how its attempt goes: into a file that `status` reads, and to the platform that started it, if it asks.
+"""Rank 0 says how its attempt goes, in a file that `status` reads.
 
-A thread does both beside the training. It reads numbers that the loop keeps anyway and takes part in no collective, so
+A thread writes it beside the training. It reads numbers that the loop keeps anyway and takes part in no collective, so
 it can neither delay a step nor fail one. Where nothing can be written, `status` shows an old report.
 """
 
 import contextlib
 import math
-import os
 import secrets
 import threading
 import time
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from train.errors import Stopped
 from train.group.group import Group
-from train.process.launchers.platform_status import PlatformStatus
 from train.process.phase_clock import process_began
 from train.run.goodput import KIND_OF_PHASE, REPORT_S, Report, goodput, read_reports
 from train.run.trackers.tracked_run import Facts
@@ -43,7 +41,6 @@ class Reporter:
         self._began = process_began()
         self._token, self._tracker = secrets.token_hex(4), tracker
         self._training: Training | None = None
-        self._platform: PlatformStatus | None = None
         self._finished = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="reporter", daemon=True)
@@ -63,7 +60,6 @@ class Reporter:
 
     def __enter__(self) -> "Reporter":
         if self.active:
-            self._platform = PlatformStatus.from_environment(os.environ, warn=self.group.log.warning)
             self._thread.start()
         elif self._tracker is not None:
             self._tracker.start()
@@ -74,9 +70,6 @@ class Reporter:
         if self.active:
             self._ended.set()
             self._thread.join(LAST_S)
-        # After a loss the ranks are back within a second, and do not wait for an address
-        if self._platform is not None and self._finished:
-            self._platform.close()
         if self._tracker is not None:
             stopped = kind is not None and issubclass(kind, Stopped)
             self._tracker.end("finished" if self._finished else "stopped" if stopped else "failed")
@@ -103,11 +96,6 @@ class Reporter:
         report = self._look()
         with contextlib.suppress(OSError):  # a full disk: the next save says so
             report.write(self.group.run_dir, self._token)
-        if self._platform is not None and report.total_steps is not None:
-            self._platform.tell(
-                step=report.step, total_steps=report.total_steps, finished=report.finished,
-                remaining_s=report.remaining_s, metrics=report.metrics,
-            )
 
     def _look(self) -> Report:
         t, now = self._training, time.time()
