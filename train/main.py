@@ -33,7 +33,7 @@ from train.process.context import Context
 from train.process.exit import finish
 from train.process.imports import prepare_imports
 from train.process.last_word import tell_platform
-from train.process.log import Log
+from train.process.log import Log, guard
 from train.process.placement import Launch
 from train.process.status import tell_torchrun
 from train.run.choices import CHOICES
@@ -55,6 +55,8 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
             raise ConfigError(f"a command is missing: {', '.join(COMMANDS)}.")
         if request.options.only_reads:
             stop = (stop or StopRequest()).uninstall()
+        else:
+            guard("stdout")
         stop = stop or StopRequest().install()
         if isinstance(found, Launch) and not request.options.only_reads:
             _prepare_process(found, log, stop)
@@ -120,6 +122,7 @@ def _report(error: BaseException, log: Log) -> int:
 
 def entry(stop: StopRequest | None = None) -> NoReturn:
     """Run the command line and end the process with its code, see `train.process.exit`."""
+    guard("stderr")
     finish(main(stop=stop or StopRequest().install()))
 
 

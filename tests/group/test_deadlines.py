@@ -209,6 +209,12 @@ def test_rank_that_works_too_long_is_named_by_the_others_and_by_itself(
     assert_named(job, run, culprit, among=list(range(WORLD)))
 
 
+def test_deadline_ends_a_rank_whose_reader_has_gone(forks: Forks, tmp_path: Path) -> None:
+    line = train(tmp_path / "run", f"--step-timeout-s={SHORT}", "--num-workers=0")
+    (code,), _ = forks.run(*line, env=probe("loss", 6, 0, sleep_s=1000), preload=f"{WORKLOAD}:lose_reader")
+    assert code == 171
+
+
 def test_rank_0_that_saves_too_long_is_named(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     line = train(run, f"--save-timeout-s={SHORT}")

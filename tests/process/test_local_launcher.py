@@ -1,12 +1,15 @@
 """What `launch` does with ranks that end in every way, and with the signals it gets itself. The ranks are fakes."""
 
 import json
+import os
 import re
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.process.test_log import fill
 from tests.rigs.fake_launch import launching, starts, wait_for_file
 from tests.rigs.fork_server import Forks
 from train.process.status import job_of
@@ -70,6 +73,22 @@ def test_lost_rank_alone_is_started_again_and_told_how_it_ended(forks: Forks, tm
     assert (again["RANKUP_ENDED"], again["RANKUP_RESTART"]) == ("137", "1")
     assert "RANKUP_ENDED" not in first
     assert re.search(r"rank 1 ended with 137 \(SIGKILL: .*\), started again \(1 without progress of 3\)", job.output)
+
+
+@pytest.mark.parametrize("reader", ["gone", "asleep"])
+def test_launch_whose_output_nobody_reads_restarts_a_lost_rank(reader: str, forks: Forks, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with launching(forks, tmp_path, [["save"], ["finish"]], preload="tests.rigs.fake_rank:use_pipe") as job:
+        wait_for_file(tmp_path / "ready-0-0")
+        if reader == "gone":
+            os.close(reading)
+        else:
+            writing = os.open(tmp_path / "pipe", os.O_WRONLY)
+            fill(writing)
+        os.kill(starts(tmp_path)[0]["pid"], signal.SIGKILL)
+        assert job.wait() == [0]
+    assert [start["RANKUP_RESTART"] for start in starts(tmp_path)] == ["0", "1"]
 
 
 def test_restart_that_helps_ends_with_0(forks: Forks, tmp_path: Path) -> None:

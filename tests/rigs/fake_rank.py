@@ -30,6 +30,14 @@ def use_impatiently() -> None:
     use()
 
 
+def use_pipe() -> None:
+    """What `launch` and its ranks print goes to a pipe that the test reads, or does not."""
+    pipe = os.open(f"{os.environ['FAKE_FOLDER']}/pipe", os.O_WRONLY)
+    os.dup2(pipe, 1)
+    os.dup2(pipe, 2)
+    use()
+
+
 def use_settled() -> None:
     """Long enough that only what is tested ends a rank."""
     supervisor.SETTLE_S = 100.0

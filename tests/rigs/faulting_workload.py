@@ -141,6 +141,15 @@ def impatient() -> None:
     watchdog.LOCKED_GRACE_S, watchdog.LEAVING_S = 4.0, 8.0
 
 
+def lose_reader() -> None:
+    """Call it first in a process: it prints to a pipe whose reader has gone."""
+    impatient()
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+
+
 def stuck_disk() -> None:
     """Call it first in a process: rank 1 hangs when it writes its end into `status/`."""
     from train.process.status_file import StatusFile

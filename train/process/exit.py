@@ -19,6 +19,7 @@ is dead.
 Beside these only the kernel ends a process of ours: SIGKILL, or SIGKILL when its parent ends (`die_with_parent`).
 """
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -34,9 +35,8 @@ T = TypeVar("T")
 
 def finish(code: int) -> NoReturn:
     """End this process with `code` once all that it printed is written."""
-    # Without a bound: who reads our output slowly (`less`, a busy log collector) must still get all of it
-    sys.stdout.flush()
-    sys.stderr.flush()
+    # Without a bound of its own: what a command prints as its result must reach a slow reader (`less`) as a whole
+    _flush()
     os._exit(code)
 
 
@@ -49,8 +49,7 @@ def leave(code: int, last_word: Callable[[], int | None] = lambda: None, *, time
 
     def speak() -> int:
         changed = last_word()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         return code if changed is None else changed
 
     try:
@@ -59,6 +58,12 @@ def leave(code: int, last_word: Callable[[], int | None] = lambda: None, *, time
             code = code if said is None else said
     finally:
         os._exit(code)  # even where no thread can be started any more
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # its reader has gone, or it was never open
+            stream.flush()
 
 
 def within(timeout_s: float, work: Callable[[], T]) -> T | None:

@@ -38,6 +38,7 @@ from train.errors import FAULT, FINISHED
 from train.process.exit import leave
 from train.process.fork_client import Order
 from train.process.imports import prepare_imports, without_collections
+from train.process.log import guard
 from train.process.start_rank import STOP_SIGNALS, Start, fork_rank, start_fresh, start_spawned
 from train.process.stop import die_with_parent
 
@@ -181,6 +182,7 @@ def _wake_on_child() -> socket.socket:
 
 
 def main() -> NoReturn:
+    guard("stdout", "stderr")
     order = Order(**json.loads(sys.argv[1]))
     die_with_parent(order.parent)
     woken = _wake_on_child()

@@ -8,18 +8,122 @@ room for it need handlers and a formatter of our own, which are longer than what
 """
 
 import contextlib
+import io
+import os
+import select
 import socket
+import stat
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, TextIO
 
 from train.errors import ConfigError
 
+# How long a reader that does not read holds up who prints. After that lines are dropped until it reads again.
+WAIT_S = 5.0
+
 
 def host_name() -> str:
     """This machine's name without its domain."""
     return socket.gethostname().split(".")[0]
+
+
+class Output(io.RawIOBase):
+    """A file, pipe or terminal that this process prints to: printing raises nothing, and waits WAIT_S at most.
+
+    Where the reader has gone, or the disk is full, the text is lost and the run goes on. Any thread and any fork of
+    this process may print. A regular file is written to in the usual way, so a disk that hangs still holds up a thread.
+    """
+
+    def __init__(self, number: int) -> None:
+        """`number`: of the open file."""
+        self._number = self.name = number
+        self._dropped = 0  # lines, since somebody last read
+        self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._begin_fork)
+
+    def _begin_fork(self) -> None:
+        self._lock = threading.Lock()  # the one who held it may not be here
+
+    def fileno(self) -> int:
+        return self._number
+
+    def isatty(self) -> bool:
+        return os.isatty(self._number)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if self._lock.acquire(timeout=WAIT_S):
+            try:
+                with contextlib.suppress(OSError):
+                    self._write(bytes(data))
+            finally:
+                self._lock.release()
+        return len(data)
+
+    def _write(self, data: bytes) -> None:
+        if stat.S_ISREG(os.fstat(self._number).st_mode):
+            os.write(self._number, data)
+            return
+        until_s = time.monotonic() + (0.0 if self._dropped else WAIT_S)
+        notice = f"\n[{self._dropped} lines were not printed: nobody read them]\n" if self._dropped else ""
+        rest = notice.encode() + data
+        number, most = self._open()
+        try:
+            room = select.poll()
+            room.register(number, select.POLLOUT)
+            while rest:
+                if not room.poll(1000 * max(0.0, until_s - time.monotonic())):
+                    self._dropped += max(1, data.count(b"\n"))
+                    return
+                with contextlib.suppress(BlockingIOError):  # another process has taken the room
+                    rest = rest[os.write(number, rest[:most]) :]
+            self._dropped = 0
+        finally:
+            os.close(number)
+
+    def _open(self) -> tuple[int, int]:
+        """The file once more, and how many bytes fit where it has room. Opened anew it does not block: the usual one
+        is shared with other processes, and to change it would change it for them."""
+        try:
+            return os.open(f"/proc/self/fd/{self._number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), 2**20
+        except OSError:  # a socket, another user's terminal, no /proc
+            return os.dup(self._number), select.PIPE_BUF
+
+
+class _Lines(io.TextIOWrapper):
+    """Text for an `Output`. What a thread prints goes there in whole lines, and no other thread's comes between."""
+
+    def __init__(self, output: Output, encoding: str) -> None:
+        super().__init__(output, encoding=encoding, errors="backslashreplace")
+        self._begun = threading.local()
+
+    def write(self, text: str) -> int:
+        self._begun.text = getattr(self._begun, "text", "") + text
+        if "\n" in text:
+            self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        text, self._begun.text = getattr(self._begun, "text", ""), ""
+        if text:
+            self.buffer.write(text.encode(self.encoding, "backslashreplace"))
+
+
+def guard(*names: str) -> None:
+    """From now on nothing that is printed to these of "stdout" and "stderr" ends or stops this process, see `Output`.
+
+    Whoever prints: logs, bars, warnings, tracebacks, the user's code. Not for a command whose output is its result.
+    """
+    for name in names:
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__"):  # else somebody else has it already, or this has been called before
+            number, encoding = (-1, "utf-8") if stream is None else (stream.fileno(), stream.encoding)
+            setattr(sys, name, _Lines(Output(number), encoding))
 
 
 class Log:

@@ -140,9 +140,8 @@ class _Output(threading.Thread):
             return
         self.tail.extend(line[:LONGEST] for line in lines)
         text = "\n".join(lines)
-        with contextlib.suppress(OSError, ValueError):  # the reader of our output may have gone: the script goes on
-            if self.log.world_size > 1:
-                self.log.show(text, stream.terminal)
+        if self.log.world_size > 1:
+            self.log.show(text, stream.terminal)
         self.log.debug(text)
 
 
@@ -155,10 +154,9 @@ class _Stream:
         self._cut_s = time.monotonic()
 
     def show(self, data: bytes) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self.terminal.flush()
-            self.terminal.buffer.write(data)
-            self.terminal.buffer.flush()
+        self.terminal.flush()
+        self.terminal.buffer.write(data)
+        self.terminal.buffer.flush()
 
     def lines(self, data: bytes) -> list[str]:
         """The lines that are whole by now; at the end (no data) the rest too. Of a bar only its newest state."""
