@@ -1,7 +1,11 @@
 """k8s/: each pod fits the Pod Security profile restricted, and has none of the mistakes that schemas let pass."""
 
+import contextlib
 import copy
 import json
+import os
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,21 +134,63 @@ def test_k8s_shared_memory_is_memory_with_a_limit(what: str) -> None:
         assert volume["sizeLimit"]
 
 
-def test_k8s_operators_own_container_is_restricted_with_our_template() -> None:
-    """As the operator fills it in: a Go template whose names are these three."""
+def operators_container(tries: int = 100) -> Object:
+    """Our template as the operator fills it in: a Go template whose names are these three."""
     template = (K8S / "operator" / "initContainer.yaml").read_text()
-    values = {"InitContainerImage": "busybox:1.37", "MaxTries": "100", "MasterAddr": "rankup-master-0"}
+    values = {"InitContainerImage": "busybox:1.37", "MaxTries": str(tries), "MasterAddr": "rankup-master-0"}
     for name, value in values.items():
         assert f"{{{{.{name}}}}}" in template
         template = template.replace(f"{{{{.{name}}}}}", value)
     assert "{{" not in template
-    (ours,) = yaml.safe_load(template)
+    (container,) = yaml.safe_load(template)
+    return dict(container)
+
+
+def test_k8s_operators_own_container_is_restricted_with_our_template() -> None:
+    ours = operators_container()
     worker = pods_of(rendered("pytorchjob.yaml"))[1]
     (theirs,) = worker["spec"]["initContainers"]
-    assert {name: ours[name] for name in theirs} == theirs  # what it does stays
+    assert {name: ours[name] for name in theirs if name != "command"} | {"command": theirs["command"]} == theirs
     assert any("init-pytorch" in problem for problem in unrestricted(worker))
     worker["spec"]["initContainers"] = [ours]
     assert unrestricted(worker) == []
+
+
+@pytest.fixture
+def resolver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes the only nslookup that there is: a shell script."""
+
+    def make(script: str) -> None:
+        (tmp_path / "nslookup").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nslookup").chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return make
+
+
+def test_k8s_operators_own_container_waits_for_the_name_of_the_master(resolver: Callable[[str], None]) -> None:
+    resolver('test "$1" = rankup-master-0 && echo "$1"')
+    assert subprocess.run(operators_container()["command"], check=False).returncode == 0
+    resolver("exit 1")
+    assert subprocess.run(operators_container(tries=1)["command"], check=False).returncode == 1
+
+
+@pytest.mark.parametrize("script", ["exit 1", "echo waiting for the resolver; sleep 60"])
+def test_k8s_operators_own_container_ends_at_once_when_it_is_told_to(
+    resolver: Callable[[str], None], script: str
+) -> None:
+    """It is process 1 of its container, which gets only those signals that it has asked for."""
+    resolver(script)
+    words = operators_container()["command"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith(b"waiting for ")
+            process.terminate()
+            assert process.wait(30) == 143
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it has started
 
 
 def test_k8s_operators_deployment_gets_our_template(tmp_path: Path) -> None:
