@@ -110,14 +110,28 @@ def test_settings_reach_the_nodes() -> None:
     assert config(COMMAND="doctor", ARGS="--name a")["services"]["node0"]["command"] == ["doctor", "--name", "a"]
 
 
+def node(folder: Path, programs: dict[str, str], **env: str) -> str:
+    """What docker/node.sh prints where these programs are shell scripts."""
+    for name, script in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    env |= {"PATH": f"{folder}:{os.environ['PATH']}", "WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node0",
+            "MASTER_PORT": "29400"}
+    command = ["sh", ROOT / "docker" / "node.sh", "doctor", "--name", "a"]
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(("owner", "user"), [("4242", "4242"), ("0", "1000")])
+def test_a_node_that_starts_as_root_goes_on_as_the_owner_of_runs(tmp_path: Path, owner: str, user: str) -> None:
+    programs = {"id": "echo 0", "stat": f"echo {owner}", "setpriv": 'echo "$@"', "python": "echo as root"}
+    said = node(tmp_path, programs).split()
+    assert said[:6] == ["--reuid", user, "--regid", user, "--clear-groups", "--no-new-privs"]
+    assert said[6:] == ["sh", str(ROOT / "docker" / "node.sh"), "doctor", "--name", "a"]
+
+
 @pytest.mark.parametrize(("nproc", "start"), [("1", "supervise"), ("2", "launch")])
 def test_a_node_runs_the_command_that_it_is_given(tmp_path: Path, nproc: str, start: str) -> None:
-    (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')
-    (tmp_path / "python").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NPROC": nproc, "WORLD_SIZE": "2", "RANK": "1",
-           "MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
-    command = ["sh", ROOT / "docker" / "node.sh", "doctor", "--name", "a"]
-    said = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    said = node(tmp_path, {"id": "echo 1000", "python": 'echo "$@"'}, NPROC=nproc)
     assert said.startswith(f"-m train.main {start} --command doctor ")
     assert said.endswith(" --name a\n")
 
