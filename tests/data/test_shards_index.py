@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
+import json
 import os
 import re
 import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.rigs.shards import load_shards, png, write_members, write_shard
+from tests.rigs.shards import in_child, load_shards, png, write_members, write_shard
 from train.data.sources.shards import index as index_module
 from train.data.sources.shards import index_file
 from train.errors import DataError
@@ -99,6 +103,45 @@ def test_damaged_index_is_made_anew(place: Path, scanned: list[str], damage: Cal
     again, _ = load_shards(place)
     assert again.name == train.name
     assert len(scanned) == 8
+
+
+# What somebody may write into the head of an index, or into a column of its rows
+CRAFTED: dict[str, Any] = {
+    "key of objects": {"key": "|O"},  # eight bytes, as the keys here have, are then read as an address
+    "key of fields": {"key": [["a", "|O"]]},
+    "table before the file": {"table_at": -4096},
+    "samples beyond it": {"samples": 1 << 70},
+    "other shards": {"shards": [{"name": "../secret.tar", "size": 1, "stamp": "", "digest": ""}]},
+    "label": -1, "shard": 9, "offset": 1 << 40, "size": 1 << 40,
+}
+
+
+@pytest.mark.parametrize("what", CRAFTED)
+def test_crafted_index_is_made_anew(place: Path, what: str) -> None:
+    """In a process of its own, which an object made of a file's bytes would crash."""
+    for number in range(3):
+        samples = {f"{number}-{key * 6}": (number, label) for key, (_, label) in LABELS.items()}
+        write_shard(place / f"train-{number:04}.tar", samples)
+    train, _ = load_shards(place)
+    for path in place.glob("shards-*.index"):
+        data = path.read_bytes()
+        head = json.loads(data.partition(b"\n")[0])
+        dtype = np.dtype([*index_file.COLUMNS, ("key", head["key"])])
+        table = np.frombuffer(data, dtype, offset=(at := head["table_at"])).copy()
+        if isinstance(CRAFTED[what], dict):
+            head |= CRAFTED[what]
+        else:
+            table[what] = CRAFTED[what]
+            head["table"] = hashlib.sha256(table.tobytes()).hexdigest()
+        path.write_bytes((json.dumps(head) + "\n").encode().ljust(at) + table.tobytes())
+
+    def use() -> None:
+        again, _ = load_shards(place)
+        assert (again.name, again.labels.tolist()) == (train.name, train.labels.tolist())
+        assert [bytes(again.contents.read(n)) for n in range(9)] == [png(n // 3) for n in range(9)]
+        assert str(list(again.paths))
+
+    assert in_child(use) == 0
 
 
 def test_copied_shards_are_looked_at_once_more_and_are_the_same_data(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
+from tests.rigs.fork_server import Forks
+from tests.rigs.idx_files import made_up, write_set
 from train.config import Config
 from train.data.file_samples import FileSamples
 from train.data.sources import load
+from train.data.sources.idx import write_idx
 from train.data.sources.sets import FileSet
 from train.errors import DataError
 
@@ -55,6 +60,57 @@ def test_imagefolder_without_halves_is_split_in_a_fixed_way(tmp_path: Path) -> N
     assert (train.labels.tolist().count(1), test.labels.tolist().count(1)) == (2, 1)
     assert not set(train.paths) & set(test.paths)
     assert folder_set(tmp_path).paths == train.paths
+
+
+# What becomes of a folder of cats and dogs whose data are then others
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "class": lambda root: [(root / half / "cat").rename(root / half / "bat") for half in ("train", "val")],
+    "file": lambda root: (root / "train" / "cat" / "000.png").rename(root / "train" / "cat" / "0.png"),
+    "size": lambda root: write_images(root / "train" / "cat", 1, size=(99, 99)),
+    "label": lambda root: (root / "train" / "cat" / "002.png").rename(root / "train" / "dog" / "002.png"),
+    "test half": lambda root: (root / "val" / "cat" / "000.png").rename(root / "val" / "cat" / "0.png"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_imagefolder_is_named_by_its_content(tmp_path: Path, change: str) -> None:
+    for half in ("train", "val"):
+        write_images(tmp_path / "here" / half / "cat", 3)
+        write_images(tmp_path / "here" / half / "dog", 2)
+    shutil.copytree(tmp_path / "here", tmp_path / "there", copy_function=shutil.copyfile)
+    here = folder_set(tmp_path / "here").name
+    assert folder_set(tmp_path / "there").name == here
+    CHANGES[change](tmp_path / "there")
+    assert folder_set(tmp_path / "there").name != here
+
+
+def test_other_images_are_refused_on_resume_and_between_ranks(forks: Forks, tmp_path: Path) -> None:
+    for node, names in enumerate((("cat", "dog"), ("left", "right"))):
+        for half in ("train", "val"):
+            for name in names:
+                write_images(tmp_path / f"node{node}" / "data" / half / name, 4)
+    line = ("train", "--dataset", "imagefolder", "--data-dir", "data", "--image-size", "16", "--batch-size", "2",
+            "--model", "mlp", "--max-steps", "2", "--tensorboard=false", "--run-dir", tmp_path, "--name", "run")
+    nodes = [tmp_path / "node0", tmp_path / "node1"]
+    codes, output = forks.run(*line, world_size=2, cwds=nodes)
+    assert codes == [2, 2], output
+    assert "the data" in output
+    codes, output = forks.run(*line, cwds=nodes[:1])
+    assert codes == [0], output
+    codes, output = forks.run(*line, "--max-steps", "4", cwds=nodes[1:])
+    assert codes == [2], output
+    assert "was trained on imagefolder-" in output
+
+
+def test_other_images_of_the_same_number_are_other_data(tmp_path: Path) -> None:
+    """In the files of MNIST: a place is no name, and another packing is the same."""
+    names = []
+    for folder, suffix in (("one", ""), ("two", ".gz"), ("three", "")):
+        write_set(tmp_path / folder, suffix=suffix)
+        if folder == "three":
+            write_idx(tmp_path / folder / "train-images-idx3-ubyte", made_up(20)[0].flip(0))
+        names.append(load(Config(dataset="mnist", data_dir=str(tmp_path / folder)))[0].name)
+    assert names[0] == names[1] != names[2]
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "bmp", "webp"])

@@ -3,8 +3,10 @@
 import hashlib
 import io
 import json
+import os
 import tarfile
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,21 @@ def png(shade: int) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), (shade, 100, 0)).save(buffer, "png")
     return buffer.getvalue()
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Call `work` in a forked process. Returns its exit code, or minus the signal that ended it."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def write_shard(path: Path, samples: Mapping[str, tuple[int, int]]) -> None:

@@ -99,7 +99,7 @@ def _refuse_other_data(checkpoint: Checkpoint, workload: Workload, settings: Con
     """The default data set falls back to digits if it can't be downloaded: in the training, or now. Its classes differ,
     so the results would be wrong. Texts of another vocabulary would become other numbers. Raises UserError."""
     texts = settings.workload == "text"
-    if checkpoint.state.data != workload.data_name and (texts or not given & {"dataset", "workload"}):
+    if checkpoint.state.data != workload.data_name and (texts or not given & {"dataset", "data_dir", "workload"}):
         setting = "bert-dir" if texts else "dataset"
         raise UserError(
             f"{checkpoint.path} was trained on {checkpoint.state.data}, got {workload.data_name} now. Set --data-dir "

@@ -11,7 +11,7 @@ from train.data.sources.sets import ImageSet
 FAMILY = Family(
     name="fashion-mnist", title="Fashion-MNIST", folder="FashionMNIST",
     classes=("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
-    mean=0.2860, std=0.3530, counts={True: 60_000, False: 10_000},
+    mean=0.2860, std=0.3530, counts={True: 60_000, False: 10_000}, digest="ced07e3c",
     debian_dir=Path("/usr/share/datasets/fashion-mnist"), debian_package="dataset-fashion-mnist",
 )
 

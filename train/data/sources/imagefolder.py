@@ -33,7 +33,7 @@ def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
     if not train.is_dir() and not test.is_dir():
         parts = {name: _split(root / name, paths) for name, paths in _list_classes(root).items()}
         trained, tested = ({name: part[half] for name, part in parts.items()} for half in (0, 1))
-        return _file_set(trained, root, config), _file_set(tested, root, config)
+        return _file_sets((trained, root), (tested, root), config=config)
     for half, other in ((train, test), (test, train)):
         if not half.is_dir():
             raise DataError(f"{half}: is missing beside {other.name}/. {LAYOUT}")
@@ -41,18 +41,34 @@ def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
     for name in sorted(set(train_files) ^ set(test_files)):
         here, there = (train, test) if name in train_files else (test, train)
         raise DataError(f"{here / name}: is a class that {there} lacks. Both need the same class folders.")
-    return _file_set(train_files, train, config), _file_set(test_files, test, config)
+    return _file_sets((train_files, train), (test_files, test), config=config)
 
 
-def _file_set(files: Mapping[str, list[str]], folder: Path, config: Config) -> FileSet:
-    """The files of each class as one set; a class's number is its place among the sorted names."""
-    classes = tuple(sorted(files))
-    labels = torch.tensor([label for label, name in enumerate(classes) for _ in files[name]], dtype=torch.int64)
-    paths = tuple(path for name in classes for path in files[name])
-    return FileSet(
-        paths, labels, classes, MEAN, STD, "imagefolder", origin=f"images in {folder}",
-        margin=config.augment in ("imagenet", "trivial"),
-    )
+def _file_sets(*halves: tuple[Mapping[str, list[str]], Path], config: Config) -> tuple[FileSet, FileSet]:
+    """The files of each class of both halves; a class's number is its place among the sorted names.
+
+    They are named by their content, not by their place: the names and sizes of all files.
+    """
+    digest = hashlib.sha256()
+    found = []
+    for files, folder in halves:
+        classes = tuple(sorted(files))
+        labels = torch.tensor([label for label, name in enumerate(classes) for _ in files[name]], dtype=torch.int64)
+        paths = tuple(path for name in classes for path in files[name])
+        start = len(os.path.join(folder, ""))
+        facts = [f"{path[start:]}\0{_size(path)}\0" for path in paths]
+        digest.update("".join([*facts, "\0"]).encode(errors="surrogateescape"))
+        found.append((paths, labels, classes, f"images in {folder}"))
+    name, margin = f"imagefolder-{digest.hexdigest()[:8]}", config.augment in ("imagenet", "trivial")
+    train, test = (FileSet(*parts[:3], MEAN, STD, name, origin=parts[3], margin=margin) for parts in found)
+    return train, test
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
 def _list_classes(root: Path) -> dict[str, list[str]]:

@@ -1,7 +1,8 @@
 """MNIST and its relatives, four IDX files each: where the files may be, and how they become an ImageSet."""
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from train.data.sources.idx import read_idx
 from train.data.sources.sets import ImageSet, stamp
 from train.errors import DataError
 
+COMPARED = 100  # images of a half whose bytes are part of the digest, beside all labels
 FILES = {
     True: ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     False: ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -28,6 +30,7 @@ class Family:
     mean: float
     std: float
     counts: Mapping[bool, int]  # images to train on (True) and to test on (False), as published
+    digest: str = ""  # of the published ones, see `read_halves`; those of a set without it are named by theirs
     mirror: bool = True  # whether a mirrored image still shows its class; a mirrored 2 does not
     debian_dir: Path | None = None
     debian_package: str | None = None
@@ -87,8 +90,19 @@ def find_files(root: Path, family: Family) -> Path | None:
 
 
 def read_halves(folder: Path, family: Family) -> tuple[ImageSet, ImageSet]:
-    """The training half and the test half from the folder that `locate` gave. Raises DataError, see `read_half`."""
-    return read_half(folder, family, train=True), read_half(folder, family, train=False)
+    """The training half and the test half from the folder that `locate` gave. Raises DataError, see `read_half`.
+
+    Other images than the published ones get a name of their own: a run on the one does not go on with the other.
+    """
+    halves = [read_half(folder, family, train=train) for train in (True, False)]
+    digest = hashlib.sha256()
+    for half in halves:
+        digest.update(f"{tuple(half.images.shape)}".encode() + half.labels.numpy().tobytes())
+        digest.update(half.images[:COMPARED].numpy().tobytes())
+    found = digest.hexdigest()[:8]
+    name = family.name if found == family.digest else f"{family.name}-{found}"
+    train, test = (replace(half, name=name) for half in halves)
+    return train, test
 
 
 def read_half(folder: Path, family: Family, *, train: bool) -> ImageSet:

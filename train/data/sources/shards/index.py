@@ -61,12 +61,12 @@ def open_index(place: Place, names: Sequence[str], *, columns: Columns, say: Say
     name = f"shards-{key}.index"
     in_cache = writable_cache() / f"shards-{_short_digest([place.root, key])}.index"
     paths = [Path(place.root, name), in_cache] if place.is_local else [in_cache]
-    index = first_index(paths)
+    index = first_index(paths, names)
     if index is None:
         with locked(in_cache.with_suffix(".lock")):
-            index = first_index(paths)  # another process may have made it meanwhile
+            index = first_index(paths, names)  # another process may have made it meanwhile
             if index is None and not place.is_local:
-                index = _fetch(place, name, in_cache)
+                index = _fetch(place, name, in_cache, names)
             if index is None:
                 found = _scan(place, names, columns=columns, say=say, parts=in_cache.with_suffix(".parts"))
                 return write_index(*_merge(place, found), paths)
@@ -78,13 +78,13 @@ def _short_digest(facts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def _fetch(place: Place, name: str, path: Path) -> Index | None:
+def _fetch(place: Place, name: str, path: Path, names: Sequence[str]) -> Index | None:
     """The index that lies beside shards at a URL, as `path`; None if there is none. To make it, all would be read."""
     content = place.read(name)
     if content is None:
         return None
     write_atomically(path, content)
-    index = load_index(path)
+    index = load_index(path, names)
     # Its stamps are those of the folder where it was made
     return None if index is None else replace(index, shards=tuple(replace(s, stamp=UNKNOWN) for s in index.shards))
 

@@ -6,6 +6,7 @@ numbered by their keys, so the shards' number and order change nothing in a trai
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -16,12 +17,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from train.data.sources.shards.parquet import ENDING
+from train.data.sources.shards.tar_scan import HIGHEST_LABEL
 from train.errors import DataError
 from train.process.atomic_file import staged
 
 FORMAT = 1
 UNKNOWN = ""  # the stamp of a shard that was not looked at where it lies now: its size alone is compared
 PAGE = 4096
+KEY = re.compile(r"\|S\d{1,6}")
+LARGEST = 2**63 - 1
 COLUMNS = [("label", "<i4"), ("shard", "<i4"), ("offset", "<i8"), ("size", "<i8")]
 
 
@@ -55,24 +60,43 @@ class Index:
         return torch.from_numpy(np.lexsort((self.table["offset"], self.table["shard"])))
 
 
-def first_index(paths: Sequence[Path]) -> Index | None:
+def first_index(paths: Sequence[Path], names: Sequence[str]) -> Index | None:
     """The first of these that is whole, or None."""
-    return next((index for index in map(load_index, paths) if index is not None), None)
+    return next((index for path in paths if (index := load_index(path, names)) is not None), None)
 
 
-def load_index(path: Path) -> Index | None:
-    """The index in this file, or None if there is none that is whole."""
+def load_index(path: Path, names: Sequence[str]) -> Index | None:
+    """The index of the shards `names` in this file, or None if there is none that is whole.
+
+    It may come with the data from elsewhere: nothing in it is used before it is compared with what it must be.
+    """
     try:
         with path.open("rb") as file:
             head = json.loads(file.readline(1 << 24))
+        # Bytes alone: of a key with another type numpy would take what stands in the file for addresses
+        if not KEY.fullmatch(head["key"]) or not isinstance(head["digest"], str):
+            return None
+        shards = tuple(Shard(**shard) for shard in head["shards"])
+        facts = [(shard.name, type(shard.size), type(shard.stamp), type(shard.digest)) for shard in shards]
+        if head["format"] != FORMAT or facts != [(name, int, str, str) for name in names]:
+            return None
         dtype = np.dtype([*COLUMNS, ("key", head["key"])])
         mapped = np.memmap(path, dtype, mode="r", offset=head["table_at"], shape=(head["samples"],))
         table = mapped.view(np.ndarray)  # a row of a memmap takes ten times as long to be had
-        if head["format"] != FORMAT or hashlib.sha256(table.data).hexdigest() != head["table"]:
+        if hashlib.sha256(table.data).hexdigest() != head["table"] or not _lies_in(table, shards):
             return None
-        return Index(path, tuple(Shard(**shard) for shard in head["shards"]), table, head["digest"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return Index(path, shards, table, head["digest"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+
+
+def _lies_in(table: NDArray[Any], shards: Sequence[Shard]) -> bool:
+    """Whether each sample has a label, and lies in one of the shards. Of rows of Parquet the shard alone is known."""
+    if not len(table) or table["shard"].min() < 0 or table["shard"].max() >= len(shards):
+        return False
+    sizes = np.array([LARGEST if shard.name.endswith(ENDING) else shard.size for shard in shards])[table["shard"]]
+    fits = (table["offset"] >= 0) & (table["size"] >= 0) & (table["size"] <= sizes - table["offset"])
+    return bool(fits.all()) and int(table["label"].min()) >= 0 and int(table["label"].max()) <= HIGHEST_LABEL
 
 
 def write_index(shards: tuple[Shard, ...], table: NDArray[Any], digest: str, paths: Sequence[Path]) -> Index:
@@ -94,7 +118,7 @@ def write_index(shards: tuple[Shard, ...], table: NDArray[Any], digest: str, pat
         except OSError as error:
             problem = f"{path}: can't be written ({error.strerror})."
             continue
-        index = load_index(path)
+        index = load_index(path, [shard.name for shard in shards])
         assert index is not None, f"{path}: what was written can't be read"
         return index
     raise DataError(f"{problem} Set RANKUP_CACHE to a folder with room.")

@@ -76,7 +76,7 @@ class Pieces:
             return None
         try:
             found = os.fstat(file)
-            if expected not in (None, found.st_size):
+            if expected not in (None, found.st_size) or offset < 0 or not 0 <= size <= found.st_size - offset:
                 return None
             if time.time() - found.st_mtime > USED_EVERY_S:
                 with suppress(OSError):  # removed at this moment; what is open can still be read

@@ -1,5 +1,6 @@
 """The data set `shards`: images in tar files, in a folder or at a URL, each reached by itself."""
 
+import hashlib
 from collections.abc import Sequence
 
 from train.config import Config
@@ -33,7 +34,9 @@ def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
     for index in (train, test):
         _check_labels(index, classes, place)
     pieces, note = _pieces(place, (train, test), config)
-    name = f"shards-{train.digest[:12]}"  # resumed with other samples or labels, a run is refused
+    # Resumed with other samples, labels or classes, a run is refused. Rows of Parquet have no sizes, their files have
+    facts = [(index.digest, [s.digest for s in index.shards if s.name.endswith(ENDING)]) for index in (train, test)]
+    name = f"shards-{hashlib.sha256(repr((classes, facts)).encode()).hexdigest()[:12]}"
     readers = (ShardReader(place, index, pieces=pieces, image_column=columns.image) for index in (train, test))
     trained, tested = (_file_set(reader, classes, name, note, config) for reader in readers)
     return trained, tested

@@ -130,11 +130,11 @@ def _read(file: BinaryIO, member: tarfile.TarInfo) -> bytes:
 def _label(content: bytes, where: str, *, column: str | None) -> int | None:
     """The label in the text of a `.cls`, or in a `.json` that has the column."""
     text = content.decode(errors="replace").strip()
-    value: object = int(text) if text.isdecimal() else text
+    value: object = int(text) if text.isdecimal() and len(text) < 20 else text
     if column is not None:
         try:
             found = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: is no JSON ({error}).") from error
         if not isinstance(found, dict) or column not in found:
             return None
