@@ -15,7 +15,7 @@ from tests.rigs.places import Strike
 def of_run(run_dir: Path) -> dict[str, Any]:
     return {
         "digest": result(run_dir)["digest"], "metrics": comparable_metrics(run_dir),
-        "tensorboard": _tensorboard(run_dir / "tensorboard") | _tensorboard(run_dir / "tensorboard" / "hparams"),
+        "tensorboard": _tensorboard(run_dir / "tensorboard"),
     }
 
 

@@ -155,7 +155,8 @@ def test_goodput_of_a_run_that_was_killed_without_a_word_and_resumed(forks: Fork
     assert found["share"] == found["shares"]["steps"] > 0
     assert found["shares"]["lost steps"] > 0
     assert found["shares"]["start"] > 0
-    # All that rank 0's process lived through is accounted for. The last report is of after the result
+    assert goodput([first, second]) == found  # which `status` shows
+    # All that rank 0's process lived through is accounted for
     assert first.time - first.began == pytest.approx(sum(first.seconds.values()), abs=0.1)
     assert found["wall_s"] == pytest.approx(second.time - first.began, abs=5)
     assert f"  goodput         {found['share']:.0%} of " in output

@@ -116,26 +116,19 @@ class Metrics:
             with self._disk():
                 self._writer.add_text("eval/classes", "\n".join(("| number | class |", "|---|---|", *rows)), step)
 
-    def hyperparameters(self, step: int, settings: dict[str, Any], metrics: dict[str, float]) -> None:
-        """TensorBoard's HPARAMS tab: `settings`, see `shown_settings`, beside the run's final metrics.
+    def hyperparameters(self, settings: dict[str, Any]) -> None:
+        """TensorBoard's HPARAMS tab: `settings`, see `shown_settings`, beside the newest values of the run's curves.
 
-        In a folder of its own: the tab takes as metrics whatever curve lies beside the settings, those of each rank and
-        node too. Without the list of columns that torch writes: of several runs' lists it shows the first one's alone.
+        Without the list of columns that torch writes: of several runs' lists the tab shows the first one's alone.
         """
-        if self._writer is None or self.directory is None:
+        if self._writer is None:
             return
-        from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        finals = {f"final/{name}": value for name, value in metrics.items()}
+        _, *session = hparams(settings, {})  # type: ignore[no-untyped-call]
         with self._disk():
-            writer: Any = SummaryWriter(str(self.directory / "tensorboard" / "hparams"), purge_step=step)
-            _, *session = hparams(settings, finals)  # type: ignore[no-untyped-call]
             for summary in session:
-                writer.file_writer.add_summary(summary, step)
-            for name, value in finals.items():
-                writer.add_scalar(name, value, step)
-            writer.close()
+                self._writer.file_writer.add_summary(summary)
 
     def line(self, step: int, total_steps: int) -> str:
         """Where the run stands, as one line for the terminal."""

@@ -9,6 +9,7 @@ import math
 import secrets
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from train.errors import Stopped
@@ -42,6 +43,7 @@ class Reporter:
         self._token, self._tracker = secrets.token_hex(4), tracker
         self._training: Training | None = None
         self._finished = False
+        self._last: Report | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="reporter", daemon=True)
 
@@ -81,9 +83,10 @@ class Reporter:
             self._tracker.start()
 
     def goodput(self) -> dict[str, Any]:
-        """Of the run up to now, see `train.run.goodput`. Rank 0 only."""
+        """Of the run, which ends now: later reports have the same times. See `train.run.goodput`. Rank 0 only."""
+        self._last = self._look()
         earlier = [report for report in read_reports(self.group.run_dir) if report.began != self._began]
-        return goodput([*earlier, self._look()])
+        return goodput([*earlier, self._last])
 
     def _report(self) -> None:
         """In the thread. The last report is its too: the main thread must not wait for a disk that hangs."""
@@ -98,6 +101,8 @@ class Reporter:
             report.write(self.group.run_dir, self._token)
 
     def _look(self) -> Report:
+        if self._last is not None:
+            return replace(self._last, finished=self._finished)
         t, now = self._training, time.time()
         phase, open_s = self.group.watch.clock.present()
         by_phase = self.group.watch.clock.seconds()

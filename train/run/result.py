@@ -82,7 +82,7 @@ def write_result(t: Training, reporter: Reporter, *, seconds: float) -> None:
         if config.tracker != "none":
             write_pictures(run.path, pictures)
     shown = shown_settings(config, method=result["parallel"], world_size=group.world_size)
-    run.metrics.hyperparameters(progress.step, shown, progress.metrics or {})
+    run.metrics.hyperparameters(shown)
     run.metrics.flush()
     try:
         write_json(run.path / "result.json", result)
