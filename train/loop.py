@@ -12,7 +12,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from train.config import Config, check_world_size
-from train.data.loader import open_loader
+from train.data.loader import Loader
 from train.data.random_numbers import derive_seed, seed_everything
 from train.data.worker_loader import free_shared_memory
 from train.group.group import Group
@@ -45,7 +45,7 @@ from train.run.sharded_checkpoint import check_shared
 from train.run.step_clock import COMPUTE, DATA, WAITING, open_clock
 from train.run.training import Training, look_at_save, save, save_and_stop
 from train.workloads import Workload, load
-from train.workloads.batches import build_order, first_batch
+from train.workloads.batches import all_batches, build_order, first_batch, is_evaluated
 
 
 def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: StopRequest) -> None:
@@ -83,7 +83,7 @@ def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: Stop
                 # Report, evaluate, save -------------------------------------------------------------------------
                 look_at_save(t)
                 at_end = progress.step >= t.total_steps
-                due = at_end or progress.step % (t.steps_per_epoch * config.evaluate_every_epochs) == 0
+                due = is_evaluated(config, progress.step, t.total_steps, t.steps_per_epoch)
                 t.speed.pause()
                 if due and progress.step > progress.evaluated:
                     evaluate_and_report(t)
@@ -161,9 +161,12 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     if method.replicates_state:
         weights.check_same(group, plain)  # once wrapped: DDP has sent rank 0's to all
     free_bytes = free_shared_memory()  # before workers fill it
-    loader = open_loader(
-        workload.train, order.batches(progress.step, total_steps), device=device, stop=group.stop,
-        num_workers=config.num_workers, prefetch_factor=config.prefetch_factor,
+    batches = all_batches(
+        config, group, workload, order, step=progress.step, evaluated=progress.evaluated, total_steps=total_steps
+    )
+    loader = Loader(
+        workload.train, batches, evaluation=workload.evaluation, device=device, stop=group.stop,
+        num_workers=config.num_workers, prefetch_factor=config.prefetch_factor, warn=log.warning,
     )
     # After the workers have started: they prepare the first batches during the warm-up.
     batch = first_batch(config, group, workload, order, free_bytes=free_bytes)
@@ -246,7 +249,8 @@ def evaluate_and_report(t: Training) -> None:
     """Evaluate the weights of this step. Raises Stopped, after a save, if any rank was asked to stop meanwhile."""
     progress = t.progress
     t.group.watch.enter("evaluation", t.config.eval_timeout_s, step=progress.step)
-    result = evaluate(t.config, t.group, t.workload, t.plain, pad=t.method.forward_waits_for_all)
+    pad = t.method.forward_waits_for_all
+    result = evaluate(t.config, t.group, t.workload, t.plain, pad=pad, loader=t.loader)
     if result is None:
         raise save_and_stop(t)
     with t.changing:

@@ -34,7 +34,7 @@ from tests.rigs.photographs import photograph  # noqa: E402
 from train.commands.machine import cpu_model  # noqa: E402
 from train.config import Config  # noqa: E402
 from train.data import Samples  # noqa: E402
-from train.data.loader import open_loader  # noqa: E402
+from train.data.loader import Loader  # noqa: E402
 from train.data.order import Order  # noqa: E402
 from train.process.allocator import keep_freed_memory  # noqa: E402
 from train.process.stop import StopRequest  # noqa: E402
@@ -98,7 +98,7 @@ def ours(
 def _normalized(samples: Samples, order: Order, *, epochs: int, workers: int) -> Batches:
     normalize = images.Normalize(images.MEAN, images.STD)
     steps = epochs * order.steps_per_epoch
-    loader = open_loader(
+    loader = Loader(
         samples, order.batches(0, steps), device=CPU, stop=StopRequest(), num_workers=workers, prefetch_factor=2
     )
     try:

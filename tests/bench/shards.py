@@ -35,7 +35,7 @@ from train.commands.machine import cpu_model  # noqa: E402
 from train.config import Config  # noqa: E402
 from train.data.crops import random_crop  # noqa: E402
 from train.data.file_samples import FileSamples  # noqa: E402
-from train.data.loader import open_loader  # noqa: E402
+from train.data.loader import Loader  # noqa: E402
 from train.data.order import Order  # noqa: E402
 from train.data.sources import load  # noqa: E402
 from train.data.sources.decode import decode_bytes  # noqa: E402
@@ -49,7 +49,7 @@ Epoch = Iterator[Any]  # of batches, or of the numbers of bytes read
 def ours(samples: FileSamples, *, window: int, batch_size: int, workers: int) -> Epoch:
     """One epoch of batches, as training takes them."""
     order = Order(len(samples), batch_size, seed=0, window=window, storage=samples.storage)
-    loader = open_loader(
+    loader = Loader(
         samples, order.batches(0, order.steps_per_epoch), device=torch.device("cpu"), stop=StopRequest(),
         num_workers=workers, prefetch_factor=2,
     )

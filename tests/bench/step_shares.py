@@ -36,7 +36,7 @@ def measure() -> None:
     import torch
 
     import train.loop as loop
-    from train.data.loader import DirectLoader
+    from train.data.loader import Loader
     from train.group.group import Group
     from train.parallel.buffers import Buffers
     from train.parallel.ddp import DDP
@@ -82,7 +82,7 @@ def measure() -> None:
 
     loop.step, DDP.micro_batch, Method.step = step, micro_batch, update_or_not  # type: ignore[assignment, method-assign]
     for owner, name, part in (
-        (DirectLoader, "next", "data"), (Group, "max", "agreement"), (loop, "seed_everything", "seeding"),
+        (Loader, "next", "data"), (Group, "max", "agreement"), (loop, "seed_everything", "seeding"),
         (Classification, "loss", "forward"), (torch.Tensor, "backward", "backward"), (Buffers, "share", "buffers"),
         (Method, "step", "optimizer"),
     ):

@@ -36,7 +36,7 @@ BATCH = 96  # which 2, 3 and 4 ranks divide
 
 def slow() -> None:
     """Preloaded in each rank: make the last one slow as the case says."""
-    from train.data.loader import DirectLoader
+    from train.data.loader import Loader
     from train.run import rank_reports
     from train.workloads.classification import Classification
 
@@ -58,7 +58,7 @@ def slow() -> None:
         return called
 
     if case["kind"] == "data":
-        DirectLoader.next = longer(DirectLoader.next, time.sleep)  # type: ignore[method-assign]
+        Loader.next = longer(Loader.next, time.sleep)  # type: ignore[method-assign]
     if case["kind"] == "compute":
         Classification.loss = longer(Classification.loss, busy)  # type: ignore[method-assign]
 

@@ -18,7 +18,7 @@ from train.config import Config
 from train.config.settings import Augment
 from train.data.crops import shift_and_flip_into
 from train.data.file_samples import FileSamples
-from train.data.loader import open_loader
+from train.data.loader import Loader
 from train.data.random_numbers import derive_seed, seed_host
 from train.data.samples import shift_and_flip
 from train.data.sources import load
@@ -125,7 +125,7 @@ def test_any_number_of_workers_prepares_the_same_images(folder: Path, augment: A
     indices = [(epoch, torch.arange(start, start + 4)) for epoch in (0, 1) for start in (0, 4, 8)]
     found = []
     for num_workers in (0, 2):
-        loader = open_loader(
+        loader = Loader(
             samples, iter(indices), device=torch.device("cpu"), stop=StopRequest(), num_workers=num_workers,
             prefetch_factor=2,
         )

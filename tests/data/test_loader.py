@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.rigs.small_filesystems import own_tmpfs
 from train.config import Config
 from train.data import MapSamples
 from train.data.batch import num_bytes
-from train.data.loader import BatchLoader, open_loader
+from train.data.loader import Loader
 from train.data.order import BatchIndex, Order
 from train.errors import DataError
 from train.process import machine_checks
@@ -51,9 +51,9 @@ def indices_of(*batches: list[int]) -> Iterator[BatchIndex]:
     return iter([(0, torch.tensor(batch)) for batch in batches])
 
 
-def loader_of(given: Iterator[BatchIndex], num_workers: int, stop: StopRequest | None = None) -> BatchLoader:
+def loader_of(given: Iterator[BatchIndex], num_workers: int, stop: StopRequest | None = None) -> Loader:
     samples = MapSamples(Noisy(), seed=3)  # type: ignore[arg-type]  # what torch takes for a data set has no base
-    return open_loader(
+    return Loader(
         samples, given, device=CPU, stop=stop or StopRequest(), num_workers=num_workers, prefetch_factor=2
     )
 
@@ -77,6 +77,24 @@ def test_any_number_of_workers_gives_the_same_batches_in_order() -> None:
         for one, other in zip(alone, batches(num_workers), strict=True):
             assert torch.equal(one[0], other[0])
             assert torch.equal(one[1], other[1])
+
+
+def test_samples_in_memory_are_no_business_of_the_workers() -> None:
+    """Batches of both kinds keep their order."""
+    of_file, in_memory = MapSamples(Noisy(), seed=3), MapSamples(Noisy(), seed=4)  # type: ignore[arg-type]
+    in_memory.in_memory = True  # type: ignore[attr-defined]
+    order = [(epoch, torch.tensor([number, number + 1])) for number in range(20) for epoch in (None, 0, 0, None)]
+    for training, evaluation in ((of_file, in_memory), (in_memory, of_file)):
+        loader = Loader(
+            training, iter(order), evaluation=evaluation, device=CPU, stop=StopRequest(), num_workers=2,
+            prefetch_factor=2,
+        )
+        for epoch, indices in order:
+            batch, expected = loader.next(), (training if epoch == 0 else evaluation).batch(indices, epoch)
+            assert torch.equal(batch[0], expected[0])  # type: ignore[index]
+        with pytest.raises(StopIteration):
+            loader.next()
+        loader.close()
 
 
 def test_loader_that_begins_later_goes_on_with_the_same_batches() -> None:
@@ -215,7 +233,24 @@ def test_worker_that_hangs_in_fork_is_started_anew(forks: Forks, tmp_path: Path)
 
 
 def hang_in_fork() -> None:
-    """In the process of a rank: one worker of the training and one of an evaluation never return from os.fork."""
+    """In the process of a rank: one worker never returns from os.fork."""
+    hang_in_forks(lambda forked: forked == 2)
+
+
+def test_workers_that_always_hang_in_fork_end_the_job(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*train(tmp_path / "run"), preload="tests.data.test_loader:hang_in_every_second_fork")
+    assert codes == [171], output
+    assert output.count("hangs in fork") == 5
+    assert output.count("DataLoader worker 1 has not begun 1 s after its start") == 5
+    assert "Traceback" not in output
+
+
+def hang_in_every_second_fork() -> None:
+    hang_in_forks(lambda forked: forked % 2 == 0)
+
+
+def hang_in_forks(chosen: Callable[[int], bool]) -> None:
+    """`chosen`: whether a fork hangs, by its number from 1 on."""
     from train.data import worker_loader
 
     worker_loader.START_S = 1.0
@@ -226,18 +261,43 @@ def hang_in_fork() -> None:
         forked += 1
 
     def hang() -> None:
-        if forked in (2, 6):
+        if chosen(forked):
             os.write(2, b"hangs in fork\n")
             time.sleep(600)
 
     os.register_at_fork(before=count, after_in_child=hang)
 
 
+def test_training_and_all_evaluations_share_their_workers(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*train(tmp_path / "run"), preload="tests.data.test_loader:say_forks")
+    assert codes == [0], output
+    assert output.count("epoch ") == 4
+    assert output.count("forked") == 2
+
+
+def say_forks() -> None:
+    os.register_at_fork(before=lambda: os.write(2, b"forked\n"))
+
+
+def test_run_whose_total_is_set_below_its_step_evaluates_and_ends(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    codes, output = forks.run(*train(run, "--schedule", "constant"), env=probe("loss", 15, signal="SIGTERM"))
+    assert codes == [143], output
+    codes, output = forks.run(*train(run, "--schedule", "constant", "--max-steps", "5"))
+    assert codes == [0], output
+    assert "Traceback" not in output
+    assert result(run)["step"] > 8
+    assert result(run)["metrics"]
+
+
 def test_killed_worker_ends_all_ranks_as_worth_a_retry(forks: Forks, tmp_path: Path) -> None:
     order = probe("data", 3, rank=1, signal="SIGKILL")
     codes, output = forks.run(*train(tmp_path / "run"), world_size=2, env=order)
     assert codes == [171, 171], output
-    assert "a DataLoader worker was killed, most likely because memory ran out" in output
+    assert re.search(
+        r"a DataLoader worker was killed, most likely because memory ran out: worker [01] \(exit code -9\) at the "
+        r"training batch that begins with sample \d+\. ", output,
+    ), output
     assert "Traceback" not in output
 
 

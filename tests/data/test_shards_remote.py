@@ -16,7 +16,7 @@ from tests.rigs.photographs import write_photographs
 from tests.rigs.range_server import serving
 from tests.rigs.shards import load_shards, pack_folder, samples_of
 from train.config import Config
-from train.data.loader import open_loader
+from train.data.loader import Loader
 from train.data.sources.shards import index, remote
 from train.data.sources.shards import pieces as pieces_module
 from train.data.sources.shards.pieces import Pieces
@@ -57,7 +57,7 @@ def test_index_beside_shards_at_a_url_is_taken_and_none_is_scanned(
 
 def test_workers_read_at_a_url(packed: Path) -> None:
     samples = samples_of(f"local://{packed}")
-    loader = open_loader(
+    loader = Loader(
         samples, iter([(0, ALL)]), device=torch.device("cpu"), stop=StopRequest(), num_workers=1, prefetch_factor=2
     )
     worked = loader.next()
@@ -228,7 +228,7 @@ def test_workers_read_at_a_web_server_that_their_parent_has_spoken_to(packed: Pa
     with serving(packed) as server:
         samples = samples_of(server.url)
         samples.batch(ALL[:2], None)
-        loader = open_loader(
+        loader = Loader(
             samples, iter([(0, ALL)]), device=torch.device("cpu"), stop=StopRequest(), num_workers=1, prefetch_factor=2
         )
         worked = loader.next()

@@ -153,7 +153,7 @@ def test_signal_while_evaluation_waits_for_data_saves(
     forks: Forks, undisturbed: dict[int, str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    order = probe("eval_data", 2, signal="SIGUSR1", to="group", before_s=0.5, sleep_s=600)
+    order = probe("eval_data", 2, signal="SIGUSR1", to="group", before_s=3.0, sleep_s=600)  # the steps before end
     codes, output = forks.run(*train(run, "--num-workers", "1"), world_size=2, env=order)
     assert assert_stopped(run, codes, output, at_least=8) == 8
     assert_resumes(forks, run, undisturbed, world_size=2)

@@ -89,7 +89,7 @@ def test_steps_are_done_while_a_save_is_written(
     assert result(tmp_path / "run")["digest"] == digest(world_size)
 
 
-def test_evaluation_whose_workers_are_forked_meanwhile_goes_on_beside_a_save(forks: Forks, tmp_path: Path) -> None:
+def test_evaluation_with_workers_goes_on_beside_a_save(forks: Forks, tmp_path: Path) -> None:
     # Both ranks take turns with the three batches of an evaluation: rank 1 has its second call in the second one
     order = {"where": "evaluate", "call": 2, "rank": 1, "tell": str(tmp_path / "go")}
     env = hold(tmp_path / "go") | {"PROBE": json.dumps(order)}

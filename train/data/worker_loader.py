@@ -17,11 +17,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from train.data.batch import parts, to_device
 from train.data.order import BatchIndex
@@ -41,8 +41,10 @@ FORKS = sys.platform == "linux"
 CONTEXT: Any = multiprocessing.get_context("fork" if FORKS else None)
 # CPython 3.11 can deadlock a child inside os.fork: it waits for a lock of the interpreter that another thread held at
 # that moment, and gloo's threads take this lock for an instant after a collective. One of about 1,300 workers hung like
-# that on a busy machine. A worker that lives and has not begun within this time is started anew.
+# that on a busy machine. Where a worker lives and has not begun within this time, all are started anew.
 START_S = 10.0
+STARTS = 5  # of all workers, at most
+PID, EPOCH, SAMPLE = range(3)  # what each worker says of itself: the last two of its newest batch, EPOCH -1: evaluation
 
 
 class WorkerLoader:
@@ -53,19 +55,20 @@ class WorkerLoader:
     """
 
     def __init__(
-        self, samples: Samples, batches: Iterable[BatchIndex], *, device: torch.device, stop: StopRequest,
-        num_workers: int, prefetch_factor: int,
+        self, samples: Samples, evaluation: Samples, batches: Iterable[BatchIndex], *, device: torch.device,
+        stop: StopRequest, num_workers: int, prefetch_factor: int, warn: Callable[[str], None],
     ) -> None:
+        """`evaluation`: the samples of batches that have no epoch. Raises PeerLost where workers do not begin."""
         self.device, self.stop = device, stop
         (kept,) = itertools.tee(batches, 1)  # a copy begins with the first batch again
-        while True:
-            started = CONTEXT.Semaphore(0)
+        for left in reversed(range(STARTS)):
+            self._said = CONTEXT.RawArray("q", 3 * num_workers)
             loader: DataLoader[Any] = DataLoader(
-                _Batches(samples),
+                _Batches(samples, evaluation, self._said),
                 sampler=copy.copy(kept),
                 batch_size=None,  # each index is a whole batch already
                 num_workers=num_workers, prefetch_factor=prefetch_factor,
-                worker_init_fn=functools.partial(_start_worker, os.getpid(), started),
+                worker_init_fn=functools.partial(_start_worker, os.getpid(), self._said),
                 generator=torch.Generator().manual_seed(0),  # its base seed must not come from the model's random state
                 pin_memory=device.type == "cuda",
                 multiprocessing_context=CONTEXT,
@@ -74,10 +77,14 @@ class WorkerLoader:
             with _signals_held():
                 iterator = iter(loader)
             self._workers = [child for child in multiprocessing.active_children() if child not in others]
-            if not FORKS or _have_started(self._workers, started):
+            if not FORKS or not (hanging := _hanging(self._workers, self._said)):
                 break
             for worker in self._workers:
                 worker.kill()
+            what = f"DataLoader worker {hanging[0]} has not begun {START_S:g} s after its start"
+            if not left:
+                raise PeerLost(f"{what}, nor has one in the {STARTS - 1} starts before. Is this machine overloaded?")
+            warn(f"{what}: all {num_workers} are started anew")
         # One place: the workers hold prefetch_factor batches each already, and each batch here costs memory too.
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)
         self._closed = threading.Event()
@@ -99,7 +106,7 @@ class WorkerLoader:
                 if isinstance(item, ConnectionError | EOFError):
                     # A dead worker's connection breaks before its exit code can be read, and the code says why it died.
                     multiprocessing.connection.wait([worker.sentinel for worker in self._workers], timeout=5.0)
-                raise _explained(item, [worker.exitcode for worker in self._workers])
+                raise _explained(item, {worker.pid: worker.exitcode for worker in self._workers}, self._said)
             return to_device(item, self.device)
         return None
 
@@ -127,15 +134,18 @@ def free_shared_memory() -> int:
 
 
 class _Batches(Dataset[Any]):
-    """`samples` as a torch Dataset whose items are whole batches."""
+    """Samples of training and of evaluation as a torch Dataset whose items are whole batches."""
 
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
+    def __init__(self, samples: Samples, evaluation: Samples, said: Any) -> None:
+        self.samples, self.evaluation, self.said = samples, evaluation, said
 
     def __getitem__(self, index: Any) -> Any:
         epoch, indices = index
+        samples, number = (self.samples, epoch) if epoch is not None else (self.evaluation, -1)
+        own = 3 * get_worker_info().id  # type: ignore[union-attr]  # there is one in a worker
+        self.said[own + EPOCH], self.said[own + SAMPLE] = number, int(indices[0])
         try:
-            return _shared(self.samples.batch(indices, epoch))
+            return _shared(samples.batch(indices, epoch))
         except DataError as error:
             return error  # as a value: torch would wrap the one line in the worker's traceback
 
@@ -157,19 +167,17 @@ def _shared(batch: Any) -> Any:
     return batch
 
 
-def _have_started(workers: Collection[multiprocessing.process.BaseProcess], started: Any) -> bool:
-    """Whether all workers have begun within START_S. One that has died counts: who waits for its batches reports it."""
+def _hanging(workers: Collection[multiprocessing.process.BaseProcess], said: Any) -> list[int]:
+    """The numbers of the workers that have not begun within START_S. Empty where one has died: who waits says so."""
     until_s = time.monotonic() + START_S
-    for _ in workers:
-        while not started.acquire(timeout=0.1):
-            if not all(worker.is_alive() for worker in workers):
-                return True
-            if time.monotonic() > until_s:
-                return False
-    return True
+    while (hanging := [n for n, pid in enumerate(said[PID::3]) if not pid]) and time.monotonic() < until_s:
+        if not all(worker.is_alive() for worker in workers):
+            return []
+        time.sleep(0.01)
+    return hanging
 
 
-def _start_worker(parent: int, started: Any, worker: int) -> None:
+def _start_worker(parent: int, said: Any, worker: int) -> None:
     """Runs first in each worker: it ignores the signals that are meant for the loop, and dies with the loop."""
     for number in _stop_signals():
         # A batch system signals the whole process group. If workers died of it, the loop could not save.
@@ -179,7 +187,7 @@ def _start_worker(parent: int, started: Any, worker: int) -> None:
     die_with_parent(parent)
     open_worker(worker)
     torch.set_num_threads(1)  # the workers are the parallelism; more threads would take the loop's cores
-    started.release()
+    said[3 * worker + PID] = os.getpid()
 
 
 def _stop_signals() -> list[signal.Signals]:
@@ -205,19 +213,27 @@ def _signals_held() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, on_child or signal.SIG_DFL)
 
 
-def _explained(error: BaseException, exit_codes: Collection[int | None]) -> BaseException:
-    """The error to raise for one that the DataLoader raised, given the exit codes of its workers (None: alive)."""
+def _explained(error: BaseException, codes: Mapping[int | None, int | None], said: Any) -> BaseException:
+    """The error to raise for one that the DataLoader raised. `codes`: of its workers by process, None: alive."""
     text = str(error)
-    if -getattr(signal, "SIGBUS", 0) in exit_codes:
+    if -getattr(signal, "SIGBUS", 0) in codes.values():
         return DataError(SHM_FULL)
     # "Caught ..." is what the user's code raised in a worker that lives. Without it, a broken connection means that the
     # worker died while it was handing over a batch.
     cut_off = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught ")
     if "exited unexpectedly" not in text and not cut_off:
         return error
-    if -getattr(signal, "SIGKILL", 0) in exit_codes:
+    # A worker that has not begun has no number yet
+    dead = [
+        f"worker {number} (exit code {codes[pid]}) at the {'evaluation' if epoch < 0 else 'training'} batch that "
+        f"begins with sample {sample}"
+        for number, (pid, epoch, sample) in enumerate(zip(said[PID::3], said[EPOCH::3], said[SAMPLE::3], strict=True))
+        if codes.get(pid)
+    ]
+    who = ", ".join(dead) or (text.splitlines() or [type(error).__name__])[0]
+    if -getattr(signal, "SIGKILL", 0) in codes.values():
         return PeerLost(
-            "a DataLoader worker was killed, most likely because memory ran out. Allow more, or set fewer "
+            f"a DataLoader worker was killed, most likely because memory ran out: {who}. Allow more, or set fewer "
             "--num-workers, or a smaller --batch-size"
         )
-    return PeerLost(f"a DataLoader worker died: {(text.splitlines() or [type(error).__name__])[0]}")
+    return PeerLost(f"a DataLoader worker died: {who}")

@@ -18,7 +18,7 @@ from torch import nn
 from train.config import Config
 from train.data import Samples
 from train.data.batch import to_device
-from train.data.loader import open_loader
+from train.data.loader import Loader
 from train.data.order import evaluation_batches, num_batches
 from train.errors import UserError
 from train.group.group import Group
@@ -37,14 +37,17 @@ class Result:
 
 
 @torch.no_grad()
-def evaluate(config: Config, group: Group, workload: Workload, model: nn.Module, *, pad: bool = False) -> Result | None:
+def evaluate(
+    config: Config, group: Group, workload: Workload, model: nn.Module, *, pad: bool = False,
+    loader: Loader | None = None,
+) -> Result | None:
     """Evaluate `model`, the plain module: a DDP wrapper would wait for ranks that have no batch left.
 
-    All ranks take part and get the same result, or None if a stop was requested on any of them. `pad`: see
+    All ranks take part and get the same result, or None if a stop was requested on any of them. `pad`, `loader`: see
     `batches_of_rank`. Raises UserError where the workload's sums have no "count".
     """
     with eval_mode(model):
-        sums = _sums_of_rank(config, group, workload, model, pad=pad)
+        sums = _sums_of_rank(config, group, workload, model, pad=pad, loader=loader)
     if sums is None:
         return None
     rows, tables = (_add_over_ranks(group, part) for part in sums)
@@ -61,7 +64,7 @@ def evaluate(config: Config, group: Group, workload: Workload, model: nn.Module,
 
 
 def _sums_of_rank(
-    config: Config, group: Group, workload: Workload, model: nn.Module, *, pad: bool
+    config: Config, group: Group, workload: Workload, model: nn.Module, *, pad: bool, loader: Loader | None
 ) -> tuple[Sums, Sums] | None:
     """What this rank's batches add up to, on the CPU; None if any rank was asked to stop.
 
@@ -71,7 +74,7 @@ def _sums_of_rank(
     num_rows = num_batches(len(workload.evaluation), config.eval_batch_size)
     rows: Sums = {}
     tables: Sums = {}
-    for number, _, batch in batches_of_rank(config, group, workload.evaluation, pad=pad):
+    for number, _, batch in batches_of_rank(config, group, workload.evaluation, pad=pad, loader=loader):
         if batch is None:
             return None
         with autocast(config, group.device):
@@ -97,20 +100,23 @@ def _add_over_ranks(group: Group, sums: Sums) -> Sums:
 
 
 def batches_of_rank(
-    config: Config, group: Group, samples: Samples, *, pad: bool = False
+    config: Config, group: Group, samples: Samples, *, pad: bool = False, loader: Loader | None = None
 ) -> Iterator[tuple[int, torch.Tensor, Any]]:
     """This rank's batches of `samples`, without augmentation: (number of the batch, sample numbers int64 [B], batch).
 
     All ranks agree before each turn, those that have no batch left included: where any was asked to stop, the batch is
     None, and it is the last. `pad`: the model's forward waits for all ranks, so a rank that has no batch left gets the
-    first sample as a batch, with the number PADDING. It must not be counted.
+    first sample as a batch, with the number PADDING. It must not be counted. `loader`: a training's, whose next batches
+    are these; None: one of their own.
     """
     numbered = list(evaluation_batches(len(samples), config.eval_batch_size, group.rank, group.world_size))
     num_turns = -(-num_batches(len(samples), config.eval_batch_size) // group.world_size)
-    loader = open_loader(
-        samples, [index for _, index in numbered], device=group.device, stop=group.stop, num_workers=config.num_workers,
-        prefetch_factor=config.prefetch_factor,
-    )
+    own = None
+    if loader is None:
+        loader = own = Loader(
+            samples, [index for _, index in numbered], device=group.device, stop=group.stop,
+            num_workers=config.num_workers, prefetch_factor=config.prefetch_factor, warn=group.log.warning,
+        )
     try:
         for turn in range(num_turns):
             has_batch = turn < len(numbered)
@@ -125,4 +131,5 @@ def batches_of_rank(
                 first = torch.zeros(1, dtype=torch.int64)
                 yield PADDING, first, to_device(samples.batch(first, None), group.device)
     finally:
-        loader.close()
+        if own is not None:
+            own.close()

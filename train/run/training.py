@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from train.config import Config
-from train.data.loader import BatchLoader
+from train.data.loader import Loader
 from train.errors import Stopped
 from train.group.group import Group
 from train.parallel.buffers import Buffers
@@ -39,7 +39,7 @@ class Training:
     whole: nn.Module  # `plain`, or where it is split a copy for the final pictures that gets its weights in the end
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    loader: BatchLoader
+    loader: Loader
     divisors: list[float]  # of the losses of a step's micro-batches, see `Order`
     steps_per_epoch: int
     total_steps: int

@@ -1,11 +1,13 @@
 """Which batches of a workload each rank trains on, and what has to be checked before the first."""
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from train.config import Config
 from train.data.batch import num_bytes, to_device
 from train.data.loader import uses_workers
-from train.data.order import Order
+from train.data.order import BatchIndex, Order, evaluation_batches
 from train.errors import DataError
 from train.group.group import Group
 from train.process import machine_checks
@@ -33,6 +35,31 @@ def build_order(config: Config, group: Group, workload: Workload) -> Order:
     )
 
 
+def all_batches(
+    config: Config, group: Group, workload: Workload, order: Order, *, step: int, evaluated: int, total_steps: int
+) -> Iterator[BatchIndex]:
+    """This rank's batches of a run from `step` on, as the loop asks for them: of training, and of each evaluation.
+
+    `evaluated`: see `Progress`.
+    """
+    training = order.batches(step, total_steps)
+    while True:
+        if step > evaluated and is_evaluated(config, step, total_steps, order.steps_per_epoch):
+            numbered = evaluation_batches(
+                len(workload.evaluation), config.eval_batch_size, group.rank, group.world_size
+            )
+            yield from (index for _, index in numbered)
+        if step >= total_steps:
+            return
+        yield from islice(training, config.accumulate)
+        step += 1
+
+
+def is_evaluated(config: Config, step: int, total_steps: int, steps_per_epoch: int) -> bool:
+    """Whether the weights of this step are evaluated."""
+    return step >= total_steps or step % (steps_per_epoch * config.evaluate_every_epochs) == 0
+
+
 def first_batch(config: Config, group: Group, workload: Workload, order: Order, *, free_bytes: int) -> Any:
     """The first micro-batch of the first epoch, on the device. The warm-up uses it on every start, wherever it resumes.
 
@@ -42,8 +69,7 @@ def first_batch(config: Config, group: Group, workload: Workload, order: Order, 
     epoch, indices = next(order.batches(0, 1))
     batch = to_device(workload.train.batch(indices, epoch), group.device)
     if uses_workers(workload.train, config.num_workers):
-        # The training workers keep their batches there while those of an evaluation add theirs
-        num_samples = len(indices) + min(config.eval_batch_size, len(workload.evaluation))
+        num_samples = max(len(indices), min(config.eval_batch_size, len(workload.evaluation)))
         lines = machine_checks.small_shared_memory(
             config, group.launch, batch_bytes=num_bytes(batch) * num_samples // len(indices), free_bytes=free_bytes
         )
