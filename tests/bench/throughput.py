@@ -61,7 +61,7 @@ def measure_training(repeats: int, steps: int, batch_size: int, run_dir: Path) -
 
 
 def measure_checkpoint(model_name: str, repeats: int, directory: Path) -> dict[str, float]:
-    """Size, and the medians of saving (write, sync, read back, rename) and loading (verify), with SGD's momentum."""
+    """Size, and the medians of saving (write, sync, rename) and loading (verify), with SGD's momentum."""
     import torch
 
     from tests.rigs.checkpoints import training_state

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -342,6 +343,32 @@ def test_metadata_that_this_release_cannot_read_is_said_and_no_fresh_start_is_ad
     assert find_problem(newest(folder)) == ""
 
 
+def record_reads() -> None:
+    """In the process of a rank: note which files of checkpoints are opened to be read, but the newest's."""
+    rank = os.environ.get("RANK", "0")
+
+    def note(event: str, values: tuple[Any, ...]) -> None:
+        path = Path(str(values[0])) if event == "open" else Path()
+        if path.suffix not in (".pt", ".distcp") and path.name not in (".metadata", "state.json"):
+            return
+        step = path.parents[path.parent.name == "shards"]
+        newest = max((other.name for other in step.parent.glob("step-*")), default="")
+        if step.parent.name == "checkpoints" and step.name != newest and values[2] & os.O_ACCMODE == os.O_RDONLY:
+            with Path(f"{os.environ['READS']}-{rank}").open("a") as file:
+                file.write(f"{path}\n")
+
+    sys.addaudithook(note)
+
+
+@pytest.mark.parametrize("more", [("--parallel", "ddp"), SHARDED], ids=["plain", "sharded"])
+def test_save_reads_neither_what_it_writes_nor_older_ones(forks: Forks, tmp_path: Path, more: tuple[str, ...]) -> None:
+    preload = "tests.run.test_sharded_checkpoint:record_reads"
+    train(forks, tmp_path, 2, *more, "--keep", "3", preload=preload, env={"READS": str(tmp_path / "reads")})
+    assert [path.read_text() for path in tmp_path.glob("reads-*")] == []
+    found = {path.name: find_problem(path) for path in list_checkpoints(tmp_path / "run/checkpoints")}
+    assert found == {"step-00000008": "", "step-00000009": "", "step-00000012": ""}
+
+
 def die_in_save() -> None:
     """In the process of a rank: the one that is named is killed at a point of its second save."""
     from train.run import sharded_checkpoint
@@ -351,13 +378,13 @@ def die_in_save() -> None:
         return
     calls: list[int] = []
     owner, name = {"begin": (publish, "create_staging"), "write": (sharded_checkpoint, "_write"),
-                   "between": (sharded_checkpoint, "fingerprint_file"), "publish": (publish, "publish")}[where]
+                   "between": (sharded_checkpoint._HashedFiles, "fingerprints"), "publish": (publish, "publish")}[where]
     real = getattr(owner, name)
 
     def dies(*given: Any, **more: Any) -> Any:
         path = str(given[0].path if where == "write" else given[0])  # a writer's, or the path itself
-        calls.append(1) if "step-00000006" in path or where == "begin" else None
-        if len(calls) == (2 if where == "begin" else 1):
+        calls.append(1) if "step-00000006" in path or where in ("begin", "between") else None
+        if len(calls) == (2 if where in ("begin", "between") else 1):
             if where == "write":
                 real(*given, **more)
             os.kill(os.getpid(), 9)

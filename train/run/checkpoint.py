@@ -28,6 +28,8 @@ NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 # A manifest may come from outside: no name in it may lead out of the checkpoint's folder
 FILE = re.compile(r"(shards/)?\.?\w[\w.-]*")
 
+known_damaged: set[Path] = set()  # what this process has read and found damaged
+
 
 class AllDamaged(UserError):
     """There are checkpoints, and none is whole."""
@@ -100,6 +102,20 @@ def find_problem(path: Path) -> str:
     return _read_verified(path)[1]
 
 
+def looks_whole(path: Path) -> bool:
+    """Whether a checkpoint is of the step in its name, its files have their sizes, and `load_newest` found no damage.
+
+    For a save, which must not wait until older checkpoints are read.
+    """
+    try:
+        manifest = _read_manifest(path)
+        if path in known_damaged or _compare_steps(path, manifest["step"], manifest["step"]):
+            return False
+        return all((path / name).stat().st_size == entry["bytes"] for name, entry in manifest["files"].items())
+    except (OSError, ValueError, TypeError, LookupError):
+        return False
+
+
 def newest_good_step(directory: Path) -> int:
     """The step of the newest checkpoint that verifies, -1 where there is none."""
     return next((step_of(path) for path in reversed(list_checkpoints(directory)) if not find_problem(path)), -1)
@@ -119,6 +135,7 @@ def load_newest(directory: Path, warn: Callable[[str], None]) -> Checkpoint | No
                 warn(f"checkpoint {name} was passed over: {why}")
             return _parse(path, files)
         damaged[path.name] = problem
+        known_damaged.add(path)
     if damaged:
         raise AllDamaged(directory, damaged)
     return None
@@ -157,10 +174,8 @@ def _read_verified(path: Path) -> tuple[dict[str, bytes], str]:
     """
     files: dict[str, bytes] = {}
     try:
-        manifest = json.loads((path / "manifest.json").read_bytes())
+        manifest = _read_manifest(path)
         entries: dict[str, Fingerprint] = manifest["files"]
-        if not all(FILE.fullmatch(name) for name in entries):
-            raise ValueError
         shards = [name for name in entries if name.startswith(f"{sharded_checkpoint.FOLDER}/")]
         for name in (*([] if shards else ["model.pt"]), "training.pt", "state.json"):
             files[name] = (path / name).read_bytes()
@@ -176,6 +191,14 @@ def _read_verified(path: Path) -> tuple[dict[str, bytes], str]:
         return {}, f"can't be read ({error.strerror})"
     except (ValueError, TypeError, LookupError, AttributeError):
         return {}, "manifest.json is damaged"
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Raises OSError, and ValueError, TypeError, LookupError or AttributeError where it is damaged."""
+    manifest: dict[str, Any] = json.loads((path / "manifest.json").read_bytes())
+    if not all(FILE.fullmatch(name) for name in manifest["files"]):
+        raise ValueError
+    return manifest
 
 
 def _compare(name: str, found: Fingerprint, expected: Fingerprint) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from train.process.limits import memory_available
 
-# The copy, the files made of it, and what is read back of them at the same time; and as much again stays free
+# The copy and the files made of it at the same time; and as much again stays free
 ROOM = 4
 Nested = TypeVar("Nested")
 

@@ -26,7 +26,7 @@ from train.run.lineage import Lineage
 from train.run.training_state import FORMAT, RANDOM_SCHEME
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
-# Files are read back and compared, and the ranks' own buffers live in shared memory too
+# The ranks' own buffers live in shared memory too
 ROOM = 2.0
 OLD_S = 7 * 24 * 3600.0
 

@@ -9,16 +9,19 @@ of planner and writer have for themselves, are taken here one by one, and the gr
 
 import errno
 import hashlib
+import io
+import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -29,7 +32,6 @@ from train.group.group import Group, on_rank0
 from train.run.shard_pickles import SENT, SafeReader
 
 FOLDER = "shards"
-NOT_VISIBLE = "not visible"
 VISIBLE_S = 10.0  # NFS caches directories: a node may see another node's new file this much later
 Fingerprint = dict[str, Any]  # {"bytes": int, "sha256": str} of one file
 
@@ -56,9 +58,9 @@ def check_shared(directory: Path, group: Group) -> None:
         raise _not_shared(unseen, directory, group)
 
 
-def _wait_until_visible(path: Path) -> bool:
+def _wait_until_visible(path: Path, *, size: int = 0) -> bool:
     until_s = time.monotonic() + VISIBLE_S
-    while not path.exists():
+    while not path.exists() or path.stat().st_size != size:
         if time.monotonic() > until_s:
             return False
         time.sleep(0.1)
@@ -77,12 +79,13 @@ def _not_shared(unseen: list[int], directory: Path, group: Group) -> UserError:
 def write_shards(folder: Path, tensors: dict[str, Any], group: Group) -> dict[str, Fingerprint]:
     """Write each rank's part of `tensors`, a nested mapping, and return the fingerprints of all files by their names.
 
-    All ranks call this. The next rank reads a rank's files back, from another machine where there are several: a file
-    that only its writer's cache has does not pass. Raises UserError on all ranks.
+    All ranks call this. Each takes the digest of what it writes as it writes it, and rank 0, which publishes, has to
+    see all files in their sizes. Raises UserError on all ranks.
     """
     directory = folder.parent.parent
     # Rank 0 writes what all ranks hold, such as a batch norm's buffers; torch's default spreads it over the ranks
     planner, writer = DefaultSavePlanner(dedup_save_to_lowest_rank=True), FileSystemWriter(folder)
+    writer.fs = files = _HashedFiles()
     planner.set_up_planner(tensors, writer.storage_meta(), group.is_rank0)
     writer.set_up_storage_writer(group.is_rank0)
     local = _on_all_ranks(group, directory, lambda: writer.prepare_local_plan(planner.create_local_plan()))
@@ -91,15 +94,45 @@ def write_shards(folder: Path, tensors: dict[str, Any], group: Group) -> dict[st
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[group.rank])
     results = _on_all_ranks(group, directory, lambda: _write(writer, plan, planner))
     _on_all_ranks(group, directory, lambda: writer.finish(metadata, results) if group.is_rank0 else None)
-    own = sorted(folder.glob(f"__{group.rank}_*")) + ([folder / ".metadata"] if group.is_rank0 else [])
-    written: list[dict[str, Fingerprint]] = group.gather({path.name: fingerprint_file(path) for path in own})
-    problems = group.gather(_read_back(folder, written, group))
-    if unseen := [rank for rank, problem in enumerate(problems) if problem == NOT_VISIBLE]:
-        raise _not_shared(unseen, directory, group)
-    if wrong := [problem for problem in problems if problem]:
-        text = f"checkpoint: {directory} must give back what was written, got {wrong[0]}."
-        raise UserError(text, printed_elsewhere=not group.is_rank0)
-    return {name: entry for part in written for name, entry in part.items()}
+    written = {name: entry for part in group.gather(files.fingerprints()) for name, entry in part.items()}
+    seen = not group.is_rank0 or all(
+        _wait_until_visible(folder / name, size=entry["bytes"]) for name, entry in written.items()
+    )
+    if not group.broadcast(seen):
+        raise _not_shared([0], directory, group)
+    return written
+
+
+class _HashedFiles(FileSystem):
+    """Where torch's writer writes to. Takes the digest of each file on the way: each is written from its beginning."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, _Hashed] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        self.written[Path(path).name] = file = _Hashed(path, mode)
+        with io.BufferedWriter(file) as stream:
+            yield stream
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        return {name: {"bytes": file.size, "sha256": file.sha256.hexdigest()} for name, file in self.written.items()}
+
+
+class _Hashed(io.FileIO):
+    def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
+        super().__init__(path, mode)
+        self.size, self.sha256 = 0, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        count = super().write(data)
+        self.sha256.update(memoryview(data)[:count])
+        self.size += count
+        return count
 
 
 def _on_all_ranks(group: Group, directory: Path, work: Callable[[], Any]) -> list[Any]:
@@ -128,16 +161,6 @@ def _write(writer: FileSystemWriter, plan: SavePlan, planner: DefaultSavePlanner
         # On a full disk torch.save raises "unexpected pos 64 vs 0", and the system's error is only its context
         cause = error.__context__
         raise cause if isinstance(cause, OSError) else OSError(errno.EIO, str(error).splitlines()[0]) from None
-
-
-def _read_back(folder: Path, written: list[dict[str, Fingerprint]], group: Group) -> str:
-    """What is wrong with the next rank's files, or "". Rank 0, which publishes, has to see the files of all ranks."""
-    following = written[(group.rank + 1) % group.world_size]
-    expected = [name for part in written for name in part] if group.is_rank0 else list(following)
-    if not all(_wait_until_visible(folder / name) for name in expected):
-        return NOT_VISIBLE
-    changed = [name for name, entry in following.items() if fingerprint_file(folder / name) != entry]
-    return ", ".join(f"another {name}" for name in changed)
 
 
 def fingerprint_file(path: Path) -> Fingerprint:
