@@ -193,8 +193,7 @@ def idle_devices(launch: Launch, num_devices: int) -> list[str]:
 def small_shared_memory(config: Config, launch: Launch, *, batch_bytes: int, free_bytes: int) -> list[str]:
     """Whether /dev/shm has room for the batches that the workers of all ranks of this node prepare ahead.
 
-    `batch_bytes`: of one training batch and one evaluation batch together, as the training workers keep theirs while an
-    evaluation runs.
+    `batch_bytes`: of a training batch or an evaluation batch, whichever is larger.
     """
     ranks = launch.local_world_size or 1
     ahead = ranks * config.num_workers * config.prefetch_factor
