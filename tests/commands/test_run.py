@@ -71,6 +71,7 @@ def test_everything_from_the_script_on_is_the_scripts(line: str, script: list[st
         ("launch --command run --restart-on 2 job.py", "--restart-on must name neither"),
         ("launch --command run --restart-on x job.py", "--restart-on must be exit codes"),
         ("launch --command run --init-method file:///tmp/x job.py", "--init-method must be tcp"),
+        ("run --restart-args='a job.py", "--restart-args must be words as a shell splits them"),
     ],
 )
 def test_mistake_in_the_line_is_named(line: str, message: str) -> None:
@@ -240,6 +241,23 @@ while True: time.sleep(0.05)
         assert job.wait() == [143], job.output
     assert f"saved on {sent}" in job.output
     assert json.loads((tmp_path / "runs/job/status.json").read_text())["state"] == "stopped"
+
+
+def test_script_that_ignores_a_stop_is_located_and_killed(forks: Forks, tmp_path: Path) -> None:
+    script = write(tmp_path, """
+import signal, time
+def save(number, frame):
+    while True: time.sleep(600)
+signal.signal(signal.SIGTERM, save)
+print("ready")
+while True: time.sleep(600)
+""")
+    with forks.running("run", f"--run-dir={tmp_path}/runs", "--stop-grace-s=14", script) as job:
+        job.wait_for("ready")
+        job.processes[0].signal("SIGTERM")
+        assert job.wait() == [143], job.output
+    assert re.search(r"s after SIGTERM the script still runs: job\.py:4 save", job.output), job.output
+    assert "the script did not end within 14 s of SIGTERM: killed (--stop-grace-s)" in job.output
 
 
 def test_progress_bar_does_not_fill_the_log(forks: Forks, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_status_of_a_run_while_it_trains_after_a_kill_and_at_its_end(tmp_path: P
     assert found["goodput"]["attempts"] == 2
     text = status(run).stdout
     assert re.search(r"^state +finished, \d+ s ago$", text, re.MULTILINE)
-    assert re.search(r"restarts \(1\)\n  .* after step 3: lost a peer at step 3: suspected: rank 1", text)
+    assert re.search(r"restarts \(1\)\n  .* after step 3: lost a peer at step 3: rank 1", text)
 
 
 def test_status_of_a_run_that_was_killed_without_a_word(tmp_path: Path) -> None:

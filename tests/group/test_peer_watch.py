@@ -189,7 +189,7 @@ def assert_lost(codes: list[int | None], outputs: list[str], killed: list[int], 
     for rank, (code, output) in enumerate(zip(codes, outputs, strict=True)):
         if rank not in killed:
             assert code == 171, output
-            assert any(f"suspected: rank {gone} on {host_name()} ({why}" in output for gone in killed), output
+            assert any(f": rank {gone} on {host_name()} ({why}" in output for gone in killed), output
 
 
 @pytest.mark.parametrize(("where", "call"), [("build", 1), ("loss", 6), ("evaluate", 1)])

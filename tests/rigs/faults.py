@@ -84,7 +84,7 @@ class Scene:
     def blamed_since(self, sizes: dict[Path, int]) -> set[int]:
         """Which ranks the logs suspect, in what was written after they had those sizes."""
         new = [path.read_bytes()[sizes.get(path, 0) :].decode() for path in self.log.parent.glob("rank-*.log")]
-        return {int(rank) for text in new for rank in re.findall(r"suspected: rank (\d+)", text)}
+        return {int(rank) for text in new for rank in re.findall(r": rank (\d+) on", text)}
 
 
 def lives(process: psutil.Process) -> bool:

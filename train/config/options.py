@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from train.config.settings import setting
+from train.config.yaml_text import describe
 
 
 class Options(BaseModel):
@@ -56,6 +58,17 @@ class ScriptOptions(Options):
         "", "Folder in which the script runs; by default this one. It is made where it is missing.", metavar="DIR")
     pass_local_rank: Literal["auto", "no", "local_rank", "local-rank"] = setting(
         "auto", "Also give the script its local rank as an argument of this name; auto: where the script declares it.")
+    restart_args: str = setting(
+        "", "Arguments behind the script's own from its second start on, such as --restart-args=--init_from=resume.",
+        metavar="WORDS")
+    stop_grace_s: float = setting(
+        30.0, "Seconds that the script has to end after SIGTERM or SIGINT; then it is killed.", gt=0)
+
+    def mistakes(self) -> Iterator[str]:
+        try:
+            shlex.split(self.restart_args)
+        except ValueError as error:
+            yield f"--restart-args must be words as a shell splits them, got {describe(self.restart_args)}: {error}."
 
 
 class RunOptions(ScriptOptions):
@@ -167,6 +180,7 @@ class SupervisorOptions(JsonOptions, ScriptOptions):
         pattern=r"^([0-9]{1,3}(,[0-9]{1,3})*)?$", rule="exit codes, such as 1,75")
 
     def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
         if self.restart_on and self.command != "run":
             yield f"--restart-on must be used with --command run, not with {self.command}: its codes say it already."
         if {0, 2, 143} & self.restart_codes:

@@ -185,7 +185,8 @@ def root_exit_code(suspects: list[Suspect], otherwise: int) -> int:
 
 
 def describe(suspects: list[Suspect], hosts: Sequence[str]) -> str:
-    """One clause: "suspected: rank 3 on node1 (gave no sign of life)"."""
+    """One clause: "suspected: rank 3 on node1 (gave no sign of life)"; without the word where its end is known."""
     if not suspects:
         return "suspected: nobody, all ranks wait for each other"
-    return "suspected: " + ", ".join(f"rank {s.rank} on {hosts[s.rank]} ({s.why})" for s in suspects[:4])
+    named = ", ".join(f"rank {s.rank} on {hosts[s.rank]} ({s.why})" for s in suspects[:4])
+    return named if suspects[0].end is not None else f"suspected: {named}"

@@ -71,6 +71,7 @@ class Guest(Joiner):
                 if until_s:
                     raise self.error_of({"code": JOIN_FAILED, **word["missing"]})
                 self.wait.problem = word["missing"]["text"]
+                self.wait.notice(now=not word["missing"]["speakers"])
             elif "refused" in word:
                 post(self.generation, {"read": self.me.token})
                 raise self.error_of(word["refused"])

@@ -78,6 +78,7 @@ class Host(Joiner):
             if self.wait.notice_due:
                 self.wait.problem = self._missing(round(self.wait.waited_s))
                 self.wait.notice()
+                self._say({"missing": {"text": self.wait.problem, "speakers": []}})  # nobody's time is over: a notice
             for message in self.inbox.collect(EARLIER_S if self.roster.settling else self.wait.slice_s):
                 self._read(message)
 

@@ -47,6 +47,7 @@ arrived = "arrived/{}".format  # (rank), in the second one: it uses the first no
 FREE = "free"  # in the second one, rank 0: the port is free, or why there will be no group: a text, "" for free
 DONE = "done"  # a counter: how many ranks' scripts have ended with 0
 ALL_DONE = "all-done"  # set by the rank that is the last to count
+STOP = "stop"  # the name of the signal by which a rank was asked to stop, for all others
 
 # Below `members`: connectivity
 ROUTES = "routes"  # rank 0's conclusion, JSON: {"code", "text"}

@@ -21,7 +21,7 @@ from train.process.env import Launch
 from train.process.log import Log
 
 STUCK_S = 5.0  # so long after the deadline a call into the network, which nothing can interrupt, is given up
-CONNECTIONS = 4  # of each rank: to the store, for the beats, to wait for losses, and to its neighbour
+CONNECTIONS = 5  # of each rank: to the store, for the beats, to wait for losses and for stops, and to its neighbour
 
 
 def meet(launch: Launch, *, fingerprint: Mapping[str, str], attempt: str, timeout_s: float, log: Log) -> Meeting:

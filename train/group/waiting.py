@@ -11,7 +11,7 @@ from train.process.log import Log
 # loss of a rank all come back within tenths of a second.
 EARLY_PAUSE_S, EARLY_S = 0.01, 3.0
 PAUSE_S = 0.1
-NOTICE_S = 20.0  # between lines that say what is being waited for
+NOTICE_S = 10.0  # between lines that say what is being waited for
 # The longest call that waits in the store. Between two of them rank 0 looks at its clock, and the others look whether
 # there is a new rank 0 beside a store that is not its own. A thousand of them look less often.
 SLICE_S = 1.0
@@ -69,9 +69,9 @@ class Wait:
         """Try often again: rank 0 was there a moment ago, and its successor is about to come."""
         self._early_until_s = time.monotonic() + EARLY_S
 
-    def notice(self) -> None:
-        """Say what is being waited for every NOTICE_S, once on each node."""
-        if not self.notice_due:
+    def notice(self, *, now: bool = False) -> None:
+        """Say what is being waited for every NOTICE_S, once on each node; with `now` at once."""
+        if not now and not self.notice_due:
             return
         self._noticed_s = time.monotonic()
         if self.launch.rank == 0:

@@ -107,6 +107,7 @@ def _supervisor(
         environments, arguments, first_rank=first_rank, job=job, start_method=start_method,
         modules=slow_modules(context.config, options.command), max_restarts=options.max_restarts, stop=context.stop,
         log=context.log, restart_on=options.restart_codes, same_signal=options.command == "run",
+        stop_grace_s=options.stop_grace_s if options.command == "run" else 0.0,
     )
 
 

@@ -8,6 +8,7 @@ import of torch at each start, some seconds. No torch here.
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -36,6 +37,10 @@ TAIL = 400  # lines that are kept to explain the end
 LONGEST = 2000  # characters of such a line
 # A progress bar writes a carriage return, and no newline for hours: so often its newest state becomes a line
 BAR_S = 10.0
+TRACEBACK = re.compile(r"(\[rank\d+\]: )?Traceback \(most recent call last\):")  # torch's own prefix
+# The traceback of a script that lost its peer has twenty lines, and says less than the line about the lost rank, which
+# comes within a second or two. So long a traceback may wait for the script's end
+HOLD_S = 10.0
 END_S = 5.0  # how long a script whose peer is lost has to write what it wants to keep
 DRAIN_S = 2.0  # processes that the script left behind may hold its output open
 
@@ -73,6 +78,10 @@ class Script:
         """The last lines that it printed."""
         return "\n".join(self._output.tail)
 
+    def show_held(self) -> None:
+        """Print the traceback that was held back: nobody says better how the script ended."""
+        self._output.show_held()
+
     def wait(self, timeout_s: float) -> int | None:
         """Its exit code, 128 and the signal's number where a signal ended it; None if it still runs by then."""
         try:
@@ -91,6 +100,10 @@ class Script:
             number = signal.SIGTERM
         self._process.send_signal(number)
         return number
+
+    def kill(self) -> None:
+        """End it at once. `wait` returns its code."""
+        self._process.kill()
 
     def keep(self) -> None:
         """End it: a peer is lost. For `Watchdog.protect`, which calls this from any thread."""
@@ -112,20 +125,27 @@ class Script:
 
 
 class _Output(threading.Thread):
-    """Reads what the script prints: to the rank's file with a time, to the terminal with rank and host."""
+    """Reads what the script prints: to the rank's file with a time, to the terminal with rank and host.
+
+    A traceback, and what follows it on standard error, is held back from the terminal for HOLD_S.
+    """
 
     def __init__(self, streams: Sequence[tuple[IO[bytes], TextIO]], log: Log) -> None:
         super().__init__(name="output", daemon=True)
         self.log = log
         self.tail: deque[str] = deque(maxlen=TAIL)
         self._streams = [_Stream(pipe, terminal) for pipe, terminal in streams]
+        self._held: list[str] = []
+        self._held_since_s = 0.0
 
     def run(self) -> None:
         selector = selectors.DefaultSelector()
         for each in self._streams:
             selector.register(each.pipe, selectors.EVENT_READ, each)
         while selector.get_map():
-            for key, _ in selector.select(BAR_S):
+            if self._held and time.monotonic() - self._held_since_s > HOLD_S:
+                self.show_held()
+            for key, _ in selector.select(1.0 if self._held else BAR_S):
                 stream: _Stream = key.data
                 data = os.read(key.fd, 65536)
                 if not data:
@@ -139,10 +159,19 @@ class _Output(threading.Thread):
         if not lines:
             return
         self.tail.extend(line[:LONGEST] for line in lines)
-        text = "\n".join(lines)
-        if self.log.world_size > 1:
-            self.log.show(text, stream.terminal)
-        self.log.debug(text)
+        self.log.debug("\n".join(lines))
+        if self.log.world_size == 1:
+            return
+        if stream is self._streams[1] and (self._held or any(TRACEBACK.match(line) for line in lines)):
+            if not self._held:
+                self._held_since_s = time.monotonic()
+            self._held += lines
+        else:
+            self.log.show("\n".join(lines), stream.terminal)
+
+    def show_held(self) -> None:
+        held, self._held = self._held, []
+        self.log.show("\n".join(held), sys.stderr)
 
 
 class _Stream:

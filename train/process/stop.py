@@ -90,6 +90,12 @@ class StopRequest:
         """
         self._finish_step_first = True
 
+    def ask(self, name: str) -> None:
+        """Request a stop as that signal does, which came to another rank."""
+        if not self.requested:
+            self.signal_name, self._requested_at_s = name, time.monotonic()
+            self._tell.send(b"!")
+
     def _read(self) -> None:
         # Numbers are looked up once, and only these: SIGCHLD and others pass through the same socket
         names = {int(getattr(signal, name)): name for name in TAKEN if hasattr(signal, name)}
@@ -102,8 +108,7 @@ class StopRequest:
                 continue
             now_s = time.monotonic()
             if not self.requested:
-                self.signal_name, self._requested_at_s = name, now_s
-                self._tell.send(b"!")
+                self.ask(name)
                 if not self._finish_step_first:
                     self._leave(f"{name} before the first step: nothing new to save. The same command starts it again.")
             elif now_s - self._requested_at_s > REPEAT_WINDOW_S:

@@ -59,15 +59,16 @@ class Supervisor:
     def __init__(
         self, environments: list[dict[str, str]], arguments: list[str], *, first_rank: int, job: str, start_method: str,
         modules: list[str], max_restarts: int, stop: StopRequest, log: Log, restart_on: Collection[int] = (),
-        same_signal: bool = False,
+        same_signal: bool = False, stop_grace_s: float = 0.0,
     ) -> None:
         """`environments`: what each local rank gets beside ours. `arguments`: of `train.main`.
 
         `job`: restart N of a rank is attempt `attempt_of(job, N)`. `start_method`, `modules`: see `fork_client.Order`.
         `max_restarts`: of one rank, in a row without a new step. `restart_on`: codes that are worth a restart beside
         those of `errors`. `same_signal`: pass on the signal that came, which somebody's script may tell from SIGTERM.
+        `stop_grace_s`: how long a rank may take to stop after others have stopped, beside SETTLE_S.
         """
-        self.restart_on, self.same_signal = restart_on, same_signal
+        self.restart_on, self.same_signal, self.stop_grace_s = restart_on, same_signal, stop_grace_s
         self.ranks = {local_rank: Rank(first_rank + local_rank, own) for local_rank, own in enumerate(environments)}
         self.arguments, self.job, self.start_method, self.modules = arguments, job, start_method, modules
         self.max_restarts, self.stop, self.log = max_restarts, stop, log
@@ -75,6 +76,7 @@ class Supervisor:
         self._board = ProgressBoard(len(environments))
         self._server = ForkServer(start_method, modules, ENTRY, arguments)
         self._forwarded = False
+        self._settle_s = SETTLE_S
         self._settled_s = float("inf")  # when ranks that still run are late; finite once no rank is started again
         self._tell_rest_s = float("inf")  # when ranks that still run are told that one has failed
         self._told_rest = self._killing = False
@@ -157,7 +159,9 @@ class Supervisor:
         if not over and helps and self._count_restart(local_rank):
             self._start(local_rank)
         elif self._settled_s == float("inf"):
-            self._settled_s = time.monotonic() + SETTLE_S
+            stopped = self.stop.requested or code == STOPPED
+            self._settle_s = SETTLE_S + (self.stop_grace_s if stopped else 0)
+            self._settled_s = time.monotonic() + self._settle_s
             if code not in (FINISHED, STOPPED) and not self._forwarded:
                 self._tell_rest_s = time.monotonic() + TELL_REST_S
 
@@ -238,7 +242,7 @@ class Supervisor:
                 self._note_end(local_rank, PEER_LOST)
                 continue
             self.log.warning(
-                f"rank {self.ranks[local_rank].number} did not end within {SETTLE_S:g} s after the others: killed"
+                f"rank {self.ranks[local_rank].number} did not end within {self._settle_s:g} s after the others: killed"
             )
             self._server.ask(kill=local_rank)
         self._settled_s, self._killing = time.monotonic() + KILL_S, True

@@ -5,7 +5,7 @@ import hashlib
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -49,7 +49,24 @@ class Program:
 
     def must_match(self) -> dict[str, str]:
         """What all nodes must have in common, by name. Says itself what is wrong with a file that differs."""
-        return {"python version": ".".join(map(str, sys.version_info[:2])), f"script {self.name}": self._digest()}
+        version = ".".join(map(str, sys.version_info[:2]))
+        return {"python version": version, f"script {self.name}": self._digest(), **self._modules()}
+
+    def _modules(self) -> dict[str, str]:
+        """The digest of each file below the script's folder that it imports, directly or not. Found in the sources."""
+        if self.file is None or self.missing:
+            return {}
+        file = self.file.resolve()
+        root = Path.cwd() if self.words[0] == "-m" else file.parent  # as Python's path begins
+        found, waiting = {file}, [file]
+        while waiting:
+            new = set(_imports(waiting.pop(), root)) - found
+            found |= new
+            waiting += new
+        return {
+            f"imported {each.relative_to(root).as_posix()}": hashlib.sha256(each.read_bytes()).hexdigest()[:12]
+            for each in sorted(found - {file})
+        }
 
     def check(self, environ: Mapping[str, str], *, world_size: int) -> None:
         """Raises ConfigError for a script that no node has, and for one whose ranks would not find each other.
@@ -114,6 +131,27 @@ def _compiled(file: Path, source: bytes, *, flags: int = 0) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return compile(source, str(file), "exec", flags)
+
+
+def _imports(file: Path, root: Path) -> Iterator[Path]:
+    """The files below `root`, the first folder of Python's path, that `file` imports, also under a condition."""
+    try:
+        tree = _compiled(file, file.read_bytes(), flags=ast.PyCF_ONLY_AST)
+    except (SyntaxError, ValueError, OSError):
+        return  # Python itself says what is wrong with it
+    for node in ast.walk(tree):
+        names, folder = [], root
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            folder = [root, *file.parents][node.level] if node.level <= len(file.parents) else root
+            names = [".".join(filter(None, (node.module, alias.name))) for alias in node.names]
+        for name in names:
+            path = folder
+            for part in name.split("."):
+                path /= part
+                files = (path / "__init__.py", path.with_suffix(".py"))
+                yield from (found for found in files if found.is_file() and root in found.parents)
 
 
 def _file_of(module: str) -> Path | None:

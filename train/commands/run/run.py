@@ -7,9 +7,12 @@ it watches the other ranks, passes signals on, writes down what the script print
 import contextlib
 import os
 import re
+import select
+import shlex
 import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 
@@ -23,12 +26,13 @@ from train.errors import FINISHED, STOPPED, ScriptFailed, Stopped, UserError, di
 from train.group import keys
 from train.group.group import Group, on_rank0
 from train.group.join import LOST, join
-from train.group.store import wait_for
+from train.group.store import second_connection, wait_for
 from train.group.watchdog import SCRIPT
-from train.process import flight_recorder, stacks
+from train.process import flight_recorder, stack_requests, stacks
 from train.process.addresses import free_port
 from train.process.context import Context
 from train.process.env import Launch
+from train.process.exit import within
 from train.process.limits import explain_sigkill, oom_kills
 from train.process.script import DRAIN_S, END_S, Script
 from train.process.script_env import Place, places, script_environment
@@ -38,7 +42,9 @@ from train.run.lease import Lease
 from train.run.reporter import Reporter
 
 KILLED = 128 + signal.SIGKILL
-LOOK_S = 0.1  # between two looks at the script and at the signals
+LOOK_S = 0.05  # between two looks at the script
+SAY_S = 10.0  # between two lines that say where a script is that does not stop
+STORE_S = 2.0  # how long a store may take to answer: that of a stopped process never does
 # A script that lost its peer ends at once, the peer may still be writing its last words: so long the cause has to show
 CAUSE_S = 10.0
 # The last line of a traceback, or what argparse says of a wrong argument
@@ -69,9 +75,13 @@ def run(context: Context, options: RunOptions) -> None:
             dist.destroy_process_group()
         env = _environment(context, group, place)
         kills = oom_kills()
-        script = _start(context, options, group, program, env)
-        code = _wait(script, group)
+        more = shlex.split(options.restart_args) if place.restarts else []
+        script = _start(context, options, group, program, env, more)
+        _hear_stops(group)
+        code = _wait(script, group, grace_s=options.stop_grace_s)
         asked = context.stop.signal_name
+        if asked or code in (FINISHED, STOPPED):
+            script.show_held()
         if asked or code == STOPPED:
             what = f"{asked}: {program.name} ended with {code}" if asked else f"somebody sent SIGTERM to {program.name}"
             raise Stopped(f"{what}. What it saved is its own. The same command starts it again.", alone=True)
@@ -109,9 +119,9 @@ def _environment(context: Context, group: Group, place: Place) -> dict[str, str]
 
 
 def _start(
-    context: Context, options: RunOptions, group: Group, program: Program, env: Mapping[str, str]
+    context: Context, options: RunOptions, group: Group, program: Program, env: Mapping[str, str], more: Sequence[str]
 ) -> Script:
-    words = program.command(local_rank=context.launch.local_rank, option=options.pass_local_rank)
+    words = [*program.command(local_rank=context.launch.local_rank, option=options.pass_local_rank), *more]
     folder = _folder(options.work_dir)
     group.status.begun = True
     group.log.info(f"starting {program.name} as rank {group.rank} of {group.world_size}")
@@ -160,20 +170,80 @@ def _port(launch: Launch, *, first: bool) -> int:
     return free_port() if stale or not launch.master_port else launch.master_port
 
 
-def _wait(script: Script, group: Group) -> int:
-    """Wait for the script's end, and pass signals on to it. Returns its code."""
-    passed_on = False
-    while (code := script.wait(LOOK_S)) is None or script.ending:
+def _wait(script: Script, group: Group, *, grace_s: float) -> int:
+    """Wait for the script's end. Returns its code."""
+    while (code := script.wait(0)) is None or script.ending:
         if script.ending:
             time.sleep(LOOK_S)  # a peer is lost: the watchdog has ended the script and is about to end this process
-        elif group.stop.requested and not passed_on:
-            passed_on = True
-            # The others get it too, and end when they have saved: that is no loss which would have to end this script
-            group.watch.end_beats()
-            sent = signal.Signals(script.send(getattr(signal, group.stop.signal_name))).name
-            how = "" if sent == group.stop.signal_name else f" as {sent}: it has no handler for the other"
-            group.log.info(f"{group.stop.signal_name}: passed on to the script{how}")
+        elif select.select([group.stop], [], [], LOOK_S)[0]:
+            return _stop(script, group, grace_s=grace_s)
     return code
+
+
+def _stop(script: Script, group: Group, *, grace_s: float) -> int:
+    """Pass the stop request on to the script and to the other ranks, and kill a script that does not end. Returns its
+    code.
+
+    All ranks get it within milliseconds: a script that exchanges something when it stops would wait for a rank that
+    goes on. SIGUSR1 for a script with a handler is a notice, often minutes before the end, so it has no deadline.
+    """
+    name = group.stop.signal_name
+    # The others get it too, and end when they have saved: that is no loss which would have to end this script
+    group.watch.end_beats()
+    sent = signal.Signals(script.send(getattr(signal, name))).name
+    began_s = said_s = time.monotonic()
+    _pass_on(group, name)
+    how = "" if sent == name else f" as {sent}: it has no handler for the other"
+    group.log.info(f"{name}: passed on to the script{how}")
+    deadline_s = began_s + (grace_s if sent != "SIGUSR1" else float("inf"))
+    while (code := script.wait(LOOK_S)) is None or script.ending:
+        now_s = time.monotonic()
+        if script.ending:
+            time.sleep(LOOK_S)
+        elif now_s > deadline_s:
+            group.log.warning(f"the script did not end within {grace_s:g} s of {sent}: killed (--stop-grace-s)")
+            script.kill()
+            deadline_s = float("inf")
+        elif now_s - said_s > SAY_S:
+            said_s = now_s
+            group.log.warning(f"{now_s - began_s:.0f} s after {sent} the script still runs{_where(group)}")
+    return code
+
+
+def _pass_on(group: Group, name: str) -> None:
+    """Have all other ranks stop too, also those of other nodes."""
+    meeting = group.meeting
+
+    def tell() -> None:
+        with contextlib.suppress(RuntimeError):  # the store's process is gone
+            if meeting is not None:
+                meeting.store.set(keys.STOP, name)
+
+    within(STORE_S, tell)
+
+
+def _hear_stops(group: Group) -> None:
+    """From now on stop this rank when another one is asked to stop."""
+    if group.meeting is None:
+        return
+    store = second_connection(group.meeting.store)  # who waits holds a connection
+
+    def listen() -> None:
+        with contextlib.suppress(RuntimeError):
+            while not wait_for(store, [keys.STOP], 3600.0):
+                pass
+            group.stop.ask(store.get(keys.STOP).decode())
+
+    threading.Thread(target=listen, name="stops", daemon=True).start()
+
+
+def _where(group: Group) -> str:
+    """In which line the script is, as far as it answers."""
+    with contextlib.suppress(OSError):
+        for answer in stack_requests.ask(group.run_dir, ranks=[group.rank]):
+            if answer.writer.rank == group.rank:
+                return f": {answer.place}"
+    return ""
 
 
 def _failure(
@@ -187,11 +257,14 @@ def _failure(
     elif code > 128:
         with contextlib.suppress(ValueError):  # a code of its own
             why = f"{signal.Signals(code - 128).name} {why}".rstrip()
-    if group.meeting is not None and LOST.search(why):
+    if (meeting := group.meeting) is not None and LOST.search(why):
         # It only lost another rank's script. Our own reports say which, once that one has come to its end
-        wait_for(group.meeting.store, [keys.CAUSES], CAUSE_S)
-    elif known := advice(tail):
-        group.log.warning(known)
+        if not wait_for(meeting.store, [keys.CAUSES], CAUSE_S):
+            script.show_held()
+    else:
+        script.show_held()
+        if known := advice(tail):
+            group.log.warning(known)
     return ScriptFailed(f"{program.name} failed{f': {why}' if why else ''}", code=code)
 
 
