@@ -216,6 +216,7 @@ def test_defaults_train_fashion_mnist_to_90_percent_in_3_epochs(forks: Forks, tm
 @pytest.mark.parametrize("setting", ["run-dir", "init-from"])
 @pytest.mark.parametrize("url", [
     "s3://me:hush@bucket/runs", "gs://hush@bucket/runs", "https://host/model.pt?X-Amz-Signature=hush", "s3://b/r?key=hush",
+    "s3://key:hush/ret@bucket/runs", "s3://key:12/hush@bucket", "https://me:hu@hush@host/model.pt",
 ])
 def test_an_address_with_a_secret_in_it_is_refused_and_not_repeated(
     setting: str, url: str, capsys: pytest.CaptureFixture[str]

@@ -250,8 +250,8 @@ def test_cache_is_the_named_one_then_the_users_then_the_temporary(
     (tmp_path / "broken").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path / "broken"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert cache.writable_cache() == tmp_path / f"rankup-{os.geteuid()}"
-    assert (tmp_path / f"rankup-{os.geteuid()}").stat().st_mode & 0o777 == 0o700
+    assert cache.writable_cache() == tmp_path / f"rankup-cache-{os.geteuid()}"
+    assert (tmp_path / f"rankup-cache-{os.geteuid()}").stat().st_mode & 0o777 == 0o700
 
 
 def test_cache_folder_that_another_user_prepared_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,12 +259,12 @@ def test_cache_folder_that_another_user_prepared_is_not_used(tmp_path: Path, mon
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "~")  # as for a user without a home directory
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "rankup-4711" / "FashionMNIST").mkdir(parents=True)
+    (tmp_path / "rankup-cache-4711" / "FashionMNIST").mkdir(parents=True)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     assert cache.cached("FashionMNIST") is None
     with pytest.raises(DataError, match="cannot be written"):
         cache.writable_cache()
-    with pytest.raises(UserError, match=rf"{tmp_path}/rankup-4711 must belong to this user"):
+    with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711 must belong to this user"):
         context.cache_root()
 
 

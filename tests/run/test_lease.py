@@ -310,14 +310,52 @@ def test_frozen_job_that_was_taken_over_publishes_nothing_more(forks: Forks, tmp
     order = waiting(tmp_path / "never", tell=str(there))
     with forks.running(*train_arguments(run), env=order, preload="tests.run.test_lease:on_machine_one") as first:
         first.wait_until(lambda: there.exists() and steps(run / "checkpoints") == [8], "checkpoint and a step after it")
+        (tmp_path / "metrics").hardlink_to(run / "metrics.jsonl")  # what it has open
         first.processes[0].signal("SIGSTOP")
         codes, output = forks.run(*train_arguments(run), preload="tests.run.test_lease:on_machine_two")
         assert codes == [0], output
         assert "resumed from step-00000008" in output
         left = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file() and path.name != ".lock"}
+        written = (tmp_path / "metrics").read_bytes()
         (tmp_path / "never").touch()
         first.processes[0].signal("SIGCONT")
         assert first.wait() == [171], first.output
     assert "another attempt owns" in first.output
+    assert (tmp_path / "metrics").read_bytes() == written
     assert {name: (run / name).read_bytes() for name in left} == left
     assert json.loads(left["status.json"])["state"] == "finished"
+
+
+def freeze_in_a_save() -> None:
+    """On machine one, and in the save of step 16 a wait for a file, then for its staging folder to be removed."""
+    on_machine_one()
+    from train.run import publish
+
+    write, folder = publish._write_durably, Path(os.environ["FOLDER"])
+
+    def waits(path: Path, data: bytes) -> None:
+        if "step-00000016" in path.parent.name and path.name == "manifest.json":
+            (folder / "there").touch()
+            while not (folder / "go on").exists():
+                time.sleep(0.01)
+        write(path, data)
+
+    publish._write_durably = waits
+
+
+@pytest.mark.parametrize("save", ["sync", "async"])
+def test_frozen_owner_whose_checkpoint_is_gone_ends_with_171(forks: Forks, tmp_path: Path, save: str) -> None:
+    run, more = tmp_path / "run", ("--save", save)
+    order = {"FOLDER": str(tmp_path)}
+    freezing = "tests.run.test_lease:freeze_in_a_save"
+    with forks.running(*train_arguments(run, *more), env=order, preload=freezing) as first:
+        first.wait_until((tmp_path / "there").exists, "a save of step 16")
+        first.processes[0].signal("SIGSTOP")
+        codes, output = forks.run(*train_arguments(run, *more), preload="tests.run.test_lease:on_machine_two")
+        assert codes == [0], output
+        left = steps(run / "checkpoints")
+        (tmp_path / "go on").touch()
+        first.processes[0].signal("SIGCONT")
+        assert first.wait() == [171], first.output
+    assert "another attempt owns" in first.output
+    assert steps(run / "checkpoints") == left

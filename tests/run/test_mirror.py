@@ -2,17 +2,24 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.rigs.checkpoints import SETTINGS, flip
+from tests.rigs.checkpoints import SETTINGS, flip, save
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import comparable_metrics, result
-from tests.rigs.object_store import BUCKET, S3
+from tests.rigs.object_store import BUCKET, S3, Freezer, freeze_before_each_request
 from train.config import load_config
 from train.errors import ConfigError
+from train.process.status import write_json
+from train.run import mirror, objects
+from train.run.checkpoint import newest_good_step
+from train.run.lineage import Lineage
+from train.run.mirror import Mirror
 
 LINE = ("train", *SETTINGS, "--name=run", "--save-every-steps=8")
 IMPATIENT = "tests.run.test_mirror:impatient"
@@ -40,7 +47,7 @@ class Place:
 
     def mirrored(self) -> list[str]:
         """The names of the checkpoints on the mirror, without their digests."""
-        return sorted(path.parent.name[:13] for path in self.mirror.glob("run/checkpoints/*/*/manifest.json"))
+        return sorted(path.parent.name[:13] for path in self.mirror.glob("run/*/checkpoints/*/*/manifest.json"))
 
     def lose(self) -> None:
         shutil.rmtree(self.runs)
@@ -56,7 +63,7 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[
     place = Place(forks, tmp_path_factory.mktemp("undisturbed"))
     place.run()
     assert "step-00000032" in place.mirrored()
-    assert json.loads((place.mirror / "run" / "result.json").read_text()) == result(place.run_dir)
+    assert json.loads((place.mirror / "run" / "00000001" / "result.json").read_text()) == result(place.run_dir)
     return {"digest": result(place.run_dir)["digest"], "metrics": comparable_metrics(place.run_dir)}
 
 
@@ -83,7 +90,7 @@ def test_newest_whole_one_of_both_places(place: Place, undisturbed: dict[str, An
         flip(path / "model.pt", 99)
     resumed = "step-00000018"
     if damage.endswith("there"):
-        (there,) = place.mirror.glob("run/checkpoints/*/step-00000018-*")
+        (there,) = place.mirror.glob("run/*/checkpoints/*/step-00000018-*")
         flip(there / "model.pt", 99)
         resumed = place.mirrored()[-2]  # 16, or 8 if the upload of that was left out for the next
     output = place.run()
@@ -130,7 +137,7 @@ def test_fresh_begins_anew_there_too_and_keeps_what_was_there(place: Place) -> N
 def test_only_damaged_ones_are_left_and_nothing_begins_anew_without_a_word(place: Place) -> None:
     place.run(code=143, **STOP)
     place.lose()
-    for path in place.mirror.glob("run/checkpoints/*/*/model.pt"):
+    for path in place.mirror.glob("run/*/checkpoints/*/*/model.pt"):
         flip(path, 99)
     assert "must hold a whole checkpoint, got only damaged ones" in place.run(code=2)
 
@@ -143,8 +150,6 @@ def test_mirror_that_cannot_be_read_is_asked_again_later_where_it_alone_may_know
 
 def impatient() -> None:
     """Preloaded: a mirror that does not answer is given up at once, at the opening and at the end alike."""
-    from train.run import mirror
-
     mirror.SEARCH_S = mirror.LOOK_S = mirror.END_S = 0.1
 
 
@@ -194,3 +199,111 @@ def test_address_with_a_key_in_it_is_refused_and_not_repeated(place: Place) -> N
 def test_mirror_in_the_run_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mirror must be another place than run_dir"):
         load_config({"run_dir": str(tmp_path), "mirror": f"{tmp_path}/"})
+
+
+# One process, whose requests are held up ------------------------------------------------------------------------------
+
+
+def open_mirror(url: str, run_dir: Path, freezer: Freezer | None = None) -> Mirror:
+    """Of a run whose `keep` is 1."""
+    config: Any = SimpleNamespace(mirror=url, keep=1, save_timeout_s=60.0)
+    log = SimpleNamespace(info=print, debug=print, warning=print)
+    group: Any = SimpleNamespace(run_dir=run_dir, attempt=run_dir.parent.name, log=log)
+    run_dir.mkdir(parents=True)
+    made = Mirror(config, group)
+    if freezer:
+        freezer.hold(made._open(0.0))
+    return made
+
+
+def idle(mirror: Mirror) -> None:
+    """Wait until it has copied what there is, or failed to."""
+    until_s = time.monotonic() + 120
+    with mirror._news:
+        while mirror._busy and not mirror._failing:
+            assert time.monotonic() < until_s
+            mirror._news.wait(0.02)  # a failure notifies nobody
+
+
+def an_attempt(url: str, run_dir: Path, to_do: list[int], freezer: Freezer | None = None) -> None:
+    """What rank 0 does with a mirror."""
+    value = 0.0 if freezer else 0.5  # tells the checkpoints of two attempts apart
+    made = open_mirror(url, run_dir, freezer)
+    made.fetch(None, wanted=lambda other: True)
+    lineage = Lineage.read(run_dir) or Lineage.new("", "")
+    left = [step for step in to_do if step > newest_good_step(run_dir / "checkpoints")]
+    if not left:
+        return
+    lineage.go_on(run_dir.parent.name, writer=None)
+    lineage.write(run_dir)
+    made.start()
+    for step in left:
+        idle(made)
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.write(f"{run_dir.parent.name} {step}\n")
+        save(run_dir / "checkpoints", step, keep=1, value=step + value, run=lineage.run)
+        made.copy(step)
+    idle(made)
+    write_json(run_dir / "result.json", run_dir.parent.name)
+    made.finish(stopped=False)
+    assert made._thread is not None
+    made._thread.join(120)
+
+
+def test_owner_frozen_before_any_of_its_requests_takes_nothing_from_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.fsync", lambda number: None)
+    assert freeze_before_each_request(tmp_path, an_attempt) > 25
+
+
+def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(tmp_path: Path) -> None:
+    run_dir = tmp_path / "machine" / "run"
+    freezer = Freezer(0, lambda name: hang(name) if "put_file" in name and "model.pt" in name else None)
+
+    def hang(name: str) -> None:
+        freezer.stands.set()
+        assert freezer.go_on.wait(120)
+
+    made = open_mirror(f"memory://{tmp_path.name}", run_dir, freezer)
+    made.fetch(None, wanted=lambda other: True)
+    lineage = Lineage.new("", "")
+    lineage.write(run_dir)
+    made.start()
+    save(run_dir / "checkpoints", 8, keep=1, run=lineage.run)
+    made.copy(8)
+    assert freezer.stands.wait(120)
+    save(run_dir / "checkpoints", 16, keep=1, run=lineage.run)
+    made.copy(16)
+    freezer.go_on.set()
+    idle(made)
+    written = [name for name in freezer.names if "pipe_file" in name and "manifest.json" in name]
+    assert len(written) == 2, freezer.names
+    assert "step-00000008" in written[0]
+    assert "step-00000016" in written[1]
+    made.finish(stopped=False)
+
+
+def test_mirror_that_is_slow_but_moves_is_never_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, failed = [0.0], set[str]()
+    monkeypatch.setattr(objects, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda pause_s: None))
+
+    def slow(name: str) -> None:
+        """Each request takes 50 s, and each file's first one fails."""
+        clock[0] += 50
+        if "put_file" in name and name not in failed:
+            failed.add(name)
+            raise OSError("busy")
+
+    run_dir = tmp_path / "machine" / "run"
+    freezer = Freezer(0, slow)
+    made = open_mirror(f"memory://{tmp_path.name}", run_dir)
+    made.fetch(None, wanted=lambda other: True)
+    lineage = Lineage.new("", "")
+    lineage.write(run_dir)
+    save(run_dir / "checkpoints", 8, keep=1, run=lineage.run)
+    freezer.hold(made._open(0.0))
+    made.start()
+    idle(made)
+    assert any("manifest.json" in name for name in freezer.names), freezer.names
+    made.finish(stopped=False)

@@ -3,9 +3,11 @@
 import random
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,6 +74,36 @@ def test_a_large_file_goes_in_parts(door: Door, place: Place, tmp_path: Path) ->
     assert len(parts) == 3
     assert sum(parts) >= len(content)  # a checksum goes with them
     assert place.objects().read("large") == content
+
+
+def test_a_large_file_has_time_as_long_as_its_parts_are_taken(
+    door: Door, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, failed, over = [0.0], list[str](), threading.Event()
+    monkeypatch.setattr(objects, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda pause_s: None))
+    (tmp_path / "large").write_bytes(bytes(6 * objects.PART))
+
+    def slow(request: Request) -> int | None:
+        clock[0] += 100 if "partNumber" in request.query else 0
+        if "partNumber=6" not in request.query or failed:
+            return None
+        failed.append(request.query)
+        return 503
+
+    door.rule = slow
+    place.objects().while_moving(300).upload({"large": tmp_path / "large"})
+    assert place.objects().size("large") == 6 * objects.PART
+    assert failed
+
+    def silent(request: Request) -> None:
+        clock[0] += 400
+        over.wait(60)
+
+    door.rule = silent
+    monkeypatch.setattr(objects, "SMALL_S", 0.2)
+    with pytest.raises(PeerLost, match=r"did not answer in time: write large: .* was not taken in time"):
+        place.objects().while_moving(0.3).upload({"large": tmp_path / "large"})
+    over.set()
 
 
 @pytest.mark.parametrize("status", [500, 503])

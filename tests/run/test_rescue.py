@@ -16,6 +16,7 @@ import torch
 from tests.rigs.checkpoints import flip, train, training_state
 from tests.rigs.fork_server import Forks
 from train.config import Config
+from train.data.sources import cache
 from train.run import rescue
 from train.run.checkpoint import Checkpoint, load_checkpoint
 from train.run.lineage import Lineage
@@ -131,6 +132,18 @@ def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> Non
     assert found() is None
     assert write(8) == ""
     assert [path.parents[2].name for path in rescue.find(LINEAGE, Config())] == ["tmp"]
+
+
+def test_old_data_in_the_cache_are_no_old_rescues(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rescue, "SHARED_MEMORY", memory / "none")
+    for name in ("RANKUP_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "~")  # as for a user without a home directory
+    data = cache.writable_cache() / "FashionMNIST"
+    data.mkdir(mode=0o700)
+    os.utime(data, (0, 0))
+    assert write(7) == ""
+    assert data.exists()
 
 
 # Taking ---------------------------------------------------------------------------------------------------------

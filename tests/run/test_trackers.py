@@ -354,7 +354,7 @@ def test_address_of_the_newest_checkpoint_is_told(tmp_path: Path, tracked: Recor
     one.look()
     assert tracked.notes == {"checkpoint": str(tmp_path / "checkpoints" / "step-100000000")}
     in_store = Facts("mlflow", RUN, "run", str(tmp_path), "s3://bucket/runs/run", {})
-    assert sending.newest_checkpoint(in_store) == f"s3://bucket/runs/run/checkpoints/{RUN}/step-100000000-*"
+    assert sending.newest_checkpoint(in_store) == f"s3://bucket/runs/run/*/checkpoints/{RUN}/step-100000000-*"
 
 
 def test_secrets_are_taken_out_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,6 +362,9 @@ def test_secrets_are_taken_out_of_messages(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "")
     text = f"http://me:word@host:5000/api: bad key {'0' * 40}, s3://bucket/x"
     assert without_secrets(text) == "http://host:5000/api: bad key ***, s3://bucket/x"
+    for password in ("wo@rd", "wo/rd", "w@o/r@d", "12/3@4"):
+        assert without_secrets(f"bad: http://me:{password}@host:5000/api now") == "bad: http://host:5000/api now"
+    assert without_secrets("http://host:5000/#/runs/1 of s3://b/x@2") == "http://host:5000/#/runs/1 of s3://b/x@2"
 
 
 def test_missing_package_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:

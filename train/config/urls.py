@@ -4,6 +4,7 @@ import re
 from urllib.parse import urlsplit
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_PORT = re.compile(r"[^/:]*:\d{1,5}/")
 # The one package that each needs beside fsspec, as an extra of ours
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure",
           "http": "http", "https": "http"}
@@ -28,8 +29,12 @@ def secrets_in(url: str) -> bool:
     if not is_url(url):
         return False
     parts = urlsplit(url)
-    name, at, _ = parts.netloc.rpartition("@")
-    user = bool(at) and (":" in name or parts.scheme not in ("abfs", "abfss"))
+    # A key may have an @ or a / in it, which end no user here: an object store's address has no port
+    before, at, _ = url.partition("://")[2].rpartition("@")
+    name = parts.netloc.rpartition("@")[0]
+    user = bool(name) and (":" in name or parts.scheme not in ("abfs", "abfss"))
+    has_port = extra_of(url) in ("", "http") and _PORT.match(before)
+    user = user or (bool(at) and ":" in before and not has_port)
     return user or (bool(parts.query) and parts.scheme in (*EXTRAS, "http", "https", "ftp"))
 
 

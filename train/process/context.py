@@ -74,8 +74,8 @@ def cache_root() -> Path:
     """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     # For a user without a home directory ~ stays as it is
-    cache = Path(tempfile.gettempdir(), f"rankup-{os.geteuid()}") if base.startswith("~") else Path(base, "rankup")
-    root = Path(cache_folder() or cache)
+    shared = Path(tempfile.gettempdir(), f"rankup-cache-{os.geteuid()}")  # not that of rescues, where old ones go
+    root = Path(cache_folder() or (shared if base.startswith("~") else Path(base, "rankup")))
     if not is_own(root):
         raise UserError(f"cache: {root} must belong to this user, got another's. Set RANKUP_CACHE to another folder.")
     return root

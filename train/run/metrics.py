@@ -5,7 +5,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,13 +60,15 @@ class Metrics:
 
     `progress`: where the run goes on, `saved`: where it stood at its newest checkpoint. What a killed attempt wrote
     past `progress` is cut off, for those steps are done again; what it had no time to write is added. `unit`: what a
-    sample is called, in the plural. Every method raises UserError where the disk is full.
+    sample is called, in the plural. `check_owner`: raises PeerLost where another attempt owns the run by now; called
+    before each line. Every method raises UserError where the disk is full.
     """
 
     def __init__(
-        self, directory: Path | None, progress: Progress, *, saved: Progress, tensorboard: bool, unit: str = "images"
+        self, directory: Path | None, progress: Progress, *, saved: Progress, tensorboard: bool, unit: str = "images",
+        check_owner: Callable[[], None] = lambda: None,
     ) -> None:
-        self.directory, self.unit = directory, unit
+        self.directory, self.unit, self._check_owner = directory, unit, check_owner
         self.last: dict[str, Any] = {}
         self._writer: Any = None
         self._file = None
@@ -151,6 +153,7 @@ class Metrics:
                 self._file.close()
 
     def _write(self, entry: dict[str, Any]) -> None:
+        self._check_owner()
         with self._disk():
             if self._file is not None:
                 self._file.write(json.dumps(entry) + "\n")

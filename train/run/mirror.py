@@ -2,13 +2,16 @@
 
 A thread of rank 0 copies what was published, objects first and the manifest last, and always the newest: what it had no
 time for is left out. No step and no save waits for it, and a mirror that fails is one line until it is back; the end
-says what is not there. `train.run.run_store` says what lies there, and confirms by digests what comes back.
+says what is not there. `train.run.run_store` says what lies there, and confirms by digests what comes back. An attempt
+that begins to copy takes the next number there: another one that still copies, from another disk, gives up.
 """
 
 import contextlib
+import os
+import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from train.config import Config
@@ -19,9 +22,11 @@ from train.run.checkpoint import list_checkpoints, newest_good_step
 from train.run.lineage import Lineage
 from train.run.objects import Objects
 from train.run.run_store import RunStore
+from train.run.store_lease import StoreLease
 
-# How long an upload is tried again; then the next checkpoint's is due
-UPLOAD_S = 120.0
+HELD = ".mirrored"  # in the run directory
+# How long a mirror may stand still in an upload, and when it is tried again
+SILENCE_S, AGAIN_S = 300.0, 30.0
 # At opening: a run that is here need not wait for a mirror. Where none is here, only the mirror knows of one
 LOOK_S, SEARCH_S = 5.0, 60.0
 # At the end the other ranks wait for rank 0, and a launcher that stops a job gives a minute or less
@@ -40,6 +45,8 @@ class Mirror:
         self._thread: threading.Thread | None = None
         self._failing = ""  # what was said of a mirror that fails
         self._store: RunStore | None = None
+        self._lease: StoreLease | None = None
+        self._number = 0  # the lease's, which was free at the opening
 
     # At opening -----------------------------------------------------------------------------------------------
 
@@ -55,6 +62,8 @@ class Mirror:
         above = newest_good_step(directory)
         try:
             store = self._open(SEARCH_S if here is None and above < 0 else LOOK_S)
+            # Before the look at what is there: if another attempt has this number later, it began after this one
+            self._number = StoreLease(store.objects, self.folder, "").next_number()
             if here is None and above < 0:
                 here = self._adopt(store, wanted)
             elif here is not None:
@@ -136,35 +145,53 @@ class Mirror:
                     self._busy = False
                     self._news.notify_all()
                     return
-                if not done and not self._over:
-                    self._news.wait(UPLOAD_S / 4)  # until a newer one is due, or for another try
+                if not done and not self._over and self._wanted == path:
+                    self._news.wait(AGAIN_S)  # until a newer one is due, or for another try
 
     def _upload(self, path: Path | None) -> bool:
         """Copy the files and, if there is one, a checkpoint. Whether that is done."""
         try:
-            store = self._open(UPLOAD_S if not self._over else STOP_S)
-            store.upload_files(self.folder)
-            here = Lineage.read(self.folder)
-            if path is not None and path.exists() and here is not None:
-                if not store.holds(path, run=here.run):
-                    store.upload_checkpoint(path, run=here.run, keep=self.config.keep)
-                self.group.log.debug(f"the mirror {self.address} has {path.name}")
+            store = self._open(STOP_S if self._over else None)
+            lease = self._claim(store)
+            with _held(path, self.folder / HELD) as held:
+                store.upload_files(self.folder)
+                here = Lineage.read(self.folder)
+                if held is not None and here is not None:
+                    if not store.holds(held, run=here.run):
+                        store.upload_checkpoint(held, run=here.run, keep=self.config.keep, check_owner=lease.check)
+                    self.group.log.debug(f"the mirror {self.address} has {held.name}")
         except Exception as error:  # nobody joins this thread, and a mirror must not end the training
-            if path is not None and not path.exists():
-                return True  # removed meanwhile, by a newer one's publication
-            self._fail(str(error) or type(error).__name__)
+            if path is None or path.exists():  # else it was removed: a newer one was published, and is wanted
+                self._fail(str(error) or type(error).__name__)
             return False
         if self._failing:
             self._failing = ""
             self.group.log.info(f"the mirror {self.address} is back")
         return True
 
-    def _open(self, timeout_s: float) -> RunStore:
-        """The store, with so much patience. Raises UserError where its package is missing."""
+    def _claim(self, store: RunStore) -> StoreLease:
+        """Own what this attempt writes there, by the number that was free at the opening. Raises UserError and PeerLost
+        where the run has gone on there without this attempt."""
+        lease = self._lease = self._lease or StoreLease(store.objects, self.folder, self.group.attempt)
+        if store.owner:
+            return lease
+        lease.store = store.objects
+        if not self._number:  # the mirror did not answer then
+            number, there, here = lease.next_number(), store.lineage(), Lineage.read(self.folder)
+            if there and here and there.run == here.run and there.number >= here.number and there != here:
+                raise PeerLost(f"another attempt has gone on with the run on {self.address}")
+            self._number = number
+        lease.claim(self._number)
+        store.owner = lease.number
+        return lease
+
+    def _open(self, timeout_s: float | None) -> RunStore:
+        """The store, with so much patience; None: as long as it goes on. Raises UserError without its package."""
         if self._store is None:
-            objects = Objects.open(self.config.mirror, warn=self._fail, timeout_s=timeout_s)
+            objects = Objects.open(self.config.mirror, warn=self._fail, timeout_s=0.0)
             self._store = RunStore(objects.below(self.folder.name))
-        self._store.objects = self._store.objects.within(timeout_s)
+        objects = self._store.objects
+        self._store.objects = objects.while_moving(SILENCE_S) if timeout_s is None else objects.within(timeout_s)
         return self._store
 
     def _fail(self, text: str) -> None:
@@ -173,3 +200,25 @@ class Mirror:
             if not self._failing:
                 self.group.log.warning(f"the mirror fails, the training goes on: {text}")
         self._failing = text
+
+
+@contextlib.contextmanager
+def _held(path: Path | None, folder: Path) -> Iterator[Path | None]:
+    """A second name of each file of the checkpoint `path` for the length of the block, in which it may be removed.
+
+    `path` itself where the file system has no such names. Raises OSError where it is removed already.
+    """
+    if path is None:
+        yield None
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    held = folder / path.name
+    try:
+        try:
+            shutil.copytree(path, held, copy_function=os.link)
+        except (OSError, shutil.Error):
+            held = path
+        (held / "manifest.json").stat()
+        yield held
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,16 +1,18 @@
 """Objects in a store, by name: on S3, GCS, Azure, in a folder, or wherever else fsspec has a file system for.
 
 What is used is what every object store has: an object appears whole, and what was written is what is read next. There
-is no rename, a list may lag behind, and any request may fail, so that each is tried again until `until_s`.
+is no rename, a list may lag behind, and any request may fail, so that each is tried again as long as `patience` says.
 """
 
+import asyncio
+import concurrent.futures
 import contextlib
 import errno
 import json
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -37,19 +39,36 @@ _FULL = ("QuotaExceeded", "InsufficientCapacity", "XMinioStorageFull", "StorageF
 T = TypeVar("T")
 
 
+class Patience:
+    """How long requests are tried again: for `timeout_s` in all or, if `renewed`, after whatever got through last."""
+
+    def __init__(self, timeout_s: float = 0.0, *, renewed: bool = False) -> None:
+        self._timeout_s, self._renewed = timeout_s, renewed
+        self._until_s = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        return self._until_s - time.monotonic()
+
+    def renew(self, *_: object) -> None:
+        """A request was answered, or a part of a large object was taken."""
+        if self._renewed:
+            self._until_s = time.monotonic() + self._timeout_s
+
+
 @dataclass(frozen=True)
 class Objects:
-    """The objects below `url`. `until_s`: on the monotonic clock, how long requests are tried again.
+    """The objects below `url`.
 
     Every method raises UserError where the store refuses (no such bucket, denied, full), and PeerLost, since to try
-    again later may help, where it did not answer until `until_s`.
+    again later may help, where `patience` is over.
     """
 
     url: str  # as the user gave it, for messages
     fs: Any  # fsspec's file system
     root: str  # what `fs` calls `url`
     warn: Callable[[str], None]
-    until_s: float = 0.0
+    patience: Patience = field(default_factory=Patience)
 
     @classmethod
     def open(cls, url: str, *, warn: Callable[[str], None], timeout_s: float) -> Self:
@@ -63,7 +82,11 @@ class Objects:
 
     def within(self, timeout_s: float) -> Self:
         """The same, with requests that are tried again for `timeout_s` from now on."""
-        return replace(self, until_s=time.monotonic() + timeout_s)
+        return replace(self, patience=Patience(timeout_s))
+
+    def while_moving(self, silence_s: float) -> Self:
+        """The same, with requests that may take as long as no silence of the store is longer than `silence_s`."""
+        return replace(self, patience=Patience(silence_s, renewed=True))
 
     def below(self, name: str) -> Self:
         """The objects whose names begin with `name/`."""
@@ -169,13 +192,25 @@ class Objects:
         more: dict[str, Any] = {"chunksize": part} if in_parts else {}
         if in_parts & {"s3", "s3a"}:
             more["max_concurrency"] = PARALLEL
-        self._call("put_file", str(path), self._path(name), large=True, **more)
+        if not self.fs.async_impl:
+            self.fs.put_file(str(path), self._path(name))
+            return
+        # Not fsspec's own `timeout`, which bounds the whole, however well it goes on
+        from fsspec.callbacks import Callback  # where an address is used
+
+        callback = Callback(hooks={"renew": self.patience.renew})
+        work = self.fs._put_file(str(path), self._path(name), callback=callback, **more)
+        future, bound_s = asyncio.run_coroutine_threadsafe(work, self.fs.loop), max(SMALL_S, self.patience.left_s)
+        while not concurrent.futures.wait([future], bound_s).done:
+            if (bound_s := self.patience.left_s) <= 0:
+                future.cancel()
+                raise TimeoutError(f"{path.name} was not taken in time")
+        future.result()
 
     def _call(self, method: str, *values: Any, large: bool = False, **more: Any) -> Any:
         """Call a method of `fs`, bounded where it goes over a network. `large`: what it moves may take all our time."""
         if self.fs.async_impl:
-            left_s = self.until_s - time.monotonic()
-            more["timeout"] = max(SMALL_S, left_s) if large else SMALL_S
+            more["timeout"] = max(SMALL_S, self.patience.left_s) if large else SMALL_S
         return getattr(self.fs, method)(*values, **more)
 
     def _try(self, what: str, work: Callable[[], T], *, writes: bool = False) -> T:
@@ -183,7 +218,9 @@ class Objects:
         pause_s, told = FIRST_PAUSE_S, False
         while True:
             try:
-                return work()
+                found = work()
+                self.patience.renew()
+                return found
             except FileNotFoundError as error:
                 if not writes:
                     raise
@@ -198,7 +235,7 @@ class Objects:
                         f"{self.url} {why}: {what}: {reason(error)}. What was written there before is as it was. Mend "
                         "that, and run the same command again."
                     ) from None
-                left_s = self.until_s - time.monotonic()
+                left_s = self.patience.left_s
                 if left_s <= 0:
                     raise PeerLost(
                         f"{self.url} did not answer in time: {what}: {reason(error)}", nobody_died=True

@@ -2,12 +2,14 @@
 
 Rank 0 alone publishes. The order matters: every file is on the disk, and its digest in the manifest, before the folder
 gets its name; only then are old checkpoints removed. A kill at any point leaves the earlier ones, and at most a hidden
-folder, which the next save removes. Nothing that was written is read: it would come from the page cache, and prove
-nothing about the disk.
+folder, which the next save removes. Who takes the run over removes hidden folders first: an owner that was frozen, and
+taken for dead, may wake up anywhere, and finds nothing to give a name to. Nothing that was written is read: it would
+come from the page cache, and prove nothing about the disk.
 """
 
 import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +31,7 @@ def save_checkpoint(
     check_owner: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write one plain checkpoint with the state dict `model`; the rest as `publish`."""
+    check_owner()  # before unfinished folders are removed
     staging = create_staging(directory, state.step, str(os.getpid()))
     files = {"model.pt": pack(model), **state.to_files()}
     return publish(staging, files, {}, step=state.step, keep=keep, check_owner=check_owner)
@@ -42,13 +45,21 @@ def create_staging(directory: Path, step: int, mark: str) -> Path:
     staging = directory / f"{STAGING}step-{step:08d}-{mark}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Left behind by an attempt that was killed while it saved. The run's lease keeps others from writing now.
-        for left in directory.glob(f"{STAGING}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        remove_unfinished(directory)
         staging.mkdir()
     except OSError as error:
         raise disk_error("checkpoint", directory, error) from None
     return staging
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what an earlier attempt was writing. The run's lease has to be ours. Raises nothing."""
+    for left in directory.glob(f"{STAGING}*"):
+        # Renamed first: its owner must not give its name to a folder that is half removed
+        doomed = left.with_name(f"{STAGING}{secrets.token_hex(4)}")
+        with contextlib.suppress(OSError):
+            left.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def publish(
@@ -57,9 +68,9 @@ def publish(
 ) -> Path:
     """Write `files` beside the `shards` that all ranks have written, give the folder its name, and remove old ones.
 
-    The `keep` newest good checkpoints stay. `check_owner` is called right before the checkpoint appears, and raises
-    where another attempt owns the run by now. Raises UserError where the disk is full or not writable: the earlier
-    checkpoints stay as they were.
+    The `keep` newest good checkpoints stay. `check_owner` raises where another attempt owns the run by now: it is
+    called before the checkpoint appears, and again before others are removed. Raises UserError where the disk is full
+    or not writable: the earlier checkpoints stay as they were.
     """
     directory = staging.parent
     target = directory / f"step-{step:08d}"
@@ -73,23 +84,34 @@ def publish(
             if folder.exists():
                 _sync(folder)
         check_owner()
-        if target.exists():
-            # Of the same step: damaged, or saved before its evaluation. A folder can't be renamed onto another one;
-            # after a kill between the two renames the replaced one is found and used.
-            replaced = target.with_name(f"{target.name}.replaced")
-            if replaced.exists():  # left by such a kill, and whole: it has to stay until the new one has its name
-                shutil.rmtree(target)
-            else:
-                target.rename(replaced)
-        # Atomic within one file system: a reader sees no checkpoint or a whole one.
-        staging.rename(target)
+        _rename(staging, target)
         known_damaged.discard(target)
         _sync(directory)
     except OSError as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise disk_error("checkpoint", directory, error) from None
+    check_owner()
     _remove_old(directory, keep, newest=target)
     return target
+
+
+def _rename(staging: Path, target: Path) -> None:
+    """Atomic within one file system: a reader sees no checkpoint or a whole one. Raises OSError."""
+    aside = target.with_name(f"{target.name}.replaced")
+    if aside.exists():  # left by a kill between the renames, and whole: it stays until the new one has its name
+        aside = staging.with_name(f"{staging.name}-old")
+    # Of the same step: damaged, or saved before its evaluation. A folder can't be renamed onto another one; after a
+    # kill between the two renames the replaced one is found and used.
+    with contextlib.suppress(FileNotFoundError):
+        target.rename(aside)
+    try:
+        staging.rename(target)
+    except OSError:
+        with contextlib.suppress(OSError):  # it may be the next owner's
+            aside.rename(target)
+        raise
+    if aside.name.startswith(STAGING):
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _write_durably(path: Path, data: bytes) -> None:

@@ -20,7 +20,7 @@ from train.run.lease import Lease
 from train.run.lineage import Lineage
 from train.run.objects import Objects
 from train.run.run_store import RunStore
-from train.run.store_lease import StoreLease
+from train.run.store_lease import StoreLease, folder_of
 
 SEEN = ".store-seen.json"  # digests of run.json as this folder last read it from the store or wrote it there
 SUPERSEDED = "superseded"
@@ -45,6 +45,7 @@ class RemoteRun:
     def __enter__(self) -> "RemoteRun":
         """Own the run. Raises UserError where another attempt does, and as `Objects` does."""
         self._stack.enter_context(self._lease)
+        self.store.owner = self._lease.number
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -55,7 +56,7 @@ class RemoteRun:
 
         Raises as `Objects` does, and OSError.
         """
-        there = self.store.objects.read(lineage.FILE)
+        there = self.store.run_file()
         run = self.store.current_run()
         if run is None or (there is not None and _digest(there) in self._seen()):
             return  # nothing is there yet, or this folder may be ahead of it
@@ -113,13 +114,11 @@ class RemoteRun:
         def copy() -> None:
             quick = self.store.objects.within(0.0)
             if self.is_ours() and not self._lease.followed():
-                quick.write(path.name, path.read_bytes())
+                quick.below(folder_of(self.store.owner)).write(path.name, path.read_bytes())
 
         within(LAST_WORD_S, copy)
 
     def _upload_files(self) -> None:
-        if not (self.folder / "result.json").exists():
-            self.store.objects.remove(["result.json"])  # of an earlier end, from which the run goes on
         with contextlib.suppress(OSError):
             now = _digest((self.folder / lineage.FILE).read_bytes())
             # Before it is written there: a kill in between must not make this folder a stranger to its own run

@@ -69,7 +69,6 @@ def write_result(t: Training, reporter: Reporter, *, seconds: float) -> None:
         result["tracker"] = address
     if any(shares):
         result["profile"] = {"steps": [t.profiler.first, t.profiler.last], "ranks": shares}
-    run.check_owner()
     if workload.pictures is not None and run.tables and (config.tensorboard or config.tracker != "none"):
         if t.whole is not t.plain:
             t.whole.load_state_dict(state)
@@ -84,6 +83,7 @@ def write_result(t: Training, reporter: Reporter, *, seconds: float) -> None:
     shown = shown_settings(config, method=result["parallel"], world_size=group.world_size)
     run.metrics.hyperparameters(shown)
     run.metrics.flush()
+    run.check_owner()
     try:
         write_json(run.path / "result.json", result)
     except OSError as error:

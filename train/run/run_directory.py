@@ -27,6 +27,7 @@ from train.run.metrics import Metrics, Progress
 from train.run.mirror import Mirror
 from train.run.on_disk import OnDisk, find_earlier, find_run, go_on, is_wanted, not_writable
 from train.run.origin import Origin, find_origin
+from train.run.publish import remove_unfinished
 from train.run.remote import RemoteRun
 from train.run.saver import Saver
 from train.run.trackers import table
@@ -92,7 +93,8 @@ class RunDirectory:
             except OSError as error:
                 raise disk_error(lineage.FILE, self.path, error) from None
             self.metrics = Metrics(
-                self.path, progress, saved=self.saved, tensorboard=self.config.tensorboard, unit=unit
+                self.path, progress, saved=self.saved, tensorboard=self.config.tensorboard, unit=unit,
+                check_owner=self.check_owner,
             )
             if self.mirror is not None:
                 self.mirror.start()
@@ -135,6 +137,7 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
                 if is_url(config.run_dir):
                     remote = stack.enter_context(RemoteRun(config, group, lease))
                     remote.adopt()
+                remove_unfinished(group.run_dir / "checkpoints")
                 claim()
                 if config.tracker != "none":
                     table.check(config.tracker)

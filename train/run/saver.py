@@ -5,10 +5,11 @@ To write beside the next steps is the idea of CheckFreq (Mohan et al., FAST '21)
 pairs them by their order, and the loop calls its own meanwhile.
 """
 
+import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,8 @@ class Saver:
             say = self.group.log.info
             self._beside_training = may_go_on and beside_training((model, state), self.config.save, say=say)
         if not self._beside_training:
-            return self._upload_published(self._publish(state, model), state.step)
+            with self._while_ours():
+                return self._upload_published(self._publish(state, model), state.step)
         copied_model, copied = self._copies.take((model, state))
 
         def publish_it() -> Path:
@@ -147,10 +149,11 @@ class Saver:
 
     def _write(self, publish_it: Callable[[], Path]) -> None:
         try:
-            path = publish_it()
-            self._published.set()
-            if self.upload is not None:
-                self.upload(path, timeout_s=self._left_s())
+            with self._while_ours():
+                path = publish_it()
+                self._published.set()
+                if self.upload is not None:
+                    self.upload(path, timeout_s=self._left_s())
         except BaseException as error:  # a fault too: `_finish` raises it where the loop sees it
             self._failure = error
         finally:
@@ -162,6 +165,15 @@ class Saver:
         )
         self._tensors = fingerprint_tensors(path)
         return path
+
+    @contextlib.contextmanager
+    def _while_ours(self) -> Iterator[None]:
+        """Raises PeerLost in place of an error where another attempt owns the run by now: it removes our files."""
+        try:
+            yield
+        except (OSError, UserError):
+            self.check_owner()
+            raise
 
     @property
     def _due(self) -> bool:
@@ -188,6 +200,7 @@ class Saver:
     def _save_shards(self, state: TrainingState, tensors: dict[str, Any], flush: Callable[[], None]) -> bool:
         def begin() -> str:
             flush()
+            self.check_owner()  # before unfinished folders are removed
             return publish.create_staging(self.directory, state.step, self.group.attempt).name
 
         staging = self.directory / on_rank0(self.group, begin)
@@ -197,12 +210,15 @@ class Saver:
             # All ranks raise it together, so no rank still writes there
             if self.group.is_rank0:
                 shutil.rmtree(staging, ignore_errors=True)
+            on_rank0(self.group, self.check_owner)
             raise
 
         def publish_it() -> bool:
-            path = publish.publish(
-                staging, state.to_files(), shards, step=state.step, keep=self.config.keep, check_owner=self.check_owner
-            )
-            return self._upload_published(path, state.step)
+            with self._while_ours():
+                path = publish.publish(
+                    staging, state.to_files(), shards, step=state.step, keep=self.config.keep,
+                    check_owner=self.check_owner,
+                )
+                return self._upload_published(path, state.step)
 
         return bool(on_rank0(self.group, publish_it))

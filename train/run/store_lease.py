@@ -3,11 +3,13 @@
 `lease/00000007.json` is the seventh attempt's. Whoever creates the next number owns the run; its beats overwrite its
 own object alone. So the one condition that is needed is "create unless it exists" (If-None-Match on S3, a generation of
 0 on GCS, overwrite=False on Azure), and an owner that was frozen, and taken for dead, sees that there is a next number.
-The numbers have no gaps, because none is ever removed: `lease/newest.json` is a hint where to begin to look.
+No number is ever removed, or given twice: `lease/newest.json` is a hint where to begin to look. What an owner writes of
+the run lies below its number, see `train.run.run_store`, so that who wakes up late overwrites nothing.
 """
 
 import contextlib
 import json
+import re
 import secrets
 import threading
 import time
@@ -40,7 +42,7 @@ class StoreLease:
     ) -> None:
         self.store, self.folder, self.attempt, self.life_s, self.beat_s = store, folder, attempt, life_s, beat_s
         self.token = secrets.token_hex(8)
-        self._number = 0
+        self.number = 0  # from `claim` on
         self._lost = False
         self._released = threading.Event()
         self._writing = threading.Lock()  # no beat may be written over the release
@@ -50,19 +52,31 @@ class StoreLease:
 
         Raises UserError, naming the owner, where another attempt is alive, and as `Objects` does.
         """
-        last, owner = self._last()
+        number = self.next_number()
+        owner = parse(self.store.read(_name(number - 1)))
         mine = owner.get("token") == (read_json(self.folder / OWN) or {}).get("token")
-        if owner and not owner.get("released") and not mine and self._alive(last, owner):
+        if owner and not owner.get("released") and not mine and self._alive(number - 1, owner):
             raise owned_by(_who(owner), self.store.url)
-        self._number = last + 1
         write_json(self.folder / OWN, {"token": self.token})
-        content = self._content(0)
-        if not self.store.create(_name(self._number), content):
-            raise owned_by(_who(parse(self.store.read(_name(self._number)))), self.store.url)
+        self.claim(number)
         self._look_for_conditions()
-        self.store.write(HINT, json.dumps({"number": self._number}).encode())
         threading.Thread(target=self._beat, name="store lease", daemon=True).start()
         return self
+
+    def claim(self, number: int) -> None:
+        """Be the owner of that number, without beats. Raises UserError where another attempt is, and as `Objects` does.
+
+        Who owns the run up to now, dead or alive, notices that at its next `check`.
+        """
+        if not self.store.create(_name(number), self._content(0)):
+            raise owned_by(_who(parse(self.store.read(_name(number)))), self.store.url)
+        self.number = number
+        self.store.write(HINT, json.dumps({"number": number}).encode())
+
+    def next_number(self) -> int:
+        """The first one that nobody has had. Raises as `Objects` does."""
+        # The second: where leases were lost, or left out of a copy
+        return max(last_number(self.store), *(split(name)[0] for name in self.store.names()), 0) + 1
 
     def __exit__(self, *_: object) -> None:
         self._released.set()
@@ -70,7 +84,7 @@ class StoreLease:
         def release() -> None:
             with self._writing:
                 if not self._lost:
-                    self._quiet.write(_name(self._number), self._content(0, released=True))
+                    self._quiet.write(_name(self.number), self._content(0, released=True))
 
         within(LAST_WORD_S, release)
 
@@ -78,26 +92,18 @@ class StoreLease:
         """Raises PeerLost where another attempt took the run over, and as `Objects` does. Costs one small request."""
         if self._released.is_set():  # a thread that still copies must not publish any more
             raise PeerLost(f"{self.store.url} was given back")
-        following = self.store.within(self.life_s).read(_name(self._number + 1))
+        following = self.store.within(self.life_s).read(_name(self.number + 1))
         if following is not None:
             self._lost = True
             raise PeerLost(f"another attempt owns {self.store.url} by now ({_who(parse(following))})")
 
     def followed(self) -> bool:
         """Whether another attempt has begun since, be it after this one's end. Raises as `Objects` does."""
-        return self._quiet.read(_name(self._number + 1)) is not None
+        return self._quiet.read(_name(self.number + 1)) is not None
 
     def is_ours(self) -> bool:
         """Whether no other attempt has been seen to take the run over, by the last beat or check."""
         return not self._lost
-
-    def _last(self) -> tuple[int, dict[str, Any]]:
-        """The highest number, 0 where there is none, and what its owner wrote."""
-        number = int(parse(self.store.read(HINT)).get("number", 0))
-        content = self.store.read(_name(number)) if number else None
-        while (following := self.store.read(_name(number + 1))) is not None:
-            number, content = number + 1, following
-        return number, parse(content)
 
     def _alive(self, number: int, owner: dict[str, Any]) -> bool:
         """Watch for up to `life_s` whether the owner writes a new beat."""
@@ -113,13 +119,13 @@ class StoreLease:
 
     def _look_for_conditions(self) -> None:
         """Say it where the store does not know "unless it exists", and look a second time then."""
-        if not self.store.create(_name(self._number), self._content(1)):
+        if not self.store.create(_name(self.number), self._content(1)):
             return
         self.store.warn(
             f"{self.store.url} knows no conditional writes: two attempts that begin in the same second may both train"
         )
         time.sleep(self.beat_s)
-        if (owner := parse(self.store.read(_name(self._number)))).get("token") != self.token:
+        if (owner := parse(self.store.read(_name(self.number)))).get("token") != self.token:
             raise owned_by(_who(owner), self.store.url)
 
     def _content(self, beat: int, *, released: bool = False) -> bytes:
@@ -137,12 +143,31 @@ class StoreLease:
                 if self.followed():
                     self._lost = True
                     return
-                self._quiet.write(_name(self._number), self._content(beat))
+                self._quiet.write(_name(self.number), self._content(beat))
 
     @property
     def _quiet(self) -> Objects:
         """The store without its warnings, which each beat would repeat, and without another try."""
         return Objects(self.store.url, self.store.fs, self.store.root, lambda text: None)
+
+
+def last_number(store: Objects) -> int:
+    """The number of the last owner, 0 where there is none. Raises as `Objects` does."""
+    number = int(parse(store.read(HINT)).get("number", 0))
+    while store.read(_name(number + 1)) is not None:
+        number += 1
+    return number
+
+
+def folder_of(number: int) -> str:
+    """The folder of all that the owner of that number has written."""
+    return f"{number:08d}"
+
+
+def split(name: str) -> tuple[int, str]:
+    """Whose object `name` is, 0 where it carries no number, and its name below that owner's folder."""
+    number, _, rest = name.partition("/")
+    return (int(number), rest) if re.fullmatch(r"\d{8,}", number) and rest else (0, name)
 
 
 def _name(number: int) -> str:

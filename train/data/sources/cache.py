@@ -29,7 +29,7 @@ def cache_roots() -> list[Path]:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     # For a user without a home directory ~ stays as it is.
     roots = [] if base.startswith("~") else [Path(base) / "rankup"]
-    return [*roots, Path(tempfile.gettempdir()) / f"rankup-{os.geteuid()}"]
+    return [*roots, Path(tempfile.gettempdir()) / f"rankup-cache-{os.geteuid()}"]
 
 
 def cached(name: str) -> Path | None:

@@ -146,7 +146,7 @@ def newest_checkpoint(facts: Facts) -> str:
         return ""
     newest = max(names, key=lambda name: (len(name), name))  # the numbers have eight digits or more
     # In a store the name ends in a digest, see `train.run.stored_checkpoint`; the copy there may take a little longer
-    return f"{facts.address}/checkpoints/{facts.run}/{newest}-*" if is_url(facts.address) else str(folder / newest)
+    return f"{facts.address}/*/checkpoints/{facts.run}/{newest}-*" if is_url(facts.address) else str(folder / newest)
 
 
 def without_secrets(text: str) -> str:
@@ -154,4 +154,4 @@ def without_secrets(text: str) -> str:
     for name, value in os.environ.items():
         if SECRET.search(name) and len(value) > 3:
             text = text.replace(value, "***")
-    return re.sub(r"://[^/\s@]*@", "://", text)
+    return re.sub(r"://(?:[^/\s@]*:\S*|[^/\s]*)@", "://", text)
