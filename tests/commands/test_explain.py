@@ -47,6 +47,12 @@ def test_fault_fills_its_text_from_groups_of_its_pattern(fault: Fault) -> None:
     assert names <= {*(fault.pattern.groupindex if fault.pattern else ()), "rank"}
 
 
+@pytest.mark.parametrize("fault", known_faults(), ids=lambda fault: fault.name)
+def test_fault_of_anybodys_job_speaks_of_no_setting_of_this_program(fault: Fault) -> None:
+    ours = r"this program|train:|slurm/|docker/|k8s/|--(?:run-dir|num-workers|batch-size|device|backend|data-dir)\b"
+    assert fault.name == "unconfirmed" or not re.search(ours, fault.title + fault.why + fault.remedy)
+
+
 def test_strings_that_a_line_must_contain_hide_no_match_of_a_pattern() -> None:
     lines = [line for path in LOGS.glob("*.log") for line in path.read_text().splitlines()]
     lines += [fault.example for fault in known_faults()]

@@ -86,7 +86,7 @@ SUMMARY = (LOGS / "exception-on-one-rank.log").read_text().splitlines()[-20:]
 def test_torchrun_summary_alone_says_which_rank_failed_first() -> None:
     assert SUMMARY[0].startswith("job.py FAILED")
     first = diagnose(SUMMARY)[0]
-    assert (first.rank, first.host, first.title) == (1, "localhost", "torchrun saw a rank fail before all others")
+    assert (first.rank, first.host, first.title) == (1, "localhost", "a process ended with exit code 1")
     assert first.seen == "exitcode  : 1 (pid: 27411)"
 
 
@@ -215,9 +215,9 @@ def test_report_tells_the_cause_from_what_the_others_suffered(tmp_path: Path) ->
     assert format_report(diagnose_files([tmp_path])).splitlines() == [
         "an error that is not known here, rank 5 on node1 (rank-5.log line 4)",
         "  when  2026-11-22 10:00:01",
-        "  seen  KeyError: 'image_17'",
-        '          File "a.py", line 7, in main',
+        '  seen    File "a.py", line 7, in main',
         "            load(image)",
+        "        KeyError: 'image_17'",
         "  why   this is the last line of its traceback, or the last line that looks like an error.",
         "  fix   It is not in the table of known faults. The last lines of its traceback say where it happened.",
         "what others suffered from it:",
@@ -232,6 +232,43 @@ def test_report_names_the_first_of_several_ranks_with_one_fault(tmp_path: Path) 
     lines = format_report(diagnose_files([tmp_path])).splitlines()
     assert lines[:2] == ["the GPU's memory was not enough, ranks 0-2 on n (rank-1.log line 1)",
                          "  first rank 1 on n, 2026-11-22 10:00:03"]
+
+
+# Shapes of logs --------------------------------------------------------------------------------------------------
+
+TEXT = (LOGS / "shapes.txt").read_text(encoding="utf-8")
+SHAPES = dict(text.split("\n", 1) for text in TEXT.removeprefix("### ").split("\n### "))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.split(":")[0])
+def test_root_of_a_log_is_what_its_job_failed_of(
+    shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each shape is `NAME: FAULT rank N on HOST | TEXT SEEN` or `NAME: healthy`, then the log, or several."""
+    for file in f"\n{SHAPES[shape]}".split("\n--- "):
+        name, _, text = file.partition("\n")
+        (tmp_path / (name or "slurm-7.out")).write_text(text, encoding="utf-8")
+    expected, _, seen = shape.split(": ", 1)[1].partition(" | ")
+    healthy = expected == "healthy"
+    logs = [str(path) for path in sorted(tmp_path.glob("*.*")) if path.stat().st_size]
+    assert main(["explain", "--lang", "en", *logs]) == (0 if healthy else 20)
+    report = capsys.readouterr().out
+    assert report.startswith("nothing wrong was found") == healthy, report
+    main(["explain", "--json", *logs])
+    found = [diagnosis for diagnosis in json.loads(capsys.readouterr().out) if not diagnosis["harmless"]]
+    assert bool(found) != healthy
+    if not healthy:
+        root = found[0]
+        who = f" rank {root['rank']}" if root["rank"] is not None else ""
+        who += f" on {root['host']}" if root["host"] else ""
+        assert (root["name"] or root["seen"].split(":")[0]) + who == expected, report
+        assert seen in root["seen"], report
+
+
+def test_report_has_the_traceback_above_its_exception() -> None:
+    assert [line.strip() for line in format_report(diagnose(FAILED)).splitlines()[1:4]] == [
+        'seen    File "a.py", line 7, in main', "load(image)", "KeyError: 'image_17'",
+    ]
 
 
 # Real jobs ------------------------------------------------------------------------------------------------------
@@ -267,7 +304,7 @@ def test_torchrun_of_three_ranks_with_one_that_fails(tmp_path: Path, how: str) -
             assert (first.seen, first.traceback[-1].strip()) == ("KeyError: 'image_17'", 'raise KeyError("image_17")')
         else:
             # The process may abort once more at its very end
-            assert first.title in ("torchrun saw a rank fail before all others", "a process aborted itself")
+            assert first.title in ("a process ended with exit code 1", "a process aborted itself")
     suffered = format_report(diagnose_files([logs, out])).split("what others suffered from it:\n")[1]
     # Not always its first line: rank 1 itself may abort once more at its very end
     assert "  a peer's connection ended, ranks 0, 2 " in suffered

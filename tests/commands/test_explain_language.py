@@ -5,7 +5,7 @@ import re
 import string
 import subprocess
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,7 @@ import pytest
 from tests.rigs.jobs import ROOT, environment
 from train.commands.explain.diagnosis import diagnose
 from train.commands.explain.explain import advice, diagnose_files
-from train.commands.explain.faults import Fault, known_faults, texts_in
-from train.commands.explain.language import CHINESE, ENGLISH, Sentences, language_of
+from train.commands.explain.faults import Fault, known_faults, language_of, table, texts_in
 from train.commands.explain.report import format_report
 from train.main import main
 
@@ -53,9 +52,13 @@ def test_fault_says_the_same_in_both_languages(fault: Fault) -> None:
         assert not translated or IS_CHINESE.search(translated), field
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Sentences)])
+def test_sentences_are_the_same_in_both_languages() -> None:
+    assert list(table("en")["sentences"]) == list(table("zh")["sentences"])
+
+
+@pytest.mark.parametrize("name", table("en")["sentences"])
 def test_sentence_has_the_same_placeholders_in_both_languages(name: str) -> None:
-    english, chinese = getattr(ENGLISH, name), getattr(CHINESE, name)
+    english, chinese = table("en")["sentences"][name], table("zh")["sentences"][name]
     assert placeholders(english) == placeholders(chinese)
     assert numbers_and_flags(english) == numbers_and_flags(chinese)
     assert not HALF_WIDTH.search(chinese)
@@ -70,7 +73,7 @@ def test_report_in_chinese_finds_the_same_and_says_it_in_chinese(log: Path) -> N
     assert untold[0] == untold[1]
     lines = format_report(chinese, "zh").splitlines()
     assert len(lines) == len(format_report(english).splitlines())
-    quoted = {line for d in chinese for line in ("  日志  " + d.seen, *(f"        {text}" for text in d.traceback))}
+    quoted = {indent + text for d in chinese for text in (*d.traceback, d.seen) for indent in ("  日志  ", " " * 8)}
     assert all(IS_CHINESE.search(line) for line in lines if line not in quoted), lines
 
 

@@ -85,6 +85,16 @@ def test_lost_rank_is_named_with_its_reason(tmp_path: Path) -> None:
     assert [(d.name, d.rank, d.host, d.times) for d in found] == [("host-memory", 1, "node1", 2)]
 
 
+def test_reason_of_a_failed_run_that_is_not_known_is_quoted(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "status" / "20261121T100000-abc123").mkdir(parents=True)
+    (run / "status.json").write_text('{"attempt": "20261121T100000-abc123", "state": "failed", "world_size": 2}')
+    end = '{"rank": 1, "host": "node1", "state": "failed", "code": 171, "why": "the mirror did not answer in time"}'
+    (run / "status" / "20261121T100000-abc123" / "rank-1.json").write_text(end)
+    (found,) = diagnose_files([run])
+    assert (found.seen, found.rank, found.host) == ("the mirror did not answer in time (exit code 171)", 1, "node1")
+
+
 def test_finished_run_is_over_whatever_earlier_attempts_said(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-0.log").write_text("2026-11-21T10:00:09 node0 r0 CUDA out of memory\n")

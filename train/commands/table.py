@@ -115,7 +115,7 @@ def _doctor(context: Context, given: options.DoctorOptions) -> int:
 def _explain(context: Context, given: options.ExplainOptions) -> int:
     """Say what logs show: 20 if they show a fault, 0 if nothing is wrong with them."""
     from train.commands.explain.explain import explain_logs
-    from train.commands.explain.language import language_of
+    from train.commands.explain.faults import language_of
 
     # What a program reads does not depend on the locale of whoever starts it
     by_locale = "en" if given.as_json else language_of(os.environ)

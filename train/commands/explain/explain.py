@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from train.commands.explain.diagnosis import Diagnosis, Search, diagnose
-from train.commands.explain.language import Language
+from train.commands.explain.faults import Language
 from train.commands.explain.log_files import find_files
 from train.commands.explain.report import format_report
 from train.errors import ConfigError
@@ -27,14 +27,12 @@ def explain_logs(
     return text, not all(diagnosis.harmless for diagnosis in found)
 
 
-def diagnose_files(
-    paths: Sequence[Path], *, run_dir: Path = Path(), language: Language = "en"
-) -> list[Diagnosis]:
+def diagnose_files(paths: Sequence[Path], *, run_dir: Path = Path(), language: Language = "en") -> list[Diagnosis]:
     """The faults that these logs show, the root cause first, harmless ones last. Raises ConfigError."""
     search = Search(language)
     try:
         for file in find_files(paths, run_dir=run_dir):
-            search.read(file.lines(), file=file.name, rank=file.rank, host=file.host)
+            search.read(file.lines(), file=file.name, rank=file.rank, host=file.host, failed=bool(file.ends))
     except OSError as error:
         got = f"{error.filename}: {error.strerror}"
         raise ConfigError(f"explain needs a file or folder that it can read, got {got}.") from None

@@ -1,15 +1,15 @@
-"""The table of known faults, known_faults.toml, and which of them a line of a log shows. No torch here."""
+"""The table of known faults, known_faults.toml, in two languages, and which of them a line shows. No torch here."""
 
 import re
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from train.commands.explain.language import Language
-
+Language = Literal["en", "zh"]
 HARMLESS = 9
 ROOT, NAMED, DIED, WAITED, FOLLOWED = 1, 2, 3, 4, 5  # the orders of known_faults.toml
 
@@ -31,6 +31,8 @@ class Fault(Texts, frozen=True, extra="forbid"):
     example: str
     pattern: re.Pattern[str] | None = None
     doubtful: bool = False
+    proof: bool = False
+    late: bool = False
 
     def search(self, text: str) -> dict[str, str | None] | None:
         """The groups of the pattern, if `text`, which has one of the words, shows this fault; None if it does not."""
@@ -40,10 +42,23 @@ class Fault(Texts, frozen=True, extra="forbid"):
         return match.groupdict() if match else None
 
 
+def language_of(environ: Mapping[str, str]) -> Language:
+    """Chinese where the user's locale is; the first of these variables that is not empty decides, as in POSIX."""
+    locale = next(filter(None, (environ.get(name) for name in ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
+    return "zh" if locale.lower().startswith("zh") else "en"
+
+
+@cache
+def table(language: Language) -> dict[str, Any]:
+    """The file of a language: the texts of each fault, and under "sentences" what a report says around them."""
+    name = "known_faults.toml" if language == "en" else f"known_faults.{language}.toml"
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
 @cache
 def known_faults() -> tuple[Fault, ...]:
     """The table, in its order."""
-    return tuple(Fault(name=name, **entry) for name, entry in _read("known_faults.toml").items())
+    return tuple(Fault(name=name, **entry) for name, entry in table("en").items() if name != "sentences")
 
 
 @cache
@@ -51,11 +66,7 @@ def texts_in(language: Language) -> dict[str, Texts]:
     """What a report says of each fault, by the fault's name."""
     if language == "en":
         return {fault.name: fault for fault in known_faults()}
-    return {name: Texts(**entry) for name, entry in _read(f"known_faults.{language}.toml").items()}
-
-
-def _read(name: str) -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    return {name: Texts(**entry) for name, entry in table(language).items() if name != "sentences"}
 
 
 @cache

@@ -36,11 +36,12 @@ class LogFile:
     rank: int | None = None
     host: str = ""
     since: str = ""  # a time as our logs have it: what is older belongs to an earlier attempt
+    ends: tuple[str, ...] = ()  # in place of a file: how the ranks of a run ended, as `status/` has it
 
     def lines(self) -> Iterator[str]:
         """Its lines. Bytes that are not UTF-8 become question marks. Raises OSError."""
-        if self.path.name == TORCHRUN_ERROR:
-            yield from _error_lines(self.path)
+        if self.ends or self.path.name == TORCHRUN_ERROR:
+            yield from self.ends or _error_lines(self.path)
             return
         is_input = str(self.path) == STDIN
         file_or_number = sys.stdin.fileno() if is_input else self.path
@@ -53,16 +54,6 @@ class LogFile:
                 if belongs:
                     # A progress bar writes over itself: what a terminal would show in the end
                     yield line.rstrip("\r\n").rpartition("\r")[2] if "\r" in line else line
-
-
-@dataclass(frozen=True, slots=True)
-class Ends(LogFile):
-    """How the ranks of a run ended, as `status/` has it, in the form of a log."""
-
-    ends: tuple[str, ...] = ()
-
-    def lines(self) -> Iterator[str]:
-        yield from self.ends
 
 
 def find_files(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[LogFile]:
@@ -97,13 +88,14 @@ def _of_run(directory: Path) -> list[LogFile]:
         end = _read_object(path)
         if end.get("state") == "failed":
             # A user's mistake is marked as on the terminal
-            text = f"error: {end.get('why')}" if end.get("code") == 2 else str(end.get("why"))
+            code, why = end.get("code"), end.get("why")
+            text = f"error: {why}" if code == 2 else f"{why} (exit code {code})"
             ends.append(f"[{end.get('host')} r{end.get('rank')}/{status.get('world_size')}] {text}\n")
     logs = []
     for path in sorted((directory / "logs").glob("rank-*.log")):
         rank = RANK_NAME.search(path.name)
         logs.append(LogFile(path, path.name, int(rank[1]) if rank else None, since=since))
-    return [Ends(directory, "status", ends=tuple(ends)), *logs]
+    return [LogFile(directory, "status", ends=tuple(ends)), *logs] if ends else logs
 
 
 def _of_folder(folder: Path) -> list[LogFile]:
