@@ -305,5 +305,5 @@ def test_mirror_that_is_slow_but_moves_is_never_given_up(tmp_path: Path, monkeyp
     freezer.hold(made._open(0.0))
     made.start()
     idle(made)
-    assert any("manifest.json" in name for name in freezer.names), freezer.names
+    assert any("pipe_file" in name and "manifest.json" in name for name in freezer.names), freezer.names
     made.finish(stopped=False)
