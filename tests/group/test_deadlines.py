@@ -66,6 +66,8 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         (0, "ValueError", 1, "ValueError: probe"),
         (2, "ValueError", 1, "ValueError: probe"),
+        # In the words of a lost peer, which is no reason to restart a fault
+        (1, "RuntimeError", 1, "RuntimeError: NCCL error: probe"),
         (0, "DataError", 2, "error: probe"),
         (2, "DataError", 2, "error: probe"),
         (1, "SystemExit", 1, "SystemExit: 0"),  # SystemExit(0) before the end is a failure too

@@ -13,6 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from tests.rigs.fork_server import Forks
@@ -255,14 +257,25 @@ def die_before_the_routes() -> None:
         join.check_connectivity = lambda *values, **more: os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("error", "broke"),
-    [
-        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4711"), True),
-        (RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes"), False),
-        # Somebody knows more already: a rescue would not wait for the save that goes on beside the training
-        (PeerLost("a DataLoader worker died: [Errno 104] Connection reset by peer"), False),
-    ],
-)
-def test_error_of_a_collective_that_lost_its_peer_is_known_from_others(error: BaseException, broke: bool) -> None:
-    assert broke_collective(error) is broke
+def raised(error: BaseException) -> BaseException:
+    """By Python."""
+    with pytest.raises(type(error)) as caught:
+        raise error
+    return caught.value
+
+
+def test_error_of_a_collective_that_lost_its_peer_is_known_from_others() -> None:
+    closed = "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4711"
+    with pytest.raises(RuntimeError) as by_torch:
+        torch.ones(2) @ torch.ones(3)
+    assert not broke_collective(by_torch.value)  # not in the words of a lost peer
+    by_torch.value.args = (closed,)
+    assert broke_collective(by_torch.value)
+    # A failed check of gloo's
+    by_torch.value.args = ("[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes",)
+    assert not broke_collective(by_torch.value)
+    # Somebody's own error, and what a DataLoader's worker met
+    assert not broke_collective(raised(RuntimeError(closed)))
+    assert broke_collective(raised(dist.DistNetworkError("lost a rank of this host")))
+    # Somebody knows more already: a rescue would not wait for the save that goes on beside the training
+    assert not broke_collective(raised(PeerLost("a DataLoader worker died: [Errno 104] Connection reset by peer")))

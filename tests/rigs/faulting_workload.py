@@ -31,6 +31,7 @@ from train.workloads import Workload
 
 ERRORS: dict[str, BaseException] = {
     "ValueError": ValueError("probe"),
+    "RuntimeError": RuntimeError("NCCL error: probe, Connection reset by peer, Broken pipe"),
     "DataError": DataError("probe"),
     "SystemExit": SystemExit(0),
     "HTTPError": urllib.error.HTTPError("http://probe", 404, "probe", Message(), None),  # has a `code` of its own

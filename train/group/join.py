@@ -5,6 +5,7 @@ teardown may wait for the dead); after success rank 0, whose process holds the s
 """
 
 import contextlib
+import dis
 import hashlib
 import importlib.util
 import json
@@ -43,7 +44,7 @@ WATCHDOG_LATER_S = 10.0
 FORM_S = 20.0
 # After success the others need no more than their teardown until they report their end.
 FINISH_LINGER_S = 10.0
-# What a collective says when the other side is gone. torch raises these as plain RuntimeError, without a class.
+# What a collective says when the other side is gone. gloo has no class of its own for it: a plain RuntimeError of C++.
 LOST = re.compile(
     r"gloo/transport/|closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|"
     r"recvValue|sendBytes|Connection was likely closed|NCCL (error|communicator)|Application timeout|"
@@ -240,9 +241,22 @@ def broke_collective(error: BaseException) -> bool:
     if isinstance(error, JoinError | PeerLost):
         # Who raised it knows more: of a DataLoader's worker that died, for one, whose connection is reset as well
         return False
+    if isinstance(error, dist.DistError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    if _raised_by_python(error) and not type(error).__module__.startswith("horovod."):
+        return False  # the user's own code may say "Connection reset by peer", in a DataLoader's worker too
     # A failed check inside gloo (of sizes that differ, say) is a fault, although it carries the path of the connection
-    lost = isinstance(error, RuntimeError) and LOST.search(str(error)) and "enforce fail" not in str(error)
-    return bool(lost) or isinstance(error, dist.DistError)
+    return bool(LOST.search(str(error))) and "enforce fail" not in str(error)
+
+
+def _raised_by_python(error: BaseException) -> bool:
+    """Whether a `raise` raised `error`, and not a function in C++, as all collectives are."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is None or dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _peer_lost(group: Group, suspects: list[Suspect]) -> PeerLost:
