@@ -103,6 +103,12 @@ def test_signal_in_training_saves_that_step(
     assert_resumes(forks, run, undisturbed, world_size=1)
 
 
+def test_signal_is_seen_although_an_asyncio_loop_of_the_user_takes_signals(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    codes, output = forks.run(*train(run), env=probe("loss", 12, signal="SIGTERM", asyncio=True), timeout_s=60)
+    assert_stopped(run, codes, output, at_least=10)
+
+
 @pytest.mark.parametrize("name", SIGNALS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_signal_of_one_rank_stops_all_at_the_same_step(

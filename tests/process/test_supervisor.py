@@ -1,12 +1,15 @@
 """The supervisor and its fork server: who is killed or stopped, what is left, and what a forked rank finds."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +25,7 @@ from tests.rigs.faults import Launched
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, ended, environment, rank_env, result, start
 from train.process import fork_server as fork_server_program
+from train.process.proc import state_of
 
 
 def fork_server(launcher: int) -> psutil.Process:
@@ -72,6 +76,32 @@ def test_what_a_lost_rank_has_started_ends_with_it(forks: Forks, tmp_path: Path)
         rank.kill()
         assert job.wait() == [0], job.output
     wait_until(lambda: not any(lives(process.pid) for process in family), "processes were left")
+
+
+def test_server_kills_what_is_left_of_a_rank_before_it_gives_the_number_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes on where it may not kill: a rank can have changed its user."""
+    states = []
+
+    def refuse(pid: int, _: int) -> None:
+        states.append(state_of(pid))
+        raise PermissionError
+
+    monkeypatch.setattr(os, "killpg", refuse)
+    ours, theirs = socket.socketpair()
+    woken, wake = socket.socketpair()
+    server = fork_server_program.Server(theirs, woken, lambda *_: subprocess.Popen(["true"]).pid)
+    with ours, theirs, woken, wake:
+        serving = threading.Thread(target=server.serve)
+        serving.start()
+        ours.sendall(b'{"start": 0, "name": "", "arguments": [], "env": {}}\n')
+        pid = json.loads(ours.recv(4096))["pid"]
+        wait_until(lambda: state_of(pid) == "Z", "it does not end")
+        wake.send(b"!")
+        ours.settimeout(60)
+        assert json.loads(ours.recv(4096)) == {"ended": 0, "code": 0}
+        ours.close()
+        serving.join()
+    assert states == ["Z"]
 
 
 @pytest.mark.parametrize("who", ["rank", "server"])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from train.process import local_launcher, supervisor
 from train.process.progress import StepReporter
-from train.process.stop import StopRequest
+from train.process.stop import SIGNALS, StopRequest
 
 
 def use() -> None:
@@ -60,7 +60,9 @@ def use_under_nohup() -> None:
 
 
 def be(stop: StopRequest) -> None:
-    signal.set_wakeup_fd(-1)  # the stop request would leave before the fake does what it was told
+    for name in SIGNALS:  # the stop request would leave before the fake does what it was told
+        signal.signal(getattr(signal, name), lambda *_: None)
+    signal.set_wakeup_fd(-1)
     given = {
         name: value
         for name, value in os.environ.items()

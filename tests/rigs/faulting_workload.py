@@ -3,11 +3,12 @@
 PROBE is JSON: {"where": "loss", "call": 7, "rank": 1, "signal": "SIGTERM", "to": "group", "sleep_s": 300}. `where` is
 one of build, data, loss, eval_data, evaluate, save (see `probe_saves`); `call` counts them from 1 in each process;
 without `rank` all ranks do it; `tell` is a file it makes on arrival, `before_s` it waits first, `until` a file exists
-it waits afterwards, `raise` names an error to end with, `hold_s` it keeps the interpreter lock, `saved` it first lets
-a save get done that is under way in its process. The loss is counted from 2: call 2 is the warm-up's, call 3 that of
-the first step. Not an option of the workload: those may not change when a run is resumed.
+it waits afterwards, `asyncio` has a loop of its own take signals, `raise` names an error to end with, `hold_s` it keeps
+the interpreter lock, `saved` it first lets a save get done that is under way in its process. The loss is counted from
+2: call 2 is the warm-up's, call 3 that of the first step. Not an option of the workload: those may not change when a run is resumed.
 """
 
+import asyncio
 import ctypes
 import json
 import os
@@ -37,6 +38,7 @@ ERRORS: dict[str, BaseException] = {
     "HTTPError": urllib.error.HTTPError("http://probe", 404, "probe", Message(), None),  # has a `code` of its own
 }
 NUM_TRAIN, NUM_EVAL, NUM_CLASSES = 64, 21, 4
+_loop: asyncio.AbstractEventLoop | None = None  # kept: unclosed, it would warn
 _calls: dict[str, int] = {"loss": 1}
 
 
@@ -55,6 +57,10 @@ def probe(where: str) -> None:
     time.sleep(order.get("before_s", 0))
     if order.get("saved"):
         let_save_end()
+    if "asyncio" in order:
+        global _loop
+        _loop = asyncio.new_event_loop()
+        _loop.add_signal_handler(signal.SIGHUP, lambda: None)
     if "signal" in order:
         number = getattr(signal, order["signal"])
         os.killpg(os.getpgrp(), number) if order.get("to") == "group" else os.kill(os.getpid(), number)

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,18 @@ HOST = host_name()
 
 def at(run: Path) -> tuple[str, ...]:
     return ("--run-dir", str(run.parent), "--name", run.name)
+
+
+def test_metrics_hide_no_error_of_the_user_s_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda failure: shown.append(failure.exc_type))
+    start = Progress()
+    metrics = Metrics(tmp_path, start, saved=start, tensorboard=True)
+    thread = threading.Thread(target=Path(tmp_path / "none").read_text)
+    thread.start()
+    thread.join()
+    metrics.close()
+    assert shown == [FileNotFoundError]
 
 
 def events(run: Path) -> EventAccumulator:

@@ -72,7 +72,12 @@ def within(timeout_s: float, work: Callable[[], T]) -> T | None:
     For calls that nothing can interrupt: a resolver, a disk, or a store whose process is stopped.
     """
     found: list[T] = []
-    thread = threading.Thread(target=lambda: found.append(work()), name="within", daemon=True)
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            found.append(work())
+
+    thread = threading.Thread(target=run, name="within", daemon=True)
     thread.start()
     thread.join(timeout_s)
     return found[0] if found else None

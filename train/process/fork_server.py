@@ -129,7 +129,8 @@ class Server:
             if rank == request.get("kill"):
                 _kill(pid)
             elif rank == request.get("rank"):
-                os.kill(pid, request["signal"])  # not reaped yet, so the number is still this process's
+                with contextlib.suppress(PermissionError):  # it has changed its user
+                    os.kill(pid, request["signal"])  # not reaped yet, so the number is still this process's
 
     def _start(self, rank: int, name: str, arguments: list[str], env: dict[str, str]) -> None:
         try:
@@ -144,15 +145,18 @@ class Server:
     def _report_ends(self) -> None:
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if pid == 0:
+            if ended is None:
                 return
+            pid = ended.si_pid
             rank = self._ranks.pop(pid, None)
             if rank is not None:  # else a helper of torch.multiprocessing
-                _kill(pid)  # DataLoader workers would keep its memory, and its GPU
-                code = os.waitstatus_to_exitcode(status)
+                # DataLoader workers would keep its memory, and its GPU. Before its number may be another process's
+                _kill(pid)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            if rank is not None:
                 # As a shell counts it: 128 and the signal's number where a signal ended it
                 self.tell({"ended": rank, "code": code if code >= 0 else 128 - code})
 
@@ -165,7 +169,7 @@ class Server:
 def _kill(pid: int) -> None:
     """End the process, and those of its session."""
     for end in (os.killpg, os.kill):  # it leads no group yet in its first instant
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             end(pid, signal.SIGKILL)
 
 

@@ -7,6 +7,7 @@ instead of being killed after its grace period. (The kernel ignores SIGTERM for 
 process has a handler.)
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -62,12 +63,22 @@ class StopRequest:
         self._writer.setblocking(False)
         self._requested, self._tell = socket.socketpair()
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        # Handlers that do nothing: without any, a signal would end the process and never reach the socket
+        # Without a handler a signal would end the process and never reach the socket
         for name in TAKEN:
             if hasattr(signal, name):
-                signal.signal(getattr(signal, name), lambda signum, frame: None)
+                signal.signal(getattr(signal, name), self._pass_on)
         threading.Thread(target=self._read, name="stop-request", daemon=True).start()
         return self
+
+    def _pass_on(self, number: int, _: object) -> None:
+        """The socket has the signal already, unless somebody has put theirs in its place, as asyncio's loops do."""
+        ours = self._writer.fileno()
+        other = signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
+        if other != ours:
+            self._writer.send(bytes([number]))
+            if other != -1:
+                with contextlib.suppress(OSError, ValueError):  # it is closed by now
+                    signal.set_wakeup_fd(other)
 
     def uninstall(self) -> "StopRequest":
         """Let the signals end the process as they end any other: a command that only reads has nothing to save."""

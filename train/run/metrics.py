@@ -82,7 +82,7 @@ class Metrics:
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # half a second: only where it is used
 
-                threading.excepthook = _ignore_os_errors
+                _hide_errors_of_writer()
                 # TensorBoard's values of an attempt that was killed since its checkpoint may be in its file or not:
                 # TensorBoard hides all of them from this step on, and they are written again
                 first = saved.step + 1 if saved.evaluated == saved.step else max(1, saved.step)
@@ -194,10 +194,15 @@ class Metrics:
             raise disk_error("metrics", self.directory, error) from None
 
 
-def _ignore_os_errors(failure: threading.ExceptHookArgs) -> None:
-    """For TensorBoard's writer thread, which would print a traceback of a full disk: the next write raises it again."""
-    if not isinstance(failure.exc_value, OSError):
-        threading.__excepthook__(failure)
+def _hide_errors_of_writer() -> None:
+    """TensorBoard's writer thread would print a traceback of a full disk, and the next write raises the error again."""
+    usual = threading.excepthook
+
+    def show(failure: threading.ExceptHookArgs) -> None:
+        if not (type(failure.thread).__module__.startswith("tensorboard.") and isinstance(failure.exc_value, OSError)):
+            usual(failure)
+
+    threading.excepthook = show
 
 
 def _entry(step: int, values: dict[str, float]) -> dict[str, Any]:
