@@ -170,8 +170,8 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
     with ended(launch(tmp_path, script)) as job:
         assert job.wait() == [0], job.output
     assert job.output.count("sum 2 restart 1") == 2
-    assert re.search(r"rank 1 ended with 137 \(SIGKILL: .*\), started again", job.output)
-    assert "rank 0 ended with 171, started again" in job.output
+    assert re.search(r"rank 1 ended with 137 \(SIGKILL: .*\), restarted", job.output)
+    assert "rank 0 ended with 171, restarted" in job.output
     # What rank 0's script says of its own end, twenty lines of gloo, does not hide the cause
     assert re.search(r"r0/2\] lost a peer: rank 1 on \S+ \(job\.py failed: SIGKILL: ", job.output), job.output
     assert "Traceback" not in job.output
@@ -189,7 +189,7 @@ def test_fault_of_one_rank_ends_all_and_is_not_tried_again(tmp_path: Path) -> No
     with ended(launch(tmp_path, script)) as job:
         assert job.wait() == [1], job.output
     assert "job.py failed: ValueError: boom (exit code 1)" in job.output
-    assert "started again" not in job.output
+    assert "restarted (" not in job.output
     status = json.loads((tmp_path / "runs/job/status.json").read_text())
     assert (status["state"], status["code"]) == ("failed", 1)
 
@@ -211,7 +211,7 @@ sys.exit(75 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))
     words = ("launch", "--nproc=2", "--command=run", "--restart-on=75", f"--run-dir={tmp_path}/runs")
     codes, output = forks.run(*words, "--restart-args=--init_from=resume 'a b'", script, "--lr=1")
     assert codes == [0], output
-    assert "ended with 75, started again" in output
+    assert "ended with 75, restarted" in output
     first, again = "ARGUMENTS ['--lr=1']", "ARGUMENTS ['--lr=1', '--init_from=resume', 'a b']"
     assert (output.count(first), output.count(again)) == (2, 2), output
 

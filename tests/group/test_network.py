@@ -114,7 +114,7 @@ def services(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         ("passwd: files\nhosts:  files mymachines [NOTFOUND=return] dns # why\n",
          "files mymachines [NOTFOUND=return] dns"),
-        ("passwd: files\n", "dns [!UNAVAIL=return] files"),
+        ("passwd: files\n", "files dns"),
     ],
 )
 def test_names_are_looked_up_as_before_after_the_last_block(

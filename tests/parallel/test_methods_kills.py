@@ -106,7 +106,7 @@ def test_spawn_goes_on_by_itself_after_a_kill(undisturbed: Any, tmp_path: Path) 
     with ended(start(*command, env=PATH | kill(1, 9))) as job:
         assert job.wait(600) == [0], job.output
     # Rank 1 after its kill, and rank 0, which lost it
-    assert job.output.count("started again (1 without progress") == 2, job.output
+    assert job.output.count("restarted (0 of 3 attempts without progress)") == 2, job.output
     # From rank 0's rescue, unless its checkpoint of that step was complete when it lost rank 1
     assert re.search(r"resumed from step[- ]0*8\b", job.output), job.output
     assert outcome(tmp_path) == undisturbed

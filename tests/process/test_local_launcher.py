@@ -35,7 +35,7 @@ def test_launch_keeps_the_code_of_the_cause_and_starts_that_rank_once(
         assert job.wait() == [code], job.output
     again = {start["LOCAL_RANK"] for start in starts(tmp_path) if start["RANKUP_RESTART"] != "0"}
     assert again <= {str(rank) for rank, word in enumerate(words) if word == "exit 171"}
-    assert job.output.count("started again") == len(again)
+    assert job.output.count("restarted (") == len(again)
     assert "Traceback" not in job.output
 
 
@@ -55,7 +55,7 @@ def test_launch_gives_up_after_restarts_without_progress(
     with launching(forks, tmp_path, [words], "--max-restarts=2") as job:
         assert job.wait() == [code], job.output
     assert max(int(start["RANKUP_RESTART"]) for start in starts(tmp_path)) == 2
-    assert "started again (2 without progress of 2)" in job.output
+    assert "restarted (2 of 2 attempts without progress)" in job.output
     assert "gave up after 2 restarts without progress" in job.output
     assert "Traceback" not in job.output
 
@@ -72,7 +72,7 @@ def test_lost_rank_alone_is_started_again_and_told_how_it_ended(forks: Forks, tm
     assert again["MASTER_PORT"] == first["MASTER_PORT"]
     assert (again["RANKUP_ENDED"], again["RANKUP_RESTART"]) == ("137", "1")
     assert "RANKUP_ENDED" not in first
-    assert re.search(r"rank 1 ended with 137 \(SIGKILL: .*\), started again \(1 without progress of 3\)", job.output)
+    assert re.search(r"rank 1 ended with 137 \(SIGKILL: .*\), restarted \(1 of 3 attempts", job.output)
 
 
 @pytest.mark.parametrize("reader", ["gone", "asleep"])
@@ -103,8 +103,8 @@ def test_restarts_are_counted_anew_after_a_new_step(forks: Forks, tmp_path: Path
     with launching(forks, tmp_path, plan, "--max-restarts=2") as job:
         assert job.wait() == [171], job.output
     assert len(starts(tmp_path)) == 6
-    assert job.output.count("started again (1 without progress of 2)") == 4
-    assert job.output.count("started again (2 without progress of 2)") == 1
+    assert job.output.count("restarted (0 of 2 attempts without progress)") == 4
+    assert job.output.count("restarted (1 of 2 attempts without progress)") == 1
 
 
 def test_ranks_that_were_killed_after_the_others_had_finished_look_at_the_run_once_more(
@@ -157,7 +157,7 @@ def test_rank_that_does_not_end_after_the_others_is_killed_and_tried_again(
         assert job.wait() == [0], job.output
     for rank in (1, 2):
         assert f"rank {rank} did not end within 0.5 s after the others: killed" in job.output
-        assert f"rank {rank} ended with 171, started again" in job.output
+        assert f"rank {rank} ended with 171, restarted" in job.output
 
 
 # Signals --------------------------------------------------------------------------------------------------------

@@ -327,7 +327,7 @@ def test_launch_passes_a_signal_on_and_keeps_the_code(
         job.wait_for("epoch 1:")
         job.processes[0].signal("SIGUSR1")
         assert job.wait() == [143], job.output
-    assert "started again" not in job.output
+    assert "restarted (" not in job.output
     # As it goes on after `launch`
     stopped_at = steps(run)[-1]
     assert f"saved at step {stopped_at}" in job.output

@@ -234,7 +234,7 @@ def test_supervise_runs_the_rank_that_the_environment_describes(forks: Forks, tm
     assert [start.get("RANKUP_ENDED") for start in given] == [None, "139", "171"]
     assert {(start["RANK"], start["WORLD_SIZE"], start["MASTER_PORT"]) for start in given} == {("3", "4", "12345")}
     assert all("RANKUP_LAUNCH" not in start for start in given)
-    assert "rank 3 ended with 139, started again (1 without progress of 3)" in job.output
+    assert "rank 3 ended with 139, restarted (1 of 3 attempts without progress)" in job.output
     assert given[0]["arguments"][0] == "train"
     assert "--lr=0.5" in given[0]["arguments"]
 

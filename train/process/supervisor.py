@@ -182,8 +182,9 @@ class Supervisor:
         take_back()
         rank.restarts += 1
         rank.without_progress += 1
-        counted = f"{rank.without_progress} without progress of {self.max_restarts}"
-        self.log.warning(f"{ended}, started again ({counted})")
+        # Of the attempts since then: the one that reached the newest step is none of them
+        vain = rank.without_progress - (rank.furthest_step > 0)
+        self.log.warning(f"{ended}, restarted ({vain} of {self.max_restarts} attempts without progress)")
         return True
 
     def _killed_after_the_end(self, code: int) -> bool:
