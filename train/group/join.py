@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -200,10 +200,18 @@ def fingerprint(config: Config, backend: str) -> dict[str, str]:
     return {"torch version": torch.__version__, "program code": code, "backend": backend, **settings}
 
 
+def _digest(files: Iterable[Path]) -> bytes:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
+
+
+# Of the files of all rooms of train/ as they are imported, not as they are when ranks meet: a rank may be forked from a
+# process that has imported them days ago
+IMPORTED = _digest(sorted(Path(__file__).parents[1].rglob("*.py")))
+
+
 def _code(*users: Path) -> str:
-    """A digest of the files of all rooms of train/, and of the user's own."""
-    files = [*sorted(Path(__file__).parents[1].rglob("*.py")), *users]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    """A digest of the program, and of the user's own files, which are imported by the rank itself."""
+    return hashlib.sha256(IMPORTED + _digest(users)).hexdigest()[:12]
 
 
 # The end -------------------------------------------------------------------------------------------------------------
