@@ -89,7 +89,7 @@ def test_server_kills_what_is_left_of_a_rank_before_it_gives_the_number_back(mon
     monkeypatch.setattr(os, "killpg", refuse)
     ours, theirs = socket.socketpair()
     woken, wake = socket.socketpair()
-    server = fork_server_program.Server(theirs, woken, lambda *_: subprocess.Popen(["true"]).pid)
+    server = fork_server_program.Server(theirs, woken, lambda *_: os.posix_spawnp("true", ["true"], {}))
     with ours, theirs, woken, wake:
         serving = threading.Thread(target=server.serve)
         serving.start()
