@@ -153,7 +153,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     # Optimizer --------------------------------------------------------------------------------------------------
     optimizer = build_optimizer(plain, config, device)
     scaler = build_scaler(config, device)
-    memory = load_training_state(group, method, plain, optimizer, scaler, run.origin.checkpoint)
+    load_training_state(group, method, plain, optimizer, scaler, run.origin.checkpoint)
     run.origin.checkpoint = None  # its copy of all weights would stay in the memory of every rank
     model = method.wrap(compile_model(plain, device) if config.compile else plain)
     buffers = Buffers(plain, group)
@@ -171,7 +171,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     # After the workers have started: they prepare the first batches during the warm-up.
     batch = first_batch(config, group, workload, order, free_bytes=free_bytes)
     _warm_up(config, group, method, workload, plain, model, batch)
-    optimizer = method.after_warm_up(plain, optimizer, memory)
+    optimizer = method.after_warm_up(plain, optimizer)
 
     metrics = run.open_metrics(progress, workload.unit)
     clock = open_clock(device, group.link, world_size=group.world_size)

@@ -41,8 +41,6 @@ FOLDER = {"dataset": "imagefolder", "data_dir": "x"}
         ({"parallel": "fsdp", "save": "async"}, '--save must be auto or sync with parallel fsdp, got "async". *'),
         ({"parallel": "none", "compress": "fp16"},
          '--compress must be none with parallel none, got "fp16". Only ddp *'),
-        ({"compress": "powersgd", "precision": "fp16"},
-         '--compress must be another than powersgd with precision fp16, got "powersgd". *'),
         ({"augment": "imagenet"}, '--augment must be true or false with dataset fashion-mnist, got "imagenet". *'),
         ({"cache_images": "true"}, "--cache-images must be false with dataset fashion-mnist, got true. *"),
         ({**FOLDER, "augment": "imagenet", "cache_images": "true"},

@@ -97,7 +97,6 @@ OTHERS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "clipped by fsdp": (1, ("--parallel", "fsdp", "--clip-norm", "0.5")),
     "augmented": (1, ("--augment",)),
-    "sent by powersgd": (2, ("--compress", "powersgd", "--powersgd-start", "5")),
 }
 
 

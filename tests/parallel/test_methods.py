@@ -66,7 +66,6 @@ VARIANTS: dict[str, tuple[tuple[str, ...], float]] = {
     "fsdp in bf16, accumulated": (("--parallel", "fsdp", "--precision", "bf16", "--accumulate", "2"), 3e-2),
     "sent as fp16": (("--compress", "fp16"), 1e-3),
     "sent as bf16": (("--compress", "bf16"), 1e-3),
-    "sent by powersgd": (("--compress", "powersgd", "--powersgd-start", "5"), 2e-2),
 }
 
 
@@ -160,46 +159,13 @@ def test_gradients_are_sent_once_a_step(forks: Forks, tmp_path: Path, accumulate
 
 # Compression ----------------------------------------------------------------------------------------------------
 
-POWERSGD = ("--compress", "powersgd", "--powersgd-start", "2", "--max-steps", "6")
-
-
-def saved(run: Path, step: int) -> Any:
-    return torch.load(run / "checkpoints" / f"step-{step:08d}" / "training.pt", weights_only=True)
-
 
 def test_compression_is_another_arithmetic(forks: Forks, tmp_path: Path) -> None:
-    hooks = {"none": (), "fp16": ("--compress", "fp16"), "bf16": ("--compress", "bf16"), "powersgd": POWERSGD}
+    hooks = {"none": (), "fp16": ("--compress", "fp16"), "bf16": ("--compress", "bf16")}
     digests = {
         result(train(forks, tmp_path / name, 2, "--max-steps", "6", *more))["digest"] for name, more in hooks.items()
     }
-    assert len(digests) == 4
-
-
-def test_powersgd_remembers_for_each_rank_what_it_did_not_send(forks: Forks, tmp_path: Path) -> None:
-    memory = saved(train(forks, tmp_path / "run", 2, *POWERSGD), 6)["compressor"]
-    assert memory["iter"] == 6  # and not the pass of the warm-up
-    assert len(memory["errors"]) == 2
-    assert not torch.equal(memory["errors"][0][0], memory["errors"][1][0])
-    assert sum(int(torch.count_nonzero(tensor)) for tensor in memory["q"].values()) > 0
-
-
-def test_powersgd_trains_a_model_of_more_than_one_bucket(forks: Forks, tmp_path: Path) -> None:
-    """gloo took one bucket's message for another's, and aborted."""
-    codes, output = forks.run(
-        "train", "--dataset", "digits", "--model", "cnn", "--image-size", "28", "--tensorboard=false", *POWERSGD[:-1],
-        "12", "--name", "run", "--run-dir", str(tmp_path), world_size=2,
-    )
-    assert codes == [0, 0], output
-    assert result(tmp_path / "run")["step"] == 12
-
-
-def test_powersgd_goes_on_with_another_world_size(forks: Forks, tmp_path: Path) -> None:
-    train(forks, tmp_path / "run", 2, *POWERSGD)
-    line = ("train", *DIGITS, *POWERSGD[:-1], "9", "--name", "run", "--run-dir", tmp_path)
-    codes, output = forks.run(*line, world_size=4)
-    assert codes == [0] * 4, output
-    assert output.count("compress: what 2 ranks had not sent yet does not fit 4: left out") == 1
-    assert result(tmp_path / "run")["step"] == 9
+    assert len(digests) == 3
 
 
 def test_compression_of_one_process_is_nothing(forks: Forks, alone: list[float], tmp_path: Path) -> None:

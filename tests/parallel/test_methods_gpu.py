@@ -27,7 +27,6 @@ VARIANTS: dict[str, tuple[tuple[str, ...], float]] = {
     "bf16": (("--precision", "bf16"), 5e-2),
     "sent as fp16": (("--compress", "fp16"), 1e-2),
     "sent as bf16": (("--compress", "bf16"), 1e-2),
-    "sent by powersgd": (("--compress", "powersgd", "--powersgd-start", "5"), 5e-2),
     "fsdp": (("--parallel", "fsdp"), 1e-2),
     "fsdp in bf16, sharded": (("--parallel", "fsdp", "--precision", "bf16", "--checkpoint-format", "sharded"), 5e-2),
 }

@@ -40,14 +40,13 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ddp in fp16": (2, ("--precision", "fp16")),
     "sent as fp16": (2, ("--compress", "fp16")),
     "sent as bf16": (2, ("--compress", "bf16")),
-    "sent by powersgd": (2, ("--compress", "powersgd", "--powersgd-start", "2", "--powersgd-rank", "2")),
     "fsdp": (2, ("--parallel", "fsdp")),
     "fsdp in bf16 with adamw": (
         2, ("--parallel", "fsdp", "--precision", "bf16", "--optimizer", "adamw", "--lr", "0.01")
     ),
 }
 # Here no rank that is left holds the whole state: a run goes on from its last checkpoint
-WITHOUT_RESCUE = ("none", "dp on one device", "sent by powersgd", "fsdp", "fsdp in bf16 with adamw")
+WITHOUT_RESCUE = ("none", "dp on one device", "fsdp", "fsdp in bf16 with adamw")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -173,11 +173,8 @@ def small_memory() -> None:
         own_tmpfs({"shm": "/dev/shm", "tmp": os.environ["TMPDIR"]}[name], "8k")
 
 
-@pytest.mark.parametrize("more", [("--parallel=fsdp",), ("--compress=powersgd", "--powersgd-start=2")])
-def test_methods_whose_ranks_hold_different_states_say_so_once(
-    forks: Forks, tmp_path: Path, more: tuple[str, ...]
-) -> None:
-    line = train(tmp_path, *OTHER, *more)
+def test_methods_whose_ranks_hold_different_states_say_so_once(forks: Forks, tmp_path: Path) -> None:
+    line = train(tmp_path, *OTHER, "--parallel=fsdp")
     codes, output = forks.run(*line, world_size=2, env=KILL)
     assert codes == [171, -9], output
     assert output.count("rescue none: no rank has the whole state") == 1

@@ -33,7 +33,6 @@ def test_no_file_of_ours_calls_what_unpickles():
 
 METHODS = {
     "ddp": ("--parallel", "ddp", "--optimizer", "adamw"),
-    "powersgd": ("--parallel", "ddp", "--compress", "powersgd", "--powersgd-start", "2"),
     "fsdp": ("--parallel", "fsdp", "--optimizer", "adamw"),
     "sharded": ("--parallel", "fsdp", "--checkpoint-format", "sharded"),
     "horovod": ("--parallel", "horovod", "--optimizer", "adamw"),

@@ -27,7 +27,7 @@ def training_state(step: int, **fields: Any) -> TrainingState:
         "step": step, "evaluated": 0, "metrics": None, "line": None, "steps_per_epoch": 8, "data": "made-up points",
         "config": Config().model_dump(), "world_size": 1, "run": "0123456789abcdef",
         "attempt": "20200101T000000-abcdef", "written_by": "rank 0 on node0",
-        "optimizer": {}, "scaler": {}, "compressor": {},
+        "optimizer": {}, "scaler": {},
     }
     return TrainingState(**usual | fields)
 

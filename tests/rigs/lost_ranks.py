@@ -37,9 +37,8 @@ PROFILES: dict[str, tuple[str, ...]] = {
              "--max-seq-len=64"),
     # Ranks hold different states: the run goes on from its checkpoint
     "fsdp": (*OWN, "--options.model=wide", "--parallel=fsdp"),
-    "powersgd": (*OWN, "--options.model=wide", "--compress=powersgd", "--powersgd-start=2"),
 }
-FROM_CHECKPOINT = ("fsdp", "powersgd")
+FROM_CHECKPOINT = ("fsdp",)
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def test_one_save_after_the_other_beside_the_training_where_memory_allows(
 
 
 @pytest.mark.parametrize("more", [
-    (), ("--optimizer=adamw", "--lr=0.01"), ("--precision=fp16",), ("--compress=powersgd", "--powersgd-start=2"),
+    (), ("--optimizer=adamw", "--lr=0.01"), ("--precision=fp16",),
 ])
 def test_files_are_those_of_a_save_that_is_waited_for_to_the_byte(
     forks: Forks, tmp_path: Path, more: tuple[str, ...]
@@ -230,11 +230,19 @@ def test_survivor_that_writes_a_rescue_does_not_wait_for_the_disk(
     assert result(run)["digest"] == digest(2)
 
 
+def held_save_without_rescue() -> None:
+    """Preloaded: `held_save` on a node that has no memory for a rescue."""
+    from train.run import rescue
+
+    held_save()
+    rescue.write = lambda *_: "no memory is left"
+
+
 def test_survivor_that_has_no_rescue_finishes_the_save_under_way(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    line = train(run, *OFTEN, "--compress=powersgd", "--powersgd-start=2")
+    line, preload = train(run, *OFTEN), "tests.run.test_saver:held_save_without_rescue"
     env = hold(tmp_path / "go") | in_step(10, rank=1, signal="SIGKILL")
-    with forks.running(*line, world_size=2, env=env, preload=HELD) as job:
+    with forks.running(*line, world_size=2, env=env, preload=preload) as job:
         job.wait_until(lambda: job.processes[1].code is not None, "end of rank 1")
         (tmp_path / "go").touch()
         assert job.wait() == [171, -9], job.output

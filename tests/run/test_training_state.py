@@ -37,7 +37,7 @@ def rewrite(path: Path, **changes: Any) -> None:
 
 def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
     state = training_state(
-        7, metrics={"loss": 0.1}, scaler={"scale": 2.0}, optimizer={"state": {0: {"step": 7}}}, compressor={"iter": 3},
+        7, metrics={"loss": 0.1}, scaler={"scale": 2.0}, optimizer={"state": {0: {"step": 7}}},
     )
     assert TrainingState.from_files(tmp_path, state.to_files()) == state
     assert (state.random, state.versions["torch"]) == (RANDOM_SCHEME, torch.__version__)
@@ -45,7 +45,7 @@ def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_tensors_come_back_to_the_bit(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(5), "b": torch.randn(3, dtype=torch.float64)}
-    back = TrainingState.from_files(tmp_path, training_state(1, compressor=tensors).to_files()).compressor
+    back = TrainingState.from_files(tmp_path, training_state(1, optimizer=tensors).to_files()).optimizer
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 

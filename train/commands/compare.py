@@ -48,7 +48,6 @@ VARIANTS = {
     "ddp-mpirun": Variant(("--parallel", "ddp"), needs="mpirun", launcher="mpirun"),
     "ddp-bf16": Variant(("--parallel", "ddp", "--precision", "bf16")),
     "ddp-compress": Variant(("--parallel", "ddp", "--compress", "bf16")),
-    "ddp-powersgd": Variant(("--parallel", "ddp", "--compress", "powersgd", "--powersgd-start", "2")),
     "fsdp": Variant(("--parallel", "fsdp")),
     "horovod": Variant(("--parallel", "horovod"), needs="horovod"),
 }

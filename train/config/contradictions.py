@@ -61,9 +61,6 @@ def contradictions(c: Settings) -> Iterator[Contradiction]:
     if c.static_graph and c.find_unused_parameters:
         yield Contradiction(("find_unused_parameters", "static_graph"), "false with static_graph",
                             "A static graph finds unused parameters by itself.")
-    if c.compress == "powersgd" and c.precision == "fp16":
-        yield Contradiction(("compress", "precision"), "another than powersgd with precision fp16",
-                            "An fp16 overflow would stay in PowerSGD's error buffer.")
     if c.batch_size < c.accumulate:
         yield Contradiction(("batch_size", "accumulate"), f">= accumulate={c.accumulate}",
                             "Each micro-batch needs a sample.")
@@ -125,8 +122,8 @@ def _of_method(c: Settings) -> Iterator[Contradiction]:
             yield refuse(field, "false", why)
     if c.parallel == "fsdp" and c.precision == "fp16":
         yield refuse("precision", "fp32 or bf16", "Each rank would scale by the overflows of its own part.")
-    if c.parallel == "horovod" and c.compress in ("bf16", "powersgd"):
-        yield refuse("compress", "none or fp16", "Horovod sums neither bf16 nor PowerSGD's factors. Use ddp.")
+    if c.parallel == "horovod" and c.compress == "bf16":
+        yield refuse("compress", "none or fp16", "Horovod does not sum bf16. Use ddp.")
     if c.compress != "none" and c.parallel not in ("auto", "ddp", "horovod"):
         yield refuse("compress", "none", "Only ddp sends gradients through hooks.")
     if c.parallel == "fsdp" and c.save == "async":

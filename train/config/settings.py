@@ -131,10 +131,8 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     sync_bn: bool = _result(False, "Batch norm over all processes; needs an accelerator.")
     static_graph: bool = _result(False, "Tell DDP that the graph never changes; not with accumulate.")
     find_unused_parameters: bool = _result(False, "Tell DDP that some parameters may get no gradient.")
-    compress: Literal["none", "fp16", "bf16", "powersgd"] = _result(
+    compress: Literal["none", "fp16", "bf16"] = _result(
         "none", "What ddp sends of gradients; horovod: none, fp16.")
-    powersgd_rank: int = _result(4, "compress powersgd: columns kept of each matrix.", unit="columns", ge=1, le=1024)
-    powersgd_start: int = _result(100, "compress powersgd: send all until this step.", unit="steps", ge=2, le=INT32_MAX)
     deterministic: bool = _result(False, "Refuse operations that are not deterministic.")
     device: str = _result("auto", "auto, cpu, cuda, or another accelerator of torch.", pattern=r"^[a-z]+(:[0-9]+)?$",
                           rule="auto, cpu, cuda or another accelerator's name")

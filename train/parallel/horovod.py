@@ -78,9 +78,7 @@ class Horovod(Method):
         group.barrier()
         horovod.shutdown()
 
-    def after_warm_up(
-        self, plain: nn.Module, optimizer: torch.optim.Optimizer, memory: dict[str, Any]
-    ) -> torch.optim.Optimizer:
+    def after_warm_up(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Horovod's optimizer around this one, and rank 0's weights on all ranks.
 
         After the warm-up: from here on every backward pass sends its gradients. The optimizer's state is the same

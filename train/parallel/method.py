@@ -63,13 +63,8 @@ class Method:
         """
         return model
 
-    def after_warm_up(
-        self, plain: nn.Module, optimizer: torch.optim.Optimizer, memory: dict[str, Any]
-    ) -> torch.optim.Optimizer:
-        """Forget the warm-up's passes, and go on from `memory`, which a checkpoint holds, or begin anew if it is empty.
-
-        Returns the optimizer to step with.
-        """
+    def after_warm_up(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer to step with, once the warm-up's passes are over."""
         return optimizer
 
     # Each step ------------------------------------------------------------------------------------------------
@@ -90,10 +85,6 @@ class Method:
         optimizer.zero_grad()
 
     # Checkpoints: all ranks call each of these ----------------------------------------------------------------
-
-    def memory(self) -> dict[str, Any]:
-        """What the method itself remembers from step to step, for the checkpoint: tensors on the CPU, plain values."""
-        return {}
 
     def full_state_dict(self, plain: nn.Module) -> dict[str, torch.Tensor]:
         """The plain state dict with whole tensors; it may be empty on ranks other than 0."""

@@ -58,7 +58,7 @@ class Rescuer:
         with _beside_a_blocked_stream(t.group.device):
             weights = t.method.full_state_dict(t.plain)
             weights |= {name: buffer for name, buffer in t.buffers.kept().items() if name in weights}
-            state = state_of(t, progress, t.method.optimizer_state(t.plain, t.optimizer), {})
+            state = state_of(t, progress, t.method.optimizer_state(t.plain, t.optimizer))
             files = {"model.pt": pack(weights), **state.to_files()}
         if not t.changing.unchanged():
             raise RuntimeError("the weights changed while they were copied")

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -62,14 +61,13 @@ def _start_from(config: Config, group: Group, plain: nn.Module) -> None:
 def load_training_state(
     group: Group, method: Method, plain: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
     earlier: Checkpoint | None,
-) -> dict[str, Any]:
+) -> None:
     """Load optimizer, scaler and, from shards, the weights, once the parameters are split and the optimizer knows them.
 
-    Returns the memory of the method, empty where nothing is resumed. Raises UserError for a checkpoint that does not
-    fit the model.
+    Raises UserError for a checkpoint that does not fit the model.
     """
     if earlier is None:
-        return {}
+        return
     state = earlier.state
     with _must_fit(earlier):
         if earlier.sharded:
@@ -82,7 +80,6 @@ def load_training_state(
             method.load_optimizer_state(plain, optimizer, state.optimizer)
         if state.scaler:  # empty where the precision needs no scaler
             scaler.load_state_dict(state.scaler)
-    return state.compressor
 
 
 @contextmanager

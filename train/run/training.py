@@ -71,7 +71,7 @@ def save(t: Training, *, wait: bool = False) -> None:
             tensors, optimizer = t.method.local_state(t.plain, t.optimizer)
         else:
             tensors, optimizer = t.method.full_state_dict(t.plain), t.method.optimizer_state(t.plain, t.optimizer)
-        state = state_of(t, progress, optimizer, t.method.memory())
+        state = state_of(t, progress, optimizer)
         under_way = t.run.saver.save(
             state, tensors, may_go_on=t.method.replicates_state, flush=t.metrics.flush, wait=wait
         )
@@ -118,7 +118,7 @@ def save_and_stop(t: Training) -> Stopped:
     return Stopped(f"{reason}: {where} of {t.total_steps}. {again}")
 
 
-def state_of(t: Training, progress: Progress, optimizer: dict[str, Any], compressor: dict[str, Any]) -> TrainingState:
+def state_of(t: Training, progress: Progress, optimizer: dict[str, Any]) -> TrainingState:
     """The state of the step at which `progress` stands."""
     group = t.group
     return TrainingState(
@@ -126,5 +126,5 @@ def state_of(t: Training, progress: Progress, optimizer: dict[str, Any], compres
         steps_per_epoch=t.steps_per_epoch, data=t.workload.data_name, config=t.config.model_dump(),
         world_size=group.world_size, run=t.run.lineage.run, attempt=t.run.mark,
         written_by=f"rank {group.rank} on {group.hosts[group.rank]}",
-        optimizer=optimizer, scaler=t.scaler.state_dict(), compressor=compressor,
+        optimizer=optimizer, scaler=t.scaler.state_dict(),
     )

@@ -18,7 +18,7 @@ from train.run.lineage import RUN_ID
 
 # Raise it when a field is added, removed or changes its meaning. A checkpoint of another format is refused, because
 # guessing what a missing field was would change the weights of the resumed run without a word.
-FORMAT = 2
+FORMAT = 3
 WAY_OUT = "Go on with the version of this program that wrote it, or set --fresh to start anew, or another --name."
 # How random numbers are drawn. No generator's state is saved: each step, epoch and sample derives its own seed. So a
 # run that is resumed under another scheme would draw other numbers and end with other weights.
@@ -26,7 +26,7 @@ RANDOM_SCHEME = (
     "blake2b(seed, step, rank) each step; blake2b(seed, epoch) orders; splitmix64(seed, epoch, sample) augments"
 )
 # The fields that go to training.pt: JSON can't hold tensors, and would round their numbers.
-TENSOR_FIELDS = ("optimizer", "scaler", "compressor")
+TENSOR_FIELDS = ("optimizer", "scaler")
 
 
 def versions() -> dict[str, str]:
@@ -60,7 +60,6 @@ class TrainingState:
     # State dicts of torch on the CPU. In a sharded checkpoint `optimizer` holds only what is not a tensor.
     optimizer: dict[str, Any]
     scaler: dict[str, Any]
-    compressor: dict[str, Any]
 
     def to_files(self) -> dict[str, bytes]:
         """The contents of `state.json` and `training.pt`."""
