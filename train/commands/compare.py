@@ -58,7 +58,7 @@ LAUNCHERS = {
     "torch-launch": (sys.executable, "-m", "torch.distributed.launch", *TORCH_OPTIONS),
     # Each process may use all CPUs, as with the other launchers. mpirun refuses to run as root unless it is allowed to
     "mpirun": ("mpirun", "-np", "{nproc}", "--oversubscribe", "--bind-to", "none",
-               *(("--allow-run-as-root",) if getattr(os, "geteuid", lambda: 1)() == 0 else ()), sys.executable),
+               *(("--allow-run-as-root",) if os.geteuid() == 0 else ()), sys.executable),
 }
 # These launchers survive their parent, though their ranks end with them: so tie the launcher to this process. With -P:
 # a train.py of the user's in the current folder would be taken for the package

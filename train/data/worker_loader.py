@@ -28,7 +28,7 @@ from train.data.order import BatchIndex
 from train.data.samples import Samples
 from train.errors import DataError, PeerLost
 from train.process.machine_checks import ENLARGE_SHM
-from train.process.stop import SIGNALS, StopRequest, die_with_parent
+from train.process.stop import STOP_SIGNALS, StopRequest, die_with_parent
 from train.process.worker_stacks import open_worker
 
 SHM_FULL = (
@@ -179,19 +179,14 @@ def _hanging(workers: Collection[multiprocessing.process.BaseProcess], said: Any
 
 def _start_worker(parent: int, said: Any, worker: int) -> None:
     """Runs first in each worker: it ignores the signals that are meant for the loop, and dies with the loop."""
-    for number in _stop_signals():
+    for number in STOP_SIGNALS:
         # A batch system signals the whole process group. If workers died of it, the loop could not save.
         signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _stop_signals())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent(parent)
     open_worker(worker)
     torch.set_num_threads(1)  # the workers are the parallelism; more threads would take the loop's cores
     said[3 * worker + PID] = os.getpid()
-
-
-def _stop_signals() -> list[signal.Signals]:
-    return [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
 
 
 @contextlib.contextmanager
@@ -201,11 +196,8 @@ def _signals_held() -> Iterator[None]:
     This also removes the SIGCHLD handler that torch installs. It raises the death of a worker wherever the loop is at
     that moment, even in a save; the thread that waits for the workers notices the death within five seconds anyway.
     """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     on_child = signal.getsignal(signal.SIGCHLD)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _stop_signals())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
@@ -216,7 +208,7 @@ def _signals_held() -> Iterator[None]:
 def _explained(error: BaseException, codes: Mapping[int | None, int | None], said: Any) -> BaseException:
     """The error to raise for one that the DataLoader raised. `codes`: of its workers by process, None: alive."""
     text = str(error)
-    if -getattr(signal, "SIGBUS", 0) in codes.values():
+    if -signal.SIGBUS in codes.values():
         return DataError(SHM_FULL)
     # "Caught ..." is what the user's code raised in a worker that lives. Without it, a broken connection means that the
     # worker died while it was handing over a batch.
@@ -231,7 +223,7 @@ def _explained(error: BaseException, codes: Mapping[int | None, int | None], sai
         if codes.get(pid)
     ]
     who = ", ".join(dead) or (text.splitlines() or [type(error).__name__])[0]
-    if -getattr(signal, "SIGKILL", 0) in codes.values():
+    if -signal.SIGKILL in codes.values():
         return PeerLost(
             f"a DataLoader worker was killed, most likely because memory ran out: {who}. Allow more, or set fewer "
             "--num-workers, or a smaller --batch-size"

@@ -151,5 +151,5 @@ def wait_for(store: Store, names: list[str], timeout_s: float) -> bool:
 
 
 def _use_libuv() -> bool:
-    """torch's own variable, for builds without it (Windows)."""
+    """torch's own variable, for builds without it."""
     return os.environ.get("USE_LIBUV", "1") == "1"

@@ -88,7 +88,7 @@ def set_hard_deadline(timeout_s: float) -> None:
 
     The stacks of all threads are dumped first.
     The last resort for a hang that holds the interpreter's lock, when no thread of ours runs. Where the user's code has
-    taken SIGALRM, and on Windows, faulthandler's own thread ends the process; it knows no code but 1.
+    taken SIGALRM, faulthandler's own thread ends the process; it knows no code but 1.
     """
     if _alarm_is_free():
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
@@ -103,4 +103,4 @@ def clear_hard_deadline() -> None:
 
 
 def _alarm_is_free() -> bool:
-    return hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    return signal.getsignal(signal.SIGALRM) == signal.SIG_DFL

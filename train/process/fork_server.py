@@ -39,8 +39,8 @@ from train.process.exit import leave
 from train.process.fork_client import Order
 from train.process.imports import prepare_imports, without_collections
 from train.process.log import guard
-from train.process.start_rank import STOP_SIGNALS, Start, fork_rank, start_fresh, start_spawned
-from train.process.stop import die_with_parent
+from train.process.start_rank import Start, fork_rank, start_fresh, start_spawned
+from train.process.stop import STOP_SIGNALS, die_with_parent
 
 
 def prepare(order: Order) -> None:

@@ -97,8 +97,7 @@ def _supervisor(
     """`left_out`: an option that means something else for a rank."""
     ranks = range(first_rank, first_rank + len(environments))
     watch = StackWatch(_folder(context, options.command), ranks, context.log)
-    if hasattr(signal, "SIGUSR2"):
-        signal.signal(signal.SIGUSR2, watch.ask)
+    signal.signal(signal.SIGUSR2, watch.ask)
     passed_on = [name for name in fields_of(OPTIONS[options.command]) if name != left_out]
     arguments = [options.command, *context.request.words(options=passed_on)]
     if options.command == "run":

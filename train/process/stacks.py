@@ -30,7 +30,7 @@ from train.process.proc import start_of
 from train.process.worker_stacks import ask_workers
 
 FOLDER = "stacks"
-ASK, ASK_C = getattr(signal, "SIGUSR2", None), getattr(signal, "SIGRTMAX", None)
+ASK, ASK_C = signal.SIGUSR2, getattr(signal, "SIGRTMAX", None)  # macOS has none of the second kind
 # A dump has some kilobytes, and nobody reads those of a hundred attempts ago
 MOST_BYTES = 2**20
 

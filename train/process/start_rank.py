@@ -1,7 +1,7 @@
 """The three methods by which the fork server starts one rank; each returns the process id. No torch here.
 
 `fork_rank` copies the server, which has imported torch. `start_fresh` starts an interpreter. `start_spawned` does it
-through torch.multiprocessing, as on Windows.
+through torch.multiprocessing.
 """
 
 import contextlib
@@ -20,10 +20,9 @@ from typing import NoReturn
 
 from train.errors import FAULT
 from train.process.exit import leave
-from train.process.stop import SIGNALS, StopRequest, die_with_parent
+from train.process.stop import STOP_SIGNALS, StopRequest, die_with_parent
 
 MAIN = str(Path(__file__).parents[1] / "main.py")
-STOP_SIGNALS = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
 # When memory runs out, the kernel shall end a rank, which is forked anew, before the supervisor or the server.
 MORE_LIKELY = 100
 # The process's name, the arguments of `train.main`, and what it gets beside the environment of the server

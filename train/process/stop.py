@@ -23,7 +23,8 @@ from train.process.log import Log
 # torchrun passes each signal on to its workers, and they may also get it from their process group: twice within
 # milliseconds. Slurm and Kubernetes repeat theirs after longer.
 REPEAT_WINDOW_S = 5.0
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")  # Windows has no SIGUSR1
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 TAKEN = (*SIGNALS, "SIGUSR2")  # which asks for the stacks
 # A full pipe or a stuck disk must not keep a process that was asked to leave.
 FAREWELL_S = 3.0
@@ -65,8 +66,7 @@ class StopRequest:
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # Without a handler a signal would end the process and never reach the socket
         for name in TAKEN:
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), self._pass_on)
+            signal.signal(getattr(signal, name), self._pass_on)
         threading.Thread(target=self._read, name="stop-request", daemon=True).start()
         return self
 
@@ -85,8 +85,7 @@ class StopRequest:
         if hasattr(self, "_reader"):
             signal.set_wakeup_fd(-1)
             for name in SIGNALS:
-                if hasattr(signal, name):
-                    signal.signal(getattr(signal, name), signal.SIG_DFL)
+                signal.signal(getattr(signal, name), signal.SIG_DFL)
         return self
 
     def print_through(self, log: Log) -> None:
@@ -109,7 +108,7 @@ class StopRequest:
 
     def _read(self) -> None:
         # Numbers are looked up once, and only these: SIGCHLD and others pass through the same socket
-        names = {int(getattr(signal, name)): name for name in TAKEN if hasattr(signal, name)}
+        names = {int(getattr(signal, name)): name for name in TAKEN}
         while received := self._reader.recv(1):
             name = names.get(received[0])
             if name is None:

@@ -19,13 +19,12 @@ from train.process.proc import parent_of
 
 MEMORY = "rankup-stacks-"
 ANSWER_S, TICK_S = 0.5, 0.02
-ASK = getattr(signal, "SIGRTMAX", None)
+ASK = getattr(signal, "SIGRTMAX", None)  # macOS has none
 
 
 def open_worker(number: int) -> None:
     """From now on this process, the worker of that number, writes its stacks when its rank asks. Main thread only."""
-    if hasattr(signal, "SIGUSR2"):
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the rank's; a batch system signals the whole process group
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the rank's; a batch system signals the whole process group
     if ASK is not None and hasattr(os, "memfd_create"):
         faulthandler.register(ASK, os.memfd_create(f"{MEMORY}{number}"), all_threads=True)
 

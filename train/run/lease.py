@@ -12,6 +12,7 @@ keep the lock of its killed parent, and where the file system has no locks filel
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import threading
@@ -93,10 +94,6 @@ class Lease:
 
     def _take_lock(self) -> bool:
         """True if the kernel's lock is ours, False where there are no locks. Raises UserError if another has it."""
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            return False
         self._lock = (self.run_dir / ".lock").open("a+", encoding="ascii")
         until_s = time.monotonic() + LOCK_PATIENCE_S
         while True:

@@ -123,9 +123,7 @@ def _write_durably(path: Path, data: bytes) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """A name lasts through a power cut only once its directory is synced. Windows can't do that, and need not."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
+    """A name lasts through a power cut only once its directory is synced."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

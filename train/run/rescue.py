@@ -8,6 +8,7 @@ folders of the temporary directory. It is lost with its node, so it never replac
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
 import stat
@@ -125,7 +126,7 @@ def _fits(path: Path, lineage: Lineage, config: Config) -> bool:
 
 
 def _folder(place: Path, run: str) -> Path:
-    return place / f"rankup-{_user_id()}" / run
+    return place / f"rankup-{os.getuid()}" / run
 
 
 def _make_folder(place: Path, run: str) -> Path:
@@ -150,21 +151,13 @@ def _is_ours(folder: Path) -> bool:
     """Whether nobody else could have put anything there: all users of a machine may write to /dev/shm and /tmp."""
     with contextlib.suppress(OSError):
         facts = [path.lstat() for path in (folder.parent, folder)]
-        return all(stat.S_ISDIR(f.st_mode) and f.st_uid == _user_id() and not f.st_mode & 0o077 for f in facts)
+        return all(stat.S_ISDIR(f.st_mode) and f.st_uid == os.getuid() and not f.st_mode & 0o077 for f in facts)
     return False
-
-
-def _user_id() -> int:
-    return os.getuid() if hasattr(os, "getuid") else 0  # Windows has none, and a temporary directory for each user
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[Path]:
     """One rank of a node after the other. The kernel frees the lock of a rank that is killed while it writes."""
-    try:
-        import fcntl
-    except ImportError as error:  # Windows
-        raise OSError("this system has no locks for files") from error
     with (folder / ".lock").open("a", encoding="ascii") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield folder

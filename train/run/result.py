@@ -1,10 +1,10 @@
 """What a run says at its start, and the end of one that succeeded: pictures, `result.json`, and the table."""
 
+import resource
 import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from train.config import Config
@@ -109,10 +109,6 @@ def _peak_memory_mb(device: torch.device) -> float:
     """The most memory, in MB, that this process ever held: of the GPU where it has one, else of the machine."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
-    try:
-        import resource
-    except ImportError:  # Windows
-        return float(psutil.Process().memory_info().peak_wset) / 1e6  # type: ignore[attr-defined, unused-ignore]
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 

@@ -76,7 +76,6 @@ class _SafeUnpickler(pickle.Unpickler):
     NAMES = frozenset({
         "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_get_layout", "Size", "PosixPath",
-        "WindowsPath",
     })
 
     def find_class(self, module: str, name: str) -> Any:

@@ -9,6 +9,7 @@ Run: python -m train.run.trackers.sender      (`train.run.trackers.tracker` does
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -102,9 +103,7 @@ def reason(error: BaseException) -> str:
 def alone(folder: Path) -> Iterator[None]:
     """One sender of a run at a time: that of a killed rank 0 may still be sending its last lines."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, OSError):  # Windows, and some network file systems, have no such locks
-            import fcntl
-
+        with contextlib.suppress(OSError):  # some network file systems have no such locks
             folder.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((folder / ".lock").open("a", encoding="ascii"))
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -114,11 +113,9 @@ def alone(folder: Path) -> Iterator[None]:
 def main() -> None:
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    if hasattr(os, "nice"):
-        os.nice(10)  # the ranks of this node come first
+    os.nice(10)  # the ranks of this node come first
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):  # a stop is rank 0's affair: it says when it has saved
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     facts = Facts(**json.loads(sys.stdin.readline()))
     voice = Voice(facts.tracker, channel)
     ending = Ending(voice)
