@@ -15,7 +15,7 @@ from tests.rigs.legible import assert_legible
 from train.commands.compare import VARIANTS, _find_obstacle
 from train.commands.compare_report import bar_chart, format_comparison, sum_up
 from train.main import main
-from train.process.figures import COLOURS, WIDTH, draw_bars, new_figure
+from train.process.figures import COLOUR, WIDTH, draw_bars, new_figure
 
 WITHOUT_GPUS = "tests.commands.test_compare:without_gpus"
 LINE = ("compare", "--dataset", "digits", "--model", "mlp", "--max-steps", "4")
@@ -48,7 +48,7 @@ def test_comparison_table_has_a_row_for_each_variant_and_the_reasons() -> None:
 
 def test_chart_has_bars_as_long_as_their_values(tmp_path: Path) -> None:
     bar_chart({"whole": 100.0, "half": 50.0}, "title", path=tmp_path / "chart.png")
-    blue = bytes.fromhex(COLOURS[0][1:])
+    blue = bytes.fromhex(COLOUR[1:])
     with Image.open(tmp_path / "chart.png") as image:
         assert image.width == WIDTH
         pixels = image.convert("RGB").tobytes()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WIDTH = 1000  # pixels: a phone shows them at a third of this, so TEXT is 10 pixels there
 TEXT, SMALL = 28, 22  # pixels, as a point is one at this resolution
 DPI = 72
-COLOURS = ("#2a6fb0", "#c4512d", "#2e7d4f", "#8e4aa3", "#a8770f", "#178090", "#6b6b6b", "#202020")
+COLOUR = "#2a6fb0"
 FONT = "DejaVu Sans"  # matplotlib brings it: Latin, Greek, Cyrillic, Arabic, but neither Chinese nor Japanese
 # Parts of file names of fonts with Chinese, best first; other installed fonts are looked at after them
 PREFERRED = (
@@ -106,7 +106,7 @@ def draw_bars(figure: "Figure", values: Sequence[tuple[str, float, str]], title:
     """Horizontal bars from the top down: name, length, and a text at the right. About 60 pixels high each."""
     names, lengths, texts = zip(*values, strict=True)
     axes = figure.subplots()
-    axes.barh(range(len(names)), lengths, color=COLOURS[0], height=0.7)
+    axes.barh(range(len(names)), lengths, color=COLOUR, height=0.7)
     axes.set_xlim(0, max([*lengths, 1e-9]))
     axes.set_xticks([])
     # The layout makes room for labels of an axis, whatever their length; texts behind the bars would hang over
