@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launchers.compose.test_compose_kills import JOB
-from tests.rigs.containers import Project, clean_environment, digest_by_torchrun, docker, project, wait_for
+from tests.rigs.containers import Project, clean_environment, digest_by_torchrun, project, wait_for
 from tests.rigs.jobs import ROOT
 from tests.rigs.object_store import BUCKET, S3, Door
 
@@ -78,8 +78,9 @@ def image_for_s3() -> str:
 @pytest.fixture
 def store(s3: S3) -> Iterator[Door]:
     """S3 at the address by which containers reach this machine."""
-    gateway = docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}").strip()
-    with s3.door(gateway) as door:
+    # Not `docker network inspect`: an engine that finds the bridge of an earlier one names no gateway
+    show = subprocess.run(["ip", "-json", "-4", "address", "show", "docker0"], text=True, capture_output=True, check=True)
+    with s3.door(json.loads(show.stdout)[0]["addr_info"][0]["local"]) as door:
         yield door
 
 
