@@ -79,8 +79,8 @@ def image_for_s3() -> str:
 def store(s3: S3) -> Iterator[Door]:
     """S3 at the address by which containers reach this machine."""
     # Not `docker network inspect`: an engine that finds the bridge of an earlier one names no gateway
-    show = subprocess.run(["ip", "-json", "-4", "address", "show", "docker0"], text=True, capture_output=True, check=True)
-    with s3.door(json.loads(show.stdout)[0]["addr_info"][0]["local"]) as door:
+    shown = subprocess.check_output(["ip", "-json", "-4", "address", "show", "docker0"])
+    with s3.door(json.loads(shown)[0]["addr_info"][0]["local"]) as door:
         yield door
 
 
