@@ -343,6 +343,38 @@ def freeze_in_a_save() -> None:
     publish._write_durably = waits
 
 
+def freeze_before_metrics() -> None:
+    """On machine one, and a wait for a file between the look at the run directory and the first write to it."""
+    on_machine_one()
+    from train.run.run_directory import RunDirectory
+
+    open_metrics, folder = RunDirectory.open_metrics, Path(os.environ["FOLDER"])
+
+    def waits(*values: Any) -> Any:
+        (folder / "there").touch()
+        while not (folder / "go on").exists():
+            time.sleep(0.01)
+        return open_metrics(*values)
+
+    RunDirectory.open_metrics = waits  # type: ignore[method-assign]
+
+
+def test_owner_frozen_in_its_set_up_leaves_the_files_of_its_successor(forks: Forks, tmp_path: Path) -> None:
+    run, order = tmp_path / "run", {"FOLDER": str(tmp_path)}
+    freezing = "tests.run.test_lease:freeze_before_metrics"
+    with forks.running(*train_arguments(run), env=order, preload=freezing) as first:
+        first.wait_until((tmp_path / "there").exists, "the end of the set-up")
+        first.processes[0].signal("SIGSTOP")
+        codes, output = forks.run(*train_arguments(run), preload="tests.run.test_lease:on_machine_two")
+        assert codes == [0], output
+        left = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+        assert {"run.json", "metrics.jsonl", "result.json"} <= left.keys()
+        (tmp_path / "go on").touch()
+        first.processes[0].signal("SIGCONT")
+        assert first.wait() == [171], first.output
+    assert {name: (run / name).read_bytes() for name in left} == left
+
+
 @pytest.mark.parametrize("save", ["sync", "async"])
 def test_frozen_owner_whose_checkpoint_is_gone_ends_with_171(forks: Forks, tmp_path: Path, save: str) -> None:
     run, more = tmp_path / "run", ("--save", save)

@@ -49,6 +49,14 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
     assert steps(tmp_path) == [4, 5]
 
 
+@pytest.mark.parametrize("files", ['["model.pt"]', '"model.pt"', '{"model.pt": 1}'])
+def test_manifest_with_values_of_other_types_does_not_count_as_kept(tmp_path: Path, files: str) -> None:
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "manifest.json").write_text(f'{{"step": 2, "files": {files}}}')
+    save(tmp_path, 3, keep=2)
+    assert steps(tmp_path) == [1, 2, 3]
+
+
 def test_same_step_saved_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 1, value=-1.0)
     save(tmp_path, 1, keep=1)
@@ -237,6 +245,26 @@ def test_owner_frozen_at_any_point_of_a_save_takes_nothing_from_its_successor(
             assert find_problem(path) == ""
             assert float(load_checkpoint(path).model["weight"][0, 0]) == 0.5, f"call {number} of {held.names}"
     assert number > 20
+
+
+def test_owner_that_wakes_up_beside_its_successors_save_leaves_that_alone(tmp_path: Path) -> None:
+    checks = []
+
+    def taken_over() -> None:
+        checks.append("first")
+        if checks.count("first") > 1:  # it froze right after its first look, and was replaced
+            raise PeerLost("taken over")
+
+    def wake_the_first() -> None:
+        checks.append("second")
+        if checks.count("second") == 2:  # all is written, and nothing published
+            with contextlib.suppress(PeerLost):
+                save(tmp_path, 8, check_owner=taken_over)
+
+    path = save(tmp_path, 8, value=0.5, check_owner=wake_the_first)
+    assert checks == ["second", "second", "first", "first", "second"]
+    assert float(load_checkpoint(path).model["weight"][0, 0]) == 0.5
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_full_disk_ends_all_ranks_with_2_and_room_lets_them_go_on(forks: Forks, tmp_path: Path) -> None:

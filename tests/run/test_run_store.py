@@ -79,6 +79,22 @@ def test_lists_and_the_hint_may_be_missing_or_old(url: str, tmp_path: Path) -> N
     assert blind.fetch_newest(tmp_path / "b", run=RUN) == tmp_path / "b" / "step-00000020"
 
 
+def test_a_store_without_its_leases_still_has_its_run(url: str, tmp_path: Path) -> None:
+    store = open_store(url)
+    store.owner = 3
+    store.upload_checkpoint(save(tmp_path / "here", 10), run=RUN, keep=9)
+    reader = open_store(url)
+    assert reader.current_run() == RUN
+    assert reader.fetch_newest(tmp_path / "there", run=RUN) == tmp_path / "there" / "step-00000010"
+
+
+@pytest.mark.parametrize("file", ["run.json", "newest.json"])
+def test_a_run_whose_id_leads_out_of_its_folder_is_no_run(url: str, file: str) -> None:
+    store = open_store(url)
+    store.objects.write(file, b'{"run": "../.."}')
+    assert store.current_run() is None
+
+
 class _Blind(Objects):
     """A store whose lists lag behind."""
 

@@ -447,10 +447,10 @@ def test_take_over_by_another_attempt_publishes_nothing(tmp_path: Path) -> None:
     def lost() -> None:
         raise UserError("another attempt has it")
 
-    staging = publish.create_staging(tmp_path, 123456789, "mark")
+    staging = publish.create_staging(tmp_path, 123456789)
     files = training_state(123456789).to_files()
     with pytest.raises(UserError, match="another attempt"):
         publish.publish(staging, files, {}, step=123456789, keep=1, check_owner=lost)
-    assert list_checkpoints(tmp_path) == []
-    publish.publish(staging, files, {}, step=123456789, keep=1)
+    assert list(tmp_path.iterdir()) == []
+    publish.publish(publish.create_staging(tmp_path, 123456789), files, {}, step=123456789, keep=1)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-123456789"]

@@ -63,6 +63,14 @@ def test_another_format_is_refused_by_name_though_an_older_checkpoint_would_fit(
     assert load_checkpoint(tmp_path / "step-00000010").step == 10
 
 
+def test_state_without_a_run_is_refused_in_one_line(tmp_path: Path) -> None:
+    files = training_state(10).to_files()
+    values = json.loads(files["state.json"])
+    del values["run"]
+    with pytest.raises(UserError, match='must be of a run with an id, got ""'):
+        TrainingState.from_files(tmp_path, {**files, "state.json": json.dumps(values).encode()})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

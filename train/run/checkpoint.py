@@ -112,7 +112,7 @@ def looks_whole(path: Path) -> bool:
         if path in known_damaged or _compare_steps(path, manifest["step"], manifest["step"]):
             return False
         return all((path / name).stat().st_size == entry["bytes"] for name, entry in manifest["files"].items())
-    except (OSError, ValueError, TypeError, LookupError):
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return False
 
 

@@ -94,13 +94,11 @@ class Copier:
 
     def _write(self, make: Callable[[], dict[str, bytes]], step: int) -> None:
         try:
-            staging = publish.create_staging(self.folder, step, self.group.attempt)
             files = make()
             own = fingerprint_tensors({name: io.BytesIO(data) for name, data in files.items()})
-            try:
-                publish.publish(staging, files, {}, step=step, keep=1, check_owner=lambda: self._await_rank0(step, own))
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
+            publish.remove_unfinished(self.folder)
+            staging = publish.create_staging(self.folder, step)
+            publish.publish(staging, files, {}, step=step, keep=1, check_owner=lambda: self._await_rank0(step, own))
             self.kept = step
         except _Withheld as error:
             if str(error):

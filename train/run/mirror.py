@@ -22,7 +22,7 @@ from train.run.checkpoint import list_checkpoints, newest_good_step
 from train.run.lineage import Lineage
 from train.run.objects import Objects
 from train.run.run_store import RunStore
-from train.run.store_lease import StoreLease
+from train.run.store_lease import StoreLease, highest_number
 
 HELD = ".mirrored"  # in the run directory
 # How long a mirror may stand still in an upload, and when it is tried again
@@ -63,7 +63,7 @@ class Mirror:
         try:
             store = self._open(SEARCH_S if here is None and above < 0 else LOOK_S)
             # Before the look at what is there: if another attempt has this number later, it began after this one
-            self._number = StoreLease(store.objects, self.folder, "").next_number()
+            self._number = highest_number(store.objects) + 1
             if here is None and above < 0:
                 here = self._adopt(store, wanted)
             elif here is not None:
@@ -177,7 +177,7 @@ class Mirror:
             return lease
         lease.store = store.objects
         if not self._number:  # the mirror did not answer then
-            number, there, here = lease.next_number(), store.lineage(), Lineage.read(self.folder)
+            number, there, here = highest_number(store.objects) + 1, store.lineage(), Lineage.read(self.folder)
             if there and here and there.run == here.run and there.number >= here.number and there != here:
                 raise PeerLost(f"another attempt has gone on with the run on {self.address}")
             self._number = number

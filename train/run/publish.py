@@ -2,8 +2,9 @@
 
 Rank 0 alone publishes. The order matters: every file is on the disk, and its digest in the manifest, before the folder
 gets its name; only then are old checkpoints removed. A kill at any point leaves the earlier ones, and at most a hidden
-folder, which the next save removes. Who takes the run over removes hidden folders first: an owner that was frozen, and
-taken for dead, may wake up anywhere, and finds nothing to give a name to. Nothing that was written is read: it would
+folder. Who takes the run over removes hidden folders first: an owner that was frozen, and taken for dead, may wake up
+anywhere, and finds nothing to give a name to. No save removes the hidden folders of others: such an owner would take
+its successor's. Nothing that was written is read: it would
 come from the page cache, and prove nothing about the disk.
 """
 
@@ -31,21 +32,17 @@ def save_checkpoint(
     check_owner: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write one plain checkpoint with the state dict `model`; the rest as `publish`."""
-    check_owner()  # before unfinished folders are removed
-    staging = create_staging(directory, state.step, str(os.getpid()))
+    check_owner()
+    staging = create_staging(directory, state.step)
     files = {"model.pt": pack(model), **state.to_files()}
     return publish(staging, files, {}, step=state.step, keep=keep, check_owner=check_owner)
 
 
-def create_staging(directory: Path, step: int, mark: str) -> Path:
-    """The empty hidden folder in which the checkpoint of that step is put together. Raises UserError.
-
-    `mark` keeps it apart from the folder of another attempt.
-    """
-    staging = directory / f"{STAGING}step-{step:08d}-{mark}"
+def create_staging(directory: Path, step: int) -> Path:
+    """An empty hidden folder of its own in which the checkpoint of that step is put together. Raises UserError."""
+    staging = directory / f"{STAGING}step-{step:08d}-{secrets.token_hex(4)}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(directory)
         staging.mkdir()
     except OSError as error:
         raise disk_error("checkpoint", directory, error) from None
@@ -53,7 +50,7 @@ def create_staging(directory: Path, step: int, mark: str) -> Path:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove what an earlier attempt was writing. The run's lease has to be ours. Raises nothing."""
+    """Remove what others were writing. Nobody else may own the directory. Raises nothing."""
     for left in directory.glob(f"{STAGING}*"):
         # Renamed first: its owner must not give its name to a folder that is half removed
         doomed = left.with_name(f"{STAGING}{secrets.token_hex(4)}")
@@ -70,7 +67,7 @@ def publish(
 
     The `keep` newest good checkpoints stay. `check_owner` raises where another attempt owns the run by now: it is
     called before the checkpoint appears, and again before others are removed. Raises UserError where the disk is full
-    or not writable: the earlier checkpoints stay as they were.
+    or not writable: the earlier checkpoints stay as they were. `staging` is gone in any case.
     """
     directory = staging.parent
     target = directory / f"step-{step:08d}"
@@ -88,8 +85,9 @@ def publish(
         known_damaged.discard(target)
         _sync(directory)
     except OSError as error:
-        shutil.rmtree(staging, ignore_errors=True)
         raise disk_error("checkpoint", directory, error) from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
     check_owner()
     _remove_old(directory, keep, newest=target)
     return target

@@ -54,7 +54,8 @@ def write(run: str, step: int, make_files: Callable[[], dict[str, bytes]]) -> st
                 files = files or make_files()
                 needed, free = ROOM * sum(map(len, files.values())), shutil.disk_usage(place).free
                 if free >= needed:
-                    publish.publish(publish.create_staging(folder, step, "rescue"), files, {}, step=step, keep=1)
+                    publish.remove_unfinished(folder)
+                    publish.publish(publish.create_staging(folder, step), files, {}, step=step, keep=1)
                     return ""
                 problems.append(f"{place} has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} are needed")
         except (OSError, UserError) as error:

@@ -79,15 +79,13 @@ class RunDirectory:
     def open_metrics(self, progress: Progress, unit: str) -> Metrics:
         """Metrics from `progress` on, with the speed in `unit`/s. All ranks call this, rank 0's alone write.
 
-        From here on the run continues what this attempt started from, and no other rescue. Raises UserError on all
-        ranks where rank 0 can't write.
+        From here on the run continues what this attempt started from, and no other rescue. Raises, on all ranks,
+        UserError where rank 0 can't write, and PeerLost where another attempt owns the directory by now.
         """
         self.lineage.go_on(self.mark, writer=self.origin.writer)
-        # One of a later step is damaged, or of an attempt that the run went on without
-        rescue.remove(self.lineage.run, above=progress.step)
-        rescue.remove(self.lineage.run, up_to=self.saved.step)
 
         def open_files() -> None:
+            self.check_owner()  # the set-up takes long enough to be frozen in, and replaced
             try:
                 self.lineage.write(self.path)
             except OSError as error:
@@ -101,6 +99,9 @@ class RunDirectory:
 
         self.metrics.unit = unit
         on_rank0(self.group, open_files)
+        # One of a later step is damaged, or of an attempt that the run went on without
+        rescue.remove(self.lineage.run, above=progress.step)
+        rescue.remove(self.lineage.run, up_to=self.saved.step)
         return self.metrics
 
     def check_owner(self) -> None:

@@ -19,9 +19,9 @@ from typing import Any
 from train.errors import UserError, disk_error
 from train.run.checkpoint import AllDamaged
 from train.run.lineage import FILE as RUN_FILE
-from train.run.lineage import Lineage
+from train.run.lineage import RUN_ID, Lineage
 from train.run.objects import Objects, parse
-from train.run.store_lease import folder_of, last_number, split
+from train.run.store_lease import folder_of, highest_number, split
 from train.run.stored_checkpoint import (
     MANIFEST,
     NAME,
@@ -212,7 +212,7 @@ class RunStore:
 
     def _owners(self) -> Iterator[Objects]:
         """What each owner has written, the last one's first; in the end what was written without a number."""
-        for number in range(self.owner or last_number(self.objects), 0, -1):
+        for number in range(self.owner or highest_number(self.objects), 0, -1):
             yield self.objects.below(folder_of(number))
         yield self.objects
 
@@ -220,8 +220,9 @@ class RunStore:
         """What the last owner with files has written, and the id of its run, None where there is no such owner."""
         for owner in self._owners():
             for name in (RUN_FILE, NEWEST):
-                if run := parse(owner.read(name)).get("run"):
-                    return owner, str(run)
+                run = str(parse(owner.read(name)).get("run", ""))
+                if RUN_ID.fullmatch(run):
+                    return owner, run
         return self.objects, None
 
 
@@ -232,7 +233,8 @@ def _folder(run: str) -> str:
 def _parts(name: str) -> list[str]:
     """`checkpoints`, a run, a checkpoint and a file, of the object `name`; [] where it is of no checkpoint."""
     parts = split(name)[1].split("/", 3)
-    return parts if parts[0] == "checkpoints" and len(parts) == 4 and NAME.fullmatch(parts[2]) else []
+    whole = parts[0] == "checkpoints" and len(parts) == 4 and RUN_ID.fullmatch(parts[1]) and NAME.fullmatch(parts[2])
+    return parts if whole else []
 
 
 def _checkpoint_of(name: str, run: str) -> str:

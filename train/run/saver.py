@@ -200,8 +200,8 @@ class Saver:
     def _save_shards(self, state: TrainingState, tensors: dict[str, Any], flush: Callable[[], None]) -> bool:
         def begin() -> str:
             flush()
-            self.check_owner()  # before unfinished folders are removed
-            return publish.create_staging(self.directory, state.step, self.group.attempt).name
+            self.check_owner()
+            return publish.create_staging(self.directory, state.step).name
 
         staging = self.directory / on_rank0(self.group, begin)
         try:

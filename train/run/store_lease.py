@@ -52,7 +52,7 @@ class StoreLease:
 
         Raises UserError, naming the owner, where another attempt is alive, and as `Objects` does.
         """
-        number = self.next_number()
+        number = highest_number(self.store) + 1
         owner = parse(self.store.read(_name(number - 1)))
         mine = owner.get("token") == (read_json(self.folder / OWN) or {}).get("token")
         if owner and not owner.get("released") and not mine and self._alive(number - 1, owner):
@@ -72,11 +72,6 @@ class StoreLease:
             raise owned_by(_who(parse(self.store.read(_name(number)))), self.store.url)
         self.number = number
         self.store.write(HINT, json.dumps({"number": number}).encode())
-
-    def next_number(self) -> int:
-        """The first one that nobody has had. Raises as `Objects` does."""
-        # The second: where leases were lost, or left out of a copy
-        return max(last_number(self.store), *(split(name)[0] for name in self.store.names()), 0) + 1
 
     def __exit__(self, *_: object) -> None:
         self._released.set()
@@ -151,12 +146,13 @@ class StoreLease:
         return Objects(self.store.url, self.store.fs, self.store.root, lambda text: None)
 
 
-def last_number(store: Objects) -> int:
+def highest_number(store: Objects) -> int:
     """The number of the last owner, 0 where there is none. Raises as `Objects` does."""
     number = int(parse(store.read(HINT)).get("number", 0))
     while store.read(_name(number + 1)) is not None:
         number += 1
-    return number
+    # Leases may be lost, or left out of a copy, and a list may lag behind
+    return max(number, *(split(name)[0] for name in store.names()), 0)
 
 
 def folder_of(number: int) -> str:

@@ -74,8 +74,9 @@ class TrainingState:
         found = values.pop("format", None)
         if found != FORMAT:
             raise UserError(f"checkpoint: {path} must be of format {FORMAT}, got format {found}. {WAY_OUT}")
-        if not RUN_ID.fullmatch(str(values["run"])):
-            raise UserError(f'checkpoint: {path} must be of a run with an id, got "{values["run"]}".')
+        run = str(values.get("run", ""))
+        if not RUN_ID.fullmatch(run):
+            raise UserError(f'checkpoint: {path} must be of a run with an id, got "{run}".')
         return cls(**values, **unpack(files["training.pt"]))
 
     def check_random_scheme(self, path: Path) -> None:
