@@ -97,6 +97,21 @@ def test_samples_in_memory_are_no_business_of_the_workers() -> None:
         loader.close()
 
 
+@pytest.mark.parametrize("in_memory", ["training", "evaluation"])
+def test_order_is_not_read_far_ahead(in_memory: str) -> None:
+    samples = {name: MapSamples(Noisy(), seed=3) for name in ("training", "evaluation")}  # type: ignore[arg-type]
+    samples[in_memory].in_memory = True  # type: ignore[attr-defined]
+    evaluation = [(None, torch.tensor([1, 2]))]
+    order = iter([(0, torch.tensor([number % 24])) for number in range(99)] + evaluation)
+    loader = Loader(
+        samples["training"], order, evaluation=samples["evaluation"], device=CPU, stop=StopRequest(), num_workers=2,
+        prefetch_factor=2,
+    )
+    loader.next()
+    assert len(list(order)) > 90
+    loader.close()
+
+
 def test_loader_that_begins_later_goes_on_with_the_same_batches() -> None:
     for one, other in zip(batches(0)[5:], batches(2, first_step=5), strict=True):
         assert torch.equal(one[0], other[0])

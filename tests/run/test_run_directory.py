@@ -101,6 +101,16 @@ def test_fresh_of_nothing_is_a_plain_start(forks: Forks, tmp_path: Path) -> None
     assert not list((tmp_path / "run").glob("before-*"))
 
 
+def test_what_a_kill_left_of_a_checkpoint_is_removed(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    left = [run / "checkpoints" / ".writing-step-00000004-5f0c9a41", run / ".mirrored" / "step-00000004"]
+    for folder in left:
+        folder.mkdir(parents=True)
+        (folder / "model.pt").write_text("half")
+    finished(forks, run, "--epochs", "1")
+    assert not [folder for folder in left if folder.exists()]
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("epochs", ["2", "1"])
 def test_finished_run_says_so_and_changes_nothing(forks: Forks, tmp_path: Path, world_size: int, epochs: str) -> None:

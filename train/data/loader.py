@@ -15,7 +15,10 @@ from train.process.stop import StopRequest
 
 
 class Loader:
-    """The batches of this rank, in order. Those of samples for which `uses_workers` says so come from one pool."""
+    """The batches of this rank, in order. Those of samples for which `uses_workers` says so come from one pool.
+
+    There is one where training uses it: to find the evaluations' batches alone, it would read the order far ahead.
+    """
 
     def __init__(
         self, samples: Samples, batches: Iterable[BatchIndex], *, evaluation: Samples | None = None,
@@ -30,7 +33,7 @@ class Loader:
         self._num_workers = num_workers
         self._batches, ahead = _for_two_threads(batches)
         self._workers = None
-        if uses_workers(self._samples, num_workers) or uses_workers(self._evaluation, num_workers):
+        if uses_workers(self._samples, num_workers):
             self._workers = WorkerLoader(
                 self._samples, self._evaluation, filter(self._by_workers, ahead), device=device, stop=stop,
                 num_workers=num_workers, prefetch_factor=prefetch_factor, warn=warn,

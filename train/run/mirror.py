@@ -24,7 +24,7 @@ from train.run.objects import Objects
 from train.run.run_store import RunStore
 from train.run.store_lease import StoreLease, highest_number
 
-HELD = ".mirrored"  # in the run directory
+HELD = ".mirrored"  # in the run directory; who takes that over removes what a kill has left there
 # How long a mirror may stand still in an upload, and when it is tried again
 SILENCE_S, AGAIN_S = 300.0, 30.0
 # At opening: a run that is here need not wait for a mirror. Where none is here, only the mirror knows of one

@@ -5,6 +5,7 @@ miss, and one live attempt owns it (see `train.run.lease`).
 """
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import asdict, dataclass, field
@@ -24,7 +25,7 @@ from train.run.copier import Copier
 from train.run.lease import Lease
 from train.run.lineage import Lineage
 from train.run.metrics import Metrics, Progress
-from train.run.mirror import Mirror
+from train.run.mirror import HELD, Mirror
 from train.run.on_disk import OnDisk, find_earlier, find_run, go_on, is_wanted, not_writable
 from train.run.origin import Origin, find_origin
 from train.run.publish import remove_unfinished
@@ -139,6 +140,7 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
                     remote = stack.enter_context(RemoteRun(config, group, lease))
                     remote.adopt()
                 remove_unfinished(group.run_dir / "checkpoints")
+                shutil.rmtree(group.run_dir / HELD, ignore_errors=True)
                 claim()
                 if config.tracker != "none":
                     table.check(config.tracker)
