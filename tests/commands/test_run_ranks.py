@@ -294,6 +294,33 @@ while True: time.sleep(0.05)
     assert job.output.count("both were asked") == 2, job.output
 
 
+def test_stop_of_another_rank_is_not_this_ranks_own_first_signal(forks: Forks, tmp_path: Path) -> None:
+    """Nodes are drained one after the other, and the first node's stop reaches all scripts."""
+    script = write(tmp_path, """
+import os, pathlib, signal, sys, time
+def save(number, frame):
+    print("asked", os.environ["RANK"], flush=True)
+    while not pathlib.Path("go").exists(): time.sleep(0.02)
+    print("saved", os.environ["RANK"])
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+while True: time.sleep(0.05)
+""")
+    words = ("run", f"--run-dir={tmp_path}/runs", script)
+    preload, env = "tests.process.test_stop:no_window", {"NOTES_DIR": str(tmp_path)}
+    with forks.running(*words, world_size=2, cwds=[tmp_path] * 2, preload=preload, env=env) as job:
+        job.wait_for("ready", count=2)
+        job.processes[0].signal("SIGTERM")
+        job.wait_for("asked", count=2)
+        job.processes[1].signal("SIGTERM")
+        job.wait_until((tmp_path / "read-1").exists, "note of the signal")
+        assert not job.processes[1].ended.wait(2), job.output  # it would have ended by then
+        (tmp_path / "go").touch()
+        assert job.wait() == [143, 143], job.output
+    assert {"saved 0", "saved 1"} <= set(re.findall(r"saved \d", job.output))
+
+
 def test_lost_process_of_a_rank_takes_its_script_along(forks: Forks, tmp_path: Path) -> None:
     script = write(tmp_path, "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)")
     with forks.running("run", f"--run-dir={tmp_path}/runs", script, world_size=2) as job:

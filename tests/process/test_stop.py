@@ -1,6 +1,7 @@
 """A stop request, whenever and wherever it comes: a checkpoint of that step, 143, and on to the same weights."""
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -11,10 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.rigs import faulting_workload
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import MAIN, ROOT, ended, free_port, rank_env, result, start
 from train import main
+from train.config import Config
 from train.process import limits
+from train.workloads import Workload
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 # 8 steps an epoch, 32 in all, six batches an evaluation
@@ -172,6 +176,24 @@ def test_evaluate_command_stops_on_a_signal(forks: Forks, tmp_path: Path) -> Non
     codes, output = forks.run(*arguments, world_size=2, env=probe("evaluate", 2, signal="SIGTERM", rank=1))
     assert codes == [143, 143], output
     assert status(run)["state"] == "finished"
+
+
+def build_with_children(config: Config) -> Workload:
+    """A workload that forks, and ends what it forked."""
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(2) as pool:
+        assert pool.map(abs, [-1, 2]) == [1, 2]
+    child = fork.Process(target=time.sleep, args=(600,))
+    child.start()
+    child.terminate()
+    child.join(60)
+    assert child.exitcode == -signal.SIGTERM
+    return faulting_workload.build(config)
+
+
+def test_signal_to_a_process_that_the_users_code_forked_is_its_own(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*train(tmp_path / "run", "--workload", f"{__name__}:build_with_children"))
+    assert codes == [0], output
 
 
 # Repeats ------------------------------------------------------------------------------------------------------

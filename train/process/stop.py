@@ -47,7 +47,8 @@ class StopRequest:
         self.guarded = False
         self._log: Log | None = None
         self._finish_step_first = False
-        self._requested_at_s = 0.0
+        self._requested_at_s = 0.0  # of the first signal to this process itself
+        self._held = threading.local()
 
     @property
     def requested(self) -> bool:
@@ -67,6 +68,7 @@ class StopRequest:
         # Without a handler a signal would end the process and never reach the socket
         for name in TAKEN:
             signal.signal(getattr(signal, name), self._pass_on)
+        os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._begin_fork)
         threading.Thread(target=self._read, name="stop-request", daemon=True).start()
         return self
 
@@ -79,6 +81,22 @@ class StopRequest:
             if other != -1:
                 with contextlib.suppress(OSError, ValueError):  # it is closed by now
                     signal.set_wakeup_fd(other)
+
+    def _hold(self) -> None:
+        # Until it lets go of the socket below, a signal to the new process would count as one to this
+        self._held.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def _release(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._held.before)
+
+    def _begin_fork(self) -> None:
+        """What the user's code forks shares no socket with this process, and SIGTERM ends it."""
+        signal.set_wakeup_fd(-1)
+        for name in TAKEN:
+            number = getattr(signal, name)
+            if signal.getsignal(number) == self._pass_on:
+                signal.signal(number, signal.SIG_DFL if name == "SIGTERM" else lambda *_: None)
+        self._release()
 
     def uninstall(self) -> "StopRequest":
         """Let the signals end the process as they end any other: a command that only reads has nothing to save."""
@@ -103,7 +121,7 @@ class StopRequest:
     def ask(self, name: str) -> None:
         """Request a stop as that signal does, which came to another rank."""
         if not self.requested:
-            self.signal_name, self._requested_at_s = name, time.monotonic()
+            self.signal_name = name
             self._tell.send(b"!")
 
     def _read(self) -> None:
@@ -117,7 +135,8 @@ class StopRequest:
                 stacks.dump_aside()  # a disk that hangs must not keep this thread from the next signal
                 continue
             now_s = time.monotonic()
-            if not self.requested:
+            if not self._requested_at_s:
+                self._requested_at_s = now_s
                 self.ask(name)
                 if not self._finish_step_first:
                     self._leave(f"{name} before the first step: nothing new to save. The same command starts it again.")
