@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
             raise ConfigError(f"a command is missing: {', '.join(COMMANDS)}.")
         if request.options.only_reads:
             stop = (stop or StopRequest()).uninstall()
-        else:
+        elif not (isinstance(request.options, DoctorOptions) and request.options.as_json):  # its output is its result
             guard("stdout")
         stop = stop or StopRequest().install()
         if isinstance(found, Launch) and not request.options.only_reads:

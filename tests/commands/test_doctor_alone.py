@@ -1,6 +1,7 @@
 """The doctor on one machine: its line, its codes, its JSON, and the checks that read limits from files."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,18 @@ def test_doctor_alone_checks_the_machine_and_says_what_it_did_not_check(forks: F
     (run,) = tmp_path.iterdir()
     assert [path.name for path in run.iterdir()] == ["doctor"]  # nothing that a training could take for its own
     assert json.loads((run / "doctor" / "report.json").read_text())["exit_code"] == 0
+
+
+def full_disk() -> None:
+    """Preloaded: nothing fits into what this process prints to."""
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+
+
+def test_result_that_a_full_disk_takes_is_no_success(forks: Forks, tmp_path: Path) -> None:
+    words = ("doctor", "--alone", "--json", f"--run-dir={tmp_path}")
+    (code,), said = forks.run(*words, preload=f"{__name__}:full_disk")
+    assert code == 1, said
+    assert "No space left on device" in said
 
 
 def test_doctor_by_launch_gives_the_verdict_of_all_ranks(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ended, start
+from tests.run.test_run_directory import as_user
 from train.config.command_line import parse_args
 from train.process.placement import Launch
 from train.process.script_env import Place, places, script_environment
@@ -154,6 +155,18 @@ def test_local_rank_is_an_argument_where_the_script_declares_it(
     asked = parse_args(["run", *options, str(script), *arguments])
     words = Program.find(asked.script).command(local_rank=1, option=asked.options.pass_local_rank)  # type: ignore[attr-defined]
     assert words == [str(script), *expected]
+
+
+def test_neighbour_of_the_script_that_cannot_be_read_is_no_fault(tmp_path: Path) -> None:
+    script = write(tmp_path, "import json, helpers")
+    write(tmp_path / "json", "", "__init__.py")
+    write(tmp_path, "", "helpers.py").chmod(0)
+    (tmp_path / "json").chmod(0)
+    asks = "import sys; from train.commands.run.program import Program; print(Program.find(sys.argv[1:]).must_match())"
+    done = as_user(65534, sys.executable, "-c", asks, script)
+    (tmp_path / "json").chmod(0o700)
+    assert done.returncode == 0, done.stderr
+    assert """'imported helpers.py': "can't be read\"""" in done.stdout
 
 
 # How it ends ---------------------------------------------------------------------------------------------------------

@@ -266,6 +266,9 @@ def test_cache_folder_that_another_user_prepared_is_not_used(tmp_path: Path, mon
         cache.writable_cache()
     with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711 must belong to this user"):
         context.cache_root()
+    monkeypatch.setenv("RANKUP_CACHE", f"{tmp_path}/rankup-cache-4711/deep/down")
+    with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711/deep/down must belong to this user"):
+        context.cache_root()
 
 
 def test_named_cache_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

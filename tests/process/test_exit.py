@@ -22,6 +22,12 @@ def test_finish_writes_what_was_printed_and_waits_for_no_thread() -> None:
     assert (done.returncode, done.stdout) == (3, "all of it")
 
 
+def test_what_was_printed_around_the_guard_is_written_in_its_order() -> None:
+    prints = "sys.stdout.write('a'); log.guard('stdout'); sys.stdout.write('b'); sys.stdout.flush()"
+    done = run(f"from train.process import log; {prints}; sys.__stdout__.write('c'); exit.finish(0)")
+    assert done.stdout == "abc"
+
+
 def test_leave_does_not_wait_for_a_last_word_that_hangs() -> None:
     assert run("exit.leave(171, hang, timeout_s=0.2)").returncode == 171
 

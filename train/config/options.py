@@ -62,7 +62,7 @@ class ScriptOptions(Options):
         "", "Arguments behind the script's own from its second start on, such as --restart-args=--init_from=resume.",
         metavar="WORDS")
     stop_grace_s: float = setting(
-        30.0, "Seconds that the script has to end after SIGTERM or SIGINT; then it is killed.", gt=0)
+        110.0, "Seconds that the script has to end after SIGTERM or SIGINT; then it is killed.", gt=0)
 
     def mistakes(self) -> Iterator[str]:
         try:

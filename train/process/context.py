@@ -82,11 +82,14 @@ def cache_root() -> Path:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether no other user made `folder`, as all can in the temporary directory. There a missing one is made."""
-    if folder.parent != Path(tempfile.gettempdir()):
+    """Whether no other user made `folder` or what it lies in, as all can in the temporary directory. There a missing
+    one is made."""
+    temporary = Path(tempfile.gettempdir())
+    outermost = next((each for each in (folder, *folder.parents) if each.parent == temporary), None)
+    if outermost is None:
         return True
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        return folder.lstat().st_uid == os.geteuid()
+        outermost.mkdir(mode=0o700, exist_ok=True)
+        return outermost.lstat().st_uid == os.geteuid()
     except OSError:
         return False

@@ -61,8 +61,9 @@ def leave(code: int, last_word: Callable[[], int | None] = lambda: None, *, time
 
 
 def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # its reader has gone, or it was never open
+    # `log.guard` has put its own in the place of the last two
+    for stream in filter(None, (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)):
+        with contextlib.suppress(OSError, ValueError):  # its reader has gone
             stream.flush()
 
 

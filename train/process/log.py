@@ -122,6 +122,8 @@ def guard(*names: str) -> None:
     for name in names:
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__"):  # else somebody else has it already, or this has been called before
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()  # what was printed before would come last, or never
             number, encoding = (-1, "utf-8") if stream is None else (stream.fileno(), stream.encoding)
             setattr(sys, name, _Lines(Output(number), encoding))
 

@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import os
 import re
 import sys
 import warnings
@@ -40,7 +41,8 @@ class Program:
 
     @property
     def missing(self) -> bool:
-        return self.file is not None and not self.file.is_file()
+        # Not Path.is_file, which raises where a folder may not be read
+        return self.file is not None and not os.path.isfile(self.file)
 
     def refuse_missing(self) -> None:
         """Raises ConfigError for a script that is nowhere."""
@@ -63,10 +65,7 @@ class Program:
             new = set(_imports(waiting.pop(), root)) - found
             found |= new
             waiting += new
-        return {
-            f"imported {each.relative_to(root).as_posix()}": hashlib.sha256(each.read_bytes()).hexdigest()[:12]
-            for each in sorted(found - {file})
-        }
+        return {f"imported {each.relative_to(root).as_posix()}": _digest(each) for each in sorted(found - {file})}
 
     def check(self, environ: Mapping[str, str], *, world_size: int) -> None:
         """Raises ConfigError for a script that no node has, and for one whose ranks would not find each other.
@@ -126,6 +125,13 @@ class Program:
         return found[1] if found else ""
 
 
+def _digest(file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    except OSError:
+        return "can't be read"
+
+
 def _compiled(file: Path, source: bytes, *, flags: int = 0) -> Any:
     """Raises SyntaxError and ValueError. Python's warnings come when the script runs."""
     with warnings.catch_warnings():
@@ -151,7 +157,7 @@ def _imports(file: Path, root: Path) -> Iterator[Path]:
             for part in name.split("."):
                 path /= part
                 files = (path / "__init__.py", path.with_suffix(".py"))
-                yield from (found for found in files if found.is_file() and root in found.parents)
+                yield from (found for found in files if os.path.isfile(found) and root in found.parents)
 
 
 def _file_of(module: str) -> Path | None:
@@ -166,6 +172,6 @@ def _file_of(module: str) -> Path | None:
     for folder in spec.submodule_search_locations:
         path = Path(folder, *rest)
         for file in (path / "__main__.py", path.with_suffix(".py") if rest else path / "__main__.py"):
-            if file.is_file():
+            if os.path.isfile(file):
                 return file
     return None
