@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from filelock import FileLock
 
 from tests.rigs import kubepods, slurm_cluster
 from tests.rigs.containers import clean_environment, docker, why_not
@@ -130,6 +131,22 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     server = Forks(tmp_path_factory.mktemp("forks"))
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], str]], str]:
+    """`once(name, compute)` is `compute()`, computed a single time in all processes of these tests."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if IS_WORKER else base) / "once"
+    folder.mkdir(exist_ok=True)
+
+    def value(name: str, compute: Callable[[], str]) -> str:
+        with FileLock(folder / f"{name}.lock"):
+            if not (folder / name).exists():
+                (folder / name).write_text(compute())
+            return (folder / name).read_text()
+
+    return value
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ The scripts are in tests/rigs/foreign/. In containers and on Slurm: tests/launch
 
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,11 +15,13 @@ from tests.rigs.foreign_scripts import (
     FOLDER,
     SCRIPTS,
     WARN,
+    Once,
     Script,
     again_if_aborted,
     by_hand,
     by_pytorch,
     ddp_tcp,
+    expected,
     result_of,
 )
 from tests.rigs.fork_server import Forks
@@ -35,20 +36,6 @@ def some(*names: str) -> pytest.MarkDecorator:
     ])
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script], str]:
-    """What a script comes to in two processes of PyTorch's own launcher. Each is started once."""
-    known: dict[str, str] = {}
-
-    def of(script: Script) -> str:
-        if script.name not in known:
-            words = script.words(tmp_path_factory.mktemp(script.name))
-            known[script.name] = by_pytorch(words, launcher=script.launcher)
-        return known[script.name]
-
-    return of
-
-
 def test_foreign_scripts_are_all_in_the_table() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == {*SCRIPTS, "ddp_tcp"}
 
@@ -57,26 +44,26 @@ def test_foreign_scripts_are_all_in_the_table() -> None:
 @some(*(name for name in SCRIPTS if name != "dcp_checkpoints"))
 @again_if_aborted
 def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
-    script: Script, expected: Callable[[Script], str], forks: Forks, tmp_path: Path
+    script: Script, once: Once, forks: Forks, tmp_path: Path
 ) -> None:
     line = ("launch", "--command", "run", "--nproc", "2", "--run-dir", tmp_path, *script.words(tmp_path / "own"))
     codes, output = forks.run(*line, env=WARN)
     assert codes == [0], output
-    assert result_of(output) == expected(script)
+    assert result_of(output) == expected(script, once, tmp_path)
 
 
-# The other scripts find the same under `launch`, and it is torchrun's own: one by each of PyTorch's two launchers
-@some("ddp_local_rank", "lightning_digits")
+# The other scripts find the same under `launch`
+@some("ddp_local_rank")
 @again_if_aborted
-def test_foreign_script_under_torchrun_comes_to_the_same_weights_with_run_and_without(
-    script: Script, expected: Callable[[Script], str], tmp_path: Path
+def test_foreign_script_under_torchs_launcher_comes_to_the_same_weights_with_run_and_without(
+    script: Script, once: Once, tmp_path: Path
 ) -> None:
     words = [MAIN, "run", "--run-dir", tmp_path, *script.words(tmp_path / "own")]
-    assert by_pytorch(words, launcher=script.launcher) == expected(script)
+    assert by_pytorch(words, launcher=script.launcher) == expected(script, once, tmp_path)
 
 
-# A group of one by env://, processes of its own, and libraries that look for a launcher
-@some("ddp_env", "imagenet", "bert_trainer", "lightning_digits", "accelerate_loop")
+# A group of one by env://, processes of its own, libraries that look for a launcher (bert_trainer by Accelerate)
+@some("ddp_env", "imagenet", "lightning_digits", "accelerate_loop")
 @again_if_aborted
 def test_foreign_script_runs_alone(script: Script, forks: Forks, tmp_path: Path) -> None:
     """As a group of one, where `python SCRIPT` would miss the variables of a launcher too."""
@@ -88,7 +75,7 @@ def test_foreign_script_runs_alone(script: Script, forks: Forks, tmp_path: Path)
 
 
 @again_if_aborted
-def test_foreign_script_that_takes_all_by_arguments_meets_on_the_masters_port(tmp_path: Path) -> None:
+def test_foreign_script_that_takes_all_by_arguments_meets_on_the_masters_port(once: Once, tmp_path: Path) -> None:
     """The port on which its ranks have joined under `run`."""
     job, port = Job(), free_port()
     for rank, words in enumerate(ddp_tcp(port)):
@@ -96,12 +83,12 @@ def test_foreign_script_that_takes_all_by_arguments_meets_on_the_masters_port(tm
         start(sys.executable, MAIN, "run", "--run-dir", tmp_path, *words, env=env, job=job)
     with ended(job):
         assert job.wait() == [0, 0], job.output
-    assert result_of(job.output) == by_hand(*ddp_tcp(free_port()))
+    assert result_of(job.output) == once("ddp_tcp", lambda: by_hand(*ddp_tcp(free_port())))
 
 
 @again_if_aborted
 def test_foreign_script_goes_on_from_its_own_checkpoint_after_a_killed_rank(
-    expected: Callable[[Script], str], forks: Forks, tmp_path: Path
+    once: Once, forks: Forks, tmp_path: Path
 ) -> None:
     script, own = SCRIPTS["dcp_checkpoints"], tmp_path / "own"
     line = ("launch", "--command", "run", "--nproc", "2", "--run-dir", tmp_path, *script.words(own))
@@ -112,4 +99,4 @@ def test_foreign_script_goes_on_from_its_own_checkpoint_after_a_killed_rank(
         victim.send_signal(signal.SIGKILL)
         assert job.wait() == [0], job.output
     assert "rank 0 goes on from step-" in job.output
-    assert result_of(job.output) == expected(script)
+    assert result_of(job.output) == expected(script, once, tmp_path)

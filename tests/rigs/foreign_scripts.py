@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from tests.rigs.jobs import ROOT, Job, ended, free_port, start
 
 Result = TypeVar("Result")
+Once = Callable[[str, Callable[[], str]], str]  # the fixture `once`
 FOLDER = ROOT / "tests" / "rigs" / "foreign"
 # Libraries and launchers give warnings of their own
 WARN = {"PYTHONWARNINGS": "default"}
@@ -100,6 +101,11 @@ def by_pytorch(words: Sequence[str | Path], *, launcher: str = "run", nproc: int
     port = f"--master-port={free_port()}"
     command = ["-m", f"torch.distributed.{launcher}", f"--nproc-per-node={nproc}", port, *words]
     return _at_its_end(start(sys.executable, *command, env=WARN))
+
+
+def expected(script: Script, once: Once, folder: Path) -> str:
+    """What a script comes to in two processes of the launcher of PyTorch for which it was written."""
+    return once(script.name, lambda: by_pytorch(script.words(folder / "expected"), launcher=script.launcher))
 
 
 def ddp_tcp(port: int) -> list[list[str]]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.containers import Project, digest_by_torchrun, docker, project, wait_for
+from tests.rigs.containers import Project, digest_by_forks, docker, project, wait_for
+from tests.rigs.fork_server import Forks
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
 STEPS = 1200
@@ -26,9 +27,9 @@ def nodes(tmp_path: Path) -> Iterator[Project]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the same job without any kill."""
-    return digest_by_torchrun(tmp_path_factory.mktemp("undisturbed"), JOB)
+    return digest_by_forks(forks, tmp_path_factory.mktemp("undisturbed"), JOB)
 
 
 @pytest.mark.slow
@@ -54,7 +55,9 @@ def test_a_killed_rank_or_container_comes_back_and_changes_nothing(
     assert [nodes.inspect(node)["RestartCount"] for node in ("node0", "node1")] == [1, 1], said
 
 
-def test_one_of_several_processes_of_a_node_is_killed_and_changes_nothing(nodes: Project, tmp_path: Path) -> None:
+def test_one_of_several_processes_of_a_node_is_killed_and_changes_nothing(
+    nodes: Project, forks: Forks, tmp_path: Path
+) -> None:
     job = JOB.replace(f"--max-steps {STEPS}", "--max-steps 200 --seed 5")
     nodes.up(NPROC="2", ARGS=job)
     nodes.wait_for_step("job", 1)
@@ -62,7 +65,7 @@ def test_one_of_several_processes_of_a_node_is_killed_and_changes_nothing(nodes:
     assert nodes.codes() == [0, 0], nodes.logs()
     assert "resumed from step" in nodes.logs()
     assert [nodes.inspect(node)["RestartCount"] for node in ("node0", "node1")] == [0, 0], nodes.logs()
-    assert nodes.result("job")["digest"] == digest_by_torchrun(tmp_path, job, nproc=4)
+    assert nodes.result("job")["digest"] == digest_by_forks(forks, tmp_path, job, nproc=4)
 
 
 def test_fresh_begins_once_a_start_and_not_after_a_kill(nodes: Project, undisturbed: str) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.launchers.compose.test_compose_kills import JOB
-from tests.rigs.containers import Project, clean_environment, digest_by_torchrun, project, wait_for
+from tests.rigs.containers import Project, clean_environment, digest_by_forks, project, wait_for
+from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
 from tests.rigs.object_store import BUCKET, S3, Door
 
@@ -18,8 +19,8 @@ pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return digest_by_torchrun(tmp_path_factory.mktemp("undisturbed"), JOB)
+def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return digest_by_forks(forks, tmp_path_factory.mktemp("undisturbed"), JOB)
 
 
 @pytest.fixture(params=["copies", "mirror"])

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.containers import digest_by_torchrun, docker, wait_for, warned
+from tests.rigs.containers import digest_by_forks, docker, wait_for, warned
+from tests.rigs.fork_server import Forks
 from tests.rigs.kube import IMAGE, K8S
 from tests.rigs.kubepods import SHORT, Cluster
 
@@ -17,8 +18,8 @@ OWN = ["--name", "job"]  # what a user gets, word for word
 
 
 @pytest.fixture(scope="module")
-def digest_of_short(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return digest_by_torchrun(tmp_path_factory.mktemp("torchrun"), " ".join(SHORT))
+def digest_of_short(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return digest_by_forks(forks, tmp_path_factory.mktemp("torchrun"), " ".join(SHORT))
 
 
 def test_k8s_image_of_this_version_is_the_one_that_was_built(image: str) -> None:
@@ -121,7 +122,7 @@ def test_k8s_own_code_and_data_from_an_image_built_as_its_dockerfile_says(pods: 
 
 
 def test_k8s_fsdp_pods_read_their_shards_back_and_come_to_the_digest_of_torchrun(
-    pods: Pods, image: str, tmp_path: Path
+    pods: Pods, image: str, forks: Forks, tmp_path: Path
 ) -> None:
     """By the image's own Python: Debian 12's writes them in a way of its own."""
     short = [*SHORT, "--schedule", "constant"]
@@ -135,7 +136,7 @@ def test_k8s_fsdp_pods_read_their_shards_back_and_come_to_the_digest_of_torchrun
     assert "resumed from step-00000020" in cluster.log(0)
     job = [*short, "--parallel", "fsdp", "--checkpoint-format", "sharded"]
     found = cluster.read("result.json")["digest"]
-    assert found == digest_by_torchrun(tmp_path / "torchrun", " ".join(job))
+    assert found == digest_by_forks(forks, tmp_path / "torchrun", " ".join(job))
     volume = f"{cluster.runs}:/app/runs"
     said = docker("run", "--rm", "--network", "none", "-v", volume, image, "export", "--name", "job",
                   "--output", "/tmp/w.pt")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.containers import digest_by_torchrun, docker, wait_for
+from tests.rigs.containers import digest_by_forks, docker, wait_for
+from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.kubepods import LONG, Cluster
 
@@ -19,10 +20,10 @@ Object = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Object:
-    """The result of an undisturbed run, by torchrun."""
+def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Object:
+    """The result of an undisturbed run, of two ranks on this machine."""
     folder = tmp_path_factory.mktemp("torchrun")
-    digest_by_torchrun(folder, " ".join(LONG))
+    digest_by_forks(forks, folder, " ".join(LONG))
     return result(folder / "job")
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.containers import digest_by_torchrun
+from tests.rigs.containers import digest_by_forks, digest_by_torchrun
+from tests.rigs.fork_server import Forks
 from tests.rigs.slurm_cluster import SIMPLE, Cluster
 
 pytestmark = pytest.mark.timeout(1200)
@@ -22,9 +23,10 @@ def leaves_nothing(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """By torchrun on this machine, by the number of processes."""
-    return {n: digest_by_torchrun(tmp_path_factory.mktemp(f"host{n}"), JOB, nproc=n) for n in (2, 4)}
+def digests(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """On this machine, by the number of processes."""
+    make = tmp_path_factory.mktemp
+    return {2: digest_by_torchrun(make("two"), JOB), 4: digest_by_forks(forks, make("four"), JOB, nproc=4)}
 
 
 @pytest.mark.parametrize("per_node", [1, 2])

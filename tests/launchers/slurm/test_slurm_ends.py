@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.containers import digest_by_torchrun, wait_for
+from tests.rigs.containers import digest_by_forks, wait_for
+from tests.rigs.fork_server import Forks
 from tests.rigs.slurm_cluster import Cluster, SlurmJob
 
 pytestmark = pytest.mark.timeout(1200)
@@ -28,8 +29,8 @@ def leaves_nothing(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return digest_by_torchrun(tmp_path_factory.mktemp("undisturbed"), f"{JOB} --name job")
+def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return digest_by_forks(forks, tmp_path_factory.mktemp("undisturbed"), f"{JOB} --name job")
 
 
 def finished(job: SlurmJob, undisturbed: str, *, restarts: int, more_says: str = "runs a step within") -> None:

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.containers import wait_for
-from tests.rigs.foreign_scripts import FOLDER, SCRIPTS, again_if_aborted, by_pytorch, imagenet_on_two_nodes, result_of
+from tests.rigs.foreign_scripts import (
+    FOLDER,
+    SCRIPTS,
+    Once,
+    again_if_aborted,
+    expected,
+    imagenet_on_two_nodes,
+    result_of,
+)
 from tests.rigs.slurm_cluster import Cluster, SlurmJob
 
 pytestmark = pytest.mark.timeout(1200)
@@ -26,18 +34,20 @@ def submit(cluster: Cluster, folder: Path, line: str, **env: str) -> SlurmJob:
     return cluster.submit(folder, f"--run-dir runs --name job {line}", COMMAND="run", **env)
 
 
-@pytest.mark.parametrize("launcher", ["tasks", "torchrun"])
 @again_if_aborted
-def test_slurm_runs_the_imagenet_script_on_two_nodes(launcher: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_slurm_runs_the_imagenet_script_on_two_nodes_under_torchrun(
+    cluster: Cluster, once: Once, tmp_path: Path
+) -> None:
     line = f"{FOLDER}/imagenet.py --multiprocessing-distributed --dist-url env://"
-    job = submit(cluster, tmp_path, line, LAUNCHER=launcher)
+    job = submit(cluster, tmp_path, line, LAUNCHER="torchrun")
     assert job.wait() == "COMPLETED", job.log()
-    assert result_of(job.output) == imagenet_on_two_nodes()
+    assert result_of(job.output) == once("imagenet_on_two_nodes", imagenet_on_two_nodes)
 
 
-@pytest.mark.parametrize("name", ["bert_trainer", "lightning_digits", "accelerate_loop"])
+# The Trainer, on Accelerate: under `launch`
+@pytest.mark.parametrize("name", ["lightning_digits", "accelerate_loop"])
 @again_if_aborted
-def test_slurm_runs_the_scripts_of_trainers(name: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_slurm_runs_the_scripts_of_trainers(name: str, cluster: Cluster, once: Once, tmp_path: Path) -> None:
     """They look for Slurm's variables themselves, and must not take the job for one of theirs."""
     script = SCRIPTS[name]
     if script.why_not:
@@ -45,12 +55,12 @@ def test_slurm_runs_the_scripts_of_trainers(name: str, cluster: Cluster, tmp_pat
     words = script.words(tmp_path / "own", ON_TWO_NODES.get(name))
     job = submit(cluster, tmp_path, " ".join(words))
     assert job.wait() == "COMPLETED", job.log()
-    assert result_of(job.output) == by_pytorch(script.words(tmp_path / "here"))
+    assert result_of(job.output) == expected(script, once, tmp_path)
 
 
 @again_if_aborted
 def test_slurm_restarts_a_killed_rank_and_the_script_goes_on_from_its_own_checkpoint(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, once: Once, tmp_path: Path
 ) -> None:
     script, own = SCRIPTS["dcp_checkpoints"], tmp_path / "own"
     job = submit(cluster, tmp_path, " ".join([*script.words(own), "--seconds-per-step", "0.3"]))
@@ -58,7 +68,7 @@ def test_slurm_restarts_a_killed_rank_and_the_script_goes_on_from_its_own_checkp
     job.kill_rank("node1")
     assert job.wait() == "COMPLETED", job.log()
     assert "rank 1 goes on from step-" in job.output
-    assert result_of(job.output) == by_pytorch(script.words(tmp_path / "here"))
+    assert result_of(job.output) == expected(script, once, tmp_path)
 
 
 def test_slurm_job_fails_with_the_code_of_a_script_that_fails(cluster: Cluster, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.rigs.containers import digest_by_torchrun
+from tests.rigs.containers import digest_by_forks
+from tests.rigs.fork_server import Forks
 from tests.rigs.slurm_cluster import DDP, LOCAL, Cluster
 
 pytestmark = pytest.mark.timeout(1200)
@@ -23,7 +24,7 @@ def leaves_nothing(cluster: Cluster) -> Iterator[None]:
     cluster.idle()
 
 
-def test_slurm_array_trains_a_seed_in_each_task_side_by_side(cluster: Cluster, tmp_path: Path) -> None:
+def test_slurm_array_trains_a_seed_in_each_task_side_by_side(cluster: Cluster, forks: Forks, tmp_path: Path) -> None:
     """Two jobs at once on the same two nodes: neither their ports nor their runs meet."""
     first = cluster.submit(tmp_path, f"{JOB} --run-dir runs", "--array=3-4")
     for index in (3, 4):
@@ -32,7 +33,7 @@ def test_slurm_array_trains_a_seed_in_each_task_side_by_side(cluster: Cluster, t
         run = tmp_path / "runs" / f"slurm-{first.number}_{index}"
         assert yaml.safe_load((run / "config.yaml").read_text())["seed"] == index
         (tmp_path / f"host-{index}").mkdir()
-        digest = digest_by_torchrun(tmp_path / f"host-{index}", f"{JOB} --seed {index} --name job")
+        digest = digest_by_forks(forks, tmp_path / f"host-{index}", f"{JOB} --seed {index} --name job")
         assert json.loads((run / "result.json").read_text())["digest"] == digest
     outputs = [path.read_text() for path in tmp_path.glob("slurm-*.out")]
     assert len({text.split("master node0:")[1].split(";")[0] for text in outputs}) == 2, outputs
