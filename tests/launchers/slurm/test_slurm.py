@@ -29,8 +29,8 @@ def digests(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     return {2: digest_by_torchrun(make("two"), JOB), 4: digest_by_forks(forks, make("four"), JOB, nproc=4)}
 
 
-@pytest.mark.parametrize("per_node", [1, 2])
-@pytest.mark.parametrize("launcher", ["tasks", "torchrun"])
+# One task on each node: all of test_slurm_ends.py
+@pytest.mark.parametrize(("launcher", "per_node"), [("tasks", 2), ("torchrun", 1)])
 def test_slurm_trains_on_two_nodes_to_the_weights_of_torchrun_on_the_host(
     launcher: str, per_node: int, cluster: Cluster, digests: dict[int, str], tmp_path: Path,
     record_property: Callable[[str, object], None],

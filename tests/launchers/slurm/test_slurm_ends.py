@@ -45,8 +45,7 @@ def finished(job: SlurmJob, undisturbed: str, *, restarts: int, more_says: str =
 @pytest.mark.parametrize(
     ("launcher", "signalled"),
     [
-        ("tasks", "--batch --signal=USR1"), ("torchrun", "--batch --signal=USR1"), ("tasks", "--signal=TERM"),
-        ("tasks", "requeue"),
+        ("torchrun", "--batch --signal=USR1"), ("tasks", "--signal=TERM"), ("tasks", "requeue"),
     ],
 )
 def test_slurm_job_that_is_asked_to_stop_saves_and_goes_on_after_a_requeue(
