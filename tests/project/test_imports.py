@@ -14,7 +14,7 @@ from tests.rigs.jobs import ROOT, environment
 
 TRAIN = ROOT / "train"
 
-ROOMS = ["config", "process", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main"]
+FOLDERS = ["config", "process", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main"]
 
 
 def graph() -> dict[str, set[str]]:
@@ -45,30 +45,31 @@ def imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
             )
 
 
-def room(module: str) -> str:
+def folder_of(module: str) -> str:
     return module.split(".")[0]
 
 
 def test_imports_name_every_module() -> None:
     modules = graph().keys() - {""}
     assert len(modules) > 30
-    assert {room(module) for module in modules} == {*ROOMS, "errors", "samples"}
+    assert {folder_of(module) for module in modules} == {*FOLDERS, "errors", "samples"}
 
 
-def test_imports_run_one_way_between_rooms() -> None:
-    places = {name: place for place, name in enumerate(["errors", *ROOMS, "samples"])}
+def test_imports_run_one_way_between_folders() -> None:
+    places = {name: place for place, name in enumerate(["errors", *FOLDERS, "samples"])}
     wrong = [
         f"{importer} imports {name}"
         for importer, names in graph().items()
         for name in names
-        if places[room(name)] > places[room(importer)]
+        if places[folder_of(name)] > places[folder_of(importer)]
     ]
     assert wrong == []
 
 
-def test_imports_run_one_way_inside_each_room() -> None:
+def test_imports_run_one_way_inside_each_folder() -> None:
     inside = {
-        module: {name for name in names if room(name) == room(module)} for module, names in graph().items() if module
+        module: {name for name in names if folder_of(name) == folder_of(module)}
+        for module, names in graph().items() if module
     }
     assert sum(map(len, inside.values())) > 30
     TopologicalSorter(inside).prepare()  # raises CycleError, which names the circle
@@ -132,7 +133,7 @@ OWN_VARIABLE = re.compile(r"""environ(\.get\(|\[)["']RANKUP_|getenv\(["']RANKUP_
 
 
 def test_variables_of_our_own_are_read_in_process_alone() -> None:
-    files = [path for path in TRAIN.rglob("*.py") if room(module_of(path)) != "process"]
+    files = [path for path in TRAIN.rglob("*.py") if folder_of(module_of(path)) != "process"]
     assert len(files) > 30
     assert [str(path) for path in files if OWN_VARIABLE.search(path.read_text())] == []
     assert OWN_VARIABLE.search((TRAIN / "process" / "env.py").read_text())

@@ -20,6 +20,7 @@ from train.run import mirror, objects
 from train.run.checkpoint import newest_good_step
 from train.run.lineage import Lineage
 from train.run.mirror import Mirror
+from train.run.store_lease import StoreLease
 
 LINE = ("train", *SETTINGS, "--name=run", "--save-every-steps=8")
 IMPATIENT = "tests.run.test_mirror:impatient"
@@ -282,6 +283,22 @@ def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(tmp_path: 
     assert "step-00000008" in written[0]
     assert "step-00000016" in written[1]
     made.finish(stopped=False)
+
+
+def test_attempt_that_was_replaced_copies_no_more_files(tmp_path: Path) -> None:
+    run_dir = tmp_path / "machine" / "run"
+    made = open_mirror(f"memory://{tmp_path.name}", run_dir)
+    made.fetch(None, wanted=lambda other: True)
+    Lineage.new("", "").write(run_dir)
+    (run_dir / "metrics.jsonl").write_text("own\n")
+    made.start()
+    idle(made)
+    objects = made._open(0.0).objects
+    StoreLease(objects, tmp_path, "successor").claim(2)
+    (run_dir / "metrics.jsonl").write_text("late\n")
+    made.finish(stopped=False)
+    assert objects.read("00000001/metrics.jsonl") == b"own\n"
+    assert "another attempt owns" in made._failing
 
 
 def test_mirror_that_is_slow_but_moves_is_never_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def _digest(files: Iterable[Path]) -> bytes:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
 
 
-# Of the files of all rooms of train/ as they are imported, not as they are when ranks meet: a rank may be forked from a
+# Of all files of train/ as they are imported, not as they are when ranks meet: a rank may be forked from a
 # process that has imported them days ago
 IMPORTED = _digest(sorted(Path(__file__).parents[1].rglob("*.py")))
 

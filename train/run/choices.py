@@ -1,4 +1,4 @@
-"""The settings whose choices are a table in another room. `config` may not import those rooms, so it is given these."""
+"""The settings whose choices are a table in another folder. `config` may not import those, so it is given these."""
 
 from train.data.sources import SOURCES
 from train.parallel import METHODS

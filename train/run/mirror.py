@@ -62,7 +62,8 @@ class Mirror:
         above = newest_good_step(directory)
         try:
             store = self._open(SEARCH_S if here is None and above < 0 else LOOK_S)
-            # Before the look at what is there: if another attempt has this number later, it began after this one
+            # Before the look at what is there: an attempt that copies after it takes this number, and this one can't.
+            # Two attempts may note the same number: the first to copy gets it, and the other can never copy
             self._number = highest_number(store.objects) + 1
             if here is None and above < 0:
                 here = self._adopt(store, wanted)
@@ -153,6 +154,7 @@ class Mirror:
         try:
             store = self._open(STOP_S if self._over else None)
             lease = self._claim(store)
+            lease.check()
             with _held(path, self.folder / HELD) as held:
                 store.upload_files(self.folder)
                 here = Lineage.read(self.folder)

@@ -65,9 +65,9 @@ def publish(
 ) -> Path:
     """Write `files` beside the `shards` that all ranks have written, give the folder its name, and remove old ones.
 
-    The `keep` newest good checkpoints stay. `check_owner` raises where another attempt owns the run by now: it is
-    called before the checkpoint appears, and again before others are removed. Raises UserError where the disk is full
-    or not writable: the earlier checkpoints stay as they were. `staging` is gone in any case.
+    The `keep` newest that look whole stay. `check_owner` raises where another attempt owns the run by now: it is called
+    before the checkpoint appears, and again before others are removed. Raises UserError where the disk is full or not
+    writable: the earlier checkpoints stay as they were. `staging` is gone in any case.
     """
     directory = staging.parent
     target = directory / f"step-{step:08d}"
@@ -130,8 +130,11 @@ def _sync(directory: Path) -> None:
 
 
 def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
-    """Remove all but `newest` and the next ones to `keep` in all. A damaged one does not count: it must not push a good
-    one out."""
+    """Remove all but `newest` and the next ones to `keep` in all that look whole.
+
+    One that a run has found damaged does not count, nor one whose sizes are wrong: it must not push a good one out.
+    Other damage is not seen, because nothing is read here.
+    """
     good = 0
     for path in reversed(list_checkpoints(directory)):
         if good >= keep or (path.suffix and path.with_suffix("").exists()):
