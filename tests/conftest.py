@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _group(item: pytest.Item) -> str:
     """Tests of one group run one after the other in one process: they share a Slurm, the engine, a file's fixtures."""
     fixtures = getattr(item, "fixturenames", ())
-    if item.path.parent.name == "slurm":
+    if item.path.parent.name == "slurm" or "cluster" in fixtures:
         return "slurm"
     return "pods" if "pods" in fixtures else "containers" if "image" in fixtures else item.nodeid.split("::")[0]
 
