@@ -140,7 +140,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
         log.info(line)
 
     # Model ------------------------------------------------------------------------------------------------------
-    plain = whole = prepare(workload, config, group)
+    plain = whole = prepare(workload, config, group, split=not method.replicates_state)
     check_same_shapes(group, plain)
     progress = load_initial_weights(config, group, plain, run.origin, data_name=workload.data_name)
     group.step = progress.step

@@ -1,20 +1,29 @@
 """fsdp: parameters split over the ranks. That it follows one process and resumes to the bit is in test_methods.py."""
 
+import gc
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.rigs import recording_workload
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
 from train.config import Config
 from train.errors import ConfigError
 from train.parallel import fsdp
+from train.parallel.model import prepare
 from train.run.checkpoint import load_checkpoint
-from train.workloads import vision_models
+from train.workloads import Workload, vision_models
 
 DIGITS = ("--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr", "0.02",
           "--schedule", "constant", "--log-every-steps", "1")
@@ -79,6 +88,67 @@ def test_parts_that_share_a_parameter_stay_together() -> None:
     assert fsdp.layers_of(tied) == []
     layers = nn.ModuleDict({"stack": nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]), "head": nn.Linear(2, 2)})
     assert len(fsdp.layers_of(layers)) == 2
+
+
+class Unmovable(nn.Sequential):
+    """A model that refuses to be moved as a whole, as one too large for the device would."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        raise AssertionError("the whole model was moved")
+
+
+def build(config: Config) -> Workload:
+    """The recording workload with an unmovable model, whose ranks print the types of what they gather and reduce."""
+
+    def printed(collective: type) -> None:
+        send = collective.__call__  # type: ignore[operator]
+
+        def call(*args: Any, input_tensor: torch.Tensor, **named: Any) -> Any:
+            print(collective.__name__, "sends", input_tensor.dtype, flush=True)
+            return send(*args, input_tensor=input_tensor, **named)
+
+        collective.__call__ = call  # type: ignore[operator]
+
+    printed(_fsdp_collectives.DefaultAllGather)
+    printed(_fsdp_collectives.DefaultReduceScatter)
+    workload = recording_workload.build(config)
+    return replace(workload, model=Unmovable(*workload.model.children()))
+
+
+@pytest.mark.parametrize(
+    ("precision", "model", "gathered"),
+    [("fp32", "plain", {"float32"}), ("bf16", "plain", {"bfloat16"}), ("bf16", "wide", {"bfloat16", "float32"})],
+    ids=["fp32", "bf16", "bf16 with a batch norm, which stays in fp32"],
+)
+def test_model_is_never_whole_on_the_device_and_gathered_in_its_precision(
+    forks: Forks, tmp_path: Path, precision: str, model: str, gathered: set[str]
+) -> None:
+    codes, output = forks.run(
+        "train", "--workload", f"{__name__}:build", "--options.model", model, "--parallel", "fsdp", "--max-steps", "2",
+        "--precision", precision, "--tensorboard=false", "--run-dir", tmp_path, world_size=2,
+    )
+    assert codes == [0, 0], output
+    assert set(re.findall(r"AllGather sends torch\.(\w+)", output)) == gathered
+    assert set(re.findall(r"ReduceScatter sends torch\.(\w+)", output)) == {"float32"}
+
+
+@pytest.mark.gpu
+def test_gpu_holds_the_shard_and_no_more_than_two_layers_while_the_model_is_split() -> None:
+    """The second of four ranks, whose others need not be there: to split a model takes no message."""
+    device, layer = torch.device("cuda", torch.cuda.current_device()), 4 * 2**20
+    workload: Any = SimpleNamespace(model=nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(16)]))
+    group: Any = SimpleNamespace(device=device, world_size=4)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        plain = prepare(workload, Config(parallel="fsdp"), group, split=True)
+        fsdp.FSDP(Config(parallel="fsdp"), group).split(plain)
+        gc.collect()  # a process's first call of fully_shard leaves its layer in a cycle
+        assert torch.cuda.memory_allocated(device) - before == 16 * layer // 4
+        assert torch.cuda.max_memory_allocated(device) - before <= 16 * layer // 4 + 2 * layer
+    finally:
+        dist.destroy_process_group()
 
 
 # The matrix -----------------------------------------------------------------------------------------------------

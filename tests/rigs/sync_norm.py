@@ -34,10 +34,10 @@ def convert() -> None:
 
     nn.SyncBatchNorm.forward = on_cpu  # type: ignore[method-assign]
 
-    def prepare_converted(workload: Workload, config: Config, group: Group) -> nn.Module:
+    def prepare_converted(workload: Workload, config: Config, group: Group, *, split: bool) -> nn.Module:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(workload.model)  # type: ignore[no-untyped-call]
         assert any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-        return prepare(replace(workload, model=model), config, group)
+        return prepare(replace(workload, model=model), config, group, split=split)
 
     loop.prepare = prepare_converted  # type: ignore[attr-defined]
 

@@ -67,6 +67,7 @@ def alone(jobs: Forks, bert: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 SETUPS: dict[str, tuple[tuple[str, ...], float]] = {
     "ddp": ((), 1e-3),
     "fsdp": (("--parallel", "fsdp"), 1e-3),
+    "fsdp in bf16": (("--parallel", "fsdp", "--precision", "bf16"), 3e-2),
     "sent as bf16": (("--compress", "bf16"), 1e-2),
     "bf16, accumulated": (("--precision", "bf16", "--accumulate", "2"), 3e-2),
 }

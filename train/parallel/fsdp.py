@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.errors import ConfigError
 from train.parallel.method import Method, keep_kernels, laid_out, parameter_names, rekeyed
@@ -38,11 +39,17 @@ class FSDP(Method):
                 f"parallel fsdp needs parameters with at least one dimension, got {', '.join(scalars[:8])}. Use ddp."
             )
         mesh = init_device_mesh(self.group.device.type, (self.group.world_size,))
-        for layer in layers_of(plain):
-            fully_shard(layer, mesh=mesh)
-        # By default FSDP2 keeps the root's own parameters gathered after forward, which saves a gather in backward. An
-        # evaluation has no backward: it would leave them whole.
-        fully_shard(plain, mesh=mesh, reshard_after_forward=True)
+        bf16 = self.config.precision == "bf16"
+        # Batch norms keep their statistics in fp32, and torch has no kernel for these beside weights in bf16
+        norms = [module for module in plain.modules() if bf16 and isinstance(module, _BatchNorm)]
+        # Each call moves what it splits to the device first: no more than a layer is ever whole there. By default FSDP2
+        # keeps the root's own parameters gathered after forward, which saves a gather in backward. An evaluation has no
+        # backward: it would leave them whole.
+        for part in dict.fromkeys([*norms, *layers_of(plain), plain]):
+            precision = MixedPrecisionPolicy()
+            if bf16 and part not in norms:
+                precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
 
     def micro_batch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
         assert isinstance(model, FSDPModule)

@@ -51,9 +51,11 @@ class Method:
     # Before the first step ------------------------------------------------------------------------------------
 
     def split(self, plain: nn.Module) -> None:
-        """Split the parameters over the ranks, in place, before the optimizer is built on them. Raises ConfigError.
+        """Split the parameters over the ranks, in place, before the optimizer is built on them, and move what this rank
+        keeps to the device. Raises ConfigError.
 
-        The model is the same on all ranks, on its device, with a checkpoint's weights in it if they were saved whole.
+        The model is the same on all ranks, where it was built, with a checkpoint's weights in it if they were saved
+        whole.
         """
 
     def wrap(self, model: nn.Module) -> nn.Module:

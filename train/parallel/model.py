@@ -19,8 +19,10 @@ from train.workloads import Workload
 VIEW_FAILED = "view size is not compatible"  # how torch's message begins
 
 
-def prepare(workload: Workload, config: Config, group: Group) -> nn.Module:
+def prepare(workload: Workload, config: Config, group: Group, *, split: bool = False) -> nn.Module:
     """The workload's model on its device, in its memory format, with SyncBatchNorm if asked for. Raises ConfigError.
+
+    `split`: the method splits the model, and moves the parts to the device: whole it may not fit there.
 
     The weights keep their values. The memory format depends on the settings and the model alone, so it is the same on
     all ranks, and when the run goes on.
@@ -30,7 +32,8 @@ def prepare(workload: Workload, config: Config, group: Group) -> nn.Module:
         if group.device.type == "cpu":
             raise ConfigError("sync_bn must be false on a CPU, got true. torch's SyncBatchNorm needs an accelerator.")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    model = model.to(group.device)
+    if not split:
+        model = model.to(group.device)
     if config.channels_last is True or (config.channels_last == "auto" and _gains_from_channels_last(model, config)):
         model = model.to(memory_format=torch.channels_last)
         # The models for images are known to work in it; nothing is known of your own
