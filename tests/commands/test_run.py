@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -256,21 +257,40 @@ while True: time.sleep(0.05)
     assert json.loads((tmp_path / "runs/job/status.json").read_text())["state"] == "stopped"
 
 
-def test_script_that_ignores_a_stop_is_located_and_killed(forks: Forks, tmp_path: Path) -> None:
-    script = write(tmp_path, """
+IGNORES = """
 import signal, time
 def save(number, frame):
     while True: time.sleep(600)
 signal.signal(signal.SIGTERM, save)
 print("ready")
 while True: time.sleep(600)
-""")
+"""
+
+
+def test_script_that_ignores_a_stop_is_located_and_killed(forks: Forks, tmp_path: Path) -> None:
+    script = write(tmp_path, IGNORES)
     with forks.running("run", f"--run-dir={tmp_path}/runs", "--stop-grace-s=14", script) as job:
         job.wait_for("ready")
         job.processes[0].signal("SIGTERM")
         assert job.wait() == [143], job.output
     assert re.search(r"s after SIGTERM the script still runs: job\.py:4 save", job.output), job.output
     assert "the script did not end within 14 s of SIGTERM: killed (--stop-grace-s)" in job.output
+
+
+def hung_disk() -> None:
+    """Preloaded: whoever asks where the script is gets no answer."""
+    from train.commands.run import run
+
+    run.SAY_S, run.stack_requests.ask = 0.2, lambda *_, **__: time.sleep(600)  # type: ignore[assignment]
+
+
+def test_script_that_ignores_a_stop_is_killed_although_the_disk_hangs(forks: Forks, tmp_path: Path) -> None:
+    words = ("run", f"--run-dir={tmp_path}/runs", "--stop-grace-s=1", write(tmp_path, IGNORES))
+    with forks.running(*words, preload=f"{__name__}:hung_disk") as job:
+        job.wait_for("ready")
+        job.processes[0].signal("SIGTERM")
+        assert job.wait(100) == [143], job.output
+    assert "the script did not end within 1 s of SIGTERM: killed" in job.output
 
 
 def test_progress_bar_does_not_fill_the_log(forks: Forks, tmp_path: Path) -> None:

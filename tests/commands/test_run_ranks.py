@@ -321,6 +321,41 @@ while True: time.sleep(0.05)
     assert {"saved 0", "saved 1"} <= set(re.findall(r"saved \d", job.output))
 
 
+NOTICED = """
+import os, signal, sys, time
+def save(number, frame):
+    print("saved", os.environ["RANK"])
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGUSR1, lambda *_: print("noticed", flush=True))
+print("ready", flush=True)
+while True: time.sleep(0.05)
+"""
+
+
+def test_stop_that_follows_a_notice_reaches_all_scripts(forks: Forks, tmp_path: Path) -> None:
+    words = ("run", f"--run-dir={tmp_path}/runs", write(tmp_path, NOTICED))
+    preload, env = "tests.process.test_stop:no_window", {"NOTES_DIR": str(tmp_path)}
+    with forks.running(*words, world_size=2, preload=preload, env=env) as job:
+        job.wait_for("ready", count=2)
+        job.processes[1].signal("SIGUSR1")
+        job.wait_for("noticed", count=2)
+        job.processes[1].signal("SIGTERM")
+        assert job.wait(100) == [143, 143], job.output
+    assert {"saved 0", "saved 1"} <= set(re.findall(r"saved \d", job.output))
+
+
+def test_loss_after_a_notice_stops_the_script(forks: Forks, tmp_path: Path) -> None:
+    words = ("run", f"--run-dir={tmp_path}/runs", write(tmp_path, NOTICED))
+    with forks.running(*words, world_size=2) as job:
+        job.wait_for("ready", count=2)
+        job.processes[0].signal("SIGUSR1")
+        job.wait_for("noticed", count=2)
+        job.processes[1].signal("SIGKILL")
+        assert job.wait(100) == [143, -9], job.output
+    assert "saved 0" in job.processes[0].output
+
+
 def test_lost_process_of_a_rank_takes_its_script_along(forks: Forks, tmp_path: Path) -> None:
     script = write(tmp_path, "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)")
     with forks.running("run", f"--run-dir={tmp_path}/runs", script, world_size=2) as job:

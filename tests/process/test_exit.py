@@ -14,7 +14,8 @@ STUCK = "import sys, threading, time; from train.process import exit; hang = lam
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-c", STUCK + code]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, env=environment(), cwd=ROOT, check=False)
+    env = environment({"PYTHONUNBUFFERED": ""})
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, env=env, cwd=ROOT, check=False)
 
 
 def test_finish_writes_what_was_printed_and_waits_for_no_thread() -> None:

@@ -77,6 +77,7 @@ class Watchdog:
         self._detector: FailureDetector | None = None  # once the ranks have met
         self._beats: Beats | None = None  # likewise
         self._quiet = threading.Event()
+        self.peer_gone = False  # also of a peer that went after `end_beats`
         self._waiting = False  # inside a collective: the others are to blame, not this rank
         self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
         self._leave_lock = threading.Lock()
@@ -185,7 +186,7 @@ class Watchdog:
         detector.wait_for_failure()
         since_s = time.monotonic()
         while True:
-            gone = detector.look()
+            gone = self.peer_gone = detector.look()
             if self._quiet.wait(NOTICE_S):
                 break
             waiting = self._waiting or self.phase == "join"

@@ -36,7 +36,8 @@ class StopRequest:
     A thread reads the signals from a wake-up socket, because Python runs its handlers in the main thread only: while
     that one waits inside a collective no handler runs, and a second signal must end the process all the same.
 
-    `signal_name`: the first signal that came, or "". `leave_now`: why this process must leave without saving, or "".
+    `signal_name`: the first signal that came, or ""; SIGTERM and SIGINT take the place of SIGUSR1.
+    `leave_now`: why this process must leave without saving, or "".
     `guarded`: a watchdog looks at `leave_now` and ends the process, after it has told the other ranks; while that is
     False the thread here does it.
     """
@@ -119,9 +120,9 @@ class StopRequest:
         self._finish_step_first = True
 
     def ask(self, name: str) -> None:
-        """Request a stop as that signal does, which came to another rank."""
-        if not self.requested:
-            self.signal_name = name
+        """Request a stop as that signal does, which may have come to another rank. SIGUSR1 is only a notice."""
+        if not self.requested or self.signal_name == "SIGUSR1" != name:
+            self.signal_name, self._requested_at_s = name, 0.0
             self._tell.send(b"!")
 
     def _read(self) -> None:
@@ -135,9 +136,9 @@ class StopRequest:
                 stacks.dump_aside()  # a disk that hangs must not keep this thread from the next signal
                 continue
             now_s = time.monotonic()
+            self.ask(name)
             if not self._requested_at_s:
                 self._requested_at_s = now_s
-                self.ask(name)
                 if not self._finish_step_first:
                     self._leave(f"{name} before the first step: nothing new to save. The same command starts it again.")
             elif now_s - self._requested_at_s > REPEAT_WINDOW_S:

@@ -75,7 +75,7 @@ class Supervisor:
         self.codes: dict[int, int] = {}  # by local rank, the first that ended first
         self._board = ProgressBoard(len(environments))
         self._server = ForkServer(start_method, modules, ENTRY, arguments)
-        self._forwarded = False
+        self._forwarded = ""  # the signal
         self._settle_s = SETTLE_S
         self._settled_s = float("inf")  # when ranks that still run are late; finite once no rank is started again
         self._tell_rest_s = float("inf")  # when ranks that still run are told that one has failed
@@ -128,7 +128,8 @@ class Supervisor:
                 self._hear(news)
             if not self._server.alive:
                 self._replace_server()
-        if self.stop.requested and not self._forwarded:
+        name = self.stop.signal_name if self.same_signal or not self._forwarded else self._forwarded
+        if name != self._forwarded:
             self._forward_stop()
         self._end_stopped()
         reap()
@@ -205,7 +206,7 @@ class Supervisor:
     # Ranks that do not end by themselves ------------------------------------------------------------------------
 
     def _forward_stop(self) -> None:
-        self._forwarded, self._tell_rest_s = True, float("inf")
+        self._forwarded, self._tell_rest_s = self.stop.signal_name, float("inf")
         running = sum(rank.running for rank in self.ranks.values())
         then = "" if self.same_signal else ", which save and leave"
         self.log.info(f"{self.stop.signal_name}: passed on to {running} ranks{then}")

@@ -5,6 +5,7 @@ it watches the other ranks, passes signals on, writes down what the script print
 """
 
 import contextlib
+import functools
 import os
 import re
 import select
@@ -185,7 +186,8 @@ def _stop(script: Script, group: Group, *, grace_s: float) -> int:
     code.
 
     All ranks get it within milliseconds: a script that exchanges something when it stops would wait for a rank that
-    goes on. SIGUSR1 for a script with a handler is a notice, often minutes before the end, so it has no deadline.
+    goes on. SIGUSR1 for a script with a handler is a notice, often minutes before the end: it has no deadline.
+    A SIGTERM that follows is passed on too, and follows by itself where a peer is gone.
     """
     name = group.stop.signal_name
     # The others get it too, and end when they have saved: that is no loss which would have to end this script
@@ -200,13 +202,18 @@ def _stop(script: Script, group: Group, *, grace_s: float) -> int:
         now_s = time.monotonic()
         if script.ending:
             time.sleep(LOOK_S)
+        elif sent == "SIGUSR1" and (group.watch.peer_gone or group.stop.signal_name != name):
+            group.stop.ask("SIGTERM")
+            return _stop(script, group, grace_s=grace_s)
         elif now_s > deadline_s:
-            group.log.warning(f"the script did not end within {grace_s:g} s of {sent}: killed (--stop-grace-s)")
             script.kill()
+            text = f"the script did not end within {grace_s:g} s of {sent}: killed (--stop-grace-s)"
+            within(STORE_S, functools.partial(group.log.warning, text))  # the disk of the run may hang
             deadline_s = float("inf")
         elif now_s - said_s > SAY_S:
             said_s = now_s
-            group.log.warning(f"{now_s - began_s:.0f} s after {sent} the script still runs{_where(group)}")
+            text = f"{now_s - began_s:.0f} s after {sent} the script still runs"
+            within(SAY_S, functools.partial(_warn_where, group, text))
     return code
 
 
@@ -216,7 +223,9 @@ def _pass_on(group: Group, name: str) -> None:
 
     def tell() -> None:
         with contextlib.suppress(RuntimeError):  # the store's process is gone
-            if meeting is not None:
+            if meeting is not None and name == "SIGUSR1":
+                meeting.store.compare_set(keys.STOP, "", name)  # another rank may have got more than a notice since
+            elif meeting is not None:
                 meeting.store.set(keys.STOP, name)
 
     within(STORE_S, tell)
@@ -232,18 +241,22 @@ def _hear_stops(group: Group) -> None:
         with contextlib.suppress(RuntimeError):
             while not wait_for(store, [keys.STOP], 3600.0):
                 pass
-            group.stop.ask(store.get(keys.STOP).decode())
+            while (name := store.get(keys.STOP).decode()) == "SIGUSR1":
+                group.stop.ask(name)
+                time.sleep(1.0)
+            group.stop.ask(name)
 
     threading.Thread(target=listen, name="stops", daemon=True).start()
 
 
-def _where(group: Group) -> str:
-    """In which line the script is, as far as it answers."""
+def _warn_where(group: Group, text: str) -> None:
+    """Print `text`, and in which line the script is, as far as it answers."""
+    where = ""
     with contextlib.suppress(OSError):
         for answer in stack_requests.ask(group.run_dir, ranks=[group.rank]):
             if answer.writer.rank == group.rank:
-                return f": {answer.place}"
-    return ""
+                where = f": {answer.place}"
+    group.log.warning(text + where)
 
 
 def _failure(
