@@ -293,6 +293,16 @@ def test_script_that_ignores_a_stop_is_killed_although_the_disk_hangs(forks: For
     assert "the script did not end within 1 s of SIGTERM: killed" in job.output
 
 
+def test_restart_args_wait_for_a_first_start_of_the_script(forks: Forks, tmp_path: Path) -> None:
+    script = write(tmp_path, "import sys; print('ARGUMENTS', sys.argv[1:])")
+    for restart, arguments in ((1, []), (2, ["--again"])):  # attempt 0 lost a rank while they joined
+        env = {"RANKUP_ATTEMPT": f"20260101T000000-abcdef-{restart}", "RANKUP_RESTART": str(restart)}
+        words = ("run", f"--run-dir={tmp_path}/runs", "--restart-args=--again", script)
+        codes, output = forks.run(*words, env=env)
+        assert codes == [0], output
+        assert f"ARGUMENTS {arguments}" in output
+
+
 def test_progress_bar_does_not_fill_the_log(forks: Forks, tmp_path: Path) -> None:
     script = write(tmp_path, """
 import sys

@@ -59,7 +59,7 @@ class ScriptOptions(Options):
     pass_local_rank: Literal["auto", "no", "local_rank", "local-rank"] = setting(
         "auto", "Also give the script its local rank as an argument of this name; auto: where the script declares it.")
     restart_args: str = setting(
-        "", "Arguments behind the script's own from its second start on, such as --restart-args=--init_from=resume.",
+        "", "Arguments behind the script's own at each restart, such as --restart-args=--init_from=resume.",
         metavar="WORDS")
     stop_grace_s: float = setting(
         110.0, "Seconds that the script has to end after SIGTERM or SIGINT; then it is killed.", gt=0)

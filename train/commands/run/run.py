@@ -46,6 +46,7 @@ KILLED = 128 + signal.SIGKILL
 LOOK_S = 0.05  # between two looks at the script
 SAY_S = 10.0  # between two lines that say where a script is that does not stop
 STORE_S = 2.0  # how long a store may take to answer: that of a stopped process never does
+STARTED = "started"  # rank 0's file in the attempt's folder of `status`
 # A script that lost its peer ends at once, the peer may still be writing its last words: so long the cause has to show
 CAUSE_S = 10.0
 # The last line of a traceback, or what argparse says of a wrong argument
@@ -69,14 +70,14 @@ def run(context: Context, options: RunOptions) -> None:
         Reporter(group, run=job_of(group.attempt)),  # of the ranks alone: the script's steps are its own
     ):
         program.check(os.environ, world_size=group.world_size)  # the same on all nodes, or they would have differed
-        place = _place(group)
+        place, again = _place(group)
         if dist.is_initialized():
             # For hours nothing would go over its connections, and a firewall may end such. The store's carry the beats
             group.barrier()
             dist.destroy_process_group()
         env = _environment(context, group, place)
         kills = oom_kills()
-        more = shlex.split(options.restart_args) if place.restarts else []
+        more = shlex.split(options.restart_args) if again else []
         script = _start(context, options, group, program, env, more)
         _hear_stops(group)
         code = _wait(script, group, grace_s=options.stop_grace_s)
@@ -125,6 +126,9 @@ def _start(
     words = [*program.command(local_rank=context.launch.local_rank, option=options.pass_local_rank), *more]
     folder = _folder(options.work_dir)
     group.status.begun = True
+    if group.is_rank0:
+        with contextlib.suppress(OSError):
+            (context.run_dir / "status" / group.attempt / STARTED).touch()
     group.log.info(f"starting {program.name} as rank {group.rank} of {group.world_size}")
     group.log.debug(f"command: python {' '.join(words)}")
     # Our supervisor starts a rank in a session of its own
@@ -149,11 +153,14 @@ def _folder(work_dir: str) -> str:
     return work_dir
 
 
-def _place(group: Group) -> Place:
-    """This rank's place among the nodes. Rank 0 works it out, since it alone knows all members."""
+def _place(group: Group) -> tuple[Place, bool]:
+    """This rank's place among the nodes, and whether this is a restart after a start of the script. Rank 0 works it
+    out, since it alone knows all members and its disk may be its own."""
     launch, meeting = group.launch, group.meeting
+    again = any(group.run_dir.glob(f"status/*/{STARTED}"))  # not where the ranks have only failed to meet
     if meeting is None:
-        return Place(0, 1, 1, launch.restart_count, _port(launch, first=launch.restart_count == 0))
+        place = Place(0, 1, 1, launch.restart_count, _port(launch, first=launch.restart_count == 0))
+        return place, again and launch.restart_count > 0
     found: list[Place] = []
     if group.is_rank0:
         members = list(meeting.members)
@@ -161,7 +168,9 @@ def _place(group: Group) -> Place:
             [member.host for member in members], [member.local_rank for member in members],
             restarts=max(member.restarts for member in members), port=_port(launch, first=meeting.generation == 1),
         )
-    return Place(*group.broadcast([astuple(place) for place in found])[group.rank])
+    given, again = group.broadcast(([astuple(place) for place in found], again))
+    place = Place(*given[group.rank])
+    return place, again and place.restarts > 0
 
 
 def _port(launch: Launch, *, first: bool) -> int:
