@@ -124,7 +124,7 @@ def test_a_second_attempt_anywhere_is_refused_and_told_the_owner(machines: Machi
 
 def test_a_store_that_dies_costs_no_finished_step(machines: Machines, door: Door, undisturbed: Path) -> None:
     door.rule = at(16, "model.pt", lambda: 503)
-    output = machines.run("first", "--save-timeout-s", "3", code=171)
+    output = machines.run("first", "--save-timeout-s", "12", code=171)
     assert "did not answer in time: write checkpoints/" in output
     door.rule = lambda request: None
     output = machines.run("first")
