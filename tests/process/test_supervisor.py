@@ -89,12 +89,18 @@ def test_server_kills_what_is_left_of_a_rank_before_it_gives_the_number_back(mon
     monkeypatch.setattr(os, "killpg", refuse)
     ours, theirs = socket.socketpair()
     woken, wake = socket.socketpair()
-    server = fork_server_program.Server(theirs, woken, lambda *_: os.posix_spawnp("true", ["true"], {}))
+    stdin, held = os.pipe()  # `cat` ends once it is closed, and not before
+    actions = [(os.POSIX_SPAWN_DUP2, stdin, 0)]
+    server = fork_server_program.Server(
+        theirs, woken, lambda *_: os.posix_spawnp("cat", ["cat"], {}, file_actions=actions)
+    )
     with ours, theirs, woken, wake:
         serving = threading.Thread(target=server.serve)
         serving.start()
         ours.sendall(b'{"start": 0, "name": "", "arguments": [], "env": {}}\n')
         pid = json.loads(ours.recv(4096))["pid"]
+        os.close(stdin)
+        os.close(held)
         wait_until(lambda: state_of(pid) == "Z", "it does not end")
         wake.send(b"!")
         ours.settimeout(60)
