@@ -53,9 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
-    first = {name: place for place, name in enumerate(["slurm", "containers", "pods"])}
-    # The longest; the sort keeps the order of the rest
-    items.sort(key=lambda item: first.get(_group(item), len(first)))
+    # The longest first; the sort keeps the order of the rest
+    items.sort(key=lambda item: (_group(item) != "slurm", not {"image", "pods"} & {*getattr(item, "fixturenames", ())}))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
@@ -66,11 +65,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _group(item: pytest.Item) -> str:
-    """Tests of one group run one after the other in one process: they share a Slurm, the engine, a file's fixtures."""
-    fixtures = getattr(item, "fixturenames", ())
-    if item.path.parent.name == "slurm" or "cluster" in fixtures:
-        return "slurm"
-    return "pods" if "pods" in fixtures else "containers" if "image" in fixtures else item.nodeid.split("::")[0]
+    """Tests of one group run one after the other in one process: they share a Slurm, or a file's fixtures."""
+    slurm = item.path.parent.name == "slurm" or "cluster" in getattr(item, "fixturenames", ())
+    return "slurm" if slurm else item.nodeid.split("::")[0]
 
 
 @pytest.hookimpl(wrapper=True)
