@@ -187,7 +187,7 @@ def digest_by_torchrun(folder: Path, job: str, *, nproc: int = 2) -> str:
 
 
 def digest_by_forks(forks: Forks, folder: Path, job: str, *, nproc: int = 2) -> str:
-    """The same, started by hand at a tenth of the cost. tests/promises/test_parity.py shows that the two are equal."""
+    """The same by ranks that are forked, without cold starts: tests/promises/test_parity.py shows them equal."""
     codes, output = forks.run("train", *job.split(), "--run-dir", folder, world_size=nproc, timeout_s=600)
     assert codes == [0] * nproc, output
     digest: str = result(folder / "job")["digest"]

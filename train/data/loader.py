@@ -17,7 +17,7 @@ from train.process.stop import StopRequest
 class Loader:
     """The batches of this rank, in order. Those of samples for which `uses_workers` says so come from one pool.
 
-    There is one where training uses it: to find the evaluations' batches alone, it would read the order far ahead.
+    There is a pool only where training uses it: for evaluations alone it would read the order far ahead.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ OWN = ["--name", "job"]  # what a user gets, word for word
 
 @pytest.fixture(scope="module")
 def digest_of_short(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return digest_by_forks(forks, tmp_path_factory.mktemp("torchrun"), " ".join(SHORT))
+    return digest_by_forks(forks, tmp_path_factory.mktemp("host"), " ".join(SHORT))
 
 
 def test_k8s_image_of_this_version_is_the_one_that_was_built(image: str) -> None:
@@ -28,7 +28,7 @@ def test_k8s_image_of_this_version_is_the_one_that_was_built(image: str) -> None
 
 
 @pytest.mark.parametrize("what", ["pytorchjob.yaml", "trainjob.yaml", "jobset.yaml", "overlays/preflight"])
-def test_k8s_pods_train_to_the_digest_of_torchrun(what: str, pods: Pods, digest_of_short: str) -> None:
+def test_k8s_pods_train_to_the_digest_of_the_host(what: str, pods: Pods, digest_of_short: str) -> None:
     cluster = pods(what, SHORT)
     cluster.start()
     assert cluster.codes() == [0, 0], cluster.logs()
@@ -121,7 +121,7 @@ def test_k8s_own_code_and_data_from_an_image_built_as_its_dockerfile_says(pods: 
         docker("rmi", "-f", name, check=False)
 
 
-def test_k8s_fsdp_pods_read_their_shards_back_and_come_to_the_digest_of_torchrun(
+def test_k8s_fsdp_pods_read_their_shards_back_and_come_to_the_digest_of_the_host(
     pods: Pods, image: str, forks: Forks, tmp_path: Path
 ) -> None:
     """By the image's own Python: Debian 12's writes them in a way of its own."""
@@ -136,7 +136,7 @@ def test_k8s_fsdp_pods_read_their_shards_back_and_come_to_the_digest_of_torchrun
     assert "resumed from step-00000020" in cluster.log(0)
     job = [*short, "--parallel", "fsdp", "--checkpoint-format", "sharded"]
     found = cluster.read("result.json")["digest"]
-    assert found == digest_by_forks(forks, tmp_path / "torchrun", " ".join(job))
+    assert found == digest_by_forks(forks, tmp_path / "host", " ".join(job))
     volume = f"{cluster.runs}:/app/runs"
     said = docker("run", "--rm", "--network", "none", "-v", volume, image, "export", "--name", "job",
                   "--output", "/tmp/w.pt")

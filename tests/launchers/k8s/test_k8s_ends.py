@@ -22,7 +22,7 @@ Object = dict[str, Any]
 @pytest.fixture(scope="module")
 def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Object:
     """The result of an undisturbed run, of two ranks on this machine."""
-    folder = tmp_path_factory.mktemp("torchrun")
+    folder = tmp_path_factory.mktemp("host")
     digest_by_forks(forks, folder, " ".join(LONG))
     return result(folder / "job")
 

@@ -97,7 +97,7 @@ def checkout(folder: Path) -> Path:
 ON_SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOBID": "7", "SLURM_JOB_NODELIST": "big[7,9]", "SLURM_NNODES": "2"}
 
 
-def test_k8s_skypilot_nodes_train_to_the_weights_of_torchrun(forks: Forks, tmp_path: Path) -> None:
+def test_k8s_skypilot_nodes_train_to_the_weights_of_the_host(forks: Forks, tmp_path: Path) -> None:
     folder, job = checkout(tmp_path), Job()
     env = {"NAME": "job", "RUN_DIR": str(tmp_path / "runs"), "NPROC": "2", **ON_SLURM}
     settings = f"{JOB} --simulated-nodes --master-port {free_port()}"
@@ -105,8 +105,8 @@ def test_k8s_skypilot_nodes_train_to_the_weights_of_torchrun(forks: Forks, tmp_p
         for rank in range(2):
             node(folder, rank, job, **env, SETTINGS=settings)
         assert job.wait() == [0, 0], job.outputs
-    (tmp_path / "torchrun").mkdir()
-    digest = digest_by_forks(forks, tmp_path / "torchrun", f"{JOB} --name job", nproc=4)
+    (tmp_path / "host").mkdir()
+    digest = digest_by_forks(forks, tmp_path / "host", f"{JOB} --name job", nproc=4)
     done = result(tmp_path / "runs" / "job")
     assert (done["digest"], done["world_size"]) == (digest, 4)
 

@@ -31,7 +31,7 @@ def digests(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
 
 # One task on each node: all of test_slurm_ends.py
 @pytest.mark.parametrize(("launcher", "per_node"), [("tasks", 2), ("torchrun", 1)])
-def test_slurm_trains_on_two_nodes_to_the_weights_of_torchrun_on_the_host(
+def test_slurm_trains_on_two_nodes_to_the_weights_of_the_host(
     launcher: str, per_node: int, cluster: Cluster, digests: dict[int, str], tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
@@ -39,7 +39,7 @@ def test_slurm_trains_on_two_nodes_to_the_weights_of_torchrun_on_the_host(
     assert job.wait() == "COMPLETED", job.log()
     result = job.result()
     on_host = digests[2 * per_node]
-    record_property(f"{launcher}, 2 nodes x {per_node}", f"{result['digest']}, torchrun on the host {on_host}")
+    record_property(f"{launcher}, 2 nodes x {per_node}", f"{result['digest']}, the host {on_host}")
     assert result["digest"] == on_host
     assert result["world_size"] == 2 * per_node
     assert "on node0, node1" in job.output

@@ -157,7 +157,8 @@ def _place(group: Group) -> tuple[Place, bool]:
     """This rank's place among the nodes, and whether this is a restart after a start of the script. Rank 0 works it
     out, since it alone knows all members and its disk may be its own."""
     launch, meeting = group.launch, group.meeting
-    again = any(group.run_dir.glob(f"status/*/{STARTED}"))  # not where the ranks have only failed to meet
+    # Not where the ranks have only failed to meet
+    again = group.is_rank0 and any(group.run_dir.glob(f"status/*/{STARTED}"))
     if meeting is None:
         place = Place(0, 1, 1, launch.restart_count, _port(launch, first=launch.restart_count == 0))
         return place, again and launch.restart_count > 0
