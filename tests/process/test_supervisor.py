@@ -101,7 +101,7 @@ def test_server_kills_what_is_left_of_a_rank_before_it_gives_the_number_back(mon
         pid = json.loads(ours.recv(4096))["pid"]
         os.close(stdin)
         os.close(held)
-        wait_until(lambda: state_of(pid) == "Z", "it does not end")
+        wait_until(lambda: state_of(pid) in ("Z", ""), "it does not end")  # the server can already have seen the end
         wake.send(b"!")
         ours.settimeout(60)
         assert json.loads(ours.recv(4096)) == {"ended": 0, "code": 0}
