@@ -1,0 +1,1 @@
+"""rankup starts one PyTorch training job anywhere and keeps it alive."""

@@ -1,0 +1,163 @@
+"""What can end a run, the exit code of each end, and which code of several is the cause.
+
+Below 128 a restart does not help, from 128 on it may; Kubeflow's ExitCode policy has the same rule. Shell files ask
+`python -m rankup.errors CODE...`. Only the standard library is imported here, and an old Python can run this file:
+slurm/supervise.py uses it on a cluster's nodes, outside any container.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+FINISHED = 0
+FAULT = 1
+USER_MISTAKE = 2
+STOPPED = 143
+JOIN_FAILED = 170
+PEER_LOST = 171
+
+
+class UserError(ValueError):
+    """The user's mistake: printed as one line without a traceback, exit code 2."""
+
+    code = USER_MISTAKE
+
+    def __init__(self, text: str, *, printed_elsewhere: bool = False) -> None:
+        """`printed_elsewhere`: another rank prints the same text, this one only writes it to its log."""
+        super().__init__(text)
+        self.printed_elsewhere = printed_elsewhere
+
+
+class ConfigError(UserError):
+    """A setting is unknown, out of range, of the wrong type, or contradicts another."""
+
+
+class LaunchError(UserError):
+    """The environment describes no launch that could work."""
+
+
+class DataError(UserError):
+    """A data file is missing, corrupt or not what it claims to be. The message names the file."""
+
+
+class JoinError(RuntimeError):
+    """The group did not come together within its deadline, exit code 170."""
+
+    code = JOIN_FAILED
+
+    def __init__(self, text: str, *, printed_elsewhere: bool = False, stage: str = "") -> None:
+        """`stage`: "port" or "store" where it failed at that and not at the other ranks."""
+        super().__init__(text)
+        self.printed_elsewhere, self.stage = printed_elsewhere, stage
+
+
+class PeerLost(RuntimeError):
+    """Another rank died or a deadline passed: exit code 171, or the code that the lost rank reported."""
+
+    def __init__(
+        self, text: str, *, code: int = PEER_LOST, suspect: int | None = None, nobody_died: bool = False,
+        printed_elsewhere: bool = False,
+    ) -> None:
+        """`suspect`: the rank that was lost. `nobody_died`: all ranks are alive, one of them is late."""
+        super().__init__(text)
+        self.code, self.suspect, self.nobody_died = code, suspect, nobody_died
+        self.printed_elsewhere = printed_elsewhere
+
+
+class ScriptFailed(RuntimeError):
+    """The script that `run` started has failed: its own exit code, 128 and the signal's number after a signal."""
+
+    def __init__(self, text: str, *, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Stopped(Exception):
+    """Stopped on request with a checkpoint; the same command goes on from it, exit code 143."""
+
+    code = STOPPED
+
+    def __init__(self, text: str = "", *, alone: bool = False) -> None:
+        """`alone`: the ranks did not agree on it, so the others may not know."""
+        super().__init__(text)
+        self.alone = alone
+
+
+def root_cause(codes: Sequence[int], *, stopped: bool = False, rest_stopped: bool = False) -> int:
+    """The one exit code of several that says why a job ended; 0 where all are 0.
+
+    `codes`: of processes or of nodes, 0 to 255, the first that ended first where that is known: of two codes that count
+    the same the earlier wins. `stopped`: somebody asked the job to stop. `rest_stopped`: whoever started the processes
+    stops the rest when one has failed (as torchrun does), so that STOPPED is a consequence.
+    """
+    failed = [code for code in codes if code != FINISHED]
+    # Every other rank only lost the one that made a mistake, and a restart would repeat it
+    for code in failed:
+        if code < 128:
+            return code
+    if stopped and failed:
+        return STOPPED
+    # These explain little, so any other code (137, 139, ...) is the cause. A rank that was stopped alone did not wait
+    # for the others, which then lost it or could not join.
+    weak = [STOPPED, PEER_LOST, JOIN_FAILED] if rest_stopped else [PEER_LOST, JOIN_FAILED, STOPPED]
+    return max(failed, key=lambda code: weak.index(code) if code in weak else len(weak), default=FINISHED)
+
+
+def worth_restarting(code: int) -> bool:
+    """Whether a restart may help: not after a mistake, a fault, a finished run, or a request to stop."""
+    return code >= 128 and code != STOPPED
+
+
+OURS = (UserError, JoinError, PeerLost, ScriptFailed, Stopped)  # their text needs no traceback
+
+
+def exit_code(error: BaseException) -> int:
+    """The code that a process ends with after `error`.
+
+    Only our own exceptions name one: the `.code` of a foreign one (an HTTPError's 404) means something else. SystemExit
+    before the end is a failure, even with code 0.
+    """
+    if isinstance(error, OURS):
+        return error.code
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and 0 < error.code < 256:
+        return error.code
+    return FAULT
+
+
+def reason(error: BaseException) -> str:
+    """The text of `error` as one line; for a foreign exception its type stands before it."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, OURS) else f"{type(error).__name__}: {text}"
+
+
+def disk_error(what: str, directory: Path, error: OSError) -> UserError:
+    """The user's error for a directory that can't be written to. `what` failed, in a few words."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        problem = "has no space left"
+        with contextlib.suppress(OSError):
+            problem += f", {shutil.disk_usage(directory).free / 2**20:.0f} MiB free"
+    else:
+        problem = f"can't be written ({error.strerror})"
+    return UserError(
+        f"{what}: {directory} {problem}. The checkpoints there are untouched: make room or let it be written, "
+        "and run the same command again."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print which of several exit codes is the cause."""
+    parser = argparse.ArgumentParser(prog="python -m rankup.errors", description=main.__doc__)
+    parser.add_argument("codes", nargs="*", type=int, metavar="CODE", help="in the order of the ends, if known")
+    parser.add_argument("--stopped", action="store_true", help="somebody asked the job to stop")
+    parser.add_argument("--rest-stopped", action="store_true", help="the others were stopped because one had failed")
+    asked = parser.parse_args(arguments)
+    print(root_cause(asked.codes, stopped=asked.stopped, rest_stopped=asked.rest_stopped))
+
+
+if __name__ == "__main__":
+    main()
