@@ -1,0 +1,98 @@
+"""What the ends of ranks mean for the job: all ranks are started again, or it is over. Decided beside the leader.
+
+The ranks of a job end together. The first one that ends badly ends the membership: every agent has its ranks leave, and
+says how each of them ended. Only then is it known why: a rank that lost its peer often ends before the peer itself.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankup.errors import FINISHED, STOPPED, root_cause, worth_restarting
+
+
+@dataclass(frozen=True)
+class End:
+    """How one rank ended. `step`: the last one it finished, 0 where it never said. `told`: it had been told to leave
+    before, so its code explains nothing. `cause`: in a few words, or empty."""
+
+    rank: int
+    host: str
+    code: int
+    cause: str = ""
+    step: int = 0
+    told: bool = False
+    suspect: int | None = None
+
+    @staticmethod
+    def read(message: dict[str, Any], host: str) -> "End":
+        """Raises ValueError for what no agent says."""
+        try:
+            return End(
+                int(message["rank"]), host, int(message["code"]), str(message.get("cause", "")),
+                int(message.get("step", 0)), bool(message.get("told")), message.get("suspect"),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no end of a rank: {error}") from None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} ended with {self.code}" + (f" ({self.cause})" if self.cause else "")
+
+
+@dataclass
+class Verdict:
+    """What is decided: another membership where `code` is None, else the job's end with that code. `text` says why."""
+
+    code: int | None
+    text: str = ""
+
+
+@dataclass
+class Ends:
+    """The ends of a membership's ranks, and what they mean.
+
+    `max_restarts`: in a row without a new step. `restart_on`: codes below 128 that are worth a restart too.
+    """
+
+    world_size: int
+    max_restarts: int
+    restart_on: Collection[int] = ()
+    restarts: int = 0  # of all memberships so far
+    without_progress: int = 0  # restarts since a new step was finished
+    furthest_step: int = 0
+    stopped_by: str = ""  # the signal that somebody has sent, which asks the job to stop
+    _ends: dict[int, End] = field(default_factory=dict)  # the first that ended first
+
+    def add(self, end: End) -> bool:
+        """Take note of an end. Returns whether it ends the membership: it is bad, or the last one."""
+        self._ends.setdefault(end.rank, end)
+        return end.code != FINISHED or len(self._ends) == self.world_size
+
+    def lose(self, ranks: Iterable[int], host: str, why: str) -> None:
+        """Their agent is gone, and they with it."""
+        for rank in ranks:
+            self._ends.setdefault(rank, End(rank, host, 137, why))
+
+    def judge(self) -> Verdict:
+        """Decide, once every rank has ended. The next membership begins without ends."""
+        ends, self._ends = list(self._ends.values()), {}
+        if not ends:
+            return Verdict(STOPPED if self.stopped_by else None)
+        own = [end for end in ends if not end.told] or ends
+        told = any(end.told for end in ends)
+        code = root_cause([end.code for end in own], stopped=bool(self.stopped_by), rest_stopped=told)
+        cause = next((end for end in own if end.code == code), ends[0])
+        if self.stopped_by or code in (FINISHED, STOPPED):
+            return Verdict(code, self.stopped_by)
+        if not (worth_restarting(code) or code in self.restart_on):
+            return Verdict(code, str(cause))
+        step = max(end.step for end in ends)
+        if step > self.furthest_step:
+            self.furthest_step, self.without_progress = step, 0
+        if self.without_progress >= self.max_restarts:
+            return Verdict(code, f"{cause}; gave up after {self.max_restarts} restarts without progress")
+        self.restarts += 1
+        self.without_progress += 1
+        # Of the attempts since then: the one that reached the newest step is none of them
+        vain = self.without_progress - (self.furthest_step > 0)
+        return Verdict(None, f"{cause}, restarted ({vain} of {self.max_restarts} attempts without progress)")

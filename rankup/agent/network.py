@@ -1,0 +1,104 @@
+"""Addresses, ports and interfaces as this machine's system sees them."""
+
+import asyncio
+import errno
+import os
+import socket
+import time
+from collections.abc import MutableMapping
+from typing import Any
+
+import psutil
+
+from rankup.errors import JoinError, LaunchError
+
+PATIENCE_S = 5.0  # how long the end of an earlier job's process may take to free the port
+RETRY_S = 0.1
+
+
+async def listen(attend: Any, *, ip: str, port: int) -> asyncio.Server:
+    """Accept connections for `attend` on that port; 0: one that the system picks. `ip`: "" for all addresses.
+
+    Raises JoinError, naming who holds the port, and LaunchError where nobody may have it.
+    """
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            # The backlog is for a large job, whose agents all come at once
+            return await asyncio.start_server(attend, ip or None, port, backlog=4096, limit=1 << 20)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                why = os.strerror(error.errno or 0)
+                raise LaunchError(f"MASTER_PORT={port} can't be opened: {why}. Choose one from 1024 to 32767.") from None
+        if time.monotonic() > until_s:
+            holder = port_holder(port)
+            raise JoinError(
+                f"MASTER_PORT={port} is in use on {socket.gethostname()}{f' by {holder}' if holder else ''}: another "
+                "job, one that has not ended, or a second process with RANK=0. End it, or set another MASTER_PORT on "
+                "all nodes."
+            )
+        await asyncio.sleep(RETRY_S)
+
+
+def free_port() -> int:
+    """One that nobody listens on now. Another process may take it before it is used."""
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return int(sock.getsockname()[1])
+
+
+def port_holder(port: int) -> str:
+    """ "pid 4711 (python -m http.server)" for the process that listens on `port` or connects from it. "" where the
+    system does not show it: other users' processes, and those of other containers."""
+    try:
+        connections = [c for c in psutil.net_connections(kind="tcp") if c.pid and c.laddr and c.laddr.port == port]
+    except (psutil.Error, OSError):
+        return ""
+    for connection in sorted(connections, key=lambda c: c.status != psutil.CONN_LISTEN):
+        try:
+            # The program and its first two words only: later arguments may hold a password or a token
+            command = " ".join(psutil.Process(connection.pid).cmdline()[:3])
+        except psutil.Error:
+            command = "?"
+        return f"pid {connection.pid} ({command})"
+    return ""
+
+
+def interface_of(ip: str) -> str:
+    """The name of the interface that carries `ip`, or ""."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.split("%")[0] == ip.split("%")[0] for address in addresses):
+            return name
+    return ""
+
+
+def address_of(interface: str) -> str:
+    """The address that gloo takes: the interface's first of IPv4, else its first of IPv6; "" where it has none."""
+    addresses = psutil.net_if_addrs().get(interface, [])
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for address in addresses:
+            if address.family == family:
+                return str(address.address)
+    return ""
+
+
+def choose_interface(environ: MutableMapping[str, str], own_ip: str) -> None:
+    """Have gloo, nccl and tensorpipe use the interface of `own_ip`, which routes to the others, unless the user named one.
+
+    By default gloo takes the address that the host's own name resolves to: 127.0.1.1 on a Debian machine, where no
+    other node can reach it. Raises LaunchError where the user's choice has no address here.
+    """
+    named = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if named and not address_of(named):
+        known = psutil.net_if_addrs()
+        raise LaunchError(
+            f"GLOO_SOCKET_IFNAME must name an interface {'that has an address' if named in known else 'that exists'} on "
+            f"{socket.gethostname()}, got {named}. There are: {', '.join(name for name in known if address_of(name))}. "
+            "Unset, the one that routes to the master is taken."
+        )
+    if routed := interface_of(own_ip):
+        # To nccl a bare eth1 means every interface whose name begins so, eth10 too
+        for name, value in (
+            ("GLOO_SOCKET_IFNAME", routed), ("NCCL_SOCKET_IFNAME", f"={routed}"), ("TP_SOCKET_IFNAME", routed),
+        ):
+            environ[name] = environ.get(name) or value

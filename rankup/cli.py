@@ -1,0 +1,137 @@
+"""`rankup COMMAND`. No torch here.
+
+    rankup launch --nproc 2 train.py --lr 0.1
+    rankup launch --nproc 2 -m package.module --lr 0.1
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rankup.agent.agent import Agent, Helpers, Options
+from rankup.agent.output import guard, setup_logging
+from rankup.agent.script import Script
+from rankup.env.node_env import NodeEnv, read_node_env
+from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, ConfigError, JoinError, UserError
+
+log = logging.getLogger("rankup")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of `launch`. All words from the script's name on are the script's."""
+    found = argparse.ArgumentParser(
+        prog="rankup launch", allow_abbrev=False,
+        description="Start the ranks of this node, and start them again when one is lost. Run the same line on each node.",
+        epilog="A variable that the launch file sets (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) counts where an option "
+        "is not given: RANK and WORLD_SIZE count nodes then.",
+    )
+    add = found.add_argument
+    add("--nproc", "--nproc-per-node", type=int, metavar="N", help="ranks on this node (default: 1)")
+    add("--nnodes", type=int, metavar="N", help="nodes (default: WORLD_SIZE, or 1)")
+    add("--node-rank", type=int, metavar="N", help="which of the nodes this is, from 0 (default: RANK)")
+    add("--master-addr", metavar="HOST", help="name or address of node 0 (default: MASTER_ADDR)")
+    add("--master-port", type=int, metavar="PORT", help="port on node 0 (default: MASTER_PORT, or 29400)")
+    add("--join-timeout-s", type=float, default=300.0, metavar="S", help="how long the nodes wait for each other (%(default)g)")
+    add("--max-restarts", type=int, default=3, metavar="N", help="in a row without a new step, at most (%(default)s)")
+    add("--restart-on", default="", metavar="CODES", help="exit codes below 128 that are worth a restart, as 1,75")
+    add("--restart-args", default="", metavar="WORDS", help="behind the script's own arguments at each restart")
+    add("--stop-grace-s", type=float, default=110.0, metavar="S",
+        help="how long a script may take to end after SIGTERM or SIGINT (%(default)g)")
+    add("--pass-local-rank", choices=["auto", "no", "local_rank", "local-rank"], default="auto",
+        help="also give the script its local rank as an argument; auto: where the script declares it")
+    add("--work-dir", default="", metavar="DIR", help="where the script runs; made where it is missing (default: here)")
+    add("--name", default="", help="of the run (default: the script's)")
+    add("--run-dir", default="runs", metavar="DIR", help="the folder of all runs (%(default)s)")
+    add("--start", choices=["fork", "fresh", "spawn"], default="fork",
+        help="how ranks start whose script imports rankup: forked from a process that has imported torch, as fresh "
+        "interpreters, or by torch.multiprocessing (%(default)s)")
+    add("--preload", default="", metavar="MODULES", help="import these too before ranks are forked, as torchvision,mine")
+    add("--preflight", action="store_true", help="check this machine first; where it is not fit, nothing is started")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module")
+    add("script", metavar="SCRIPT", help="what each rank runs")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own")
+    return found
+
+
+def launch(words: Sequence[str], *, helpers: Helpers = Helpers(), preflight: Callable[[], int] = lambda: FINISHED) -> int:
+    """Be the agent of this node to the end of the job. Returns the exit code.
+
+    `preflight`: the doctor's code for this machine, 0 where it is fit.
+    """
+    given = parser().parse_args(words)
+    guard("stdout", "stderr")
+    setup_logging()
+    try:
+        node = read_node_env(
+            os.environ, nnodes=given.nnodes, nproc=given.nproc, node_rank=given.node_rank,
+            master_addr=given.master_addr, master_port=given.master_port,
+        )
+        script = Script.find(["-m", given.script, *given.arguments] if given.module else [given.script, *given.arguments])
+        options = Options(
+            join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
+            restart_on=_codes(given.restart_on), restart_args=_words(given.restart_args),
+            stop_grace_s=given.stop_grace_s, pass_local_rank=given.pass_local_rank, work_dir=_folder(given.work_dir),
+            start=given.start, preload=tuple(filter(None, given.preload.split(","))),
+        )
+        for warning in node.warnings:
+            log.warning("%s", warning)
+        if given.preflight and (unfit := preflight()):
+            return unfit
+        name = given.name or node.run_name or Path(script.name.removeprefix("-m ")).stem
+        return asyncio.run(_run(node, script, options, Path(given.run_dir, name), helpers))
+    except (UserError, JoinError) as error:
+        log.error("%s", f"error: {error}" if error.code == USER_MISTAKE else f"{error} (exit code {error.code})")
+        return error.code
+
+
+async def _run(node: NodeEnv, script: Script, options: Options, run_dir: Path, helpers: Helpers) -> int:
+    verdict = await Agent(node, script, options, run_dir=run_dir, helpers=helpers).run()
+    code = verdict.code or FINISHED
+    if verdict.text and code not in (FINISHED, STOPPED):
+        log.error("%s (exit code %d)", verdict.text, code)
+    return code
+
+
+def _codes(text: str) -> frozenset[int]:
+    """Raises ConfigError."""
+    if not re.fullmatch(r"([0-9]{1,3}(,[0-9]{1,3})*)?", text):
+        raise ConfigError(f"--restart-on must be exit codes, such as 1,75, got {text!r}.")
+    codes = frozenset(int(code) for code in text.split(",") if code)
+    if codes & {FINISHED, USER_MISTAKE, STOPPED}:
+        raise ConfigError(
+            "--restart-on must name neither 0 (finished) nor 2 (a mistake) nor 143 (stopped on request)."
+        )
+    return codes
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """Raises ConfigError."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"--restart-args must be words as a shell splits them, got {text!r}: {error}.") from None
+
+
+def _folder(name: str) -> str:
+    """Raises ConfigError where it can't be made."""
+    if name:
+        try:
+            Path(name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--work-dir must be a folder that can be made, got {name}: {error.strerror}.") from None
+    return name
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit code."""
+    given = list(sys.argv[1:] if words is None else words)
+    if given[:1] == ["launch"]:
+        return launch(given[1:])
+    print("rankup launch [OPTIONS] SCRIPT ARGS...", file=sys.stderr)
+    return USER_MISTAKE

@@ -1,0 +1,1 @@
+"""Where the bytes of a run lie, and who owns it. No torch here."""
