@@ -11,7 +11,6 @@ It lives as long as the job. It has one thread, uses no device and does not impo
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal

@@ -4,11 +4,21 @@ The ranks of a job end together. The first one that ends badly ends the membersh
 says how each of them ended. Only then is it known why: a rank that lost its peer often ends before the peer itself.
 """
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankup.errors import FINISHED, STOPPED, root_cause, worth_restarting
+from rankup.errors import FINISHED, PEER_LOST, STOPPED, root_cause, worth_restarting
+
+KILLED = 137  # 128 and SIGKILL
+# What a collective says when the other side is gone. gloo has no class of its own for it: a plain RuntimeError of C++.
+LOST_PEER = re.compile(
+    r"gloo/transport/|closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|"
+    r"recvValue|sendBytes|Connection was likely closed|NCCL (error|communicator)|Application timeout|"
+    r"Horovod has been shut down",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -22,15 +32,19 @@ class End:
     cause: str = ""
     step: int = 0
     told: bool = False
-    suspect: int | None = None
+
+    @property
+    def explains(self) -> bool:
+        """Whether its code says why the job ended: not of a rank that only lost another one, or was told to leave."""
+        return not self.told and self.code != PEER_LOST and not LOST_PEER.search(self.cause)
 
     @staticmethod
     def read(message: dict[str, Any], host: str) -> "End":
         """Raises ValueError for what no agent says."""
         try:
             return End(
-                int(message["rank"]), host, int(message["code"]), str(message.get("cause", "")),
-                int(message.get("step", 0)), bool(message.get("told")), message.get("suspect"),
+                int(message["rank"]), host, int(message["code"]), str(message["cause"]), int(message["step"]),
+                bool(message["told"]),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"no end of a rank: {error}") from None
@@ -68,20 +82,28 @@ class Ends:
         self._ends.setdefault(end.rank, end)
         return end.code != FINISHED or len(self._ends) == self.world_size
 
+    @property
+    def all_finished(self) -> bool:
+        """Whether every rank has ended with 0."""
+        return len(self._ends) == self.world_size and all(end.code == FINISHED for end in self._ends.values())
+
     def lose(self, ranks: Iterable[int], host: str, why: str) -> None:
         """Their agent is gone, and they with it."""
         for rank in ranks:
-            self._ends.setdefault(rank, End(rank, host, 137, why))
+            self._ends.setdefault(rank, End(rank, host, KILLED, why))
 
     def judge(self) -> Verdict:
         """Decide, once every rank has ended. The next membership begins without ends."""
         ends, self._ends = list(self._ends.values()), {}
         if not ends:
             return Verdict(STOPPED if self.stopped_by else None)
-        own = [end for end in ends if not end.told] or ends
+        explaining = [end for end in ends if end.explains]
         told = any(end.told for end in ends)
-        code = root_cause([end.code for end in own], stopped=bool(self.stopped_by), rest_stopped=told)
-        cause = next((end for end in own if end.code == code), ends[0])
+        code = root_cause([end.code for end in explaining], stopped=bool(self.stopped_by), rest_stopped=told)
+        if code == FINISHED and any(end.code != FINISHED for end in ends):
+            # Ranks lost each other, and none of them says why
+            code = STOPPED if self.stopped_by else PEER_LOST
+        cause = next((end for end in ends if end.code == code), ends[0])
         if self.stopped_by or code in (FINISHED, STOPPED):
             return Verdict(code, self.stopped_by)
         if not (worth_restarting(code) or code in self.restart_on):

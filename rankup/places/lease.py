@@ -24,7 +24,6 @@ from typing import IO, Any
 from rankup.errors import PeerLost, UserError
 from rankup.places.files import read_json, write_json
 
-
 BEAT_S = 2.0
 LIFE_S = 10.0  # several beats: a network file system may show another machine's writes seconds later
 LOCK_PATIENCE_S = 4.0  # a killed attempt's rank 0 may take this long to end, and holds its lock until then
