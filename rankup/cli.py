@@ -27,9 +27,9 @@ def parser() -> argparse.ArgumentParser:
     """Of `launch`. All words from the script's name on are the script's."""
     found = argparse.ArgumentParser(
         prog="rankup launch", allow_abbrev=False,
-        description="Start the ranks of this node, and start them again when one is lost. Run the same line on each node.",
-        epilog="A variable that the launch file sets (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) counts where an option "
-        "is not given: RANK and WORLD_SIZE count nodes then.",
+        description="Start the ranks of this node, and again when one is lost. Run the same line on each node.",
+        epilog="Where an option is not given, what the launch file sets counts: RANK, WORLD_SIZE, MASTER_ADDR, "
+        "MASTER_PORT. RANK and WORLD_SIZE count nodes then.",
     )
     add = found.add_argument
     add("--nproc", "--nproc-per-node", type=int, metavar="N", help="ranks on this node (default: 1)")
@@ -37,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
     add("--node-rank", type=int, metavar="N", help="which of the nodes this is, from 0 (default: RANK)")
     add("--master-addr", metavar="HOST", help="name or address of node 0 (default: MASTER_ADDR)")
     add("--master-port", type=int, metavar="PORT", help="port on node 0 (default: MASTER_PORT, or 29400)")
-    add("--join-timeout-s", type=float, default=300.0, metavar="S", help="how long the nodes wait for each other (%(default)g)")
+    add("--join-timeout-s", type=float, default=300.0, metavar="S",
+        help="how long the nodes wait for each other (%(default)g)")
     add("--max-restarts", type=int, default=3, metavar="N", help="in a row without a new step, at most (%(default)s)")
     add("--restart-on", default="", metavar="CODES", help="exit codes below 128 that are worth a restart, as 1,75")
     add("--restart-args", default="", metavar="WORDS", help="behind the script's own arguments at each restart")
@@ -51,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
     add("--start", choices=["fork", "fresh", "spawn"], default="fork",
         help="how ranks start whose script imports rankup: forked from a process that has imported torch, as fresh "
         "interpreters, or by torch.multiprocessing (%(default)s)")
-    add("--preload", default="", metavar="MODULES", help="import these too before ranks are forked, as torchvision,mine")
+    add("--preload", default="", metavar="MODULES",
+        help="import these too before ranks are forked, as torchvision,mine")
     add("--preflight", action="store_true", help="check this machine first; where it is not fit, nothing is started")
     add("-m", "--module", action="store_true", help="SCRIPT is a module")
     add("script", metavar="SCRIPT", help="what each rank runs")
@@ -59,7 +61,9 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def launch(words: Sequence[str], *, helpers: Helpers = Helpers(), preflight: Callable[[], int] = lambda: FINISHED) -> int:
+def launch(
+    words: Sequence[str], *, helpers: Helpers | None = None, preflight: Callable[[], int] = lambda: FINISHED
+) -> int:
     """Be the agent of this node to the end of the job. Returns the exit code.
 
     `preflight`: the doctor's code for this machine, 0 where it is fit.
@@ -72,7 +76,7 @@ def launch(words: Sequence[str], *, helpers: Helpers = Helpers(), preflight: Cal
             os.environ, nnodes=given.nnodes, nproc=given.nproc, node_rank=given.node_rank,
             master_addr=given.master_addr, master_port=given.master_port,
         )
-        script = Script.find(["-m", given.script, *given.arguments] if given.module else [given.script, *given.arguments])
+        script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
         options = Options(
             join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
             restart_on=_codes(given.restart_on), restart_args=_words(given.restart_args),
@@ -84,7 +88,7 @@ def launch(words: Sequence[str], *, helpers: Helpers = Helpers(), preflight: Cal
         if given.preflight and (unfit := preflight()):
             return unfit
         name = given.name or node.run_name or Path(script.name.removeprefix("-m ")).stem
-        return asyncio.run(_run(node, script, options, Path(given.run_dir, name), helpers))
+        return asyncio.run(_run(node, script, options, Path(given.run_dir, name), helpers or Helpers()))
     except (UserError, JoinError) as error:
         log.error("%s", f"error: {error}" if error.code == USER_MISTAKE else f"{error} (exit code {error.code})")
         return error.code

@@ -2,11 +2,11 @@
 
 It lives as long as the job. It has one thread, uses no device and does not import torch.
 
-| a rank ends badly          | its agent says so; the leader ends the membership; every agent has its ranks leave, and says how |
-|                            | each ended; the leader decides (`ends`): another membership, or the end of the job               |
-| an agent is lost           | the same, once its connection ends or it is silent; another one has to come in its place         |
-| the leader is lost         | every agent has its ranks leave, and looks for the leader until its time to join is over         |
-| an agent gets a signal     | the leader tells all agents, and each passes it on to its ranks                                  |
+| a rank ends badly      | its agent says so; the leader ends the membership; every agent has its ranks leave, and says how each |
+|                        | of them ended; the leader decides (`ends`): another membership, or the end of the job                 |
+| an agent is lost       | the same, once its connection ends or it is silent; another one has to come in its place              |
+| the leader is lost     | every agent has its ranks leave, and looks for the leader until its time to join is over              |
+| an agent gets a signal | the leader tells all agents, and each passes it on to its ranks                                       |
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from rankup.agent import script_env
 from rankup.agent.ends import End, Ends, Verdict
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.meeting import Attendance, Leader, Member
+from rankup.agent.network import free_port, listen
 from rankup.agent.output import Pump
 from rankup.agent.processes import Fresh, explain_sigkill, oom_kills, reap, state_of
 from rankup.agent.record import Records
@@ -60,14 +61,14 @@ class Options:
     stop_grace_s: float = 110.0
     pass_local_rank: str = "auto"
     work_dir: str = ""
-    fork: bool = True
+    start: str = "fork"  # or fresh, spawn: of a script that imports rankup
     preload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Helpers:
-    """What the agent needs of layers above it. `advice`: on a script's last lines, or "". `where`: in which line each of
-    this node's ranks is, or ""."""
+    """What the agent needs of layers above it. `advice`: on a script's last lines, or "". `where`: in which line each
+    of this node's ranks is, or ""."""
 
     advice: Callable[[str], str] = lambda tail: ""
     where: Callable[[], str] = lambda: ""
@@ -89,7 +90,7 @@ class Agent:
     """Runs this node's part of the job to its end."""
 
     def __init__(
-        self, node: NodeEnv, script: Script, options: Options, *, run_dir: Path, helpers: Helpers = Helpers()
+        self, node: NodeEnv, script: Script, options: Options, *, run_dir: Path, helpers: Helpers
     ) -> None:
         self.node, self.script, self.options, self.helpers = node, script, options, helpers
         self.run_dir = run_dir
@@ -114,7 +115,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
-        if self.knows_us and self.options.fork:
+        if self.knows_us and self.options.start != "fresh":
             self._start_server()
         settings = self.script.must_match()
         me = Member.of(settings, node=self.node, host=self.host, left_s=self.options.join_timeout_s)
@@ -174,7 +175,7 @@ class Agent:
             await self.server.ready()
         self._say("ready", membership=event["membership"])
 
-    # This node's ranks ------------------------------------------------------------------------------------------------
+    # This node's ranks ----------------------------------------------------------------------------------------------
 
     def _start_server(self) -> None:
         modules = ["torch", "torch._dynamo", *self.script.safe_imports(), *self.options.preload]
@@ -218,7 +219,8 @@ class Agent:
             "max_restarts": self.options.max_restarts, "membership": commit["membership"],
             "record": self.records.place(rank.local_rank),
         }
-        error_file = self.run_dir / "status" / f"{commit['job']}-{commit['restarts']}" / f"error-rank-{rank.number}.json"
+        attempt = f"{commit['job']}-{commit['restarts']}"
+        error_file = self.run_dir / "status" / attempt / f"error-rank-{rank.number}.json"
         return script_env.rank_environment(
             os.environ, rank=rank.number, local_rank=rank.local_rank, world_size=node.world_size,
             local_world_size=node.nproc, node_rank=node.node_rank, num_nodes=node.num_nodes,
@@ -260,7 +262,7 @@ class Agent:
         if not any(each.running for each in self.ranks):
             self._all_ended.set()
 
-    # Their ends -------------------------------------------------------------------------------------------------------
+    # Their ends -----------------------------------------------------------------------------------------------------
 
     def _leave_soon(self) -> None:
         if self._leaving is None or self._leaving.done():
@@ -305,13 +307,14 @@ class Agent:
         elif self.server is not None:
             self.server.kill(rank.local_rank)
 
-    # Stops --------------------------------------------------------------------------------------------------------------
+    # Stops ----------------------------------------------------------------------------------------------------------
 
     def _hear_signal(self, name: str) -> None:
         """The first one is told to all agents. One that comes again later is meant."""
         now_s = time.monotonic()
         if self._asked_s and name != "SIGUSR1" and now_s - self._asked_s > REPEAT_S:
-            self._finish(Verdict(STOPPED, f"{name} again, {now_s - self._asked_s:.0f} s after the first: leaving at once"))
+            why = f"{name} again, {now_s - self._asked_s:.0f} s after the first: leaving at once"
+            self._finish(Verdict(STOPPED, why))
         if name != "SIGUSR1":
             self._asked_s = self._asked_s or now_s
         if not any(rank.running for rank in self.ranks):
@@ -335,8 +338,10 @@ class Agent:
         while (left_s := began_s + self.options.stop_grace_s - time.monotonic()) > 0:
             if await self._ended_within(min(SAY_S, left_s)):
                 return
-            log.warning("%.0f s after %s the script still runs%s", time.monotonic() - began_s, name, self.helpers.where())
-        log.warning("the script did not end within %g s of %s: killed (--stop-grace-s)", self.options.stop_grace_s, name)
+            where = await asyncio.to_thread(self.helpers.where)
+            log.warning("%.0f s after %s the script still runs%s", time.monotonic() - began_s, name, where)
+        grace_s = self.options.stop_grace_s
+        log.warning("the script did not end within %g s of %s: killed (--stop-grace-s)", grace_s, name)
         for rank in self.ranks:
             if rank.running:
                 self._kill(rank)
@@ -381,7 +386,9 @@ class Lead:
     async def listen(self) -> None:
         """Raises LaunchError where the port can't be had."""
         alone = self.agent.node.num_nodes == 1
-        self._server = await listen(self.leader.attend, "127.0.0.1" if alone else "", self.agent.node.master_port)
+        self._server = await listen(
+            self.leader.attend, ip="127.0.0.1" if alone else "", port=self.agent.node.master_port
+        )
         self.port = self._server.sockets[0].getsockname()[1]
         self.agent._spawn(self._tick())
 

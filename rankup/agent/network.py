@@ -29,7 +29,8 @@ async def listen(attend: Any, *, ip: str, port: int) -> asyncio.Server:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 why = os.strerror(error.errno or 0)
-                raise LaunchError(f"MASTER_PORT={port} can't be opened: {why}. Choose one from 1024 to 32767.") from None
+                way_out = "Choose one from 1024 to 32767."
+                raise LaunchError(f"MASTER_PORT={port} can't be opened: {why}. {way_out}") from None
         if time.monotonic() > until_s:
             holder = port_holder(port)
             raise JoinError(
@@ -83,7 +84,7 @@ def address_of(interface: str) -> str:
 
 
 def choose_interface(environ: MutableMapping[str, str], own_ip: str) -> None:
-    """Have gloo, nccl and tensorpipe use the interface of `own_ip`, which routes to the others, unless the user named one.
+    """Have gloo, nccl and tensorpipe use the interface of `own_ip`, which routes to the others, unless one is named.
 
     By default gloo takes the address that the host's own name resolves to: 127.0.1.1 on a Debian machine, where no
     other node can reach it. Raises LaunchError where the user's choice has no address here.
@@ -91,9 +92,10 @@ def choose_interface(environ: MutableMapping[str, str], own_ip: str) -> None:
     named = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if named and not address_of(named):
         known = psutil.net_if_addrs()
+        problem = "that has an address" if named in known else "that exists"
         raise LaunchError(
-            f"GLOO_SOCKET_IFNAME must name an interface {'that has an address' if named in known else 'that exists'} on "
-            f"{socket.gethostname()}, got {named}. There are: {', '.join(name for name in known if address_of(name))}. "
+            f"GLOO_SOCKET_IFNAME must name an interface {problem} on {socket.gethostname()}, got {named}. There are: "
+            f"{', '.join(name for name in known if address_of(name))}. "
             "Unset, the one that routes to the master is taken."
         )
     if routed := interface_of(own_ip):
