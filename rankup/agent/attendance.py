@@ -1,4 +1,4 @@
-"""A member's side of the meeting: it finds the leader, tries the route to the next member, and hears what is decided."""
+"""A member's side of the meeting: find the leader, try the route to the next member, hear what is decided."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,8 @@ class Attendance:
         self._until_s = math.inf  # when the time to join is over; endless in a membership
         self._heard_s = self._noticed_s = clock()
         self._link: Link | None = None
-        self._chosen_ip, self._listener, self._cannot_listen = me.ip, None, ""
+        self._chosen_ip, self._cannot_listen = me.ip, ""
+        self._listener: socket.socket | None = None
         self._route: asyncio.Task[str] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -70,20 +71,30 @@ class Attendance:
 
         Raises JoinError where there is no membership `me.left_s` after the start, or after the last one was lost.
         """
+        queue: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
+        # In a task of its own: the leader is answered also while nobody takes events
+        self._start(self._attend(queue.put_nowait))
+        try:
+            while not isinstance(event := await queue.get(), Exception):
+                yield event
+            raise event
+        finally:
+            self.close()
+
+    async def _attend(self, put: Callable[[dict[str, Any] | Exception], None]) -> None:
         self._until_s = self._clock() + self.me.left_s
         try:
             while True:
                 link = await self._connect()
                 watch = self._start(self._watch(link))
-                why = "its process has ended"
                 try:
                     while True:
                         message = await link.receive()
                         self._heard_s = self._clock()
                         if self._take(link, message):
-                            yield message
+                            put(message)
                 except ConnectionError:
-                    pass
+                    why = watch.result() if watch.done() else "its process has ended"
                 finally:
                     watch.cancel()
                     self._link = None
@@ -91,10 +102,10 @@ class Attendance:
                 if self._clock() > self._until_s:
                     raise self._failure()
                 self._leave_membership()
-                yield {"is": "gone", "why": why if watch.cancelled() else watch.result()}
+                put({"is": "gone", "why": why})
                 await asyncio.sleep(PAUSE_S)
-        finally:
-            self.close()
+        except Exception as error:
+            put(error)
 
     def close(self) -> None:
         """Leave. What was said still goes out."""

@@ -136,7 +136,8 @@ class Member:
     @property
     def name(self) -> str:
         last = self.first_rank + self.num_ranks - 1
-        return f"rank {last} on {self.host}" if self.num_ranks == 1 else f"ranks {self.first_rank}-{last} on {self.host}"
+        which = f"rank {last}" if self.num_ranks == 1 else f"ranks {self.first_rank}-{last}"
+        return f"{which} on {self.host}"
 
     @property
     def who(self) -> str:
