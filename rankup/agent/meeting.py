@@ -79,6 +79,7 @@ class Leader:
         self._claims: dict[Link, _Seat] = {}  # came with ranks that have a seat, whose process may be dead
         self._gone: dict[int, tuple[Member, str]] = {}  # by first rank: who left before all were here, and why
         self._settings: dict[str, Mapping[str, str]] = {}  # by digest
+        self._asked: dict[str, Link] = {}  # for those, by digest
         self._calls = 0
         self._begun_s = self._noticed_s = self._ticked_s = self._beat_s = clock()
 
@@ -172,7 +173,8 @@ class Leader:
                 self._num_ready += 1
                 self._judge()
         elif kind == "settings":
-            self._settings[seat.member.digest] = {str(name): str(value) for name, value in message["settings"].items()}
+            said = dict(message["settings"])
+            self._settings[seat.member.digest] = {str(name): str(value) for name, value in said.items()}
             self._judge()
         elif kind not in ("alive", "lost") and link in self._seats and message.get("n", self._formed) == self._formed:
             if kind == "end" and message["code"] == 0:
@@ -255,13 +257,15 @@ class Leader:
         if len(one_of_each) > 1:
             unknown = one_of_each.keys() - self._settings.keys()
             for digest in unknown:
-                one_of_each[digest].send("settings")
+                if self._asked.get(digest) not in self._seats:
+                    self._asked[digest] = one_of_each[digest]
+                    one_of_each[digest].send("settings")
             if not unknown:
                 self.refuse(describe_differences(self.members, self._settings), code=USER_MISTAKE)
         elif not self._proposed:
             self._propose()
         elif self._num_ready == len(self._seats) and self._preparing is None:
-            if problems := [seat.problem for seat in self._seats.values() if seat.problem]:
+            if problems := sorted(seat.problem for seat in self._seats.values() if seat.problem):
                 first = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
                 self.refuse(f"all ranks reached the master, but not each other: {first}. {HINT}")
             else:
