@@ -1,343 +1,426 @@
 """Who belongs to a job: the leader meets all members, names who is missing, and says when one is lost. No torch here.
 
-A member stands for one or more ranks: it is the agent of their node, or, where another launcher started the ranks, one
-of them. The leader runs beside the member with rank 0, at MASTER_ADDR:MASTER_PORT. Every member, that one too, holds a
-connection to it for as long as the job lives. The kernel closes the connections of a process that ends, so a loss is
-known at once; what is frozen or cut off is found by its silence.
-
-| from a member                                     | from the leader                                           |
-|---------------------------------------------------|-----------------------------------------------------------|
-| hello: who I am, the digest of my settings        | leader: its version                                       |
-| ack: I am ready for this membership               | propose: the number of a membership                       |
-| settings: those with my digest                    | settings: send them                                       |
-| alive: where my ranks are                         | alive                                                     |
-| end: one of my ranks has ended                    | waiting: who is missing                                   |
-| stop: somebody asks the job to stop               | commit: the membership, its hosts, what the leader added  |
-|                                                   | lost: a membership is over, and why                       |
-|                                                   | refused: there will be no membership, and why             |
+The kernel closes the connections of a process that ends, so a loss is known at once. A process that is stopped or cut
+off is found by its silence. The messages are in `protocol`, a member's side of them is in `attendance`.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rankup.agent.protocol import Link
+from rankup.agent.protocol import (
+    ALIVE_S,
+    FROZEN_S,
+    HELLO_S,
+    NOTICE_S,
+    SILENT_S,
+    VERSION,
+    Link,
+    Member,
+    encode,
+    interface_of,
+    is_loopback,
+)
+from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserError
 
-VERSION = 1
-ALIVE_S = 1.0  # between two signs of life
-# A machine with too much to do may look dead for a while, so long is its silence accepted.
-SILENT_S = 30.0
-# Two processes claim one rank: the earlier may be one that died with its machine. So long it has to answer.
-ANSWER_S = 1.5
-LIVES = float("inf")
-NOTICE_S = 10.0  # between two lines that say who is missing
-HELLO_S = 5.0
+ANSWER_S = 1.5  # to a call. A machine that lost its power holds its connection for long, and its successor waits
 MOST_HOSTS = 8  # that one line names
+ENDED = "its process has ended"
+HINT = (
+    "gloo and nccl use any high port between the nodes: open them all, or narrow net.ipv4.ip_local_port_range on every "
+    "node and open that range; or name another interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
+)
 
 
-@dataclass(frozen=True)
-class Member:
-    """What a member says of itself. `ip`: its address on the route to the leader, as the leader sees it."""
-
-    token: str  # of this process
-    first_rank: int
-    num_ranks: int
-    world_size: int
-    host: str
-    pid: int
-    digest: str
-    left_s: float  # how long it will wait for the others
-    restarts: int = 0
-    ip: str = ""
-
-    @property
-    def ranks(self) -> range:
-        return range(self.first_rank, self.first_rank + self.num_ranks)
-
-    @property
-    def who(self) -> str:
-        return f"{plural('rank', self.ranks)} on {self.host} (pid {self.pid})"
-
-    @staticmethod
-    def read(message: Mapping[str, Any], *, ip: str) -> "Member":
-        """Raises ValueError for what no member of ours says."""
-        known = {f.name: message[f.name] for f in fields(Member) if f.name in message}
-        try:
-            member = replace(Member(**known), ip=ip)
-        except TypeError as error:
-            raise ValueError(str(error)) from None
-        kinds = {f.name: f.type for f in fields(Member)}
-        if any(not isinstance(value, (int, float) if kinds[name] is float else kinds[name])  # type: ignore[arg-type]
-               for name, value in asdict(member).items()):
-            raise ValueError("a value of another type")
-        if member.first_rank < 0 or not 1 <= member.num_ranks <= member.world_size - member.first_rank:
-            raise ValueError("ranks beyond the world size")
-        return member
-
-
-@dataclass
+@dataclass(eq=False)
 class _Seat:
-    """A member's connection, as the leader sees it."""
+    """A member and its connection, as the leader sees them."""
 
+    link: Link
     member: Member
     heard_s: float
     until_s: float  # when its time to join is over
     ready: bool = False  # for the membership that is proposed
-    finished: set[int] = field(default_factory=set)  # its ranks that have ended with 0
+    problem: str = ""  # with the route to the next member
+    call: int = 0  # that it has to answer, because somebody else claims its ranks
+    called_s: float = 0.0
+    finished: set[int] = field(default_factory=set)  # those of its ranks that have ended with 0
 
 
 class Leader:
-    """Decides who belongs to the job. Everything happens in one event loop."""
+    """Decides who belongs to the job. Everything happens in one event loop, and the cost of a message does not depend
+    on the number of members.
+
+    `membership`: the newest number. `running`: whether that one was committed and is not lost.
+    """
 
     def __init__(
-        self, me: Member, *, say: Callable[[str], None], prepare: Callable[[int], Mapping[str, Any]],
-        clock: Callable[[], float] = time.monotonic,
+        self, me: Member, *, say: Callable[[str], None], prepare: Callable[[int], Awaitable[Mapping[str, Any]]],
+        hear: Callable[[Member, Mapping[str, Any]], None], clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`me`: the member beside the leader. `prepare`: what the commit of a membership says beside its members."""
-        self.me, self._say, self._prepare, self._clock = me, say, prepare, clock
-        self.membership = 0  # the newest that was proposed
-        self.proposed = self.running = False
+        """`me`: the member beside the leader. `say`: prints a line. `prepare(n)`: what the commit of a membership says
+        beside its members. All are ready then, and have said how their ranks ended. It may take a while, and is
+        cancelled where a member goes meanwhile; where it raises, all are refused with that text.
+
+        `hear(member, message)` gets what is not the meeting's own; where such a message has an `n`, it must be the last
+        committed one. A member's loss that the leader has found itself is {"is": "lost", "n", "why"}, after all have
+        been told.
+        """
+        self._me, self._say, self._prepare, self._hear, self._clock = me, say, prepare, hear, clock
+        self.membership, self.running = 0, False
+        self._formed = 0  # the last membership that was committed
+        self._proposed, self._num_ready = False, 0
+        self._preparing: asyncio.Task[None] | None = None
+        self._over = ""  # why there will be no membership any more
         self._seats: dict[Link, _Seat] = {}
-        self._silent: dict[int, Member] = {}  # by first rank: had joined, and went before there was a membership
+        self._seat_of: dict[int, _Seat] = {}  # by rank
+        self._claims: dict[Link, _Seat] = {}  # came with ranks that have a seat, whose process may be dead
+        self._gone: dict[int, tuple[Member, str]] = {}  # by first rank: who left before all were here, and why
         self._settings: dict[str, Mapping[str, str]] = {}  # by digest
-        self._doubted_s: dict[str, float] = {}  # by token: since when it has to show that it lives
-        self._begun_s = self._noticed_s = clock()
+        self._asked: dict[str, Link] = {}  # for those, by digest
+        self._calls = 0
+        self._begun_s = self._noticed_s = self._ticked_s = self._beat_s = clock()
+
+    @property
+    def members(self) -> list[Member]:
+        """Those that are here, by rank."""
+        return sorted((seat.member for seat in self._seats.values()), key=lambda member: member.first_rank)
 
     # Connections --------------------------------------------------------------------------------------------------
 
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """The life of one connection, for `asyncio.start_server`."""
+        """The life of one connection, for `asyncio.start_server(leader.attend, ..., limit=LONGEST)`."""
         link = Link(reader, writer)
-        link.send("leader", version=VERSION)
+        link.send("leader", version=VERSION, over=self._over)
         try:
             async with asyncio.timeout(HELLO_S):
                 hello = await link.receive()
-            self.enter(link, Member.read(hello, ip=link.remote_ip), settings=hello.get("settings"))
+            if hello["is"] != "hello" or self._over:  # it may be early, and wait for the next leader
+                raise ConnectionError
+            self._enter(link, hello)
+        except (ConnectionError, TimeoutError, LookupError, TypeError, ValueError):
+            link.close()  # most likely a stranger
+            return
+        why = ENDED
+        try:
+            self._admit()
             while True:
-                self.hear(link, await link.receive())
-        except (ConnectionError, TimeoutError, ValueError, KeyError, TypeError):
-            self.leave(link, "its process has ended")
+                self._take(link, await link.receive())
+        except ConnectionError:
+            pass
+        except (LookupError, TypeError, ValueError) as error:
+            why = f"it sent a message that makes no sense: {type(error).__name__}: {error}"
+        self._leave(link, why)
 
-    def enter(self, link: Link, member: Member) -> None:
-        """A member introduces itself."""
-        now_s = self._clock()
-        self._seats[link] = _Seat(member, now_s, now_s + member.left_s)
-        self._silent = {first: gone for first, gone in self._silent.items() if first not in member.ranks}
-        self._unpropose()
-        if member.world_size == self.me.world_size:
-            self.judge()
-        else:
-            self.refuse(
-                f"{member.who} was started with WORLD_SIZE={member.world_size}, {self.me.who} with "
-                f"WORLD_SIZE={self.me.world_size}. Set the same on all ranks."
-            )
+    def _enter(self, link: Link, hello: Mapping[str, Any]) -> None:
+        """A newcomer introduces itself."""
+        if hello["version"] != VERSION:
+            who = f"rank {hello['first_rank']!s:.20} on {hello['host']!r:.80}"
+            text = f"{who} has another version of rankup than {self._me.who}. Install the same on all nodes."
+            self._turn_away(link, text, code=USER_MISTAKE)
+            return
+        member, now_s = Member.read(hello), self._clock()
+        if member.world_size != self._me.world_size:
+            others = f"{self._me.who} with WORLD_SIZE={self._me.world_size}. Set the same on all ranks."
+            self._turn_away(link, f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}")
+            return
+        self.membership = max(self.membership, int(hello["n"]))  # this leader may be a successor
+        self._claims[link] = _Seat(link, member, now_s, now_s + member.left_s - float(hello["waited_s"]))
 
-    def leave(self, link: Link, why: str) -> None:
+    def _turn_away(self, link: Link, text: str, *, code: int = JOIN_FAILED) -> None:
+        """A newcomer can't belong to this job. Such a mistake ends a job that was never whole, but no other."""
+        link.send("refused", code=code, text=text)
+        if not self._formed:
+            self.refuse(text, code=code)
+
+    def _rivals(self, claim: _Seat) -> set[_Seat]:
+        return {self._seat_of[rank] for rank in claim.member.ranks if rank in self._seat_of}
+
+    def _admit(self) -> None:
+        """Give a seat to each newcomer whose ranks are free; whoever has them must show that it lives."""
+        for claim in list(self._claims.values()):
+            for seat in self._rivals(claim):
+                if seat.member.token == claim.member.token:
+                    self._remove(seat.link, "its connection was cut")
+                elif not seat.call:
+                    self._calls += 1
+                    seat.call, seat.called_s = self._calls, self._clock()
+                    seat.link.send("call", call=seat.call)
+            if not self._over and not self._rivals(claim):
+                del self._claims[claim.link]
+                if self._proposed:
+                    self._void()
+                self._seats[claim.link] = claim
+                self._seat_of |= dict.fromkeys(claim.member.ranks, claim)
+                for rank in claim.member.ranks:
+                    self._gone.pop(rank, None)
+        self._judge()
+
+    def _take(self, link: Link, message: Mapping[str, Any]) -> None:
+        """A member says something."""
+        seat, kind = self._seats.get(link) or self._claims.get(link), message["is"]
+        if seat is None:
+            return  # it was refused, and has not left yet
+        seat.heard_s = self._clock()
+        if kind == "here":
+            if message["call"] == seat.call:
+                self._keep(seat)
+        elif kind == "ready":
+            if message["n"] == self.membership and self._proposed and not seat.ready:
+                seat.ready, seat.problem = True, str(message["problem"])
+                self._num_ready += 1
+                self._judge()
+        elif kind == "settings":
+            said = dict(message["settings"])
+            self._settings[seat.member.digest] = {str(name): str(value) for name, value in said.items()}
+            self._judge()
+        elif kind not in ("alive", "lost") and link in self._seats and message.get("n", self._formed) == self._formed:
+            if kind == "end" and message["code"] == 0:
+                seat.finished.add(message["rank"])
+            self._hear(seat.member, message)
+
+    def _keep(self, seat: _Seat) -> None:
+        """It lives, so whoever claims its ranks is one too many."""
+        seat.call = 0
+        for claim in [claim for claim in self._claims.values() if seat in self._rivals(claim)]:
+            del self._claims[claim.link]
+            text = describe_claims(seat.member, claim.member)
+            if self._formed:
+                text = (
+                    f"the group was complete before this rank came, with {seat.member.who}: two processes with one "
+                    "rank, another job on this port, or an earlier attempt that does not end"
+                )
+            self._turn_away(claim.link, text)
+
+    def _leave(self, link: Link, why: str) -> None:
         """A member's connection has ended, or is given up."""
-        link.close()
+        self._remove(link, why)
+        if not self._over:
+            self._admit()
+
+    def _remove(self, link: Link, why: str) -> None:
+        link.close(at_once=why != ENDED)
+        self._claims.pop(link, None)
         if (seat := self._seats.pop(link, None)) is None:
             return
+        for rank in seat.member.ranks:
+            del self._seat_of[rank]
+        if self._over:
+            return
         if not self.running:
-            self._silent[seat.member.first_rank] = seat.member
-            self._unpropose()
-            self.judge()
+            self._gone[seat.member.first_rank] = (seat.member, why)
+            self._void()
         elif len(seat.finished) < seat.member.num_ranks:
             self.lose(seat.member, why)
-
-    def hear(self, link: Link, message: Mapping[str, Any]) -> None:
-        """A member says something."""
-        if (seat := self._seats.get(link)) is None:
-            return
-        seat.heard_s = self._clock()
-        if seat.member.token in self._doubted_s:
-            self._doubted_s[seat.member.token] = LIVES
-        if message["is"] == "ready" and message["membership"] == self.membership:
-            seat.ready = True
-        elif message["is"] == "settings":
-            self._settings[seat.member.digest] = {str(k): str(v) for k, v in message["settings"].items()}
-        self.judge()
+            self._hear(seat.member, {"is": "lost", "n": self._formed, "why": why})
 
     def tick(self) -> None:
         """Call it a few times a second: signs of life, deadlines, and who is missing."""
         now_s = self._clock()
-        for link, seat in list(self._seats.items()):
-            doubted_s = now_s - self._doubted_s.get(seat.member.token, now_s)
-            if now_s - seat.heard_s > SILENT_S or doubted_s > ANSWER_S:
-                self.leave(link, f"gave no sign of life for {now_s - seat.heard_s:.0f} s")
-            elif not self.running and now_s > seat.until_s:
-                text = f"{self._missing(now_s)}. Was every process started, with this MASTER_ADDR and WORLD_SIZE?"
-                link.send("refused", code=JOIN_FAILED, text=text)
+        everybody = [*self._seats.values(), *self._claims.values()]
+        if now_s - self._ticked_s > FROZEN_S:
+            for seat in everybody:
+                seat.heard_s = seat.called_s = now_s
+        self._ticked_s = now_s
+        for seat in everybody:
+            if now_s - seat.heard_s > SILENT_S:
+                self._leave(seat.link, f"gave no sign of life for {now_s - seat.heard_s:.0f} s")
+            elif seat.call and now_s - seat.called_s > ANSWER_S:
+                seat.call = 0
+                if by := [claim.member.who for claim in self._claims.values() if seat in self._rivals(claim)]:
+                    self._say(f"{seat.member.who} gives no answer: it was replaced by {by[0]}")
+                    self._leave(seat.link, f"was replaced by {by[0]}")
+            elif now_s > seat.until_s and not self.running and not self._over:
                 seat.until_s = float("inf")
-        if not self.running and now_s - self._noticed_s > NOTICE_S:
+                how = "with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
+                text = f"{self._missing()}. Was every process started, {how}?"
+                if seat.member.token == self._me.token:  # the leader goes with it
+                    self.refuse(text)
+                else:
+                    seat.link.send("refused", code=JOIN_FAILED, text=text)
+        if now_s - self._beat_s >= ALIVE_S:
+            self._beat_s = now_s
+            self.tell("alive")
+        if now_s - self._noticed_s >= NOTICE_S and not self.running and not self._over:
             self._noticed_s = now_s
-            self._say(f"still waiting: {self._missing(now_s)}")
-            self._tell("waiting", text=self._missing(now_s))
-        self.judge()
+            self.tell("waiting", text=self._missing())
 
     # Decisions ----------------------------------------------------------------------------------------------------
 
-    def judge(self) -> None:
-        """Propose a membership once there is a living member for each rank; commit it once all are ready for it."""
-        if self.running:
+    def _judge(self) -> None:
+        """Propose a membership once there is a member for each rank; commit it once all are ready for it."""
+        if self.running or self._over or len(self._seat_of) < self._me.world_size:
             return
-        members = [seat.member for seat in self._seats.values()]
-        if twice := self._claimed_twice(members):
-            self._doubt(twice)
-        elif sum(member.num_ranks for member in members) < self.me.world_size:
-            return
-        elif not self.proposed:
-            self._propose(members)
-        elif all(seat.ready for seat in self._seats.values()):
-            self._commit(members)
-
-    def _propose(self, members: list[Member]) -> None:
-        one_of_each = {seat.member.digest: link for link, seat in self._seats.items()}
-        if unknown := one_of_each.keys() - self._settings.keys():
+        one_of_each = {} if self._proposed else {seat.member.digest: seat.link for seat in self._seats.values()}
+        if len(one_of_each) > 1:
+            unknown = one_of_each.keys() - self._settings.keys()
             for digest in unknown:
-                one_of_each[digest].send("settings")
-        elif len(one_of_each) > 1:
-            self.refuse(describe_differences(members, self._settings), code=USER_MISTAKE)
-        else:
-            self.membership, self.proposed = self.membership + 1, True
-            self._tell("propose", membership=self.membership)
+                if self._asked.get(digest) not in self._seats:
+                    self._asked[digest] = one_of_each[digest]
+                    one_of_each[digest].send("settings")
+            if not unknown:
+                self.refuse(describe_differences(self.members, self._settings), code=USER_MISTAKE)
+        elif not self._proposed:
+            self._propose()
+        elif self._num_ready == len(self._seats) and self._preparing is None:
+            if problems := sorted(seat.problem for seat in self._seats.values() if seat.problem):
+                first = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
+                self.refuse(f"all ranks reached the master, but not each other: {first}. {HINT}")
+            else:
+                self._preparing = asyncio.create_task(self._commit(self.membership))
 
-    def _unpropose(self) -> None:
-        self.proposed = False
+    def _propose(self) -> None:
+        self.membership, self._proposed = self.membership + 1, True
+        seats = sorted(self._seats.values(), key=lambda seat: seat.member.first_rank)
+        # Who is beside the leader came by loopback, which others can't use. Behind a Service, the address at which they
+        # reached the leader belongs to no interface here; the one at which they arrived does
+        far = (seat.link.local_ip for seat in seats if not is_loopback(seat.member.ip))
+        ours = next((ip for ip in far if not is_loopback(ip)), "127.0.0.1")
+        for seat in seats:
+            if is_loopback(seat.member.ip):
+                seat.member = replace(seat.member, ip=ours, interface=interface_of(ours))
+        # The ring crosses each border between nodes in both directions, at the price of one connection a member
+        for seat, following in zip(seats, [*seats[1:], seats[0]], strict=True):
+            to = following.member
+            route = [to.ip, to.port, to.name, to.interface] if to.port and following is not seat else None
+            seat.link.send("propose", n=self.membership, next=route, ip=seat.member.ip)
+
+    def _void(self) -> None:
+        """Somebody came or went: what was proposed will not be."""
+        self._proposed, self._num_ready = False, 0
         for seat in self._seats.values():
             seat.ready = False
+        if self._preparing is not None:
+            self._preparing.cancel()
+            self._preparing = None
 
-    def _commit(self, members: list[Member]) -> None:
-        self.running = True
-        members.sort(key=lambda member: member.first_rank)
-        hosts = [[member.host, member.num_ranks] for member in members]
-        self._tell("commit", membership=self.membership, hosts=hosts, **self._prepare(self.membership))
+    async def _commit(self, n: int) -> None:
+        try:
+            more = await self._prepare(n)
+        except (UserError, JoinError, PeerLost) as error:
+            self.refuse(str(error), code=error.code)
+            return
+        except Exception as error:
+            self.refuse(f"{type(error).__name__}: {error}")
+            return
+        if self._over:
+            return
+        self._preparing = None
+        self._void()
+        self.running, self._formed = True, n
+        self._gone.clear()
+        for seat in self._seats.values():
+            seat.finished.clear()
+        self.tell("commit", n=n, hosts=[[member.host, member.num_ranks] for member in self.members], **more)
 
-    def lose(self, member: Member, why: str, **more: Any) -> None:
-        """The membership is over: every member ends its ranks, and is then ready for the next one."""
+    def lose(self, member: Member, why: str, *, ranks: Iterable[int] | None = None, **more: Any) -> None:
+        """The membership is over, because of these ranks (else all) of a member: every member ends its ranks, and is
+        then ready for the next one. Does nothing where no membership runs."""
+        if not self.running:
+            return
         self.running = False
-        self._unpropose()
         self._begun_s = self._noticed_s = self._clock()
         for seat in self._seats.values():
             seat.until_s = self._begun_s + seat.member.left_s
-        self._tell("lost", membership=self.membership, ranks=list(member.ranks), host=member.host, why=why, **more)
-        self.judge()
+        lost = list(member.ranks if ranks is None else ranks)
+        self.tell("lost", n=self._formed, ranks=lost, host=member.host, why=why, **more)
+        self._judge()
 
     def refuse(self, text: str, *, code: int = JOIN_FAILED) -> None:
         """There will be no membership."""
-        self._tell("refused", code=code, text=text)
+        if not self._over:
+            self.tell("refused", code=code, text=text)
+            self._over = text
 
-    def _tell(self, kind: str, **values: Any) -> None:
+    def tell(self, kind: str, **values: Any) -> None:
+        """Tell all members something; after "over" they may go without being lost, and nobody else is taken."""
+        data = encode(kind, **values)  # once for all
         for link in self._seats:
-            link.send(kind, **values)
+            link.write(data)
+        if kind == "over":
+            self._over = values.get("text") or "the job at this address has just ended"
 
-    # Words --------------------------------------------------------------------------------------------------------
+    def _missing(self) -> str:
+        late = [seat.member for seat in self._seats.values() if self._proposed and not seat.ready]
+        gone = [self._gone[first] for first in sorted(self._gone)]
+        waited_s = round(self._clock() - self._begun_s)
+        return describe_missing(self.members, gone, late, of=self._me, waited_s=waited_s)
 
-    def _claimed_twice(self, members: Iterable[Member]) -> list[Member]:
-        """Two that claim one rank, the older first; [] where there are none."""
-        owners: dict[int, Member] = {}
+
+# Words ----------------------------------------------------------------------------------------------------------------
+
+
+def describe_missing(
+    present: list[Member], gone: list[tuple[Member, str]], late: list[Member], *, of: Member, waited_s: float
+) -> str:
+    """Who has not joined: "rank 3 of 4 has not joined after 120 s (joined: 0-1 on node0; 2 on node1)".
+
+    `gone`: who had joined and left, and why. `late`: those of a complete group that are not ready for it. `of`: a
+    member like the others.
+    """
+    missing = sorted(set(range(of.world_size)) - {rank for member in present for rank in member.ranks})
+    if not missing:
+        whose = _by_host(late) or "the one of rank 0"
+        return f"all {of.world_size} ranks have joined, but not each is ready after {waited_s:g} s (late: {whose})"
+    which = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {ranges(missing)}"
+    where = ""
+    if 1 < of.num_ranks < of.world_size:
+        nodes = sorted({rank // of.num_ranks for rank in missing})[:MOST_HOSTS]
+        where = f" (on {', '.join(f'node {node} of {-(-of.world_size // of.num_ranks)}' for node in nodes)})"
+    verb = "has" if len(missing) == 1 else "have"
+    left = "".join(f"; {member.who} had joined, but {why}" for member, why in gone[:4])
+    joined = _by_host(present) or "none"
+    return f"{which} of {of.world_size}{where} {verb} not joined after {waited_s:g} s (joined: {joined}){left}"
+
+
+def describe_claims(one: Member, other: Member) -> str:
+    """Two living processes have one rank."""
+    places = " and by ".join(f"{member.host} (pid {member.pid})" for member in (one, other))
+    rank = max(one.first_rank, other.first_rank)
+    return f"rank {rank} was claimed twice: by {places}. Give each process a RANK of its own, 0 to WORLD_SIZE-1."
+
+
+def describe_differences(members: list[Member], settings: Mapping[str, Mapping[str, str]]) -> str:
+    """What differs between members, one line each. `settings`: what must be the same, by the digest of it.
+
+    Different code or settings give wrong numbers, not errors: an all-reduce of different sizes returned garbage on one
+    rank without a word.
+    """
+    found = []
+    for name in sorted({name for known in settings.values() for name in known}):
+        holders: dict[str, list[Member]] = {}
         for member in members:
-            for rank in member.ranks:
-                if rank in owners:
-                    return [owners[rank], member]
-                owners[rank] = member
-        return []
-
-    def _doubt(self, twice: list[Member]) -> None:
-        """Have both show that they live. Where both do, no membership can be right."""
-        if all(self._doubted_s.get(member.token) == LIVES for member in twice):
-            self.refuse(describe_claims(twice))
-            return
-        for link, seat in self._seats.items():
-            if seat.member in twice and seat.member.token not in self._doubted_s:
-                self._doubted_s[seat.member.token] = self._clock()
-                link.send("call")
-
-    def _missing(self, now_s: float) -> str:
-        return describe_missing(
-            [seat.member for seat in self._seats.values()], list(self._silent.values()),
-            world_size=self.me.world_size, waited_s=round(now_s - self._begun_s),
-        )
+            holders.setdefault(settings[member.digest].get(name, "nothing"), []).append(member)
+        if len(holders) > 1:
+            got = " and ".join(f"{value} on {_who(who)}" for value, who in list(holders.items())[:4])
+            found.append(f"{name} must be the same on all ranks, got {got}.")
+    return "\n".join([*found[:8], "Start all ranks with the same program and settings."])
 
 
-# A member's side ------------------------------------------------------------------------------------------------------
+def _who(members: list[Member]) -> str:
+    ranks = [rank for member in members for rank in member.ranks]
+    hosts = ", ".join(sorted({member.host for member in members})[:4])
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} ({hosts})"
 
 
-class Attendance:
-    """This member's connection to the leader, made again while there is time."""
+def _by_host(members: Iterable[Member]) -> str:
+    """ "0-1 on node0; 2 on node1"."""
+    ranks: dict[str, set[int]] = {}
+    for member in members:
+        ranks.setdefault(member.host, set()).update(member.ranks)
+    named = [f"{ranges(numbers)} on {host}" for host, numbers in sorted(ranks.items(), key=lambda item: min(item[1]))]
+    more = [f"and ranks on {len(named) - MOST_HOSTS} more machines"] if len(named) > MOST_HOSTS else []
+    return "; ".join(named[:MOST_HOSTS] + more)
 
-    def __init__(
-        self, me: Member, settings: Mapping[str, str], find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
-        notice: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`find_leader`: host and port, which may change from one call to the next. `notice`: told what is waited for."""
-        self.me, self._settings, self._find_leader, self._notice, self._clock = me, settings, find_leader, notice, clock
-        self.problem = "nothing was heard from rank 0"  # why there is no membership yet
-        self._link: Link | None = None
 
-    def say(self, kind: str, **values: Any) -> None:
-        """To the leader, if there is one just now."""
-        if self._link is not None:
-            self._link.send(kind, **values)
-
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """What the leader decides: propose, commit, lost, refused; and "gone" where it is lost itself.
-
-        After "gone" it is looked for again, for `me.left_s` seconds. Raises JoinError where it is not found in time.
-        """
-        while True:
-            await self._connect()
-            assert self._link is not None
-            beats = asyncio.create_task(self._beat(self._link))
-            try:
-                async for message in self._messages(self._link):
-                    yield message
-            finally:
-                beats.cancel()
-                self._link.close()
-                self._link = None
-            yield {"is": "gone"}
-
-    async def _messages(self, link: Link) -> AsyncIterator[dict[str, Any]]:
-        while True:
-            try:
-                async with asyncio.timeout(SILENT_S):
-                    message = await link.receive()
-            except (ConnectionError, TimeoutError):
-                return
-            if message["is"] == "settings":
-                link.send("settings", settings=dict(self._settings))
-            elif message["is"] == "call":
-                link.send("alive")
-            elif message["is"] == "waiting":
-                self.problem = message["text"]
-                self._notice(self.problem)
-            elif message["is"] != "alive":
-                yield message
-
-    async def _connect(self) -> None:
-        until_s = self._clock() + self.me.left_s
-        pause_s = FIRST_PAUSE_S
-        while True:
-            try:
-                host, port = await self._find_leader()
-                link = await Link.connect(host, port)
-                async with asyncio.timeout(HELLO_S):
-                    greeting = await link.receive()
-                if greeting.get("version") != VERSION:
-                    raise ConnectionError(f"it speaks version {greeting.get('version')}, this process {VERSION}")
-                link.send("hello", **asdict(replace(self.me, left_s=max(0.0, until_s - self._clock()))))
-                self._link = link
-                return
-            except OSError as error:
-                self.problem = explain(error)
-            if self._clock() > until_s:
-                raise JoinError(self.problem)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    async def _beat(self, link: Link) -> None:
-        while True:
-            link.send("alive")
-            await asyncio.sleep(ALIVE_S)
+def ranges(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 4, 6, 7] -> "0-2, 4, 6-7"."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,16 +1,45 @@
-"""What members of a job say to each other: one JSON object a line, over TCP. No torch here.
+"""What the members of a job say to each other: one JSON object per line, over TCP. No torch here.
+
+A member stands for one or more ranks: it is the agent of their node, or, where another launcher started the ranks, one
+of them. The leader runs beside the member with rank 0. Every member, that one too, holds one connection to it for as
+long as the job lives. Memberships are numbered (`n`), and the number only grows.
+
+| from a member                                      | from the leader                                            |
+|----------------------------------------------------|------------------------------------------------------------|
+| hello: a Member, version, waited_s, n (last known) | leader(version, over): it speaks first                     |
+| alive                                              | alive                                                      |
+| here(call): the answer to a call                   | call(call): another process claims your ranks, so answer   |
+| settings(settings): those with my digest           | settings: send them, they differ from others'              |
+| ready(n, problem): my ranks are gone, and the      | propose(n, ip, next=[ip, port, name, interface]): its own  |
+| route to the next member works if problem is ""    | address as others see it, the next member's listener       |
+| all else is for Leader's `hear`: end, stop, ...    | commit(n, hosts=[[host, ranks], ...], **more)              |
+|                                                    | lost(n, ranks, host, why): membership n is over            |
+|                                                    | waiting(text): who is missing                              |
+|                                                    | refused(code, text): there will be no membership           |
+|                                                    | all else is from Leader.tell: over, stop, ...              |
 
 Nothing that arrives is unpickled or executed. Whoever sends something else is disconnected.
 """
 
 import asyncio
 import contextlib
+import ipaddress
 import json
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-# Of one message: the settings of a job are the longest, some kilobytes.
-LONGEST = 1 << 20
-CONNECT_S = 2.0  # for each try; a packet that is dropped is sent again after a second
+import psutil
+
+VERSION = 1  # of the messages; hello and refused stay as they are
+LONGEST = 1 << 20  # bytes of one message; the longest is a commit, which names every host
+CONNECT_S = 2.0  # for the resolver, and for each address that it names; a lost packet is sent again after a second
+ALIVE_S = 1.0  # between two signs of life
+SILENT_S = 30.0  # without a sign of life; a machine with too much to do may look dead for a while
+FROZEN_S = 5.0  # between two looks at the clock: this process was stopped itself, and knows nothing of the others
+HELLO_S = 5.0  # for the first message of the other side; port scanners send none
+NOTICE_S = 10.0  # between two lines that say what is waited for
 
 
 class Link:
@@ -18,39 +47,136 @@ class Link:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self.local_ip: str = writer.get_extra_info("sockname")[0]
-        self.remote_ip: str = writer.get_extra_info("peername")[0]
+        self.local_ip, self.remote_ip = (
+            _plain((writer.get_extra_info(name) or [""])[0]) for name in ("sockname", "peername")
+        )
 
     @classmethod
-    async def connect(cls, host: str, port: int) -> "Link":
-        """Raises OSError (TimeoutError, gaierror, ConnectionRefusedError, ...) where nobody answers in CONNECT_S."""
-        async with asyncio.timeout(CONNECT_S):
-            link = cls(*await asyncio.open_connection(host, port, limit=LONGEST))
-        sock = link._writer.get_extra_info("socket")
-        if sock.getsockname() == sock.getpeername():
+    async def connect(cls, host: str, port: int, *, timeout_s: float = CONNECT_S) -> "Link":
+        """Try each address of `host` for `timeout_s`. Raises the last one's OSError: gaierror where the name does not
+        resolve, TimeoutError, ConnectionRefusedError, ..."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except TimeoutError:
+            raise socket.gaierror(socket.EAI_AGAIN, "the resolver gives no answer") from None
+        except UnicodeError as error:
+            raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
+        last: OSError = TimeoutError()
+        for *_, address in found:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    reader, writer = await asyncio.open_connection(str(address[0]), port, limit=LONGEST)
+            except OSError as error:
+                last = error
+                continue
+            if writer.get_extra_info("sockname") != writer.get_extra_info("peername"):
+                return cls(reader, writer)
             # Nobody listens, and the system chose that very port for our side: TCP then connects to itself
-            link.close()
-            raise ConnectionRefusedError
-        return link
+            writer.close()
+            last = ConnectionRefusedError()
+        raise last
 
     def send(self, kind: str, **values: Any) -> None:
-        """Returns at once, and raises nothing: the end of the connection is found by who receives."""
+        """Returns at once and raises nothing: whoever receives finds the end of the connection."""
+        self.write(encode(kind, **values))
+
+    def write(self, data: bytes) -> None:
+        """The same with a message that is encoded already."""
         if not self._writer.is_closing():
-            self._writer.write(json.dumps({"is": kind, **values}).encode() + b"\n")
+            self._writer.write(data)
 
     async def receive(self) -> dict[str, Any]:
-        """The next message. Raises ConnectionError where there will be none."""
+        """The next message. Raises ConnectionError if there will be none."""
         try:
             message = json.loads(await self._reader.readuntil())
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError, OSError) as error:
-            self.close()
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError) as error:
             raise ConnectionError(f"{type(error).__name__}: {error}") from None
+        except (ValueError, RecursionError):
+            message = None
         if not isinstance(message, dict) or not isinstance(message.get("is"), str):
-            self.close()
-            raise ConnectionError("not a message of ours")
+            raise ConnectionError("it sent something that is no message of ours")
         return message
 
-    def close(self) -> None:
-        """Whatever was sent still goes out."""
+    def close(self, *, at_once: bool = False) -> None:
+        """What was sent still goes out, unless `at_once`: a process that is stopped takes nothing."""
         with contextlib.suppress(OSError, RuntimeError):
-            self._writer.close()
+            if at_once:
+                self._writer.transport.abort()
+            else:
+                self._writer.close()
+
+
+def encode(kind: str, **values: Any) -> bytes:
+    """A message as it is sent."""
+    return json.dumps({"is": kind, **values}).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a member says of itself. `ip`, `port` and `interface` are those of its listener, see `Attendance`."""
+
+    token: str  # of this process
+    first_rank: int
+    num_ranks: int
+    world_size: int
+    host: str
+    pid: int
+    digest: str  # of the settings that must be the same for all
+    left_s: float  # how long it waits for the others, each time
+    restarts: int = 0
+    ip: str = ""  # given where the user chose an interface, else its own address on the route to the leader
+    port: int = 0
+    interface: str = ""
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.num_ranks)
+
+    @property
+    def name(self) -> str:
+        last = self.first_rank + self.num_ranks - 1
+        which = f"rank {last}" if self.num_ranks == 1 else f"ranks {self.first_rank}-{last}"
+        return f"{which} on {self.host}"
+
+    @property
+    def who(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+    @staticmethod
+    def read(message: Mapping[str, Any]) -> "Member":
+        """Raises TypeError or ValueError for what no member of ours says."""
+        member = Member(**{f.name: message[f.name] for f in fields(Member) if f.name in message})
+        for f in fields(Member):
+            value = getattr(member, f.name)
+            if not isinstance(value, (int, float) if f.type is float else f.type):  # type: ignore[arg-type]
+                raise TypeError(f.name)
+            if isinstance(value, str) and not (len(value) < 256 and value.isprintable()):
+                raise ValueError(f.name)
+        if member.first_rank < 0 or not 1 <= member.num_ranks <= member.world_size - member.first_rank:
+            raise ValueError("ranks beyond the world size")
+        return member
+
+
+# Addresses ------------------------------------------------------------------------------------------------------------
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this address, or the name localhost, means "this machine" on every machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def interface_of(ip: str) -> str:
+    """The name of this machine's interface that carries `ip`, or ""."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(_plain(address.address) == ip for address in addresses):
+            return name
+    return ""
+
+
+def _plain(ip: str) -> str:
+    """Without the scope of IPv6, and without the prefix that a socket for both versions puts before IPv4."""
+    return ip.partition("%")[0].removeprefix("::ffff:")

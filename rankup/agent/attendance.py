@@ -1,0 +1,288 @@
+"""A member's side of the meeting: find the leader, try the route to the next member, hear what is decided."""
+
+import asyncio
+import contextlib
+import errno
+import math
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from rankup.agent.protocol import (
+    ALIVE_S,
+    FROZEN_S,
+    HELLO_S,
+    NOTICE_S,
+    SILENT_S,
+    VERSION,
+    Link,
+    Member,
+    interface_of,
+    is_loopback,
+)
+from rankup.errors import JoinError
+
+TRY_S = 4.0  # for the route to the next member: a packet that a firewall drops is sent again after 1 s and 3 s
+LAST_WORD_S = 2.0  # that the leader has to say who is missing, when this member's time to join is over
+EARLY_S, EARLY_PAUSE_S, PAUSE_S = 3.0, 0.01, 0.1  # between two tries to connect; all members start within seconds
+CROWD = 64  # a job with more ranks tries less often: one machine takes all connections
+NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
+
+
+class Attendance:
+    """This member's connection to the leader, made again while there is time.
+
+    `problem`: why there is no membership yet. `n`: the last membership that was heard of.
+    """
+
+    def __init__(
+        self, me: Member, settings: Mapping[str, str], find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
+        notice: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`find_leader`: host and port, which may change from one call to the next; an OSError says why there is none
+        yet. `notice`: prints a line, every NOTICE_S, that says what is waited for."""
+        self.me, self._settings, self._find_leader, self._notice, self._clock = me, settings, find_leader, notice, clock
+        self.problem, self.n = "nothing was heard from rank 0", 0
+        self._in_membership = False
+        self._until_s = math.inf  # when the time to join is over; endless in a membership
+        self._heard_s = self._noticed_s = clock()
+        self._link: Link | None = None
+        self._chosen_ip, self._cannot_listen = me.ip, ""
+        self._listener: socket.socket | None = None
+        self._route: asyncio.Task[str] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def say(self, kind: str, **values: Any) -> None:
+        """To the leader, if there is one just now."""
+        if self._link is not None:
+            self._link.send(kind, **values)
+
+    def ready(self, n: int) -> None:
+        """This member's ranks are gone, and it can be in membership `n`. Returns at once; the leader is told when the
+        route to the next member has been tried, which began when the proposal came."""
+        if self._link is not None and self._route is not None and n == self.n:
+            self._start(self._say_ready(self._link, n, self._route))
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """What the leader decides: propose, commit, lost, refused, and all that its `tell` says; "gone" (with `why`)
+        where the leader is lost itself. It is then looked for again.
+
+        Raises JoinError where there is no membership `me.left_s` after the start, or after the last one was lost.
+        """
+        queue: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
+        # In a task of its own: the leader is answered also while nobody takes events
+        self._start(self._attend(queue.put_nowait))
+        try:
+            while not isinstance(event := await queue.get(), Exception):
+                yield event
+            raise event
+        finally:
+            self.close()
+
+    async def _attend(self, put: Callable[[dict[str, Any] | Exception], None]) -> None:
+        self._until_s = self._clock() + self.me.left_s
+        try:
+            while True:
+                link = await self._connect()
+                watch = self._start(self._watch(link))
+                try:
+                    while True:
+                        message = await link.receive()
+                        self._heard_s = self._clock()
+                        if self._take(link, message):
+                            put(message)
+                except ConnectionError:
+                    why = watch.result() if watch.done() else "its process has ended"
+                finally:
+                    watch.cancel()
+                    self._link = None
+                    link.close()
+                if self._clock() > self._until_s:
+                    raise self._failure()
+                self._leave_membership()
+                put({"is": "gone", "why": why})
+                await asyncio.sleep(PAUSE_S)
+        except Exception as error:
+            put(error)
+
+    def close(self) -> None:
+        """Leave. What was said still goes out."""
+        for task in self._tasks:
+            task.cancel()
+        for held in (self._link, self._listener):
+            if held is not None:
+                held.close()
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _take(self, link: Link, message: dict[str, Any]) -> bool:
+        """Do what the meeting needs. Returns whether the message is for others too."""
+        kind = message["is"]
+        if kind == "call":
+            link.send("here", call=message["call"])
+        elif kind == "settings":
+            link.send("settings", settings=dict(self._settings))
+        elif kind == "waiting":
+            self.problem = message["text"]
+            self._say_notice()
+        elif kind == "propose":
+            self.n = message["n"]
+            if self._route is not None:
+                self._route.cancel()
+            self._route = self._start(self._try_route(message["next"]))
+        elif kind == "commit":
+            self._in_membership, self._until_s = True, math.inf
+        elif kind == "lost":
+            self._leave_membership()
+        return kind not in ("alive", "call", "settings", "waiting")
+
+    def _leave_membership(self) -> None:
+        if self._in_membership:
+            self._in_membership, self._until_s = False, self._clock() + self.me.left_s
+
+    def _say_notice(self) -> None:
+        self._noticed_s = self._clock()
+        self._notice(f"still waiting: {self.problem}")
+
+    def _failure(self) -> JoinError:
+        who = self.me.name.replace(" on ", f" of {self.me.world_size} on ", 1)
+        return JoinError(
+            f"{who} could not join within {self.me.left_s:g} s: {self.problem}. MASTER_ADDR and MASTER_PORT have to "
+            "name the machine and port of rank 0 on all ranks."
+        )
+
+    # The connection -----------------------------------------------------------------------------------------------
+
+    async def _connect(self) -> Link:
+        crowd, begun_s, refused = min(10.0, max(1.0, self.me.world_size / CROWD)), self._clock(), ""
+        while True:
+            try:
+                host, port = await self._find_leader()
+            except OSError as error:
+                self.problem = str(error)
+            else:
+                try:
+                    return await self._introduce(host, port)
+                except _NoLeaderError as error:
+                    self.problem = str(error)
+                except OSError as error:
+                    now = explain(error, host, port)
+                    # When rank 0 gives up, its container goes, and with it the name: the refusal was the cause
+                    refused = now if isinstance(error, ConnectionRefusedError) else refused
+                    self.problem = f"{refused}. By now {now}" if refused and refused != now else now
+            now_s = self._clock()
+            if now_s > self._until_s:
+                raise self._failure()
+            if now_s - self._noticed_s >= NOTICE_S:
+                self._say_notice()
+            await asyncio.sleep(crowd * (EARLY_PAUSE_S if now_s - begun_s < EARLY_S else PAUSE_S))
+
+    async def _introduce(self, host: str, port: int) -> Link:
+        """Raises OSError where nothing is reached, and _NoLeaderError where that is no leader who takes members."""
+        link = await Link.connect(host, port)
+        try:
+            async with asyncio.timeout(min(HELLO_S, max(1.0, self._until_s - self._clock()))):
+                greeting = await link.receive()
+            over = str(greeting["over"])
+        except (OSError, LookupError):
+            over = (
+                f"something accepts connections at {host}:{port} but does not answer as a rendezvous store: another "
+                "service holds the port, the machine is the wrong one, or the process of rank 0 is stopped"
+            )
+        if over:
+            link.close()
+            raise _NoLeaderError(over)
+        self._listen(self._chosen_ip or link.local_ip)
+        waited_s = self.me.left_s - (self._until_s - self._clock())
+        link.send("hello", **asdict(self.me), version=VERSION, waited_s=waited_s, n=self.n)
+        self._link, self._heard_s = link, self._clock()
+        self.problem = f"rank 0 at {host}:{port} is still waiting for others"
+        return link
+
+    async def _watch(self, link: Link) -> str:
+        """Give signs of life, until the leader gives none or the time to join is over. Returns why it is given up."""
+        looked_s = self._clock()
+        while True:
+            link.send("alive")
+            await asyncio.sleep(ALIVE_S)
+            now_s = self._clock()
+            if now_s - looked_s > FROZEN_S:
+                self._heard_s = now_s
+            looked_s, silent_s = now_s, now_s - self._heard_s
+            if silent_s > SILENT_S or now_s > self._until_s + LAST_WORD_S:
+                link.close(at_once=True)
+                return f"gave no sign of life for {silent_s:.0f} s"
+
+    # The route to the next member ---------------------------------------------------------------------------------
+
+    def _listen(self, ip: str) -> None:
+        """Listen as gloo will, on the own address; beside the leader, which one that is is known only later.
+
+        Nobody accepts: the kernel completes connections by itself, and not one byte of a stranger is read.
+        """
+        if self._listener is not None:
+            if ip == self.me.ip:
+                return
+            self._listener.close()
+        at = "" if is_loopback(ip) else ip
+        dual = not at and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual or ":" in at else socket.AF_INET
+        port, self._listener, self._cannot_listen = 0, None, ""
+        try:
+            self._listener = socket.create_server((at, 0), family=family, dualstack_ipv6=dual)
+            self._listener.setblocking(False)
+            port = self._listener.getsockname()[1]
+        except OSError as error:
+            self._cannot_listen = f"{self.me.name} can't listen on {ip} ({error.strerror})"
+        self.me = replace(self.me, ip=ip, port=port, interface=interface_of(ip))
+
+    async def _try_route(self, to: list[Any] | None) -> str:
+        """The problem with it, or ""."""
+        if self._listener is None:
+            return self._cannot_listen
+        with contextlib.suppress(OSError):
+            while True:  # drop what was completed for earlier memberships: the queue must not fill
+                self._listener.accept()[0].close()
+        if to is None:
+            return ""
+        ip, port, name, interface = to
+        try:
+            (await Link.connect(ip, port, timeout_s=TRY_S)).close()
+            return ""
+        except TimeoutError:
+            what = "got no answer from"
+        except ConnectionRefusedError:
+            what = "was refused by"
+        except OSError as error:
+            what = "has no route to" if error.errno in NO_ROUTE else f"failed ({error}) to connect to"
+        there = f" (interface {interface} there)" if interface else ""
+        return f"{self.me.name} {what} {name} at {ip}:{port}{there}"
+
+    async def _say_ready(self, link: Link, n: int, route: "asyncio.Task[str]") -> None:
+        link.send("ready", n=n, problem=await route)
+
+
+class _NoLeaderError(OSError):
+    """What answers there takes no members."""
+
+
+def explain(error: OSError, host: str, port: int) -> str:
+    """Why a connection failed, and what that usually means; one clause."""
+    address, detail = f"{host}:{port}", error.strerror or str(error)
+    if isinstance(error, socket.gaierror):
+        return f'the name "{host}" does not resolve here ({detail})'
+    if isinstance(error, ConnectionRefusedError):
+        own = ". A loopback address is each machine itself" if is_loopback(host) else ""
+        return (
+            f"{address} refuses the connection: the machine answers, but nothing listens on that port (rank 0 not "
+            f"started or already gone, or another port){own}"
+        )
+    if isinstance(error, TimeoutError):
+        return f"{address} does not answer: a wrong address, a machine that is down, or a firewall that drops packets"
+    return f"no route to {host} ({detail})" if error.errno in NO_ROUTE else f"{address}: {detail}"

@@ -1,0 +1,1215 @@
+"""How the members of a job meet, lose each other and meet again.
+
+In one process, over loopback: most members here are puppets that say what the test has them say, and the leader's clock
+stands still until a test moves it. The last tests are of real processes that are killed and stopped.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from rankup.agent import attendance, meeting, protocol
+from rankup.agent.attendance import Attendance, explain
+from rankup.agent.meeting import Leader, describe_differences, describe_missing, ranges
+from rankup.agent.protocol import LONGEST, VERSION, Link, Member
+from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, LaunchError
+from tests.rigs.jobs import ROOT, free_port
+
+BOUND_S = 8.0  # of each test, on a machine with ten times as much to do
+
+
+def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*given: Any, **named: Any) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(BOUND_S):
+                await test(*given, **named)
+
+        asyncio.run(bounded())
+
+    return run
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """For what the leader does without a word to anybody."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def member(rank: int, *, of: int = 3, num_ranks: int = 1, token: str = "", **more: Any) -> Member:
+    values = {"host": f"node{rank}", "pid": 1000 + rank, "digest": "d", "left_s": 120.0, "ip": "127.0.0.1", **more}
+    return Member(token or f"token{rank}", rank, num_ranks, of, **values)
+
+
+class Puppet:
+    """A member that says what the test has it say."""
+
+    def __init__(self, link: Link, me: Member) -> None:
+        self.link, self.me = link, me
+
+    def say(self, kind: str, **values: Any) -> None:
+        self.link.send(kind, **values)
+
+    async def hears(self, kind: str) -> dict[str, Any]:
+        """The next message, which must be of this kind."""
+        while (message := await self.link.receive())["is"] == "alive":
+            pass
+        assert message["is"] == kind, message
+        return message
+
+    async def is_cut(self) -> None:
+        """Its connection ends, and nothing is said before."""
+        with pytest.raises(ConnectionError):
+            await self.hears("the end")
+
+    def vanish(self) -> None:
+        self.link.close()
+
+
+class Room:
+    """A leader of three ranks that anybody can connect to, and a clock that only the test moves."""
+
+    def __init__(self, me: Member) -> None:
+        self.now_s, self.said = 1000.0, list[str]()
+        self.heard: asyncio.Queue[tuple[Member, Mapping[str, Any]]] = asyncio.Queue()
+        self.prepared: Callable[[int], Awaitable[Mapping[str, Any]]] = self.prepare_nothing
+        self.leader = Leader(
+            me, say=self.said.append, prepare=lambda n: self.prepared(n), clock=lambda: self.now_s,
+            hear=lambda member, message: self.heard.put_nowait((member, message)),
+        )
+        self.port, self.links, self.attended = 0, list[Link](), 0
+
+    async def prepare_nothing(self, n: int) -> Mapping[str, Any]:
+        return {"job": f"job{n}"}
+
+    async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.attended += 1
+        try:
+            await self.leader.attend(reader, writer)
+        finally:
+            writer.close()
+            self.attended -= 1
+
+    async def connect(self, ip: str = "127.0.0.1") -> Link:
+        self.links.append(link := await Link.connect(ip, self.port))
+        return link
+
+    async def enter(self, me: Member, ip: str = "127.0.0.1", **more: Any) -> Puppet:
+        """A puppet that has introduced itself."""
+        link = await self.connect(ip)
+        assert (await link.receive())["is"] == "leader"
+        link.send("hello", **{**asdict(me), "version": VERSION, "waited_s": 0.0, "n": 0, **more})
+        return Puppet(link, me)
+
+    async def three(self, **more: Any) -> list[Puppet]:
+        """Three that are here."""
+        puppets = [await self.enter(member(rank, **more)) for rank in (2, 0, 1)]
+        return sorted(puppets, key=lambda puppet: puppet.me.first_rank)
+
+    async def agree(self, puppets: list[Puppet]) -> dict[str, Any]:
+        """They get ready for the proposal that comes next, and hear the commit."""
+        for puppet in puppets:
+            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
+        said = [await puppet.hears("commit") for puppet in puppets]
+        assert said[1:] == said[:-1]
+        return said[0]
+
+    async def job(self, **more: Any) -> list[Puppet]:
+        """Three in a membership."""
+        puppets = await self.three(**more)
+        await self.agree(puppets)
+        return puppets
+
+    async def nothing_is_said_to(self, *puppets: Puppet) -> None:
+        for puppet in puppets:  # the leader has read all that they said, as each connection keeps its order
+            puppet.say("mark")
+            while (await self.heard.get())[1]["is"] != "mark":
+                pass
+        self.leader.tell("mark")
+        for puppet in puppets:
+            await puppet.hears("mark")
+
+    async def pass_time(self, seconds: float, *alive: Puppet) -> None:
+        """In steps, as a process that runs looks at its clock. Those `alive` give a sign of life in each."""
+        while seconds > 0:
+            self.now_s += min(seconds, 1.0)
+            seconds -= 1.0
+            for puppet in alive:
+                puppet.say("mark")
+                while (await self.heard.get())[1]["is"] != "mark":
+                    pass
+            self.leader.tick()
+
+
+@contextlib.asynccontextmanager
+async def room(me: Member | None = None) -> AsyncIterator[Room]:
+    made = Room(me or member(0))
+    listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)  # as agents do
+    server = await asyncio.start_server(made.attend, sock=listener, limit=LONGEST)
+    made.port = server.sockets[0].getsockname()[1]
+    try:
+        yield made
+    finally:
+        server.close()
+        for link in made.links:
+            link.close()
+        await until(lambda: made.attended == 0)
+
+
+# Coming together ------------------------------------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_members_meet_whatever_the_order_and_the_commit_says_who_they_are():
+    async with room(member(0, of=5, num_ranks=2)) as here:
+        last = await here.enter(member(4, of=5))
+        first = await here.enter(member(0, of=5, num_ranks=2))
+        await here.nothing_is_said_to(last, first)
+        assert [each.first_rank for each in here.leader.members] == [0, 4]
+        middle = await here.enter(member(2, of=5, num_ranks=2))
+        said = await here.agree([last, first, middle])
+        assert said == {"is": "commit", "n": 1, "job": "job1", "hosts": [["node0", 2], ["node2", 2], ["node4", 1]]}
+        assert here.leader.running
+
+
+@asynchronous
+async def test_each_is_told_where_the_next_one_listens():
+    async with room() as here:
+        puppets = [await here.enter(member(rank, port=7000 + rank, interface="eth0")) for rank in (0, 1, 2)]
+        said = [(await puppet.hears("propose"))["next"] for puppet in puppets]
+        ring = [["127.0.0.1", 7000 + rank, f"rank {rank} on node{rank}"] for rank in (1, 2, 0)]
+        assert [each[:3] for each in said] == ring
+
+
+@asynchronous
+async def test_one_alone_has_no_route_to_try():
+    async with room(member(0, of=1)) as here:
+        one = await here.enter(member(0, of=1, port=7000))
+        assert (await one.hears("propose"))["next"] is None
+
+
+@asynchronous
+async def test_who_is_beside_the_leader_is_told_the_address_at_which_others_reached_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(meeting, "is_loopback", lambda ip: ip == "127.0.0.1")
+    async with room() as here:
+        await here.enter(member(1, port=7001))
+        far = await here.enter(member(2, ip="127.0.0.9", port=7002), ip="127.0.0.5")
+        own = await here.enter(member(0, port=7000))
+        said = await own.hears("propose")
+        assert said["ip"] == "127.0.0.5"
+        assert said["next"][:2] == ["127.0.0.5", 7001]
+        said = await far.hears("propose")
+        assert (said["ip"], said["next"][:2]) == ("127.0.0.9", ["127.0.0.5", 7000])
+
+
+@asynchronous
+async def test_a_member_that_goes_voids_the_proposal():
+    async with room() as here:
+        puppets = await here.three()
+        for puppet in puppets:
+            await puppet.hears("propose")
+            puppet.say("ready", n=1, problem="")
+            if puppet is puppets[1]:
+                break
+        puppets[0].vanish()
+        await until(lambda: len(here.leader.members) == 2)
+        puppets[0] = await here.enter(member(0, token="again"))
+        assert (await puppets[0].hears("propose"))["n"] == 2
+        puppets[0].say("ready", n=2, problem="")
+        puppets[1].say("ready", n=1, problem="")  # what it says of an earlier one does not count
+        assert (await puppets[1].hears("propose"))["n"] == 2
+        assert (await puppets[2].hears("propose"))["n"] == 1
+        assert (await puppets[2].hears("propose"))["n"] == 2
+        puppets[2].say("ready", n=2, problem="")
+        await here.nothing_is_said_to(*puppets)
+        puppets[1].say("ready", n=2, problem="")
+        assert [(await puppet.hears("commit"))["n"] for puppet in puppets] == [2, 2, 2]
+
+
+@asynchronous
+async def test_a_member_that_goes_while_the_leader_prepares_voids_the_proposal():
+    async with room() as here:
+        began, gone, go = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def prepare(n: int) -> Mapping[str, Any]:
+            if n == 1:
+                began.set()
+                try:
+                    await go.wait()
+                finally:
+                    gone.set()
+            return {}
+
+        here.prepared = prepare
+        puppets = await here.three()
+        for puppet in puppets:
+            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
+        await began.wait()
+        puppets[1].vanish()
+        await gone.wait()  # cancelled: nobody has set `go`
+        go.set()
+        await here.nothing_is_said_to(puppets[0], puppets[2])
+        puppets[1] = await here.enter(member(1, token="again"))
+        assert (await here.agree(puppets))["n"] == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [(LaunchError("no"), 2, "no"), (JoinError("not now"), 170, "not now"), (OSError("full"), 170, "OSError: full")],
+)
+@asynchronous
+async def test_all_are_refused_where_the_leader_can_not_prepare(error: Exception, code: int, text: str):
+    async def prepare(n: int) -> Mapping[str, Any]:
+        raise error
+
+    async with room() as here:
+        here.prepared = prepare
+        puppets = await here.three()
+        for puppet in puppets:
+            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
+        for puppet in puppets:
+            assert await puppet.hears("refused") == {"is": "refused", "code": code, "text": text}
+
+
+@asynchronous
+async def test_routes_that_are_closed_are_named_to_all_alike():
+    async with room() as here:
+        puppets = await here.three()
+        for puppet, problem in zip(puppets, ["", "1 can't reach 2", "2 can't reach 0"], strict=True):
+            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem=problem)
+        for puppet in puppets:
+            said = await puppet.hears("refused")
+            assert said["code"] == JOIN_FAILED
+            closed = "all ranks reached the master, but not each other: 1 can't reach 2; 2 can't reach 0. gloo and nccl"
+            assert said["text"].startswith(closed)
+
+
+# Who can't belong to it ----------------------------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_settings_that_differ_are_named_with_values_and_hosts():
+    async with room() as here:
+        first, last = await here.enter(member(0)), await here.enter(member(2))
+        other = await here.enter(member(1, digest="other"))
+        await last.hears("settings")  # one of each kind is asked for them
+        await other.hears("settings")
+        last.say("settings", settings={"setting lr": "0.1", "torch": "2"})
+        other.say("settings", settings={"setting lr": "0.2", "torch": "2"})
+        text = (
+            "setting lr must be the same on all ranks, got 0.1 on ranks 0, 2 (node0, node2) and 0.2 on rank 1 (node1)."
+            "\nStart all ranks with the same program and settings."
+        )
+        for puppet in (first, last, other):
+            assert await puppet.hears("refused") == {"is": "refused", "code": USER_MISTAKE, "text": text}
+
+
+@asynchronous
+async def test_another_world_size_ends_a_job_that_was_never_whole():
+    async with room() as here:
+        first = await here.enter(member(0))
+        other = await here.enter(member(1, of=4))
+        for puppet in (first, other):
+            said = await puppet.hears("refused")
+            assert said["text"].startswith(
+                "rank 1 on node1 (pid 1001) was started with WORLD_SIZE=4, rank 0 on node0 (pid 1000) with WORLD_SIZE=3"
+            )
+            assert said["code"] == JOIN_FAILED
+
+
+@asynchronous
+async def test_another_version_of_rankup_is_named():
+    async with room() as here:
+        first = await here.enter(member(0))
+        other = await here.enter(member(1), version=VERSION + 1, unheard_of=3)
+        for puppet in (first, other):
+            said = await puppet.hears("refused")
+            assert said["text"].startswith("rank 1 on 'node1' has another version of rankup than rank 0 on node0 (pid")
+            assert said["code"] == USER_MISTAKE
+
+
+@pytest.mark.parametrize(("newcomer", "version"), [(member(1, of=9, token="new"), 1), (member(1, token="new"), 2)])
+@asynchronous
+async def test_who_can_not_belong_to_it_does_not_end_a_job_that_was_whole(newcomer: Member, version: int):
+    async with room() as here:
+        puppets = await here.job()
+        stranger = await here.enter(newcomer, version=version)
+        await stranger.hears("refused")
+        await here.nothing_is_said_to(*puppets)
+        assert here.leader.running
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: node0\r\n\r\n", b"\x80\x04\x95\n", b"[" * 100_000 + b"\n", b"{}\n", b'{"is": 3}\n',
+        b'{"is": "hello"}\n', b'{"is": "alive"}\n', b"x" * (LONGEST + 10), b"9" * 10_000 + b"\n",
+        *[
+            protocol.encode("hello", **{**asdict(member(1)), "version": VERSION, "waited_s": 0, "n": 0, **wrong})
+            for wrong in (
+                {"host": 3}, {"host": "\x1b[2J"}, {"host": "h" * 256}, {"first_rank": -1}, {"first_rank": "1"},
+                {"num_ranks": 3}, {"num_ranks": 0}, {"left_s": None}, {"waited_s": "x"}, {"n": None}, {"ip": []},
+            )
+        ],
+    ],
+    ids=range(20),
+)
+@asynchronous
+async def test_who_sends_nonsense_is_cut_off_and_changes_nothing(data: bytes):
+    async with room() as here:
+        first = await here.enter(member(0))
+        link = await here.connect()
+        await link.receive()
+        link.write(data)
+        await Puppet(link, member(1)).is_cut()
+        await here.agree([first, await here.enter(member(1)), await here.enter(member(2))])
+
+
+@asynchronous
+async def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(meeting, "HELLO_S", 0.01)
+    async with room() as here:
+        link = await here.connect()
+        await link.receive()
+        await Puppet(link, member(1)).is_cut()
+
+
+@pytest.mark.parametrize("message", [{"is": "ready"}, {"is": "settings", "settings": 3}, {"is": "here"}, {"is": "end"}])
+@asynchronous
+async def test_a_member_that_sends_nonsense_is_lost(message: dict[str, Any]):
+    async with room() as here:
+        puppets = await here.job()
+        puppets[1].link.write(json.dumps(message).encode() + b"\n")
+        said = await puppets[2].hears("lost")
+        assert said["why"].startswith("it sent a message that makes no sense: ")
+
+
+# Two with one rank ---------------------------------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_both_living_processes_of_a_rank_are_named_to_all():
+    async with room(member(0, of=4)) as here:
+        first = await here.enter(member(0, of=4))
+        one = await here.enter(member(1, of=4, num_ranks=2))
+        two = await here.enter(member(2, of=4, token="two"))
+        one.say("here", call=(await one.hears("call"))["call"])
+        for puppet in (first, one, two):
+            assert (await puppet.hears("refused"))["text"] == (
+                "rank 2 was claimed twice: by node1 (pid 1001) and by node2 (pid 1002). Give each process a RANK of "
+                "its own, 0 to WORLD_SIZE-1."
+            )
+
+
+@asynchronous
+async def test_a_rank_that_comes_again_takes_the_place_of_its_frozen_process():
+    async with room() as here:
+        first, frozen = await here.enter(member(0)), await here.enter(member(1))
+        again = await here.enter(member(1, token="again", pid=77))
+        await frozen.hears("call")
+        await here.pass_time(meeting.ANSWER_S + 1, first)
+        last = await here.enter(member(2))
+        await here.agree([first, again, last])
+        replaced = "rank 1 on node1 (pid 1001) gives no answer: it was replaced by rank 1 on node1 (pid 77)"
+        assert here.said == [replaced]
+        await frozen.is_cut()
+
+
+@asynchronous
+async def test_a_member_whose_machine_died_is_replaced_at_once():
+    async with room() as here:
+        first, dead, last = await here.job()
+        again = await here.enter(member(1, token="again", pid=77))
+        await dead.hears("call")
+        await here.pass_time(meeting.ANSWER_S + 1, first, last)
+        for puppet in (first, last):
+            said = await puppet.hears("lost")
+            assert said["why"] == "was replaced by rank 1 on node1 (pid 77)"
+            assert (said["n"], said["ranks"], said["host"]) == (1, [1], "node1")
+        assert (await here.agree([first, again, last]))["n"] == 2
+
+
+@asynchronous
+async def test_one_too_many_is_refused_and_the_job_does_not_notice():
+    async with room() as here:
+        first, living, last = await here.job()
+        stranger = await here.enter(member(1, token="stranger"))
+        living.say("here", call=(await living.hears("call"))["call"])
+        said = await stranger.hears("refused")
+        assert said["code"] == JOIN_FAILED
+        assert "was complete before this rank came, with rank 1 on node1 (pid 1001): two processes" in said["text"]
+        await here.pass_time(meeting.ANSWER_S + 1, first, living, last)
+        await here.nothing_is_said_to(first, living, last)
+        # Nor do the next ones, each of which is asked for anew
+        again = [await here.enter(member(1, token=token)) for token in ("two", "three")]
+        living.say("here", call=(await living.hears("call"))["call"])
+        for puppet in again:
+            await puppet.hears("refused")
+
+
+@asynchronous
+async def test_the_answer_to_an_earlier_call_is_none():
+    async with room() as here:
+        first, living, last = await here.job()
+        stranger = await here.enter(member(1, token="stranger"))
+        call = (await living.hears("call"))["call"]
+        living.say("here", call=call)
+        await stranger.hears("refused")
+        again = await here.enter(member(1, token="again"))
+        living.say("here", call=call)
+        await living.hears("call")
+        await here.pass_time(2.0, first, living, last)
+        await first.hears("lost")
+        await last.hears("lost")
+        await here.agree([first, again, last])
+
+
+@asynchronous
+async def test_of_two_newcomers_the_second_is_refused():
+    async with room() as here:
+        first, dead, last = await here.job()
+        one, two = await here.enter(member(1, token="one")), await here.enter(member(1, token="two"))
+        await dead.hears("call")
+        dead.vanish()
+        for puppet in (first, last):
+            await puppet.hears("lost")
+        one.say("here", call=(await one.hears("call"))["call"])
+        await two.hears("refused")
+        await here.agree([first, one, last])
+
+
+@asynchronous
+async def test_a_member_that_connects_again_need_not_wait_for_its_own_old_connection():
+    async with room() as here:
+        first, cut, last = await here.job()
+        again = await here.enter(cut.me)
+        for puppet in (first, last):
+            assert (await puppet.hears("lost"))["why"] == "its connection was cut"
+        await here.agree([first, again, last])
+        assert here.now_s == 1000.0
+
+
+# Losing and meeting again ---------------------------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_a_lost_member_is_told_to_all_and_its_successor_makes_the_next_membership():
+    async with room() as here:
+        first, lost, last = await here.job()
+        lost.vanish()
+        for puppet in (first, last):
+            said = {"is": "lost", "n": 1, "ranks": [1], "host": "node1", "why": "its process has ended"}
+            assert await puppet.hears("lost") == said
+        assert await here.heard.get() == (lost.me, {"is": "lost", "n": 1, "why": "its process has ended"})
+        assert not here.leader.running
+        again = await here.enter(member(1, token="again"))
+        assert (await here.agree([first, again, last]))["n"] == 2
+
+
+@asynchronous
+async def test_a_rank_that_ended_badly_begins_the_next_membership_at_once():
+    async with room(member(0, of=4)) as here:
+        puppets = [await here.enter(member(rank, of=4, num_ranks=2)) for rank in (0, 2)]
+        await here.agree(puppets)
+        here.leader.lose(puppets[1].me, "exit code 137", ranks=[3], code=137)
+        here.leader.lose(puppets[0].me, "exit code 171")  # a consequence: that membership is over
+        for puppet in puppets:
+            said = await puppet.hears("lost")
+            assert said == {
+                "is": "lost", "n": 1, "ranks": [3], "host": "node2", "why": "exit code 137", "code": 137,
+            }
+        assert (await here.agree(puppets))["n"] == 2
+
+
+@asynchronous
+async def test_ends_are_heard_before_the_leader_prepares():
+    async with room() as here:
+        puppets = await here.job()
+        ends: list[int] = []
+
+        async def prepare(n: int) -> Mapping[str, Any]:
+            while not here.heard.empty():
+                ends.append(here.heard.get_nowait()[1]["code"])
+            here.leader.tell("over", code=1, text="a fault")
+            return {}
+
+        here.prepared = prepare
+        here.leader.lose(puppets[1].me, "exit code 1")
+        for puppet in puppets:
+            await puppet.hears("lost")
+            puppet.say("end", n=1, rank=puppet.me.first_rank, code=puppet.me.first_rank)
+            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
+        for puppet in puppets:
+            assert await puppet.hears("over") == {"is": "over", "code": 1, "text": "a fault"}
+            puppet.vanish()
+        assert sorted(ends) == [0, 1, 2]
+        await until(lambda: not here.leader.members)
+        assert here.heard.empty(), "somebody was lost"
+
+
+@asynchronous
+async def test_members_may_go_once_it_is_over_and_nobody_else_is_taken():
+    async with room() as here:
+        puppets = await here.job()
+        here.leader.tell("over", code=0, text="")
+        puppets[1].vanish()
+        await until(lambda: len(here.leader.members) == 2)
+        for puppet in (puppets[0], puppets[2]):
+            await puppet.hears("over")
+        await here.nothing_is_said_to(puppets[0], puppets[2])
+        late = await here.connect()
+        assert (await late.receive())["over"] == "the job at this address has just ended"
+
+
+@asynchronous
+async def test_a_member_whose_ranks_have_all_finished_may_go():
+    async with room(member(0, of=3, num_ranks=2)) as here:
+        puppets = [await here.enter(member(0, of=3, num_ranks=2)), await here.enter(member(2, of=3))]
+        await here.agree(puppets)
+        puppets[1].say("end", n=1, rank=2, code=0)
+        puppets[1].vanish()
+        await until(lambda: len(here.leader.members) == 1)
+        assert here.leader.running
+        puppets[0].say("end", n=1, rank=0, code=0)
+        puppets[0].vanish()  # before rank 1 has finished
+        await until(lambda: not here.leader.running)
+
+
+@asynchronous
+async def test_what_is_said_of_an_earlier_membership_is_dropped_and_nobody_else_says_who_is_lost():
+    async with room() as here:
+        puppets = await here.job()
+        here.leader.lose(puppets[0].me, "exit code 137")
+        for puppet in puppets:
+            await puppet.hears("lost")
+        await here.agree(puppets)
+        puppets[1].say("end", n=1, rank=1, code=0)
+        puppets[1].say("lost", n=2, why="a joke")
+        puppets[1].say("end", n=2, rank=1, code=3)
+        assert await here.heard.get() == (puppets[1].me, {"is": "end", "n": 2, "rank": 1, "code": 3})
+
+
+@asynchronous
+async def test_a_new_leader_goes_on_from_the_number_that_its_members_know():
+    async with room() as here:
+        puppets = [await here.enter(member(0)), await here.enter(member(1), n=7), await here.enter(member(2), n=6)]
+        assert (await here.agree(puppets))["n"] == 8
+
+
+# Silence and time -----------------------------------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_a_silent_member_is_lost():
+    async with room() as here:
+        first, silent, last = await here.job()
+        await here.pass_time(meeting.SILENT_S, first, last)
+        await here.nothing_is_said_to(first, last)
+        await here.pass_time(1, first, last)
+        for puppet in (first, last):
+            assert (await puppet.hears("lost"))["why"] == "gave no sign of life for 31 s"
+        await silent.is_cut()
+
+
+@asynchronous
+async def test_a_leader_that_was_stopped_itself_takes_nobody_for_silent():
+    async with room() as here:
+        puppets = await here.job()
+        here.now_s += 10 * meeting.SILENT_S
+        here.leader.tick()
+        await here.nothing_is_said_to(*puppets)
+        await here.pass_time(meeting.SILENT_S - 1, *puppets[:2])
+        await here.nothing_is_said_to(*puppets[:2])
+        await here.pass_time(2, *puppets[:2])
+        await puppets[0].hears("lost")
+
+
+@asynchronous
+async def test_the_leader_gives_signs_of_life():
+    async with room() as here:
+        first = await here.enter(member(0))
+        await here.pass_time(2.0, first)
+        assert (await first.link.receive())["is"] == "alive"
+        assert (await first.link.receive())["is"] == "alive"
+
+
+@asynchronous
+async def test_who_is_missing_is_told_to_all_every_ten_seconds():
+    async with room() as here:
+        puppets = [await here.enter(member(0)), await here.enter(member(2))]
+        await here.pass_time(9.5, *puppets)
+        await here.nothing_is_said_to(*puppets)
+        for waited_s in (10, 20):
+            await here.pass_time(10.0, *puppets)
+            text = f"rank 1 of 3 has not joined after {waited_s} s (joined: 0 on node0; 2 on node2)"
+            assert [await puppet.hears("waiting") for puppet in puppets] == [{"is": "waiting", "text": text}] * 2
+        gone = await here.enter(member(1))
+        for puppet in puppets:
+            await puppet.hears("propose")
+        gone.vanish()
+        await until(lambda: len(here.leader.members) == 2)
+        await here.pass_time(10.0, *puppets)
+        left = "; rank 1 on node1 (pid 1001) had joined, but its process has ended"
+        assert (await puppets[0].hears("waiting"))["text"].endswith(left)
+        await here.enter(member(1))
+        for puppet in puppets:
+            if puppet is puppets[1]:
+                await puppet.hears("waiting")
+            await puppet.hears("propose")
+        puppets[0].say("ready", n=2, problem="")
+        await here.pass_time(10.0, *puppets)
+        late = "all 3 ranks have joined, but not each is ready after 40 s (late: 1 on node1; 2 on node2)"
+        assert (await puppets[0].hears("waiting"))["text"] == late
+
+
+@asynchronous
+async def test_a_member_whose_time_is_over_learns_who_is_missing():
+    async with room() as here:
+        first = await here.enter(member(0))
+        brief = await here.enter(member(2, left_s=60.0), waited_s=40.0)
+        await here.pass_time(19.0, first)
+        for puppet in (first, brief):
+            await puppet.hears("waiting")
+        brief.say("alive")
+        await here.pass_time(2.0, first)
+        for puppet in (first, brief):
+            await puppet.hears("waiting")
+        said = await brief.hears("refused")
+        text = "rank 1 of 3 has not joined after 21 s (joined: 0 on node0; 2 on node2)"
+        assert said["text"] == f"{text}. Was every process started, with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
+        assert said["code"] == JOIN_FAILED
+        await here.nothing_is_said_to(first)
+
+
+@asynchronous
+async def test_all_are_refused_when_the_time_of_the_leaders_own_member_is_over():
+    async with room() as here:
+        first, other = await here.enter(member(0, left_s=5.0)), await here.enter(member(2))
+        await here.pass_time(6.0, first, other)
+        assert await first.hears("refused") == await other.hears("refused")
+
+
+@asynchronous
+async def test_the_time_to_join_begins_anew_after_a_loss():
+    async with room() as here:
+        first, lost, last = await here.job(left_s=20.0)
+        await here.pass_time(100.0, first, lost, last)
+        await here.nothing_is_said_to(first, last)
+        lost.vanish()
+        for puppet in (first, last):
+            await puppet.hears("lost")
+        await here.pass_time(19.0, first, last)
+        for puppet in (first, last):
+            await puppet.hears("waiting")
+        await here.nothing_is_said_to(first, last)
+        await here.pass_time(2.0, first, last)
+        for puppet in (first, last):
+            await puppet.hears("waiting")
+            assert "rank 1 of 3 has not joined after 21 s" in (await puppet.hears("refused"))["text"]
+
+
+# A member's side ------------------------------------------------------------------------------------------------------
+
+
+class Listening:
+    """A member that runs: its attendance, the events that it has heard, and the lines that it has printed."""
+
+    def __init__(self, me: Member, port: Callable[[], int], **more: Any) -> None:
+        self.port, self.said = port, list[str]()
+        self.attendance = Attendance(me, {"name": me.host}, self.find, notice=self.said.append, **more)
+        self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.running = asyncio.create_task(self.run())
+
+    async def find(self) -> tuple[str, int]:
+        return "127.0.0.1", self.port()
+
+    async def run(self) -> None:
+        async for event in self.attendance.events():
+            self.events.put_nowait(event)
+            if event["is"] == "propose":
+                self.attendance.ready(event["n"])
+
+    async def hears(self, kind: str) -> dict[str, Any]:
+        event = await self.events.get()
+        assert event["is"] == kind, event
+        return event
+
+    async def leave(self) -> None:
+        self.running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.running
+
+
+@contextlib.asynccontextmanager
+async def attending(*members: Member, port: Callable[[], int], **more: Any) -> AsyncIterator[list[Listening]]:
+    made = [Listening(each, port, **more) for each in members]
+    try:
+        yield made
+    finally:
+        for each in made:
+            await each.leave()
+
+
+@contextlib.asynccontextmanager
+async def fake_leader() -> AsyncIterator[tuple[Callable[[], int], "asyncio.Queue[Link]"]]:
+    """A leader that the test plays: its port, and the connections to it."""
+    links: asyncio.Queue[Link] = asyncio.Queue()
+    writers = []
+
+    async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        links.put_nowait(Link(reader, writer))
+
+    server = await asyncio.start_server(attend, "127.0.0.1", 0)
+    try:
+        yield (lambda: server.sockets[0].getsockname()[1]), links
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+
+async def greeted(links: "asyncio.Queue[Link]") -> tuple[Link, dict[str, Any]]:
+    """The next one that comes, with its hello."""
+    link = await links.get()
+    link.send("leader", version=VERSION, over="")
+    return link, await link.receive()
+
+
+@asynchronous
+async def test_members_meet_lose_one_and_meet_again():
+    async with room() as here, attending(*map(member, range(3)), port=lambda: here.port) as all_of_them:
+        first, lost, last = all_of_them
+        ports = [each.attendance.me.port for each in all_of_them]
+        for each in all_of_them:
+            await each.hears("propose")
+            assert (await each.hears("commit"))["hosts"] == [["node0", 1], ["node1", 1], ["node2", 1]]
+        assert len(set(ports)) == 3
+        await lost.leave()
+        for each in (first, last):
+            assert (await each.hears("lost"))["ranks"] == [1]
+        async with attending(member(1, token="again"), port=lambda: here.port) as (again,):
+            for each in (first, again, last):
+                assert (await each.hears("propose"))["n"] == 2
+                assert (await each.hears("commit"))["n"] == 2
+
+
+@asynchronous
+async def test_settings_are_sent_where_they_differ():
+    differing = [member(0), member(1, digest="e"), member(2)]
+    async with room() as here, attending(*differing, port=lambda: here.port) as all_of_them:
+        for each in all_of_them:
+            said = await each.hears("refused")
+            assert "name must be the same on all ranks, got node" in said["text"]
+            assert said["code"] == USER_MISTAKE
+
+
+@asynchronous
+async def test_a_closed_route_is_named():
+    async with room() as here, attending(member(0), member(1), port=lambda: here.port) as (first, other):
+        await until(lambda: len(here.leader.members) == 2)
+        listener = other.attendance._listener
+        assert listener is not None
+        port = listener.getsockname()[1]
+        listener.close()
+        async with attending(member(2), port=lambda: here.port):
+            await first.hears("propose")
+            said = await first.hears("refused")
+        refused = f"rank 0 on node0 was refused by rank 1 on node1 at 127.0.0.1:{port} (interface lo there)"
+        assert refused in said["text"]
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (TimeoutError(), "got no answer from"), (ConnectionRefusedError(), "was refused by"),
+        (OSError(113, "No route to host"), "has no route to"),
+        (OSError(1, "not permitted"), "failed ([Errno 1] not permitted) to connect to"),
+    ],
+)
+@asynchronous
+async def test_what_is_wrong_with_a_route_is_told_apart(
+    error: OSError, what: str, monkeypatch: pytest.MonkeyPatch
+):
+    real = Link.connect
+
+    async def connect(ip: str, port: int, **more: Any) -> Link:
+        if port != 7000:
+            return await real(ip, port)
+        raise error
+
+    monkeypatch.setattr(Link, "connect", connect)
+    async with fake_leader() as (port, links), attending(member(1), port=port):
+        link, _ = await greeted(links)
+        link.send("propose", n=1, ip="", next=["10.0.0.1", 7000, "rank 2 on node2", ""])
+        assert await Puppet(link, member(1)).hears("ready") == {
+            "is": "ready", "n": 1, "problem": f"rank 1 on node1 {what} rank 2 on node2 at 10.0.0.1:7000",
+        }
+
+
+@asynchronous
+async def test_connections_of_earlier_memberships_do_not_fill_the_listener(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attendance, "TRY_S", 2.0)
+    async with fake_leader() as (port, links), attending(member(1), port=port) as (one,):
+        link, hello = await greeted(links)
+        strangers = [socket.create_connection(("127.0.0.1", hello["port"])) for _ in range(100)]
+        for n in range(1, 150):
+            link.send("propose", n=n, ip="", next=["127.0.0.1", hello["port"], "rank 1 on node1", ""])
+            said = await Puppet(link, member(1)).hears("ready")
+            assert (said["n"], said["problem"]) == (n, "")
+            await one.hears("propose")
+        for stranger in strangers:
+            stranger.close()
+
+
+@asynchronous
+async def test_who_can_not_listen_says_so_when_it_matters():
+    async with fake_leader() as (port, links), attending(member(1, ip="192.0.2.1"), port=port):
+        link, hello = await greeted(links)
+        assert hello["port"] == 0
+        link.send("propose", n=1, ip="", next=None)
+        said = await Puppet(link, member(1)).hears("ready")
+        assert said["problem"].startswith("rank 1 on node1 can't listen on 192.0.2.1 (")
+
+
+@asynchronous
+async def test_a_leader_that_ends_is_looked_for_again_elsewhere():
+    async with fake_leader() as (port, links), attending(member(1), port=lambda: ports[-1]()) as (one,):
+        ports = [port]
+        link, hello = await greeted(links)
+        assert (hello["n"], hello["first_rank"], hello["token"]) == (0, 1, "token1")
+        link.send("propose", n=5, ip="", next=None)
+        link.send("commit", n=5, hosts=[])
+        await one.hears("propose"), await one.hears("commit")
+        async with fake_leader() as (other_port, other_links):
+            ports.append(other_port)
+            link.close()
+            assert await one.hears("gone") == {"is": "gone", "why": "its process has ended"}
+            link, hello = await greeted(other_links)
+            assert hello["n"] == 5
+            link.send("propose", n=6, ip="", next=None)
+            assert (await one.hears("propose"))["n"] == 6
+
+
+@asynchronous
+async def test_a_leader_that_takes_nobody_any_more_is_asked_again():
+    async with fake_leader() as (port, links), attending(member(1), port=port) as (one,):
+        for _ in range(2):
+            (await links.get()).send("leader", version=VERSION, over="the job has just ended")
+        await greeted(links)
+        assert one.events.empty()
+
+
+@asynchronous
+async def test_calls_are_answered_while_nobody_takes_events():
+    async with fake_leader() as (port, links):
+        one = Attendance(member(1), {}, lambda: find(port), notice=print)
+        events = one.events()
+        waiting = asyncio.ensure_future(anext(events))
+        link, _ = await greeted(links)
+        link.send("propose", n=1, ip="", next=None)
+        assert (await waiting)["n"] == 1
+        link.send("commit", n=1, hosts=[])
+        link.send("call", call=4)
+        assert await Puppet(link, one.me).hears("here") == {"is": "here", "call": 4}
+        await events.aclose()
+
+
+async def find(port: Callable[[], int]) -> tuple[str, int]:
+    return "127.0.0.1", port()
+
+
+class Steps:
+    """A clock that goes by so much at each sign of life of a member: in steps, or in a leap."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(attendance, "ALIVE_S", 0.0)
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@asynchronous
+async def test_a_silent_leader_is_gone(monkeypatch: pytest.MonkeyPatch):
+    clock = Steps(monkeypatch)
+    async with fake_leader() as (port, links), attending(member(1), port=port, clock=clock) as (one,):
+        link, _ = await greeted(links)
+        link.send("commit", n=1, hosts=[])
+        await one.hears("commit")
+        with contextlib.suppress(ConnectionError):
+            while (await link.receive())["is"] == "alive":
+                clock.now_s += 1.0
+                await asyncio.sleep(0)
+        assert (await one.hears("gone"))["why"] == "gave no sign of life for 31 s"
+
+
+@asynchronous
+async def test_a_member_that_was_stopped_itself_does_not_take_the_leader_for_silent(monkeypatch: pytest.MonkeyPatch):
+    clock = Steps(monkeypatch)
+    async with fake_leader() as (port, links), attending(member(1), port=port, clock=clock) as (one,):
+        link, _ = await greeted(links)
+        link.send("commit", n=1, hosts=[])
+        await one.hears("commit")
+        for _ in range(5):
+            clock.now_s += 10 * attendance.SILENT_S
+            for _ in range(100):
+                assert (await link.receive())["is"] == "alive"
+        assert one.events.empty()
+
+
+@pytest.mark.parametrize("kind", ["nobody", "mute", "web", "no address"])
+@asynchronous
+async def test_why_there_is_no_leader_is_said_now_and_then_and_in_the_end(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in {"NOTICE_S": 0.05, "HELLO_S": 0.05}.items():
+        monkeypatch.setattr(attendance, name, value)
+    async with fake_leader() as (port, links):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            at = port() if kind in ("mute", "web") else taken.getsockname()[1]
+            said: list[str] = []
+
+            async def find_leader() -> tuple[str, int]:
+                if kind == "no address":
+                    raise FileNotFoundError("rank 0 has not left its address in /shared/file")
+                return "127.0.0.1", at
+
+            async def answer() -> None:
+                while True:
+                    (await links.get()).write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+            web = asyncio.create_task(answer()) if kind == "web" else None
+            one = Attendance(member(1, left_s=1.0), {}, find_leader, notice=said.append)
+            with pytest.raises(JoinError) as caught:
+                await anext(one.events())
+            if web is not None:
+                web.cancel()
+    why = {
+        "nobody": f"127.0.0.1:{at} refuses the connection: the machine answers, but nothing listens on that port (rank "
+        "0 not started or already gone, or another port). A loopback address is each machine itself",
+        "mute": f"something accepts connections at 127.0.0.1:{at} but does not answer as a rendezvous store: another "
+        "service holds the port, the machine is the wrong one, or the process of rank 0 is stopped",
+        "no address": "rank 0 has not left its address in /shared/file",
+    }
+    problem = why["mute" if kind == "web" else kind]
+    assert str(caught.value) == (
+        f"rank 1 of 3 on node1 could not join within 1 s: {problem}. MASTER_ADDR and MASTER_PORT have to name the "
+        "machine and port of rank 0 on all ranks."
+    )
+    assert set(said) == {f"still waiting: {problem}"}
+
+
+@asynchronous
+async def test_a_leader_that_stops_answering_does_not_hold_a_member_beyond_its_time(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"ALIVE_S": 0.01, "LAST_WORD_S": 0.01}.items():
+        monkeypatch.setattr(attendance, name, value)
+    async with fake_leader() as (port, links):
+        said: list[str] = []
+        one = Attendance(member(1, left_s=1.0), {}, lambda: find(port), notice=said.append)
+        waiting = asyncio.ensure_future(anext(one.events()))
+        link, _ = await greeted(links)
+        link.send("waiting", text="rank 2 of 3 has not joined")
+        with pytest.raises(JoinError, match="could not join within 1 s: rank 2 of 3 has not joined\\. MASTER_ADDR"):
+            await waiting
+        assert said == ["still waiting: rank 2 of 3 has not joined"]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (socket.gaierror(-2, "Name or service not known"),
+         'the name "node0" does not resolve here (Name or service not known)'),
+        (TimeoutError(), "node0:29400 does not answer: a wrong address, a machine that is down, or a firewall that "
+         "drops packets"),
+        (ConnectionRefusedError(), "node0:29400 refuses the connection: the machine answers, but nothing listens on "
+         "that port (rank 0 not started or already gone, or another port)"),
+        (OSError(101, "Network is unreachable"), "no route to node0 (Network is unreachable)"),
+        (OSError(1, "Operation not permitted"), "node0:29400: Operation not permitted"),
+    ],
+)
+def test_why_a_connection_failed_is_explained(error: OSError, text: str):
+    assert explain(error, "node0", 29400) == text
+
+
+# Processes that are killed and stopped --------------------------------------------------------------------------------
+
+# An agent that starts no ranks: it prints its events, one line each
+AGENT = """
+import asyncio, json, os, socket, sys
+from rankup.agent import attendance, meeting
+from rankup.agent.protocol import LONGEST, Member
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+for module in (attendance, meeting):
+    module.SILENT_S, module.FROZEN_S, module.ALIVE_S, module.ANSWER_S = 8.0, 4.0, 0.2, 4.0
+me = Member(os.urandom(4).hex(), rank, 1, 3, f"node{rank}", os.getpid(), "d", left_s=600.0)
+
+def say(**values):
+    print(json.dumps(values), flush=True)
+
+async def lead():
+    async def prepare(n):
+        return {"leader": os.getpid()}
+    leader = meeting.Leader(me, say=lambda line: None, prepare=prepare, hear=lambda member, message: None)
+    listener = socket.create_server(("127.0.0.1", port))
+    server = await asyncio.start_server(leader.attend, sock=listener, limit=LONGEST)
+    while True:
+        await asyncio.sleep(0.1)
+        leader.tick()
+
+async def find():
+    return "127.0.0.1", port
+
+async def main():
+    leading = asyncio.create_task(lead()) if rank == 0 else None
+    one = attendance.Attendance(me, {}, find, notice=lambda line: None)
+    async for event in one.events():
+        if event["is"] == "propose":
+            one.ready(event["n"])
+        else:
+            say(**event)
+
+asyncio.run(main())
+"""
+
+
+class Agents:
+    """Three agents, each a process."""
+
+    def __init__(self) -> None:
+        self.port, self.started = free_port(), list[subprocess.Popen[str]]()
+        self.by_rank: dict[int, subprocess.Popen[str]] = {}
+        for rank in range(3):
+            self.start(rank)
+
+    def start(self, rank: int) -> None:
+        command = [sys.executable, "-c", AGENT, str(rank), str(self.port)]
+        self.by_rank[rank] = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE)
+        self.started.append(self.by_rank[rank])
+
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(self.by_rank[rank].pid, number)
+
+    def hears(self, rank: int, kind: str) -> dict[str, Any]:
+        """The next event of that agent, which must be of this kind."""
+        stdout = self.by_rank[rank].stdout
+        assert stdout is not None
+        event: dict[str, Any] = json.loads(stdout.readline())
+        assert event["is"] == kind, event
+        return event
+
+    def meet(self, *ranks: int) -> set[int]:
+        """The number of the membership that those commit to, which is one for all."""
+        return {self.hears(rank, "commit")["n"] for rank in ranks or (0, 1, 2)}
+
+
+@pytest.fixture
+def agents() -> Iterator[Agents]:
+    made = Agents()
+    yield made
+    for process in made.started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_killed_member_is_noticed_and_replaced(agents: Agents):
+    assert agents.meet() == {1}
+    agents.signal(1, signal.SIGKILL)
+    for rank in (0, 2):
+        said = agents.hears(rank, "lost")
+        assert (said["ranks"], said["host"], said["why"]) == ([1], "node1", "its process has ended")
+    agents.start(1)
+    assert agents.meet() == {2}
+
+
+def test_a_stopped_member_is_lost_and_belongs_to_the_next_membership_when_it_wakes(agents: Agents):
+    assert agents.meet() == {1}
+    agents.signal(1, signal.SIGSTOP)
+    for rank in (0, 2):
+        assert agents.hears(rank, "lost")["why"].startswith("gave no sign of life for ")
+    agents.signal(1, signal.SIGCONT)
+    assert agents.hears(1, "gone")["why"] == "its process has ended"
+    assert agents.meet() == {2}
+
+
+def test_the_process_that_takes_the_place_of_a_stopped_one_is_taken_at_once(agents: Agents):
+    assert agents.meet() == {1}
+    stopped = agents.by_rank[1]
+    stopped.send_signal(signal.SIGSTOP)
+    agents.start(1)
+    for rank in (0, 2):
+        assert agents.hears(rank, "lost")["why"] == f"was replaced by rank 1 on node1 (pid {agents.by_rank[1].pid})"
+    assert agents.meet() == {2}
+    stopped.send_signal(signal.SIGCONT)  # it takes itself for the one that was cut off, and is told otherwise
+    agents.by_rank[1] = stopped
+    agents.hears(1, "gone")
+    assert "was complete before this rank came" in agents.hears(1, "refused")["text"]
+
+
+def test_a_stopped_leader_is_gone_and_leads_again_when_it_wakes(agents: Agents):
+    assert agents.meet() == {1}
+    agents.signal(0, signal.SIGSTOP)
+    for rank in (1, 2):
+        assert agents.hears(rank, "gone")["why"].startswith("gave no sign of life for ")
+    agents.signal(0, signal.SIGCONT)
+    # One of them is missed first; that the other one left too is no news then
+    assert agents.hears(0, "lost")["ranks"] in ([1], [2])
+    assert len(agents.meet()) == 1
+
+
+def test_a_leader_that_is_started_anew_leads_the_same_members(agents: Agents):
+    assert agents.meet() == {1}
+    agents.signal(0, signal.SIGKILL)
+    for rank in (1, 2):
+        assert agents.hears(rank, "gone")["why"] == "its process has ended"
+    agents.start(0)
+    assert agents.meet() == {2}
+
+
+# Words ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([], ""), ([3], "3"), ([0, 1, 2, 4, 6, 7], "0-2, 4, 6-7"), ([2, 1], "1-2"), (range(512), "0-511")],
+)
+def test_ranges_are_short(numbers: list[int], text: str):
+    assert ranges(numbers) == text
+
+
+@pytest.mark.parametrize(
+    ("present", "num_ranks", "text"),
+    [
+        ([0], 1, "ranks 1-3 of 4 have not joined after 5 s (joined: 0 on node0)"),
+        ([], 1, "ranks 0-3 of 4 have not joined after 5 s (joined: none)"),
+        ([0], 2, "ranks 2-3 of 4 (on node 1 of 2) have not joined after 5 s (joined: 0-1 on node0)"),
+    ],
+)
+def test_missing_ranks_are_named_with_what_is_known(present: list[int], num_ranks: int, text: str):
+    here = [member(rank, of=4, num_ranks=num_ranks) for rank in present]
+    assert describe_missing(here, [], [], of=member(0, of=4, num_ranks=num_ranks), waited_s=5) == text
+
+
+def test_a_message_to_all_names_so_many_machines_and_no_more():
+    said = describe_missing([member(rank, of=1001) for rank in range(1000)], [], [], of=member(0, of=1001), waited_s=5)
+    assert said.endswith("; 7 on node7; and ranks on 992 more machines)")
+
+
+def test_a_setting_that_one_rank_does_not_know_is_a_difference():
+    said = describe_differences([member(0), member(1, digest="e")], {"d": {"setting new": "1"}, "e": {}})
+    assert said.startswith("setting new must be the same on all ranks, got 1 on rank 0 (node0) and nothing on rank 1")
