@@ -19,12 +19,15 @@ NO_LIMIT = float("inf")
 # "p": a text behind its length, which a reader bounds by the size of the field
 STOP = struct.Struct("q")
 STEP = struct.Struct("qd")  # and when it began
-PHASE = struct.Struct("dd64p")  # entered_s, timeout_s
-SEQUENCE = struct.Struct("Q")  # odd while the phase is being written
+SEQUENCE = struct.Struct("Q")  # how often a phase was entered
 FLAG = struct.Struct("?")
+PHASE = struct.Struct("dd64p")  # entered_s, timeout_s
 PLACE = struct.Struct("256p")
-STOP_AT, STEP_AT, PHASE_AT, SEQUENCE_AT, WAITING_AT, FINISHED_AT, PLACE_AT, SIZE = 0, 8, 16, 96, 104, 105, 128, 384
-TRIES = 100  # of a reader; a rank that was killed while it wrote leaves an odd number for good
+STOP_AT, STEP_AT, SEQUENCE_AT, WAITING_AT, FINISHED_AT, PLACE_AT, SIZE = 0, 8, 24, 32, 33, 200, 512
+# The phase lies in one of two places, an even and an odd sequence number. A rank writes the other one and then the
+# number, so that what the number points to is whole, whenever the rank is killed or stopped
+PHASES_AT = (40, 120)
+TRIES = 100  # of a reader, while the rank enters one phase after the other
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,15 @@ class Records:
         memory, offset = self._memory, SIZE * local_rank
         for _ in range(TRIES):
             (before,) = SEQUENCE.unpack_from(memory, offset + SEQUENCE_AT)
-            entered_s, timeout_s, phase = PHASE.unpack_from(memory, offset + PHASE_AT)
-            if before % 2 == 0 and SEQUENCE.unpack_from(memory, offset + SEQUENCE_AT)[0] == before:
+            entered_s, timeout_s, phase = PHASE.unpack_from(memory, offset + PHASES_AT[before % 2])
+            if SEQUENCE.unpack_from(memory, offset + SEQUENCE_AT)[0] == before:
                 break
+        step, began_s = STEP.unpack_from(memory, offset + STEP_AT)
         return Record(
-            phase=phase.decode(errors="replace"), step=STEP.unpack_from(memory, offset + STEP_AT)[0],
+            phase=phase.decode(errors="replace"), step=step, entered_s=max(entered_s, began_s), timeout_s=timeout_s,
             place=PLACE.unpack_from(memory, offset + PLACE_AT)[0].decode(errors="replace"),
-            entered_s=entered_s, timeout_s=timeout_s, waiting=memory[offset + WAITING_AT] != 0,
-            stop_step=STOP.unpack_from(memory, offset + STOP_AT)[0], finished=memory[offset + FINISHED_AT] != 0,
+            waiting=memory[offset + WAITING_AT] != 0, finished=memory[offset + FINISHED_AT] != 0,
+            stop_step=STOP.unpack_from(memory, offset + STOP_AT)[0],
         )
 
     def stop_at(self, local_rank: int, step: int) -> None:
@@ -99,7 +103,6 @@ class RecordWriter:
     def clear(self) -> None:
         STOP.pack_into(self._memory, self._offset + STOP_AT, NO_STOP)
         STEP.pack_into(self._memory, self._offset + STEP_AT, 0, 0.0)
-        SEQUENCE.pack_into(self._memory, self._offset + SEQUENCE_AT, 0)
         self.enter("start")
         self.set_place("")
         self.wait(False)
@@ -117,12 +120,11 @@ class RecordWriter:
 
     def enter(self, phase: str, timeout_s: float = NO_LIMIT) -> None:
         """Begin another phase, or the same one anew. One thread at a time."""
-        memory, place = self._memory, self._offset + SEQUENCE_AT
-        (sequence,) = SEQUENCE.unpack_from(memory, place)
-        sequence |= 1  # it is odd already where a rank before was killed meanwhile
-        SEQUENCE.pack_into(memory, place, sequence)
-        PHASE.pack_into(memory, self._offset + PHASE_AT, time.monotonic(), timeout_s, phase.encode(errors="replace"))
-        SEQUENCE.pack_into(memory, place, sequence + 1)
+        memory, offset = self._memory, self._offset
+        sequence = SEQUENCE.unpack_from(memory, offset + SEQUENCE_AT)[0] + 1
+        where = offset + PHASES_AT[sequence % 2]
+        PHASE.pack_into(memory, where, time.monotonic(), timeout_s, phase.encode(errors="replace"))
+        SEQUENCE.pack_into(memory, offset + SEQUENCE_AT, sequence)
 
     def set_place(self, text: str) -> None:
         """Say where in the program this rank is. Any thread."""
