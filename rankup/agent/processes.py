@@ -144,7 +144,7 @@ def start_fresh(
             else:
                 loop.call_later(POLL_S, poll)
 
-        poll()
+        loop.call_later(POLL_S, poll)
         return pid
 
     def hear() -> None:

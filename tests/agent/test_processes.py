@@ -16,7 +16,14 @@ import pytest
 
 from rankup.agent import processes
 from rankup.agent.processes import (
-    cpu_quota, explain_sigkill, has_handler, oom_kills, parent_of, reap_orphans, send_signal, start_fresh, start_of,
+    cpu_quota,
+    explain_sigkill,
+    has_handler,
+    oom_kills,
+    parent_of,
+    send_signal,
+    start_fresh,
+    start_of,
     state_of,
 )
 from tests.rigs.jobs import ROOT, environment
