@@ -240,12 +240,14 @@ class ForkServer:
         if self._store is None or self._store[0] != news["store"]:
             return  # it was replaced meanwhile
         port = self._store[1]
-        if "port" in news:
+        if "ended" in news:
+            text = f"the process that serves the store ended with {news['ended']}"
+            if port.done():
+                self._on_warning(text)
+            else:
+                port.set_exception(OSError(text))
+        elif not port.done():  # the caller can have been cancelled
             port.set_result(news["port"])
-        elif port.done():
-            self._on_warning(f"the process that serves the store ended with {news['ended']}")
-        else:
-            port.set_exception(OSError(f"the process that serves the store ended with {news['ended']}"))
 
     async def _bury(self) -> None:
         """The server was killed, and the kernel kills its children: end what they had started themselves."""
