@@ -1,0 +1,640 @@
+"""The process from which the ranks of a node are forked: it has imported torch, so a rank starts in tenths of a second.
+
+The agent runs this file as a program and talks to it through a socket, one JSON object a line:
+
+| to the server                                             | from the server                                |
+|-----------------------------------------------------------|------------------------------------------------|
+| start: a local rank; name, argv (as behind `python`), env | started: the local rank, pid                   |
+|   (beside the server's; null removes), cwd, outputs (how  |                                                |
+|   many descriptors come along: stdout, stderr)            |                                                |
+| signal: a number, rank: to that process alone             | ended: the local rank, code (as a shell's)     |
+| kill: a local rank; and all of its session                | warning: a text                                |
+| store: a number, loopback: serve a store in place of the  | store: the number, port; or ended: its process |
+|   last one; null ends that one                            |   has ended with this code                     |
+
+A fork copies the thread that calls it and no other, yet all locks and the state of every library. So the server has one
+thread, no device and no process group, and it looks whether that is true. If not, it replaces itself by a process that
+imports nothing and starts fresh interpreters.
+
+A forked rank returns to the end of this file, and becomes the script there.
+"""
+
+import ast
+import asyncio
+import atexit
+import builtins
+import contextlib
+import ctypes
+import gc
+import importlib.machinery
+import io
+import json
+import multiprocessing.process
+import os
+import pkgutil
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+if not __package__:
+    # Started as a file, so that it works in any directory: Python put this folder on the path
+    _here = Path(__file__).resolve().parent
+    sys.path[:] = [str(_here.parents[1]), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
+
+from rankup.agent.processes import die_with_parent, end_of, kill_session, send_signal, spawn, state_of
+from rankup.errors import FAULT, FINISHED, USER_MISTAKE
+
+KILLED = 128 + signal.SIGKILL
+# When memory runs out, the kernel shall end a rank, which is forked anew, before the agent or the server
+MORE_LIKELY = 100
+END_S = 2.0  # within which the server ends by itself once its ranks are killed
+KILL_S = 5.0  # a process that waits for a dead disk ends when the disk answers
+# Installed packages that start no threads and open no device while they are imported
+SAFE = {
+    "PIL", "fire", "fsspec", "numpy", "psutil", "pydantic", "safetensors", "tensorboard", "tokenizers", "torch",
+    "torchvision", "tqdm", "transformers", "yaml",
+}
+
+# The agent's side ---------------------------------------------------------------------------------------------------
+
+
+def safe_imports(script: str | Path) -> list[str]:
+    """What the server may import in place of `script`: of its first imports, up to another statement, those of SAFE.
+
+    Nothing is imported here. A name may also be a class of a module. A package is left out where the script would find
+    one of the user's: in the script's folder, in the current one, or below them outside an environment.
+    """
+    try:
+        statements = ast.parse(Path(script).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    names: list[str] = []
+    for statement in statements:
+        if isinstance(statement, ast.Import):
+            names += [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and statement.level == 0:
+            names += [f"{statement.module}.{alias.name}".removesuffix(".*") for alias in statement.names]
+        elif not isinstance(statement, ast.ImportFrom) and not _is_boilerplate(statement):
+            break
+    folders = {str(Path(script).resolve().parent), os.getcwd()}
+    packages = SAFE & {name.partition(".")[0] for name in names}
+    installed = {package for package in packages if _installed(package, folders)}
+    return list(dict.fromkeys(name for name in names if name.partition(".")[0] in installed))
+
+
+def _is_boilerplate(statement: ast.stmt) -> bool:
+    """A text, or what is done where the script is no part of a package."""
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant)
+    return isinstance(statement, ast.If) and any(
+        isinstance(node, ast.Name) and node.id == "__package__" for node in ast.walk(statement.test)
+    )
+
+
+def _installed(package: str, folders: set[str]) -> bool:
+    path = [entry for entry in sys.path if os.path.realpath(entry) not in folders]
+    if importlib.machinery.PathFinder.find_spec(package, sorted(folders)) is not None:
+        return False
+    spec = importlib.machinery.PathFinder.find_spec(package, path)
+    if spec is None or spec.origin is None:
+        return False
+    place = Path(spec.origin).resolve()
+    of_an_environment = {"site-packages", "dist-packages"} & {*place.parts}
+    return bool(of_an_environment) or not any(place.is_relative_to(folder) for folder in folders)
+
+
+class ForkServer:
+    """The agent's side. All methods belong to the event loop's thread, as do the callbacks.
+
+    `pids`: the processes of the running ranks by local rank; 0 for one that is being started.
+    """
+
+    def __init__(
+        self, *, on_end: Callable[[int, int], None], on_warning: Callable[[str], None], on_gone: Callable[[], None]
+    ) -> None:
+        """`on_end` gets local rank and exit code. `on_gone`: the server was killed. All its ranks are dead then, and
+        `on_end` was called for each; start another server."""
+        self._on_end, self._on_warning, self._on_gone = on_end, on_warning, on_gone
+        self.pids: dict[int, int] = {}
+        self._store: tuple[int, asyncio.Future[int]] | None = None
+        self._received = b""
+
+    async def start(
+        self, modules: Sequence[str] = (), *, env: Mapping[str, str], preload: Sequence[str] = (), folder: str = "",
+        fork: bool = True,
+    ) -> None:
+        """Start the server. It takes requests at once, and obeys once its imports are done.
+
+        `modules`: to import, beside torch. What fails is left to the rank, which says it in its own words. `preload`:
+        modules that the user names, found in `folder` too. `env`: of the server; its OMP_NUM_THREADS and Python's own
+        variables hold for the ranks. `fork`: False starts ranks as fresh interpreters.
+        """
+        self._env = dict(env)
+        self._channel, theirs = socket.socketpair()
+        order = Order(theirs.fileno(), os.getpid(), fork, [*modules], [*preload], folder)
+        with theirs:
+            # A session of its own: a Ctrl-C at the terminal goes to the agent alone, which passes it on once
+            self._process = subprocess.Popen(
+                order.command(), env=self._env, pass_fds=[order.channel], stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self._channel.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._channel, self._hear)
+
+    def start_rank(
+        self, local_rank: int, argv: Sequence[str], *, env: Mapping[str, str], name: str, cwd: str = "",
+        outputs: Sequence[int] = (),
+    ) -> None:
+        """Start `python ARGV`. `env`: the whole environment. `name`: for `ps`. `outputs`: descriptors in the place of
+        standard output and error, which the caller may close afterwards."""
+        self.pids[local_rank] = 0
+        removed = dict.fromkeys(self._env.keys() - env.keys())
+        changed = {name: value for name, value in env.items() if self._env.get(name) != value}
+        self._ask(
+            outputs, start=local_rank, name=name, argv=[*argv], env=removed | changed, cwd=cwd or os.getcwd(),
+            outputs=len(outputs),
+        )
+
+    def signal(self, local_rank: int, number: int) -> None:
+        """Send a signal to the rank's process alone, SIGTERM in place of a SIGUSR1 that it has no handler for."""
+        self._ask(signal=number, rank=local_rank)
+
+    def kill(self, local_rank: int) -> None:
+        """Kill the rank and what it has started. `on_end` follows."""
+        self._ask(kill=local_rank)
+
+    async def serve_store(self, number: int, *, loopback: bool = False) -> int:
+        """Have a child of the server serve a torch.distributed.TCPStore in place of the last one. Returns the port.
+
+        `number`: not used before. `loopback`: reachable from this machine alone. Raises OSError where that fails.
+        """
+        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._forget_store()
+        self._store = number, port
+        self._ask(store=number, loopback=loopback)
+        return await port
+
+    def end_store(self) -> None:
+        self._forget_store()
+        self._ask(store=None)
+
+    async def close(self) -> None:
+        """End the server and all that it has started. No callback follows."""
+        asyncio.get_running_loop().remove_reader(self._channel)
+        self._channel.close()
+        self._forget_store()
+        for patience_s in (END_S, KILL_S):
+            until_s = time.monotonic() + patience_s
+            while self._process.poll() is None and time.monotonic() < until_s:
+                await asyncio.sleep(0.005)
+            self._process.kill()
+
+    def _forget_store(self) -> None:
+        if self._store is not None and not self._store[1].done():
+            self._store[1].set_exception(ConnectionError("the store was given up"))
+        self._store = None
+
+    def _ask(self, descriptors: Sequence[int] = (), **request: Any) -> None:
+        data = json.dumps(request).encode() + b"\n"
+        try:
+            if socket.send_fds(self._channel, [data], descriptors) < len(data):
+                raise BlockingIOError
+        except BlockingIOError:  # it reads nothing any more
+            self._process.kill()
+        except OSError:  # it is gone, which the event loop will see
+            pass
+
+    def _hear(self) -> None:
+        data = b""
+        with contextlib.suppress(OSError):
+            data = self._channel.recv(65536)
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._channel)
+            self._burial = asyncio.create_task(self._bury())
+            return
+        *lines, self._received = (self._received + data).split(b"\n")
+        for line in lines:
+            news = json.loads(line)
+            if "warning" in news:
+                self._on_warning(news["warning"])
+            elif "started" in news:
+                self.pids[news["started"]] = news["pid"]
+            elif "store" in news:
+                self._hear_of_store(news)
+            elif self.pids.pop(news["ended"], None) is not None:
+                self._on_end(news["ended"], news["code"])
+
+    def _hear_of_store(self, news: dict[str, Any]) -> None:
+        if self._store is None or self._store[0] != news["store"]:
+            return  # it was replaced meanwhile
+        port = self._store[1]
+        if "ended" in news:
+            text = f"the process that serves the store ended with {news['ended']}"
+            if port.done():
+                self._on_warning(text)
+            else:
+                port.set_exception(OSError(text))
+        elif not port.done():  # the caller can have been cancelled
+            port.set_result(news["port"])
+
+    async def _bury(self) -> None:
+        """The server was killed, and the kernel kills its children: end what they had started themselves."""
+        lost = dict(self.pids)
+        for pid in filter(None, lost.values()):
+            kill_session(pid)
+        until_s = time.monotonic() + KILL_S
+        while any(state_of(pid) not in ("", "Z") for pid in lost.values() if pid) and time.monotonic() < until_s:
+            await asyncio.sleep(0.005)
+        await self.close()
+        self.pids.clear()
+        for local_rank in lost:
+            self._on_end(local_rank, KILLED)
+        self._on_gone()
+
+
+# The server ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the server shall be; see `ForkServer.start`. `channel`: the number of the socket. `parent`: the agent."""
+
+    channel: int
+    parent: int
+    fork: bool
+    modules: list[str]
+    preload: list[str]
+    folder: str
+
+    def command(self) -> list[str]:
+        return [sys.executable, str(Path(__file__).resolve()), json.dumps(asdict(self))]
+
+
+def obstacle() -> str:
+    """Why this process must not be forked; empty if it may be."""
+    if len(threads := _threads()) > 1:
+        return f"it has {len(threads)} threads ({', '.join(threads)})"
+    if devices := sorted({path for path in _open_files() if path.startswith(("/dev/nvidia", "/dev/kfd"))}):
+        return f"it has opened {', '.join(devices)}"
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "it has initialized CUDA"
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "it has a process group"
+    return ""
+
+
+def _threads() -> list[str]:
+    """Their names."""
+    found = []
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            found.append((thread / "comm").read_text(errors="replace").strip())
+    return found
+
+
+def _open_files() -> Iterator[str]:
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            yield os.readlink(f"/proc/self/fd/{number}")
+
+
+class Server:
+    """Starts ranks, signals them and reports their ends, until the agent's side of the channel is closed."""
+
+    # SIGUSR1 is none of them: it is ignored, and every rank inherits that, until its script has a handler
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD)
+
+    def __init__(self, channel: socket.socket, *, fork: bool) -> None:
+        self.channel, self.fork, self.pid = channel, fork, os.getpid()
+        self._ranks: dict[int, int] = {}  # by process id
+        self._store, self._store_pid = 0, 0
+        self._received = b""
+        self._passed: list[int] = []  # descriptors that came, of requests that did not come yet
+        # The handlers wake `serve` when a child ends, and keep this process from dying of a signal that a batch system
+        # sends to every process of a job: the agent has it too
+        self._woken, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        self._usual = {number: signal.signal(number, lambda *_: None) for number in self.SIGNALS}
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    def prepare(self, order: Order) -> Iterator[str]:
+        """Import once what every rank would import. Yields what went wrong with the modules that the user named."""
+        # Importing torch would trigger collections that walk 350,000 objects and find nothing: a fifth of the time
+        gc.disable()
+        with contextlib.suppress(Exception):
+            import torch
+
+            # A parallel operation before the fork would start threads, and a rank would wait for them without end
+            self.num_threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+        for name in ("torch._dynamo", *order.modules):  # an optimizer's first step imports the former
+            with contextlib.suppress(Exception):
+                pkgutil.resolve_name(name)
+        if order.preload:
+            sys.path.insert(0, order.folder)
+            for name in order.preload:
+                try:
+                    importlib.import_module(name)
+                except Exception as error:
+                    yield f"{name} can't be preloaded: {type(error).__name__}: {error}"
+            sys.path.remove(order.folder)
+        # OpenBLAS, which numpy brings along, starts threads while it is loaded, and ends them before each fork
+        if (pid := os.fork()) == 0:
+            os._exit(FINISHED)
+        os.waitpid(pid, 0)
+        gc.freeze()  # a collection in a rank must not write to, and so copy, the memory that all share
+        gc.enable()
+
+    def serve(self) -> dict[str, Any] | None:
+        """Return None once the agent is gone and what was started here is killed; in a forked rank, its request."""
+        while True:
+            readable = select.select([self.channel, self._woken], [], [])[0]
+            if self._woken in readable:
+                self._woken.recv(4096)
+            if self.channel in readable:
+                data, descriptors, *_ = socket.recv_fds(self.channel, 65536, 64)
+                if not data:
+                    break
+                self._passed += descriptors
+                *lines, self._received = (self._received + data).split(b"\n")
+                requests: list[dict[str, Any]] = [json.loads(line) for line in lines]
+                for request in requests:
+                    if "start" in request and self._start(request):
+                        return request
+                    self._obey(request)
+            self._report_ends()
+        for pid in (*self._ranks, self._store_pid):
+            if pid:
+                kill_session(pid)
+        return None
+
+    def tell(self, **news: Any) -> None:
+        """Raises nothing where the agent is gone: the next look at the channel shows it."""
+        with contextlib.suppress(OSError):
+            self.channel.sendall(json.dumps(news).encode() + b"\n")
+
+    def _obey(self, request: dict[str, Any]) -> None:
+        if "store" in request:
+            self._end_store()
+            if request["store"] is not None:
+                self._start_store(request["store"], "127.0.0.1" if request["loopback"] else "")
+        for pid, local_rank in self._ranks.items():
+            if local_rank == request.get("kill"):
+                kill_session(pid)
+            elif local_rank == request.get("rank"):
+                send_signal(pid, request["signal"])
+
+    def _start(self, request: dict[str, Any]) -> bool:
+        """Whether this is the rank that was started."""
+        outputs, self._passed = self._passed[: request["outputs"]], self._passed[request["outputs"] :]
+        pid, problem = -1, ""
+        try:
+            if self.fork:
+                pid = self._fork(request["name"])
+            else:
+                env = {name: value for name, value in (os.environ | request["env"]).items() if value is not None}
+                streams = dict(zip(("stdout", "stderr"), outputs, strict=False))
+                pid = spawn(request["argv"], env=env, cwd=request["cwd"], **streams)
+        except OSError as error:  # no more processes, no more memory
+            problem = error.strerror or str(error)
+        if pid == 0:
+            self._become(request, outputs)
+        for descriptor in outputs:
+            os.close(descriptor)
+        if pid > 0:
+            self._ranks[pid] = request["start"]
+            self.tell(started=request["start"], pid=pid)
+        elif problem:
+            self.tell(warning=f"{request['name']} can't be started: {problem}")
+            self.tell(ended=request["start"], code=FAULT)
+        return pid == 0
+
+    def _fork(self, name: str) -> int:
+        """As os.fork. The child has a session of its own, ends with the server, and has the signals blocked: one that
+        comes before the child can notice it waits until it can."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self.SIGNALS)
+        pid = -1
+        try:
+            pid = os.fork()
+        finally:
+            if pid:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if pid == 0:
+            os.setsid()
+            die_with_parent(self.pid)
+            signal.set_wakeup_fd(-1)
+            self._woken.close()
+            self._waker.close()
+            # Let `ps` and the kernel tell the forks apart: all show the command line of the server
+            with contextlib.suppress(OSError):
+                Path("/proc/self/comm").write_text(name)
+            with contextlib.suppress(OSError, ValueError):
+                file = Path("/proc/self/oom_score_adj")
+                file.write_text(str(min(1000, int(file.read_text()) + MORE_LIKELY)))
+        return pid
+
+    def _become(self, request: dict[str, Any], outputs: list[int]) -> None:
+        """In the child: find what a fresh interpreter finds, but for what `run` does."""
+        self.channel.close()  # the agent has to notice the end of the server, which an open copy would hide
+        for number, handler in self._usual.items():
+            signal.signal(number, handler)
+        for stream, descriptor in enumerate(outputs, start=1):
+            os.dup2(descriptor, stream)
+        for name, value in request["env"].items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        os.chdir(request["cwd"])
+        vars(multiprocessing.process)["ORIGINAL_DIR"] = os.getcwd()  # where spawned workers look for the script
+        # Python's own `random` sees to that itself
+        if numpy_random := sys.modules.get("numpy.random"):
+            numpy_random.seed()
+        if torch := sys.modules.get("torch"):
+            torch.default_generator.seed()
+            torch.set_num_threads(self.num_threads)
+
+    def _start_store(self, number: int, host: str) -> None:
+        """Fork a child that serves a store, and says so itself. Never this process: it would get a thread, and the
+        ranks would inherit the listening socket."""
+        try:
+            if (pid := self._fork("store")) == 0:
+                try:
+                    self._serve_store(number, host)
+                except BaseException as error:
+                    print(f"the store can't be served: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                os._exit(FAULT)
+        except OSError as error:
+            self.tell(warning=f"the store can't be started: {error.strerror}")
+            self.tell(store=number, ended=FAULT)
+            return
+        self._store, self._store_pid = number, pid
+
+    def _serve_store(self, number: int, host: str) -> NoReturn:
+        """In the child. All signals but SIGKILL stay blocked: whoever stops a whole job stops the ranks first."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        if host or not socket.has_dualstack_ipv6():
+            listener = socket.create_server((host, 0), backlog=4096)
+        else:
+            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+        port = listener.getsockname()[1]
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        self.tell(store=number, port=port)
+        self.channel.close()
+        while store:
+            signal.pause()
+        raise AssertionError
+
+    def _end_store(self) -> None:
+        if self._store_pid:
+            kill_session(self._store_pid)
+        self._store, self._store_pid = 0, 0
+
+    def _report_ends(self) -> None:
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            pid, number = ended.si_pid, self._store
+            local_rank = self._ranks.pop(pid, None)
+            code = end_of(pid)
+            if local_rank is not None:
+                self.tell(ended=local_rank, code=code)
+            elif pid == self._store_pid:
+                self._store, self._store_pid = 0, 0
+                self.tell(store=number, ended=code)
+
+
+def main() -> dict[str, Any]:
+    """Serve. Returns in forked ranks alone, each with its request."""
+    order = Order(**json.loads(sys.argv[1]))
+    die_with_parent(order.parent)
+    del sys.path[0]  # the ranks have the folder of their script there
+    channel = socket.socket(fileno=order.channel)
+    channel.set_inheritable(False)
+    server = Server(channel, fork=order.fork)
+    if order.fork:
+        for problem in server.prepare(order):
+            server.tell(warning=problem)
+        if why := obstacle():
+            text = f"ranks are started as fresh interpreters, not forked from a process that has torch: {why}"
+            server.tell(warning=text)
+            channel.set_inheritable(True)
+            os.execv(sys.executable, replace(order, fork=False).command())
+    request = server.serve()
+    if request is None:
+        os._exit(FINISHED)
+    return request
+
+
+# A forked rank ------------------------------------------------------------------------------------------------------
+
+
+def run(argv: list[str]) -> NoReturn:
+    """Be `python ARGV`: a script, a folder or an archive with a __main__.py, or "-m" and a module."""
+    program = argv[0]
+    sys.orig_argv = [sys.executable, *argv]
+    sys.argv = argv[1:] if program == "-m" else argv
+    # A new module of this name: spawned workers and pickles look there for what the script has defined
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    code: Any = FINISHED
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, Server.SIGNALS)
+        if program == "-m":
+            _put_on_path(os.getcwd())
+            runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
+        elif os.path.isdir(program) or zipfile.is_zipfile(program):
+            sys.path.insert(0, program)
+            runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+        else:
+            _put_on_path(os.path.dirname(os.path.realpath(program)))
+            file = os.path.abspath(program)
+            loader = importlib.machinery.SourceFileLoader("__main__", file)
+            main.__dict__.update(__file__=file, __cached__=None, __loader__=loader)
+            exec(_code_of(file), main.__dict__)
+    except SystemExit as error:
+        code = FINISHED if error.code is None else error.code
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = FAULT
+    except BaseException as error:
+        code = _show(error)
+    _end(code)
+
+
+def _show(error: BaseException) -> int:
+    """Print what ended the script, without the frames above it. Returns the exit code."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals in (globals(), vars(runpy)):
+        trace = trace.tb_next
+    try:
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    except BaseException:
+        sys.__excepthook__(type(error), error, trace)
+    return -signal.SIGINT if type(error) is KeyboardInterrupt else FAULT
+
+
+def _end(code: int) -> NoReturn:
+    """End as Python ends, but without taking everything apart.
+
+    To free each object of torch would write to, and so copy, the memory that is shared: 20 times as long as all the
+    rest. `code`: minus a signal's number where it shall look as if that had ended the process.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for all that are no daemons
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    # What the script left open would be closed with its variables. The outer layers first, which write to the inner
+    # ones. Those of the server are frozen, so not among these objects
+    layers = (io.TextIOBase, io.BufferedIOBase)
+    files = [each for each in gc.get_objects() if issubclass(type(each), layers)]
+    files.sort(key=lambda each: isinstance(each, layers[1]) + isinstance(each, (io.BufferedWriter, io.BufferedRandom)))
+    for file in files:
+        if file not in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                file.close()
+    ctypes.CDLL(None).fflush(None)
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code)
+
+
+def _put_on_path(folder: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+
+
+def _code_of(file: str) -> types.CodeType:
+    try:
+        with io.open_code(file) as opened:
+            text = opened.read()
+    except OSError as error:
+        why = f"[Errno {error.errno}] {error.strerror}"
+        print(f"{sys.executable}: can't open file {file!r}: {why}", file=sys.stderr)
+        raise SystemExit(USER_MISTAKE) from None
+    return compile(text, file, "exec", dont_inherit=True)
+
+
+if __name__ == "__main__":
+    run(main()["argv"])

@@ -1,0 +1,229 @@
+"""What an agent must know of processes, and of what its container or batch job grants. No torch here."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+LINUX = sys.platform.startswith("linux")
+# A bare Python runs this between the agent and a fresh interpreter: the kernel kills the interpreter when the agent
+# ends. subprocess's preexec_fn would run Python in a fork of the agent instead. SIGUSR1 is ignored until the script has
+# a handler for it: Slurm sends it to every process of a step as a warning, and its default is to end the process.
+BIND = (
+    "import ctypes, os, signal, sys\n"
+    "ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)\n"
+    "signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"
+    "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])\n"
+    "if os.getppid() != int(sys.argv[1]): os._exit(137)\n"
+    "os.execv(sys.argv[2], sys.argv[2:])\n"
+)
+POLL_S = 0.05  # between two looks at a process, where the kernel has no pidfd
+
+# Processes ----------------------------------------------------------------------------------------------------------
+
+
+def state_of(pid: int) -> str:
+    """Its state, such as T; "" for a process that is gone, and where there is no /proc."""
+    return "".join(_stat_of(pid)[:1])
+
+
+def parent_of(pid: int) -> int:
+    """The process that started it, or has inherited it; 0 for one that is gone."""
+    return int("".join(_stat_of(pid)[1:2]) or 0)
+
+
+def start_of(pid: int) -> str:
+    """When it was started, in the kernel's ticks: tells it from a later process with the same number.
+
+    "" for a process that has ended, and where there is no /proc.
+    """
+    fields = _stat_of(pid)
+    return "" if not fields or fields[0] in "ZX" else fields[19]
+
+
+def has_handler(pid: int, number: int) -> bool | None:
+    """Whether it has a handler for that signal; None where nobody knows."""
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", _read(f"/proc/{pid}/status"), re.MULTILINE)
+    return bool(int(caught[1], 16) >> (number - 1) & 1) if caught else None
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent` ends. Linux only; elsewhere a no-op. A fork does not inherit it.
+
+    A launcher that dies of SIGKILL cannot end its ranks: they would train on and hold their GPUs (torch issue 5736).
+    """
+    if LINUX:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it ended before the line above
+            os._exit(128 + signal.SIGKILL)
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal to the process alone, SIGTERM in place of a SIGUSR1 that it has no handler for.
+
+    `pid`: of a process that is not reaped yet. It may have changed its user; then the signal is lost.
+    """
+    if number == signal.SIGUSR1 and has_handler(pid, number) is False:
+        number = signal.SIGTERM
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def kill_session(pid: int) -> None:
+    """Kill the process, and those of the session that it leads."""
+    for kill in (os.killpg, os.kill):  # it leads no group yet in its first instant
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def end_of(pid: int) -> int:
+    """The exit code of a child that has ended, as a shell counts it: 128 and the signal's number after a signal.
+
+    What is left of its session is killed first, since the number may be another process's afterwards: DataLoader
+    workers would keep their memory, and their GPU.
+    """
+    kill_session(pid)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code if code >= 0 else 128 - code
+
+
+def reap_orphans(keep: Container[int] = ()) -> None:
+    """Take the ends of orphans: a container's first process inherits them. `keep`: children that others wait for."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in keep:
+            os.waitpid(ended.si_pid, 0)
+
+
+def spawn(
+    argv: Sequence[str], *, env: Mapping[str, str], cwd: str = "", stdout: int | None = None, stderr: int | None = None
+) -> int:
+    """Start a fresh `python ARGV` in a session of its own, which ends with this process. Returns its process id.
+
+    `stdout` and `stderr`: open descriptors; None for those of this process. Main thread only: the kernel binds the
+    child to the thread that started it.
+    """
+    command = [sys.executable, *argv]
+    if LINUX:
+        command = [sys.executable, "-ISc", BIND, str(os.getpid()), *command]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until it is ignored
+    try:
+        process = subprocess.Popen(
+            command, env=env, cwd=cwd or None, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    process.returncode = 0  # another one waits for it; a Popen without a code would do so too, and warn
+    return process.pid
+
+
+def start_fresh(
+    argv: Sequence[str], *, env: Mapping[str, str], on_end: Callable[[int], None], cwd: str = "",
+    stdout: int | None = None, stderr: int | None = None,
+) -> int:
+    """As `spawn`, inside an event loop, which calls `on_end` once with the exit code that `end_of` returns.
+
+    asyncio's own child processes need a thread each before Python 3.12.
+    """
+    pid = spawn(argv, env=env, cwd=cwd, stdout=stdout, stderr=stderr)
+    loop = asyncio.get_running_loop()
+    try:
+        pidfd = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # not Linux, or an old kernel
+
+        def poll() -> None:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                on_end(end_of(pid))
+            else:
+                loop.call_later(POLL_S, poll)
+
+        loop.call_later(POLL_S, poll)
+        return pid
+
+    def hear() -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        on_end(end_of(pid))
+
+    loop.add_reader(pidfd, hear)
+    return pid
+
+
+def _stat_of(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name."""
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def _read(path: str | Path) -> str:
+    """The file's text, "" where it cannot be read. The kernel cuts a process's name, also within a character."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+# What is granted ----------------------------------------------------------------------------------------------------
+# The control groups (v1 and v2) of this process say it: os.cpu_count() sees the whole machine. `root` is for tests.
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """CPUs granted to this process (1.5 is possible): the least of its groups' quotas and its affinity."""
+    grants = [float(len(os.sched_getaffinity(0)))] if hasattr(os, "sched_getaffinity") else []
+    for folder, version in _groups("cpu", root):
+        if version == 2:
+            quota, period = (_read(folder / "cpu.max").split() or ["max", "1"])[:2]
+        else:
+            quota = _read(folder / "cpu.cfs_quota_us").strip() or "-1"
+            period = _read(folder / "cpu.cfs_period_us").strip() or "100000"
+        if quota not in ("max", "-1"):  # these mean no limit, in v2 and v1
+            grants.append(int(quota) / int(period))
+    return min(grants, default=None)
+
+
+def oom_kills(root: Path = Path("/")) -> int | None:
+    """How many processes of this container or job the kernel has killed for memory so far; None if it does not say."""
+    for folder, version in _groups("memory", root):
+        counted = _read(folder / ("memory.events" if version == 2 else "memory.oom_control"))
+        if found := re.search(r"^oom_kill (\d+)$", counted, re.MULTILINE):
+            return int(found[1])
+    return None
+
+
+def explain_sigkill(before: int | None) -> str:
+    """Who may have sent it. `before`: what `oom_kills` returned when the process was started."""
+    now = oom_kills()
+    if now is None or before is None:
+        return "if nobody sent it, the memory was not enough, or the limit of the container or job"
+    if count := now - before:
+        were = "kills were" if count > 1 else "kill was"
+        return (
+            f"{count} out-of-memory {were} counted in this container or job meanwhile: give it more memory, or lower "
+            "--num-workers or --batch-size"
+        )
+    return (
+        "no out-of-memory kill was counted in this container or job: somebody sent it, or the machine itself ran out"
+    )
+
+
+def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
+    """Where this process's own group and each of its parents may lie, the own first, with the version: 1 or 2.
+
+    Some of these folders do not exist: inside a container the path may be the host's, and the mount point is then the
+    container's own group.
+    """
+    mount = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        parts = PurePosixPath(path.strip("/")).parts
+        groups = [PurePosixPath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+        if not controllers:
+            yield from ((mount / group, 2) for group in groups)
+        elif controller in controllers.split(","):
+            yield from ((place / group, 1) for place in (mount / controller, mount / controllers) for group in groups)

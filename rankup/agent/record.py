@@ -1,0 +1,153 @@
+"""The life of a rank as one record in memory that outlives it: phase, step, deadline and place. No torch here.
+
+All records of an agent lie in one file without a name. A rank writes its own, and so costs no system call; the agent
+reads it at any time, also after the rank was killed. One number goes the other way: the step at which to stop.
+"""
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+NAME = "rankup-records"
+NO_STOP = 2**63 - 1  # a step that no rank reaches
+NO_LIMIT = float("inf")
+# In the machine's own alignment, so that a number is written as a whole: the sizes with "=" are copied byte by byte.
+# "p": a text behind its length, which a reader bounds by the size of the field
+STOP = struct.Struct("q")
+STEP = struct.Struct("qd")  # and when it began
+SEQUENCE = struct.Struct("Q")  # how often a phase was entered
+FLAG = struct.Struct("?")
+PHASE = struct.Struct("dd64p")  # entered_s, timeout_s
+PLACE = struct.Struct("256p")
+STOP_AT, STEP_AT, SEQUENCE_AT, WAITING_AT, FINISHED_AT, PLACE_AT, SIZE = 0, 8, 24, 32, 33, 200, 512
+# The phase lies in one of two places, an even and an odd sequence number. A rank writes the other one and then the
+# number, so that what the number points to is whole, whenever the rank is killed or stopped
+PHASES_AT = (40, 120)
+TRIES = 100  # of a reader, while the rank enters one phase after the other
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a rank. Times are in seconds of this machine's `time.monotonic()`.
+
+    `step`: the one that it has begun last. `entered_s`: when it entered the phase, or began the step. `timeout_s`: how
+    long it may take from then on. `waiting`: for other ranks. `place`: in the program. `finished`: all its work.
+    """
+
+    phase: str
+    step: int
+    place: str
+    entered_s: float
+    timeout_s: float
+    waiting: bool
+    stop_step: int
+    finished: bool
+
+
+class Records:
+    """The agent's side."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._file = -1
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create(NAME)
+            os.ftruncate(self._file, SIZE * num_ranks)
+        self._memory = mmap.mmap(self._file, SIZE * num_ranks)
+        for local_rank in range(num_ranks):
+            self.clear(local_rank)
+
+    def clear(self, local_rank: int) -> None:
+        """For a rank that will be started."""
+        RecordWriter(None, memory=self._memory, offset=SIZE * local_rank).clear()
+
+    def place(self, local_rank: int) -> dict[str, Any]:
+        """What `RecordWriter` needs in the process of the rank; it can be written as JSON."""
+        return {"path": f"/proc/{os.getpid()}/fd/{self._file}", "offset": SIZE * local_rank}
+
+    def read(self, local_rank: int) -> Record:
+        memory, offset = self._memory, SIZE * local_rank
+        for _ in range(TRIES):
+            (before,) = SEQUENCE.unpack_from(memory, offset + SEQUENCE_AT)
+            entered_s, timeout_s, phase = PHASE.unpack_from(memory, offset + PHASES_AT[before % 2])
+            if SEQUENCE.unpack_from(memory, offset + SEQUENCE_AT)[0] == before:
+                break
+        step, began_s = STEP.unpack_from(memory, offset + STEP_AT)
+        return Record(
+            phase=phase.decode(errors="replace"), step=step, entered_s=max(entered_s, began_s), timeout_s=timeout_s,
+            place=PLACE.unpack_from(memory, offset + PLACE_AT)[0].decode(errors="replace"),
+            waiting=memory[offset + WAITING_AT] != 0, finished=memory[offset + FINISHED_AT] != 0,
+            stop_step=STOP.unpack_from(memory, offset + STOP_AT)[0],
+        )
+
+    def stop_at(self, local_rank: int, step: int) -> None:
+        """Let the rank find this `stop_step`; NO_STOP takes it back."""
+        STOP.pack_into(self._memory, SIZE * local_rank + STOP_AT, step)
+
+
+class RecordWriter:
+    """The rank's side. What it writes goes nowhere without an agent, or where the memory cannot be reached."""
+
+    def __init__(self, place: Mapping[str, Any] | None, *, memory: mmap.mmap | None = None, offset: int = 0) -> None:
+        """`place`: of `Records.place`. `memory`, `offset`: in place of it, where the memory is there already."""
+        if memory is None and place:
+            memory, offset = _map(place), int(place["offset"])
+        self.shared = memory is not None
+        self._memory, self._offset = (memory, offset) if memory is not None else (mmap.mmap(-1, SIZE), 0)
+        if not self.shared:
+            self.clear()
+
+    def clear(self) -> None:
+        STOP.pack_into(self._memory, self._offset + STOP_AT, NO_STOP)
+        STEP.pack_into(self._memory, self._offset + STEP_AT, 0, 0.0)
+        self.enter("start")
+        self.set_place("")
+        self.wait(False)
+        self.finish(False)
+
+    def begin(self, step: int) -> None:
+        """Say that `step` begins now, in the present phase."""
+        STEP.pack_into(self._memory, self._offset + STEP_AT, step, time.monotonic())
+
+    @property
+    def stop_step(self) -> int:
+        """Wait for the agent's decision before this step, instead of beginning it. Read it after `begin`."""
+        step: int = STOP.unpack_from(self._memory, self._offset + STOP_AT)[0]
+        return step
+
+    def enter(self, phase: str, timeout_s: float = NO_LIMIT) -> None:
+        """Begin another phase, or the same one anew. One thread at a time."""
+        memory, offset = self._memory, self._offset
+        sequence = SEQUENCE.unpack_from(memory, offset + SEQUENCE_AT)[0] + 1
+        where = offset + PHASES_AT[sequence % 2]
+        PHASE.pack_into(memory, where, time.monotonic(), timeout_s, phase.encode(errors="replace"))
+        SEQUENCE.pack_into(memory, offset + SEQUENCE_AT, sequence)
+
+    def set_place(self, text: str) -> None:
+        """Say where in the program this rank is. Any thread."""
+        PLACE.pack_into(self._memory, self._offset + PLACE_AT, text.encode(errors="replace"))
+
+    def wait(self, waiting: bool) -> None:
+        """Say whether this rank waits for others."""
+        FLAG.pack_into(self._memory, self._offset + WAITING_AT, waiting)
+
+    def finish(self, finished: bool = True) -> None:
+        FLAG.pack_into(self._memory, self._offset + FINISHED_AT, finished)
+
+
+def _map(place: Mapping[str, Any]) -> mmap.mmap | None:
+    """None in another namespace of processes, where the same path may be another file, or none."""
+    try:
+        if f"memfd:{NAME}" not in os.readlink(place["path"]):
+            return None
+        file = os.open(place["path"], os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = mmap.mmap(file, 0)
+        finally:
+            os.close(file)
+    except (OSError, ValueError):
+        return None
+    return memory if int(place["offset"]) + SIZE <= len(memory) else None

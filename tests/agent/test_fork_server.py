@@ -1,0 +1,592 @@
+"""The fork server: a forked rank is what a fresh `python` would be, and what becomes of it when others end."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from rankup.agent import fork_server
+from rankup.agent.fork_server import ForkServer, Server, obstacle, safe_imports
+from rankup.agent.processes import state_of
+from tests.rigs.jobs import ROOT, environment
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def facts(self) -> Any:
+        """What the script printed as JSON in its last line."""
+        assert self.code == 0, self.err
+        return json.loads(self.out.splitlines()[-1])
+
+
+class Rig:
+    """An agent's event loop with a fork server, for tests that are no coroutines."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runner = asyncio.Runner()
+        self.codes: dict[int, int] = {}
+        self.warnings: list[str] = []
+        self.gone = 0
+        self.server = ForkServer(on_end=self.codes.__setitem__, on_warning=self.warnings.append, on_gone=self._go)
+        self.env = environment()
+        self._started = 0
+
+    def _go(self) -> None:
+        self.gone += 1
+
+    def run(self, work: Any, *, timeout_s: float = 240) -> Any:
+        async def bounded() -> Any:
+            async with asyncio.timeout(timeout_s):
+                return await work
+
+        return self.runner.run(bounded())
+
+    def until(self, true: Callable[[], Any], *, timeout_s: float = 240) -> None:
+        async def wait() -> None:
+            while not true():
+                await asyncio.sleep(0.005)
+
+        self.run(wait(), timeout_s=timeout_s)
+
+    def open(self, **more: Any) -> "Rig":
+        self.run(self.server.start(**{"env": self.env, **more}))
+        return self
+
+    def start(self, argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path | str = "") -> int:
+        """The number of the rank; its output goes to two files."""
+        rank = self._started = self._started + 1
+        files = [os.open(self.folder / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY) for name in ("out", "err")]
+        self.server.start_rank(
+            rank, [str(word) for word in argv], env={**self.env, **(env or {})}, name=f"rank {rank}", cwd=str(cwd),
+            outputs=files,
+        )
+        for file in files:
+            os.close(file)
+        return rank
+
+    def printed(self, rank: int) -> str:
+        return (self.folder / f"{rank}.out").read_text()
+
+    def end(self, rank: int) -> Ended:
+        self.until(lambda: rank in self.codes)
+        return Ended(self.codes[rank], self.printed(rank), (self.folder / f"{rank}.err").read_text())
+
+    def ran(self, argv: Sequence[str | Path], **more: Any) -> Ended:
+        return self.end(self.start(argv, **more))
+
+    def ready(self, rank: int) -> int:
+        """Wait until it has printed a line; returns its process."""
+        self.until(lambda: "\n" in self.printed(rank))
+        return self.server.pids[rank]
+
+    def close(self) -> None:
+        self.run(self.server.close())
+        self.runner.close()
+
+
+def opened(folder: Path, **more: Any) -> "contextlib.closing[Rig]":
+    """A server of the test's own."""
+    return contextlib.closing(Rig(folder).open(**more))
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """One server that has torch, for all tests that leave it alive."""
+    with contextlib.closing(Rig(tmp_path_factory.mktemp("forked"))) as rig:
+        rig.env["OMP_NUM_THREADS"] = "2"
+        yield rig.open(modules=["numpy.random"])
+
+
+@pytest.fixture
+def light(tmp_path: Path) -> Iterator[Rig]:
+    """A server without torch: fresh interpreters."""
+    with opened(tmp_path, fork=False) as rig:
+        yield rig
+
+
+def script(folder: Path, text: str, name: str = "script.py") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def fresh(argv: Sequence[str | Path], *, env: Mapping[str, str], cwd: Path) -> Ended:
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)], env=env, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        check=False,
+    )
+    return Ended(done.returncode if done.returncode >= 0 else 128 - done.returncode, done.stdout, done.stderr)
+
+
+# As a fresh interpreter ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "print('text')",
+        "import sys\nsys.exit(3)",
+        "import sys\nsys.exit('a text')",
+        "import sys\nsys.exit()",
+        "raise SystemExit(True)",
+        "import os\nos._exit(7)",
+        "import os\nos.abort()",
+        "raise KeyboardInterrupt",
+        "def function():\n    raise ValueError('wrong')\nfunction()",
+        "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('wrong') from error",
+        "import sys\nsys.excepthook = lambda kind, error, trace: print('mine', kind, trace.tb_lineno)\n1 / 0",
+        "import sys\nsys.excepthook = None\n1 / 0",
+        "import atexit\natexit.register(print, 'at the end')\nraise SystemExit(4)",
+        "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('a thread'))).start()",
+        "x = = 3",
+        "import warnings\nwarnings.simplefilter('always')\nwarnings.warn('look')",
+        "from __future__ import annotations\ndef f(x: unknown): pass\nprint(f.__annotations__)",
+        "def f(x: int): pass\nprint(f.__annotations__)",
+    ],
+)
+def test_script_prints_and_ends_as_in_a_fresh_interpreter(text: str, rig: Rig, tmp_path: Path) -> None:
+    file = script(tmp_path, text)
+    assert rig.ran([file]) == fresh([file], env=rig.env, cwd=ROOT)
+
+
+def test_missing_script_ends_as_in_a_fresh_interpreter(rig: Rig, tmp_path: Path) -> None:
+    expected = fresh([tmp_path / "none.py"], env=rig.env, cwd=ROOT)
+    ended = rig.ran([tmp_path / "none.py"])
+    assert (ended.code, ended.err) == (expected.code, expected.err)
+    assert ended.code == 2
+
+
+FACTS = """
+import builtins, gc, json, os, random, signal, sys, threading, warnings
+import numpy, torch
+main = sys.modules["__main__"]
+spec = getattr(main, "__spec__", "none")
+assert main.__dict__ is globals()
+matrix = torch.arange(300 * 300, dtype=torch.float32).reshape(300, 300).sin()
+print(json.dumps({
+    "environment": dict(os.environ), "path": sys.path, "argv": sys.argv, "orig_argv": sys.orig_argv,
+    "name": __name__, "file": __file__, "spec": spec and spec.name, "package": __package__, "cached": __cached__,
+    "loader": type(__loader__).__name__, "builtins": __builtins__ is builtins, "cwd": os.getcwd(),
+    "names": sorted(name for name in globals() if name.startswith("__")),
+    "threads": [torch.get_num_threads(), torch.get_num_interop_threads(), threading.active_count()],
+    "sums": [(matrix @ matrix).double().sum().item(), matrix.sum().item(), numpy.dot(matrix, matrix).sum().item()],
+    "warnings": [str(entry) for entry in warnings.filters], "gc": [gc.isenabled(), *gc.get_threshold()],
+    "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+    "handlers": {str(number): str(signal.getsignal(number)).partition(" at ")[0] for number in
+                 (signal.SIGCHLD, signal.SIGPIPE, signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)},
+    "wakeup": signal.set_wakeup_fd(-1), "stdin": os.readlink("/proc/self/fd/0"),
+    "descriptors": len(os.listdir("/proc/self/fd")), "stdout": str(sys.stdout), "stderr": str(sys.stderr),
+}))
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "link", "module", "package", "folder"])
+def test_forked_script_finds_what_a_fresh_one_finds(how: str, rig: Rig, tmp_path: Path) -> None:
+    argv = {
+        "script": ["folder/script.py"], "link": ["link.py"], "module": ["-m", "folder.script"],
+        "package": ["-m", "folder"], "folder": ["folder"],
+    }[how]
+    (tmp_path / "folder").mkdir()
+    script(tmp_path / "folder", FACTS)
+    script(tmp_path / "folder", FACTS, "__main__.py")
+    (tmp_path / "link.py").symlink_to("folder/script.py")
+    argv = [*argv, "--lr", "0.5"]
+    env = {**rig.env, "MINE": "1"}
+    del env["PYTHONWARNINGS"]
+    env["PYTHONWARNINGS"] = rig.env["PYTHONWARNINGS"]
+    forked = rig.ran(argv, env={"MINE": "1"}, cwd=tmp_path).facts
+    assert forked == {**fresh(argv, env=env, cwd=tmp_path).facts, "orig_argv": forked["orig_argv"]}
+    assert forked["orig_argv"][1:] == argv
+
+
+def test_variable_that_only_the_server_has_is_not_the_rank_s(rig: Rig, tmp_path: Path) -> None:
+    file = script(tmp_path, "import json, os\nprint(json.dumps(dict(os.environ)))")
+    rank, gone = 1000, rig.folder / "gone"
+    with gone.open("w") as output:
+        env = {name: value for name, value in rig.env.items() if name != "OMP_NUM_THREADS"}
+        rig.server.start_rank(rank, [str(file)], env=env, name="rank", outputs=[output.fileno()])
+    rig.until(lambda: rank in rig.codes)
+    assert json.loads(gone.read_text()) == env
+
+
+def test_each_fork_has_random_numbers_of_its_own(rig: Rig, tmp_path: Path) -> None:
+    file = script(tmp_path, "import json, random, numpy, torch\nprint(json.dumps([random.random(), "
+                            "numpy.random.rand(), torch.rand(1).item(), torch.initial_seed()]))")
+    first, second = rig.ran([file]).facts, rig.ran([file]).facts
+    assert all(one != other for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("of_module", [False, True])
+def test_spawned_workers_and_pickles_find_what_the_script_defines(of_module: bool, rig: Rig, tmp_path: Path) -> None:
+    script(tmp_path, """
+import multiprocessing, pickle, sys
+class Thing:
+    def __init__(self, number): self.number = number
+def work(thing, queue):
+    queue.put((thing.number, __name__))
+if __name__ == "__main__":
+    assert pickle.loads(pickle.dumps(Thing(4))).number == 4
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=work, args=(Thing(5), queue))
+    process.start()
+    print(queue.get())
+    process.join()
+    sys.exit(process.exitcode)
+""")
+    ended = rig.ran(["-m", "script"] if of_module else ["script.py"], cwd=tmp_path)
+    assert (ended.code, ended.out) == (0, "(5, '__mp_main__')\n"), ended.err
+
+
+def test_files_that_a_script_leaves_open_are_written(rig: Rig, tmp_path: Path) -> None:
+    file = script(tmp_path, "import gzip, io\n"
+                  "text = open('text', 'w')\ntext.write('left open')\n"
+                  "packed = gzip.open('packed', 'wt')\npacked.write('left open too')\n"
+                  "import gc\ngc.collect()\nprint('no newline', end='')")
+    assert rig.ran([file], cwd=tmp_path).out == "no newline"
+    assert (tmp_path / "text").read_text() == "left open"
+    assert subprocess.check_output(["gzip", "-dc", tmp_path / "packed"]) == b"left open too"
+
+
+def test_output_goes_to_the_agent_s_own_without_descriptors(tmp_path: Path) -> None:
+    """In a process of its own, whose output can be read."""
+    text = f"""
+import asyncio, os, sys
+from rankup.agent.fork_server import ForkServer
+async def agent():
+    ended = asyncio.Event()
+    server = ForkServer(on_end=lambda *_: ended.set(), on_warning=print, on_gone=print)
+    await server.start(env=os.environ, fork=False)
+    server.start_rank(0, [{str(script(tmp_path, "import sys; print('out'); print('err', file=sys.stderr)"))!r}],
+                      env=os.environ, name="rank 0")
+    await ended.wait()
+    await server.close()
+asyncio.run(agent())
+"""
+    ended = fresh(["-c", text], env=environment(), cwd=ROOT)
+    assert (ended.code, ended.out, ended.err) == (0, "out\n", "err\n")
+
+
+# Signals and ends ---------------------------------------------------------------------------------------------------
+
+WAITS = "import time\nprint('ready', flush=True)\ntime.sleep(600)"
+
+
+def test_stop_signal_that_comes_at_the_start_is_not_lost(rig: Rig, tmp_path: Path) -> None:
+    """Right behind the request: the fork has not begun to run the script."""
+    file = script(tmp_path, WAITS)
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)):
+        rank = rig.start([file])
+        rig.server.signal(rank, number)
+        assert rig.end(rank).code == code
+
+
+def test_signals_reach_the_process_alone_and_the_script_s_handlers(rig: Rig, tmp_path: Path) -> None:
+    file = script(tmp_path, """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: print("USR1", flush=True))
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+try:
+    while True: time.sleep(0.01)
+except KeyboardInterrupt:
+    print("interrupted", child.poll())
+""")
+    rank = rig.start([file])
+    rig.ready(rank)
+    rig.server.signal(rank, signal.SIGUSR1)
+    rig.until(lambda: "USR1" in rig.printed(rank))
+    rig.server.signal(rank, signal.SIGINT)
+    ended = rig.end(rank)
+    assert (ended.code, ended.out.split()[1:]) == (0, ["USR1", "interrupted", "None"])
+
+
+def test_sigusr1_of_a_batch_system_ends_no_script_without_a_handler(rig: Rig, light: Rig, tmp_path: Path) -> None:
+    file = script(tmp_path, "import os, signal\nprint(signal.getsignal(signal.SIGUSR1).name)\n"
+                            "os.kill(os.getpid(), signal.SIGUSR1)\nprint('alive')")
+    for each in (rig, light):
+        assert each.ran([file]).out == "SIG_IGN\nalive\n"
+
+
+@pytest.mark.parametrize("how", ["kill", "end"])
+def test_what_a_rank_has_started_ends_with_it(how: str, rig: Rig, light: Rig, tmp_path: Path) -> None:
+    file = script(tmp_path, """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+if sys.argv[1] == "kill":
+    time.sleep(600)
+import os
+os._exit(5)
+""")
+    for each in (rig, light):
+        rank = each.start([file, how])
+        each.until(lambda rank=rank, each=each: "\n" in each.printed(rank))
+        if how == "kill":
+            each.server.kill(rank)
+        ended = each.end(rank)
+        assert ended.code == {"kill": 137, "end": 5}[how]
+        each.until(lambda ended=ended: state_of(int(ended.out)) in ("", "Z"))
+
+
+def test_server_kills_what_is_left_of_a_rank_before_it_gives_the_number_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes on where it may not kill: a rank can have changed its user."""
+    states = []
+
+    def refuse(pid: int, _: int) -> None:
+        states.append(state_of(pid))
+        raise PermissionError
+
+    server = server_of_a_test(monkeypatch)
+    pid = os.posix_spawnp("true", ["true"], {})
+    server._ranks[pid] = 3
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    monkeypatch.setattr(os, "killpg", refuse)
+    monkeypatch.setattr(os, "kill", refuse)
+    server._obey({"kill": 3})
+    server._obey({"rank": 3, "signal": signal.SIGTERM})
+    assert states == ["Z"] * 3
+    server._report_ends()
+    assert states == ["Z"] * 5
+    assert json.loads(server.agent.recv(4096)) == {"ended": 3, "code": 0}
+    assert state_of(pid) == ""
+
+
+def server_of_a_test(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A server in pytest's own process, which forks nothing. `agent`: the other end of its channel."""
+    agent, channel = socket.socketpair()
+    for name in ("signal", "set_wakeup_fd"):
+        monkeypatch.setattr(fork_server.signal, name, lambda *_, **__: None)
+    server: Any = Server(channel, fork=True)
+    server.agent = agent
+    return server
+
+
+def test_rank_that_can_not_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = server_of_a_test(monkeypatch)
+
+    def no_more() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", no_more)
+    assert server._start({"start": 2, "name": "rank 2", "outputs": 0, "argv": [], "env": {}, "cwd": "/"}) is False
+    assert [json.loads(line) for line in server.agent.recv(4096).splitlines()] == [
+        {"warning": "rank 2 can't be started: Resource temporarily unavailable"}, {"ended": 2, "code": 1},
+    ]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+def test_ranks_have_names_and_go_first_where_memory_runs_out(rig: Rig, tmp_path: Path) -> None:
+    def score(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+    ranks = [rig.start([script(tmp_path, WAITS)]) for _ in range(2)]
+    processes = [psutil.Process(rig.ready(rank)) for rank in ranks]
+    assert [process.name() for process in processes] == [f"rank {rank}" for rank in ranks]
+    assert all(score(process.pid) > score(rig.server.pid) == score(os.getpid()) for process in processes)
+    assert all(os.getsid(process.pid) == process.pid for process in processes)
+    for rank in ranks:
+        rig.server.kill(rank)
+        rig.end(rank)
+
+
+def test_batch_system_that_signals_every_process_ends_no_server(rig: Rig, tmp_path: Path) -> None:
+    port = rig.run(rig.server.serve_store(100))
+    for process in (psutil.Process(rig.server.pid), *psutil.Process(rig.server.pid).children()):
+        for number in (*Server.SIGNALS, signal.SIGUSR1):
+            process.send_signal(number)
+    assert rig.ran([script(tmp_path, store_user(port))]).code == 0
+    assert rig.gone == 0
+
+
+# The server ends ----------------------------------------------------------------------------------------------------
+
+
+def test_killed_server_takes_all_with_it_and_is_told(tmp_path: Path) -> None:
+    file = script(tmp_path, "import subprocess, sys, time\n"
+                  "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+                  "print(child.pid, flush=True)\ntime.sleep(600)")
+    with opened(tmp_path, fork=False) as light:
+        ranks = [light.start([file]) for _ in range(2)]
+        pids = [light.ready(rank) for rank in ranks] + [int(light.printed(rank)) for rank in ranks]
+        waiting = light.runner.get_loop().create_task(light.server.serve_store(1))
+        os.kill(light.server.pid, signal.SIGKILL)
+        light.until(lambda: light.gone)
+        assert light.codes == dict.fromkeys(ranks, 137)
+        assert light.server.pids == {}
+        light.until(lambda: all(state_of(pid) in ("", "Z") for pid in pids))
+        with pytest.raises(ConnectionError):
+            light.run(waiting)
+
+
+def test_closed_server_takes_all_with_it_without_a_word(tmp_path: Path) -> None:
+    with opened(tmp_path, fork=False) as light:
+        pid = light.ready(light.start([script(tmp_path, WAITS)]))
+    assert state_of(light.server.pid) == ""
+    assert state_of(pid) in ("", "Z")
+    assert (light.codes, light.gone) == ({}, 0)
+
+
+def test_killed_agent_takes_server_ranks_and_store_with_it(tmp_path: Path) -> None:
+    agent = script(tmp_path, f"""
+import asyncio, os
+from rankup.agent.fork_server import ForkServer
+async def agent():
+    server = ForkServer(on_end=print, on_warning=print, on_gone=print)
+    await server.start(env=os.environ)
+    server.start_rank(0, [{str(script(tmp_path, WAITS))!r}], env=os.environ, name="rank 0")
+    port = await server.serve_store(1)
+    print(server.pid, *server.pids.values(), flush=True)
+    await asyncio.sleep(600)
+asyncio.run(agent())
+""", "agent.py")
+    with subprocess.Popen([sys.executable, agent], env=environment(), text=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        lines = {process.stdout.readline().strip(), process.stdout.readline().strip()} - {"ready"}
+        pids = [int(pid) for pid in lines.pop().split()]
+        pids += [child.pid for child in psutil.Process(pids[0]).children()]
+        assert len(set(pids)) == 3
+        process.kill()
+    assert psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)[1] == []
+
+
+# The store ----------------------------------------------------------------------------------------------------------
+
+
+def store_user(port: int, host: str = "127.0.0.1") -> str:
+    return (
+        f"from torch.distributed import TCPStore\nstore = TCPStore('{host}', {port}, is_master=False)\n"
+        "store.set('key', 'value')\nassert store.get('key') == b'value'\nprint(store.num_keys())"
+    )
+
+
+def reachable(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=10):
+        return True
+    return False
+
+
+def test_store_is_served_until_another_one_replaces_it(rig: Rig, tmp_path: Path) -> None:
+    first = rig.run(rig.server.serve_store(1))
+    assert rig.ran([script(tmp_path, store_user(first))]).code == 0
+    second = rig.run(rig.server.serve_store(2))
+    assert second != first
+    rig.until(lambda: not reachable("127.0.0.1", first))
+    user = rig.ran([script(tmp_path, store_user(second))])
+    assert user.out == rig.ran([script(tmp_path, store_user(rig.run(rig.server.serve_store(3))))]).out, "not empty"
+    rig.server.end_store()
+    rig.until(lambda: not psutil.Process(rig.server.pid).children())
+    assert not [text for text in rig.warnings if "store" in text]
+    assert len(os.listdir(f"/proc/{rig.server.pid}/task")) == 1
+
+
+@pytest.mark.parametrize("loopback", [False, True])
+def test_store_listens_where_it_was_asked_to(loopback: bool, rig: Rig) -> None:
+    port = rig.run(rig.server.serve_store(10 + loopback, loopback=loopback))
+    (store,) = psutil.Process(rig.server.pid).children()
+    assert store.name() == "store"
+    (listens,) = [each.laddr for each in store.net_connections() if each.status == psutil.CONN_LISTEN]
+    assert listens.port == port
+    assert (listens.ip == "127.0.0.1") == loopback
+    assert not [each for each in psutil.Process(rig.server.pid).net_connections("tcp")]
+
+
+def test_store_that_was_killed_is_told(rig: Rig) -> None:
+    rig.run(rig.server.serve_store(20))
+    (store,) = psutil.Process(rig.server.pid).children()
+    store.kill()
+    rig.until(lambda: "the process that serves the store ended with 137" in rig.warnings)
+    assert rig.run(rig.server.serve_store(21))
+    rig.warnings.clear()
+
+
+# What it imports, and whether it may be forked -----------------------------------------------------------------------
+
+
+def test_server_that_has_a_thread_starts_fresh_interpreters(tmp_path: Path) -> None:
+    script(tmp_path, "import threading, time\n"
+                     "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()", "threaded.py")
+    file = script(tmp_path, "import sys\nprint('torch' in sys.modules, sys.argv[1:])\nsys.exit(3)")
+    with opened(tmp_path, preload=["threaded", "missing"], folder=str(tmp_path)) as own:
+        rank = own.start([file, "a word"])
+        assert (own.end(rank).code, own.printed(rank)) == (3, "False ['a word']\n")
+        assert own.warnings[0] == "missing can't be preloaded: ModuleNotFoundError: No module named 'missing'"
+        assert own.warnings[1].startswith("ranks are started as fresh interpreters, not forked from a process that has")
+        assert "it has 2 threads" in own.warnings[1]
+        assert own.run(own.server.serve_store(1)) > 0
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "why"),
+    [
+        (fork_server, "_open_files", ["/dev/nvidia0", "/dev/null"], "it has opened /dev/nvidia0"),
+        (torch.cuda, "is_initialized", True, "it has initialized CUDA"),
+        (torch.distributed, "is_initialized", True, "it has a process group"),
+    ],
+)
+def test_server_with_a_device_or_a_group_is_not_forked(
+    where: Any, name: str, value: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # pytest's own process may have threads
+    monkeypatch.setattr(fork_server, "_threads", lambda: ["python"])
+    assert obstacle() == ""
+    monkeypatch.setattr(where, name, lambda: value)
+    assert obstacle() == why
+
+
+def test_agent_imports_no_torch() -> None:
+    text = "import sys, rankup.agent.fork_server, rankup.agent.record\nprint('torch' in sys.modules)"
+    assert fresh(["-c", text], env=environment(), cwd=ROOT).out == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("'''Text.'''\nimport os\nimport torch.nn as nn\nfrom torch.utils.data import DataLoader, Dataset\nimport mine",
+         ["torch.nn", "torch.utils.data.DataLoader", "torch.utils.data.Dataset"]),
+        ("if not __package__:\n    import sys\nfrom . import mine\nfrom .torch import x\nfrom yaml import *", ["yaml"]),
+        ("import os\nos.environ['X'] = '1'\nimport torch", []),
+        ("try:\n    import torch\nexcept ImportError: pass\nimport yaml", []),
+        ("import torch, torch\nimport pandas, requests, numpyro\nif True: pass\nimport yaml", ["torch"]),
+        ("import x = 3", []),
+        ("import numpy, yaml", ["numpy"]),
+    ],
+)
+def test_first_imports_of_a_script_that_are_known_to_be_safe(
+    text: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text == "import numpy, yaml":
+        (tmp_path / "yaml.py").touch()  # the user's own has the name of a library
+    assert safe_imports(script(tmp_path, text)) == names
+
+
+def test_package_in_the_current_folder_is_imported_by_the_rank_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    file = script(tmp_path / "elsewhere", "import torch, yaml, tqdm, fire")
+    for name in ("tqdm", "lib/yaml", "env/lib/site-packages/fire"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    for folder in ("env/lib/site-packages", "lib", "."):
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    assert safe_imports(file) == ["torch", "fire"]
+    assert safe_imports(tmp_path / "missing.py") == []

@@ -1,0 +1,243 @@
+"""What the agent knows of processes and of its container's grants; and interpreters that it starts itself."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rankup.agent import processes
+from rankup.agent.processes import (
+    cpu_quota,
+    explain_sigkill,
+    has_handler,
+    oom_kills,
+    parent_of,
+    send_signal,
+    start_fresh,
+    start_of,
+    state_of,
+)
+from tests.rigs.jobs import ROOT, environment
+
+# The kernel cuts names after 15 bytes: the last of these characters, of three bytes each, is not whole
+NAMED = """
+import ctypes, signal, time
+signal.signal(signal.SIGUSR1, lambda *_: None)
+ctypes.CDLL(None).prctl(15, ") 训练进程程".encode(), 0, 0, 0)
+print(1, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def named() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that sleeps, with half a character in its name, and the sign behind which the kernel's fields stand."""
+    with subprocess.Popen([sys.executable, "-c", NAMED], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+
+
+def test_process_whose_name_is_cut_in_a_character_can_be_read(named: "subprocess.Popen[bytes]") -> None:
+    pid = named.pid
+    with pytest.raises(UnicodeDecodeError):
+        Path(f"/proc/{pid}/comm").read_bytes().decode()
+    assert state_of(pid) in ("S", "R")
+    assert parent_of(pid) == os.getpid()
+    assert int(start_of(pid)) >= int(start_of(os.getpid()))
+    assert has_handler(pid, signal.SIGUSR1) is True
+    assert has_handler(pid, signal.SIGUSR2) is False
+
+
+def test_nothing_is_known_of_a_process_that_is_gone(named: "subprocess.Popen[bytes]") -> None:
+    named.kill()
+    os.waitid(os.P_PID, named.pid, os.WEXITED | os.WNOWAIT)
+    assert (state_of(named.pid), start_of(named.pid)) == ("Z", "")
+    named.wait()
+    pid = named.pid
+    assert (state_of(pid), parent_of(pid), start_of(pid)) == ("", 0, "")
+    assert has_handler(pid, signal.SIGUSR1) is None
+    send_signal(pid, signal.SIGTERM)
+
+
+# Fresh interpreters -------------------------------------------------------------------------------------------------
+
+
+def ended(argv: list[str], act: Callable[[int], None] = lambda pid: None, **more: Any) -> tuple[int, int]:
+    """Process and code of `python ARGV`. `act` is called with the process before its end is awaited."""
+
+    async def agent() -> tuple[int, int]:
+        code = asyncio.get_running_loop().create_future()
+        pid = start_fresh(argv, env=environment(), on_end=code.set_result, **more)
+        act(pid)
+        async with asyncio.timeout(120):
+            return pid, await code
+
+    return asyncio.run(agent())
+
+
+@pytest.fixture(params=["pidfd", "poll"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without what an old kernel, or another system, does not have."""
+    if request.param == "poll":
+        monkeypatch.delattr(os, "pidfd_open")
+
+
+@pytest.mark.usefixtures("_way")
+def test_fresh_interpreter_prints_where_it_was_told_to_and_its_end_is_told(tmp_path: Path) -> None:
+    text = (
+        "import os, sys\nprint(os.getcwd(), sys.argv[1:], os.getsid(0) == os.getpid())\n"
+        "print('err', file=sys.stderr)\nsys.exit(3)"
+    )
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        words = ["-c", text, "a word"]
+        _, code = ended(words, stdout=out.fileno(), stderr=err.fileno(), cwd=str(tmp_path))
+    assert code == 3
+    assert (tmp_path / "out").read_text() == f"{tmp_path} ['a word'] True\n"
+    assert (tmp_path / "err").read_text() == "err\n"
+    assert threading.active_count() == 1
+
+
+def test_signals_end_a_fresh_interpreter_at_its_very_start() -> None:
+    """Slurm's warning does not: it is SIGTERM that the agent sends in its place."""
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGKILL, 137)):
+        assert ended(["-c", "import time; time.sleep(600)"], lambda pid, n=number: send_signal(pid, n))[1] == code
+    assert ended(["-c", ""], lambda pid: os.kill(pid, signal.SIGUSR1))[1] == 0
+
+
+def test_sigusr1_becomes_sigterm_without_a_handler(named: "subprocess.Popen[bytes]") -> None:
+    send_signal(named.pid, signal.SIGUSR1)
+    assert state_of(named.pid) in ("S", "R")  # it has one
+    with subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"], stdin=-1, stdout=-1) as bare:
+        assert bare.stdout is not None
+        bare.stdout.readline()
+        send_signal(bare.pid, signal.SIGUSR1)
+        assert bare.wait() == -signal.SIGTERM
+
+
+@pytest.mark.usefixtures("_way")
+def test_what_a_fresh_interpreter_has_started_ends_with_it(tmp_path: Path) -> None:
+    text = (
+        "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True)\nimport os\nos._exit(0)"
+    )
+    with (tmp_path / "out").open("w") as out:
+        ended(["-c", text], stdout=out.fileno())
+    child = int((tmp_path / "out").read_text())
+    assert psutil.wait_procs([psutil.Process(child)] if psutil.pid_exists(child) else [], timeout=60)[1] == []
+
+
+def test_killed_agent_takes_its_fresh_interpreters_with_it() -> None:
+    text = (
+        "import asyncio, os\nfrom rankup.agent.processes import start_fresh\n"
+        "async def agent():\n"
+        "    start_fresh(['-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'], env=os.environ, "
+        "on_end=print)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(agent())"
+    )
+    command = [sys.executable, "-c", text]
+    with subprocess.Popen(command, env=environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        rank = psutil.Process(int(agent.stdout.readline()))
+        agent.kill()
+    assert psutil.wait_procs([rank], timeout=60)[1] == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root, and unshare")
+def test_first_process_of_a_container_reaps_orphans_and_leaves_its_own_children() -> None:
+    text = (
+        "import os, subprocess, sys\nfrom rankup.agent.processes import reap_orphans\n"
+        "own = subprocess.Popen(['sh', '-c', 'exit 5'])\n"
+        "os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)\n"
+        "reap_orphans({own.pid})\nassert own.wait() == 5\n"
+        "parent = subprocess.Popen(['sh', '-c', '(sleep 0.1; exit 0) & echo $!'], stdout=subprocess.PIPE, text=True)\n"
+        "orphan = int(parent.communicate()[0])\nassert parent.returncode == 0\n"
+        "os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)\n"
+        "reap_orphans()\nassert not os.path.exists(f'/proc/{orphan}'), 'it is left'\nreap_orphans()"
+    )
+    command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c", text]
+    subprocess.run(command, env=environment(), cwd=ROOT, check=True, timeout=120)
+
+
+# What is granted ----------------------------------------------------------------------------------------------------
+
+
+def files(root: Path, contents: dict[str, str]) -> Path:
+    for name, text in contents.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("contents", "affinity", "expected"),
+    [
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 8, 1.5),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 8, 8.0),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "800000 100000\n"}, 2, 2.0),
+        ({"proc/self/cgroup": "0::/job/task\n", "sys/fs/cgroup/job/task/cpu.max": "max 100000\n",
+          "sys/fs/cgroup/job/cpu.max": "200000 100000\n"}, 8, 2.0),
+        ({"proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/x\n",
+          "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "50000\n",
+          "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n"}, 8, 0.5),
+        ({"proc/self/cgroup": "1:cpu:/on/the/host\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000\n",
+          "sys/fs/cgroup/cpu/cpu.cfs_period_us": "50000\n"}, 8, 2.0),
+        ({"proc/self/cgroup": "1:cpu:/\n0::/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+          "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, 3, 3.0),
+        ({}, 4, 4.0),
+    ],
+    ids=["v2", "v2-unlimited", "v2-affinity-less", "v2-parent", "v1", "v1-container", "v1-unlimited", "no-cgroup"],
+)
+def test_cpu_quota_is_the_least_granted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: dict[str, str], affinity: int, expected: float
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)))
+    assert cpu_quota(files(tmp_path, contents)) == expected
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [
+        ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "oom 5\noom_kill 3\n",
+          "sys/fs/cgroup/memory.events": "oom 9\noom_kill 9\n"}, 3),
+        # In a container: the path is the host's
+        ({"proc/self/cgroup": "4:memory:/docker/abc\n", "sys/fs/cgroup/memory/memory.oom_control":
+          "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}, 2),
+        ({"proc/self/cgroup": "0::/\n"}, None),
+        ({}, None),
+    ],
+)
+def test_memory_kills_are_counted_in_the_own_group(
+    tmp_path: Path, contents: dict[str, str], expected: int | None
+) -> None:
+    assert oom_kills(files(tmp_path, contents)) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "text"),
+    [
+        (None, 3, "if nobody sent it, the memory was not enough, or the limit of the container or job"),
+        (3, None, "if nobody sent it, the memory was not enough, or the limit of the container or job"),
+        (3, 3, "no out-of-memory kill was counted in this container or job: somebody sent it"),
+        (3, 4, "1 out-of-memory kill was counted in this container or job meanwhile: give it more memory"),
+        (3, 5, "2 out-of-memory kills were counted"),
+    ],
+)
+def test_sigkill_is_explained_by_the_kills_that_were_counted_meanwhile(
+    before: int | None, now: int | None, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "oom_kills", lambda: now)
+    assert explain_sigkill(before).startswith(text)

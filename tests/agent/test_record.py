@@ -1,0 +1,159 @@
+"""The record of a rank: it outlives the rank, and no half of it harms a reader."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankup.agent.record import NO_LIMIT, NO_STOP, PHASES_AT, SEQUENCE_AT, SIZE, Record, Records, RecordWriter
+from tests.rigs.jobs import ROOT, environment
+
+# As a rank does it, and then it is killed
+RANK = """
+import json, os, signal, sys
+from rankup.agent.record import RecordWriter
+record = RecordWriter(json.loads(sys.argv[1]))
+record.enter("step", 30.0)
+record.set_place("loop.py:12")
+for step in range(1, 1001):
+    record.begin(step)
+record.wait(True)
+print(record.stop_step, flush=True)
+sys.stdin.readline()
+print(record.stop_step, flush=True)
+record.finish()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+# Two phases that a reader must never mix
+SWAPS = """
+import json, sys
+from rankup.agent.record import RecordWriter
+record = RecordWriter(json.loads(sys.argv[1]))
+print("begun", flush=True)
+while True:
+    record.enter("save", 1.0)
+    record.enter("a much longer name of a phase", 2.0)
+"""
+
+
+def started(text: str, place: Any) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", text, json.dumps(place)], env=environment(), cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )
+
+
+def told(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() -> None:
+    records = Records(3)
+    empty = records.read(0)
+    assert empty == Record("start", 0, "", empty.entered_s, NO_LIMIT, False, NO_STOP, False)
+    others = records.read(0), records.read(2)
+    with started(RANK, records.place(1)) as process:
+        assert told(process) == str(NO_STOP)
+        records.stop_at(1, 1004)
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert told(process) == "1004"
+    assert process.returncode == -9
+    found = records.read(1)
+    assert found == Record("step", 1000, "loop.py:12", found.entered_s, 30.0, True, 1004, True)
+    assert empty.entered_s < found.entered_s
+    assert (records.read(0), records.read(2)) == others
+    records.clear(1)
+    assert replace(records.read(1), entered_s=0) == replace(empty, entered_s=0)
+
+
+def test_step_begins_at_its_own_time_in_the_same_phase() -> None:
+    records = Records(1)
+    writer = RecordWriter(records.place(0))
+    writer.enter("step", 30.0)
+    before = records.read(0)
+    writer.begin(4)
+    after = records.read(0)
+    assert after == replace(before, step=4, entered_s=after.entered_s)
+    assert after.entered_s > before.entered_s
+
+
+@pytest.mark.parametrize(
+    "place",
+    [None, {}, {"path": "/proc/self/fd/none", "offset": 0}, "file", "other memory", "too short"],
+)
+def test_record_goes_nowhere_where_its_memory_can_not_be_reached(place: Any, tmp_path: Path) -> None:
+    """Another namespace of processes may have another file under the same name, which must stay as it is."""
+    if place == "file":
+        (tmp_path / "rankup-records").write_bytes(bytes(SIZE))
+        place = {"path": str(tmp_path / "rankup-records"), "offset": 0}
+    elif place == "other memory":
+        file = os.memfd_create("somebody-elses")
+        os.ftruncate(file, SIZE)
+        place = {"path": f"/proc/self/fd/{file}", "offset": 0}
+    elif place == "too short":
+        records = Records(1)
+        place = {**records.place(0), "offset": SIZE}
+    writer = RecordWriter(place)
+    assert not writer.shared
+    writer.begin(5)
+    writer.enter("step", 1.0)
+    writer.set_place("here")
+    assert writer.stop_step == NO_STOP
+    if place and Path(place["path"]).exists() and place["offset"] == 0:
+        assert Path(place["path"]).read_bytes() == bytes(SIZE)
+
+
+def test_phase_and_its_limit_are_never_mixed() -> None:
+    records = Records(1)
+    pairs = {("start", NO_LIMIT), ("save", 1.0), ("a much longer name of a phase", 2.0)}
+    with started(SWAPS, records.place(0)) as process:
+        told(process)
+        try:
+            for _ in range(20000):
+                found = records.read(0)
+                assert (found.phase, found.timeout_s) in pairs
+        finally:
+            process.kill()
+
+
+def test_text_is_cut_and_half_a_character_harms_nobody() -> None:
+    records = Records(2)
+    writer = RecordWriter(records.place(0))
+    writer.enter("训练" * 40)
+    writer.set_place("\udcff" + "地" * 400)
+    found = records.read(0)
+    assert found.phase.startswith("训练训练")
+    assert found.place.startswith("?地地")
+    assert records.read(1).place == ""
+
+
+def test_any_bytes_can_be_read() -> None:
+    """A rank can be killed at any moment, or write anywhere."""
+    records = Records(1)
+    chance = random.Random(0)
+    for _ in range(300):
+        records._memory[:] = chance.randbytes(len(records._memory))
+        found = records.read(0)
+        assert isinstance(found.phase, str)
+        assert isinstance(found.waiting, bool)
+
+
+def test_phase_of_a_rank_that_was_killed_while_it_wrote_is_the_one_before() -> None:
+    records = Records(1)
+    RecordWriter(records.place(0)).enter("save", 3.0)
+    at = PHASES_AT[(records._memory[SEQUENCE_AT] + 1) % 2]
+    records._memory[at : at + 80] = b"x" * 80
+    found = records.read(0)
+    assert (found.phase, found.timeout_s) == ("save", 3.0)
+    RecordWriter(records.place(0)).enter("step")
+    assert records.read(0).phase == "step"
