@@ -1,0 +1,242 @@
+"""Which file a script is, what must be the same of it on all nodes, how its command line looks. No torch here."""
+
+import ast
+import functools
+import hashlib
+import importlib.metadata
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from rankup.errors import ConfigError
+
+# As a script declares it for torch.distributed.launch, which gave each process its local rank so
+DECLARES_LOCAL_RANK = re.compile(r"""["']--(local[_-]rank)["']""")
+# A statement, wherever it stands. Python's own parser needs seconds for the two hundred files of a larger program; what
+# looks like a statement in a text costs a look for a file
+IMPORT = re.compile(
+    rb"(?:^|[;:])[ \t]*(?:from[ \t]+(?P<module>[.\w]+)[ \t]+)?import[ \t]+(?P<names>\([^)]*\)|[^\n;#]+)", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Script:
+    """`words`: the script and its arguments, or -m, a module and those. `file`: None where only Python can find it."""
+
+    words: Sequence[str]
+    file: Path | None
+
+    @staticmethod
+    def find(words: Sequence[str]) -> "Script":
+        """Raises ConfigError for a -m without a module."""
+        if words[0] != "-m":
+            return Script(words, Path(words[0]))
+        if len(words) < 2:
+            raise ConfigError("-m must be followed by a module, got nothing.")
+        return Script(words, _file_of(words[1]))
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"-m {self.words[1]}" if self.words[0] == "-m" else Path(self.words[0]).name
+
+    @property
+    def missing(self) -> bool:
+        # Not Path.is_file, which raises where a folder may not be read
+        return self.file is not None and not os.path.isfile(self.file)
+
+    def refuse_missing(self) -> None:
+        """Raises ConfigError for a script that is nowhere."""
+        if self.missing:
+            raise ConfigError(f"SCRIPT must be a file, got {self.file}: there is none.")
+
+    def check(self, environ: Mapping[str, str], *, world_size: int) -> None:
+        """Raises ConfigError for a script that no node has, and for one whose ranks would not find each other.
+
+        Horovod without HOROVOD_SIZE, which horovodrun sets, is a world of one in each process, and says nothing.
+        """
+        self.refuse_missing()
+        given, by_mpi = environ.get("HOROVOD_SIZE", ""), environ.get("HOROVOD_CONTROLLER", "") == "mpi"
+        imports = _imports_of(_body(self.file))  # under a condition it may be one that never runs
+        if world_size > 1 and given != str(world_size) and not by_mpi and "horovod" in _packages(imports):
+            raise ConfigError(
+                f"{self.name}: HOROVOD_SIZE must be {world_size} for its import of horovod, got {given or 'nothing'}: "
+                f"each rank would train alone. Start the script itself: horovodrun -np {world_size} --gloo python "
+                f"{self.name}, or mpirun -np {world_size} python {self.name} where Horovod was built with MPI."
+            )
+
+    def imports_rankup(self) -> bool:
+        """Whether it, or a file of its own that it imports directly, imports rankup outside of functions."""
+        imports = [*_imports_of(_outside_functions(_body(self.file)))]
+        files = [file for file in self._own_files(self._places(imports, self.file)) if b"rankup" in _read(file)]
+        others = (_imports_of(_outside_functions(_body(file))) for file in files)
+        return any("rankup" in _packages(each) for each in (imports, *others))
+
+    def must_match(self) -> dict[str, str]:
+        """What all nodes must have in common, by name. Says itself what is wrong with a file that differs."""
+        try:
+            torch = importlib.metadata.version("torch")
+        except importlib.metadata.PackageNotFoundError:
+            torch = "not installed"
+        return {
+            "python version": ".".join(map(str, sys.version_info[:2])), "torch version": torch,
+            "rankup's code": _digest(*sorted(Path(__file__).parents[1].rglob("*.py"))),
+            f"script {self.name}": self._digest(), **self._modules(),
+        }
+
+    def command(self, *, local_rank: int, option: str = "auto") -> list[str]:
+        """Python's words for it. The file's name works in any folder.
+
+        `option`: how the script is told its local rank: "local_rank", "local-rank", "no", or "auto", as it declares it.
+        """
+        script = ["-m", self.words[1]] if self.words[0] == "-m" else [str(Path(self.words[0]).absolute())]
+        arguments = list(self.words[len(script):])
+        if option == "auto":
+            found = DECLARES_LOCAL_RANK.search(_read(self.file).decode(errors="replace"))
+            option = found[1] if found else "no"
+        given = any(re.match(r"--local[_-]rank(=|$)", word) for word in arguments)
+        if option not in ("", "no") and not given:
+            arguments = [f"--{option}={local_rank}", *arguments]
+        return [*script, *arguments]
+
+    def _digest(self) -> str:
+        if self.file is None:
+            return "a module that Python itself finds"
+        if self.missing:
+            return "no such file"
+        digest = _digest(self.file)
+        try:
+            _compiled(self.file, _read(self.file))
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None)
+            return f"{digest} with a syntax error{f' in line {line}' if line else ''} ({getattr(error, 'msg', error)})"
+        return digest
+
+    def _modules(self) -> dict[str, str]:
+        """The digest of each file of its own that it imports, directly or not. Found in the sources."""
+        if self.file is None or self.missing:
+            return {}
+        script = self.file.resolve()
+        found, waiting = {script}, [script]
+        seen: set[tuple[Path, str]] = set()
+        while waiting:
+            importer = waiting.pop()
+            places = set(self._places(_imports_in(_read(importer)), importer)) - seen
+            new = set(self._own_files(places)) - found
+            seen |= places
+            found |= new
+            waiting += new
+        root = self._roots[0] if self._roots[0] in script.parents else script.parent
+        return {f"imported {os.path.relpath(each, root)}": _digest(each) for each in sorted(found - {script})}
+
+    @functools.cached_property
+    def _roots(self) -> list[Path]:
+        """The first folder of Python's path, and the folder of the package that the script is a part of, if any: such a
+        script may put that on the path."""
+        file = (self.file or Path()).resolve()
+        package = [folder for folder in file.parents if os.path.isfile(folder / "__init__.py")][-1:]
+        return [Path.cwd() if self.words[0] == "-m" else file.parent, *package]
+
+    def _places(self, imports: Iterable[tuple[int, str]], importer: Path | None) -> Iterator[tuple[Path, str]]:
+        """(folder, name): where imports, as (level, name), may lie."""
+        path = [self._roots[0], *(package.parent for package in self._roots[1:])]
+        parents = importer.resolve().parents if importer is not None else ()
+        for level, name in imports:
+            yield from ((folder, name) for folder in (parents[level - 1 : level] if level else path))
+
+    def _own_files(self, places: Iterable[tuple[Path, str]]) -> Iterator[Path]:
+        """The files below the script's folder, or below its package, that an import of these would run."""
+        roots = tuple(os.path.join(root, "") for root in self._roots)
+        for folder, name in places:
+            path = str(folder)
+            for part in name.split("."):
+                path = os.path.join(path, part)
+                files = [file for file in (os.path.join(path, "__init__.py"), f"{path}.py") if os.path.isfile(file)]
+                yield from (Path(file) for file in files if file.startswith(roots))
+                if not files and not os.path.isdir(path):
+                    break
+
+
+def _read(file: Path | None) -> bytes:
+    try:
+        return file.read_bytes() if file is not None else b""
+    except OSError:
+        return b""
+
+
+def _digest(*files: Path) -> str:
+    try:
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    except OSError:
+        return "can't be read"
+
+
+def _compiled(file: Path, source: bytes, *, flags: int = 0) -> Any:
+    """Raises SyntaxError and ValueError. Python's warnings come when the script runs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return compile(source, str(file), "exec", flags)
+
+
+def _body(file: Path | None) -> list[ast.stmt]:
+    """Its statements; none where Python itself says what is wrong with it."""
+    try:
+        return list(_compiled(file or Path(), _read(file), flags=ast.PyCF_ONLY_AST).body)
+    except (SyntaxError, ValueError):
+        return []
+
+
+def _outside_functions(body: Iterable[ast.AST]) -> Iterator[ast.stmt]:
+    """Also what stands under a condition."""
+    for found in body:
+        if isinstance(found, ast.stmt):
+            yield found
+        if not isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.expr)):
+            yield from _outside_functions(ast.iter_child_nodes(found))
+
+
+def _imports_of(body: Iterable[ast.stmt]) -> Iterator[tuple[int, str]]:
+    """(level, name) of all that these statements import."""
+    for found in body:
+        if isinstance(found, ast.Import):
+            yield from ((0, alias.name) for alias in found.names)
+        elif isinstance(found, ast.ImportFrom):
+            yield from ((found.level, f"{found.module or ''}.{alias.name}".strip(".")) for alias in found.names)
+
+
+def _imports_in(source: bytes) -> Iterator[tuple[int, str]]:
+    """The same for a whole source, also in functions."""
+    for found in IMPORT.finditer(source.replace(b"\\\n", b" ")):
+        module = (found["module"] or b"").decode()
+        name = module.lstrip(".")
+        for part in re.sub(rb"#[^\n]*", b"", found["names"]).strip(b"() \t").decode(errors="replace").split(","):
+            if words := part.split():
+                yield len(module) - len(name), f"{name}.{words[0]}".strip(".")
+
+
+def _packages(imports: Iterable[tuple[int, str]]) -> set[str]:
+    """The packages that are not the importer's own, as far as that shows."""
+    return {name.split(".")[0] for level, name in imports if level == 0}
+
+
+def _file_of(module: str) -> Path | None:
+    """The file that `python -m module` runs. Found without an import: a package's own code may be slow, or print."""
+    top, *rest = module.split(".")
+    # Python puts the current folder first for -m
+    spec = PathFinder.find_spec(top, ["", *sys.path])
+    if spec is None:
+        return None
+    if not spec.submodule_search_locations:
+        return Path(spec.origin) if spec.origin and not rest else None
+    for folder in spec.submodule_search_locations:
+        path = Path(folder, *rest)
+        for file in (path / "__main__.py", path.with_suffix(".py") if rest else path / "__main__.py"):
+            if os.path.isfile(file):
+                return file
+    return None

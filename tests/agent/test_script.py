@@ -1,0 +1,208 @@
+"""What a script is: its file, its own modules, whether it imports rankup or horovod, and its command line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankup.agent.script import Script
+from rankup.errors import ConfigError
+from tests.rigs.jobs import ROOT, environment
+
+
+def write(folder: Path, text: str, name: str = "job.py") -> Path:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def imported(script: Script) -> set[str]:
+    return {name.removeprefix("imported ") for name in script.must_match() if name.startswith("imported ")}
+
+
+def test_missing_script_and_module_without_a_name_are_the_users_mistake(tmp_path: Path) -> None:
+    script = Script.find([str(tmp_path / "none.py")])
+    with pytest.raises(ConfigError, match=r"SCRIPT must be a file, got \S*none\.py: there is none"):
+        script.check({}, world_size=1)
+    assert script.must_match()["script none.py"] == "no such file"
+    assert not script.imports_rankup()
+    with pytest.raises(ConfigError, match="-m must be followed by a module"):
+        Script.find(["-m"])
+
+
+# What all nodes have in common ---------------------------------------------------------------------------------------
+
+
+def test_script_and_the_modules_of_its_own_must_match(tmp_path: Path) -> None:
+    script = write(tmp_path, "import helpers.net; import json, torch\nfrom helpers import (\n    loss,  # the loss\n)")
+    write(tmp_path, "def f():\n    from . import rates, \\\n        steps", "helpers/net.py")
+    for name in ("loss", "rates", "steps", "unused"):
+        write(tmp_path, f"{name} = 1", f"helpers/{name}.py")
+    write(tmp_path, "", "helpers/__init__.py")
+    found = Script.find([str(script)]).must_match()
+    own = {name for name in found if name.startswith("imported ")}
+    assert own == {f"imported helpers/{name}.py" for name in ("__init__", "net", "loss", "rates", "steps")}
+    assert found.keys() - own == {"python version", "torch version", "rankup's code", "script job.py"}
+    assert found["torch version"][0].isdigit()
+
+    write(tmp_path, "rates = 2", "helpers/rates.py")
+    changed = Script.find([str(script)]).must_match()
+    assert {name for name in found if found[name] != changed[name]} == {"imported helpers/rates.py"}
+
+
+def test_script_in_a_package_has_the_package_for_its_own(tmp_path: Path) -> None:
+    """It may put the package's folder on the path itself, as this project's program does."""
+    script = write(tmp_path, "from package.inner import tools\nfrom . import near", "package/inner/main.py")
+    write(tmp_path, "import neighbour", "package/inner/tools.py")
+    for name in ("package/__init__.py", "package/inner/__init__.py", "package/inner/near.py", "neighbour.py"):
+        write(tmp_path, "", name)
+    found = imported(Script.find([str(script)]))
+    assert found == {"../__init__.py", "__init__.py", "tools.py", "near.py"}
+    program = imported(Script.find([str(ROOT / "train/main.py")]))
+    assert {"errors.py", "loop.py", "process/stop.py"} <= program
+
+
+def test_module_is_found_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "import other", "package/inner.py")
+    write(tmp_path, "import package.inner", "package/__main__.py")
+    write(tmp_path, "", "package/__init__.py")
+    write(tmp_path, "", "other.py")
+    script = Script.find(["-m", "package.inner", "a"])
+    assert (script.file, script.name) == (tmp_path / "package/inner.py", "-m package.inner")
+    assert imported(script) == {"other.py"}
+    assert Script.find(["-m", "package"]).file == tmp_path / "package/__main__.py"
+    assert Script.find(["-m", "no_such"]).must_match()["script -m no_such"] == "a module that Python itself finds"
+
+
+def test_syntax_error_is_named_in_what_must_match(tmp_path: Path) -> None:
+    script = Script.find([str(write(tmp_path, "import other\ndef f(:"))])
+    write(tmp_path, "", "other.py")
+    assert script.must_match()["script job.py"].endswith(" with a syntax error in line 2 (invalid syntax)")
+    assert imported(script) == {"other.py"}
+    assert not script.imports_rankup()
+
+
+def test_neighbour_of_the_script_that_cannot_be_read_is_no_fault(tmp_path: Path) -> None:
+    script = write(tmp_path, "import json, helpers")
+    write(tmp_path, "", "json/__init__.py")
+    write(tmp_path, "", "helpers.py").chmod(0)
+    (tmp_path / "json").chmod(0)
+    asks = "import sys; from rankup.agent.script import Script; print(Script.find(sys.argv[1:]).must_match())"
+    nobody = ["unshare", "--user", "--map-user=65534", "--map-group=65534"]  # root would read them all the same
+    line = [*nobody, sys.executable, "-c", asks, str(script)]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True)
+    (tmp_path / "json").chmod(0o700)
+    assert done.returncode == 0, done.stderr
+    assert """'imported helpers.py': "can't be read\"""" in done.stdout
+
+
+# Its command line ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "arguments", "expected"),
+    [
+        ("auto", [], ["--local_rank=1"]),
+        ("auto", ["--local_rank", "5"], ["--local_rank", "5"]),
+        ("no", [], []),
+        ("local-rank", ["-x"], ["--local-rank=1", "-x"]),
+    ],
+)
+def test_local_rank_is_an_argument_where_the_script_declares_it(
+    option: str, arguments: list[str], expected: list[str], tmp_path: Path
+) -> None:
+    script = write(tmp_path, 'parser.add_argument("--local_rank", type=int)')
+    words = Script.find([str(script), *arguments]).command(local_rank=1, option=option)
+    assert words == [str(script), *expected]
+
+
+def test_command_works_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Script.find(["job.py", "--lr", "1"]).command(local_rank=0) == [str(tmp_path / "job.py"), "--lr", "1"]
+    assert Script.find(["-m", "json.tool", "x"]).command(local_rank=0) == ["-m", "json.tool", "x"]
+
+
+# Whether it imports rankup -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "forked"),
+    [
+        ("import torch\nimport rankup", True),
+        ("from rankup.errors import UserError", True),
+        ("try:\n    import rankup\nexcept ImportError:\n    rankup = None", True),
+        ("import torch\nif __name__ == '__main__':\n    with x:\n        import rankup as r", True),
+        ("import own", True),
+        ("from own import tools", True),
+        ("import indirect", False),
+        ("def f():\n    import rankup", False),
+        ("class C:\n    import rankup", False),
+        ("'''\nimport rankup\n'''", False),
+        ("import rankup_tools", False),
+        ("from . import rankup", False),
+    ],
+)
+def test_script_is_forked_where_it_imports_rankup(text: str, forked: bool, tmp_path: Path) -> None:
+    write(tmp_path, "import rankup", "own.py")
+    write(tmp_path, "import own", "indirect.py")
+    assert Script.find([str(write(tmp_path, text))]).imports_rankup() is forked
+
+
+def test_script_of_a_package_is_forked_where_a_neighbour_imports_rankup(tmp_path: Path) -> None:
+    script = write(tmp_path, "from package.errors import FINISHED", "package/main.py")
+    write(tmp_path, "", "package/__init__.py")
+    write(tmp_path, "from rankup.errors import *", "package/errors.py")
+    assert Script.find([str(script)]).imports_rankup()
+
+
+def test_agent_reads_scripts_without_torch() -> None:
+    code = (
+        "import sys\nfrom rankup.agent import output, script, script_env\n"
+        "script.Script.find(['train/main.py']).must_match()\nassert not {'torch', 'train'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+# Horovod -------------------------------------------------------------------------------------------------------------
+
+HOROVOD = "import torch, horovod.torch as hvd\nprint('trains')\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "got"),
+    [
+        (HOROVOD, {}, "nothing"),
+        (HOROVOD, {"HOROVOD_SIZE": "1"}, "1"),  # a launcher of several ranks inside horovodrun -np 1
+        # Settings say nothing of ranks
+        (HOROVOD, {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CONTROLLER": "gloo"}, "nothing"),
+        ("'''The first line of a script.'''\nfrom horovod import torch as hvd", {}, "nothing"),
+    ],
+)
+def test_horovod_script_is_refused_where_each_rank_would_train_alone(
+    text: str, environ: dict[str, str], got: str, tmp_path: Path
+) -> None:
+    script = Script.find([str(write(tmp_path, text))])
+    way_out = r"Start the script itself: horovodrun -np 2 --gloo python job\.py, or mpirun -np 2 python job\.py"
+    with pytest.raises(ConfigError, match=f"job.py: HOROVOD_SIZE must be 2 .*, got {got}: .*{way_out}"):
+        script.check(environ, world_size=2)
+    script.check(environ, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "environ"),
+    [
+        (HOROVOD, {"HOROVOD_SIZE": "2"}),
+        (HOROVOD, {"HOROVOD_CONTROLLER": "mpi"}),
+        ("try:\n    import horovod\nexcept ImportError:\n    horovod = None", {}),
+        ("def by_horovod():\n    import horovod.torch", {}),
+        ("'''\nimport horovod.torch as hvd\n'''", {}),
+        ("import horovod_tools", {}),
+        ("from .horovod import tools", {}),
+        ("import horovod\ndef f(:", {}),
+    ],
+    ids=["horovodrun", "mpi", "optional", "function", "text", "another", "own", "syntax"],
+)
+def test_script_that_may_do_without_horovod_is_started(text: str, environ: dict[str, str], tmp_path: Path) -> None:
+    Script.find([str(write(tmp_path, text))]).check(environ, world_size=2)
