@@ -1,7 +1,7 @@
 """What can end a run, the exit code of each end, and which code of several is the cause.
 
 Below 128 a restart does not help, from 128 on it may; Kubeflow's ExitCode policy has the same rule. Shell files ask
-`python -m train.errors CODE...`. Only the standard library is imported here, and an old Python can run this file:
+`python -m rankup.errors CODE...`. Only the standard library is imported here, and an old Python can run this file:
 slurm/supervise.py uses it on a cluster's nodes, outside any container.
 """
 
@@ -151,7 +151,7 @@ def disk_error(what: str, directory: Path, error: OSError) -> UserError:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print which of several exit codes is the cause."""
-    parser = argparse.ArgumentParser(prog="python -m train.errors", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m rankup.errors", description=main.__doc__)
     parser.add_argument("codes", nargs="*", type=int, metavar="CODE", help="in the order of the ends, if known")
     parser.add_argument("--stopped", action="store_true", help="somebody asked the job to stop")
     parser.add_argument("--rest-stopped", action="store_true", help="the others were stopped because one had failed")

@@ -1,0 +1,1 @@
+"""Starts PyTorch jobs anywhere and keeps them alive. It knows nothing about models or data."""
