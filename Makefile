@@ -39,7 +39,7 @@ sif: ; @slurm/sif.sh ## Make rankup.sif, for Apptainer, of the image that make i
 
 test: lint types unit ## All checks: lint, types, tests. This is what CI runs
 lint: $(TESTED) ; $(RUN)ruff check . ## ruff: mistakes and import order
-types: $(TESTED) ; $(RUN)mypy ## mypy, strict on train/
+types: $(TESTED) ; $(RUN)mypy ## mypy, strict on rankup/ and train/
 unit: $(TESTED) ## pytest, in four processes (PROCESSES=2), or in one where ARGS selects tests
 	$(RUN)python -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
 

@@ -126,5 +126,5 @@ done
 [[ ${codes[*]} =~ [1-9] ]] || exit 0
 # Which code counts is the program's rule, asked inside its image: this machine may have no Python
 image=$(state_of node0 '{{.Image}}')
-exit "$(setsid docker run --rm --network none --entrypoint python3 "$image" -m train.errors \
+exit "$(setsid docker run --rm --network none --entrypoint python3 "$image" -m rankup.errors \
   --rest-stopped ${interrupted:+--stopped} "${codes[@]}" || echo 1)"

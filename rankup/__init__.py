@@ -1,1 +1,1 @@
-"""rankup starts one PyTorch training job anywhere and keeps it alive."""
+"""Starts PyTorch jobs anywhere and keeps them alive. It knows nothing about models or data."""

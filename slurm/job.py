@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from train.errors import STOPPED, USER_MISTAKE
-from train.process.addresses import ephemeral_range, port_for
+from rankup.env.addresses import ephemeral_range, port_for
+from rankup.errors import STOPPED, USER_MISTAKE
 
 ROOT = Path(__file__).resolve().parents[1]
 TASK = str(ROOT / "slurm" / "task.sh")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from job import ROOT, say
 
-OURS = ("train", "slurm")  # of the checkout
+OURS = ("rankup", "train", "slurm")  # of the checkout
 MOST_FILES, MOST_BYTES, MOST_ENTRIES = 2000, 10_000_000, 20_000  # of the current folder
 MOST_NAMED = 5
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rankup.env.rank_env import read_rank_env
+from rankup.errors import root_cause
 from train.config import load_config
 from train.config.command_line import parse_args
-from train.errors import root_cause
 from train.process.context import run_directory
-from train.process.env import read_env
 from train.process.status import read_json
 
 
@@ -30,7 +30,7 @@ def _suspects(attempt: Path) -> list[int]:
 
 
 def main(arguments: list[str]) -> None:
-    launch = read_env(os.environ)
+    launch = read_rank_env(os.environ)
     parsed = parse_args(arguments)
     config = load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
     run_dir = run_directory(config, launch, parsed.script)

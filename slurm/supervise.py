@@ -3,7 +3,7 @@
 # Edit: nothing; the settings are environment variables, which ddp.sbatch sets.
 """The supervisor runs outside any container, in the Python that the node has, 3.8 or newer.
 
-It imports only the standard library, slurm/job.py, and two files of train/ that need nothing else.
+It imports only the standard library, slurm/job.py, and two files of rankup/ that need nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import kept_code  # noqa: E402
 import suspects  # noqa: E402
 from job import ROOT, TASK, Job, fail, job_name, number, say, shell_code  # noqa: E402
 
-from train.errors import FAULT, FINISHED, STOPPED, root_cause, worth_restarting  # noqa: E402
+from rankup.errors import FAULT, FINISHED, STOPPED, root_cause, worth_restarting  # noqa: E402
 
 FIT = (0, 10)  # the doctor's codes for nodes that are fit to train; 10 is with warnings
 

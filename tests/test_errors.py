@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from rankup.errors import root_cause, worth_restarting
 from tests.rigs.jobs import ROOT
-from train.errors import root_cause, worth_restarting
 
 CASES = [
     ([], "", 0),
@@ -50,7 +50,7 @@ def test_root_cause_answers_shell_files(codes: list[int], flag: str, cause: int)
     # Without the environment's packages: a cluster's node has none
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", "import runpy, sys; sys.path.insert(0, '.'); "
-         "runpy.run_module('train.errors', run_name='__main__', alter_sys=True)", *words],
+         "runpy.run_module('rankup.errors', run_name='__main__', alter_sys=True)", *words],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )
     assert (done.stdout, done.stderr) == (f"{cause}\n", "")

@@ -11,6 +11,7 @@ import torch._dynamo  # torch.optim imports it anyway, 0.4 s, at the first optim
 from torch import nn
 from torch.profiler import record_function
 
+from rankup.env.rank_env import RankEnv
 from train.config import Config, check_world_size
 from train.data.loader import Loader
 from train.data.random_numbers import derive_seed, seed_everything
@@ -25,7 +26,6 @@ from train.parallel.optimizer import build_optimizer, build_scaler, rate_at, set
 from train.parallel.warm_up import warm_up
 from train.process import machine_checks
 from train.process.allocator import keep_freed_memory
-from train.process.env import Launch
 from train.process.log import Log
 from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
@@ -48,10 +48,10 @@ from train.workloads import Workload, load
 from train.workloads.batches import all_batches, build_order, first_batch, is_evaluated
 
 
-def train(config: Config, launch: Launch, *, run_dir: Path, log: Log, stop: StopRequest) -> None:
+def train(config: Config, launch: RankEnv, *, run_dir: Path, log: Log, stop: StopRequest) -> None:
     """Train to the end, or to where a stop was asked for.
 
-    Raises UserError (code 2), Stopped (143), JoinError (170), PeerLost (171); see `train.errors`.
+    Raises UserError (code 2), Stopped (143), JoinError (170), PeerLost (171); see `rankup.errors`.
     """
     began_s = time.monotonic()
     check_world_size(config, launch.world_size)

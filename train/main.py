@@ -1,7 +1,7 @@
 """The one program: `python -m train.main COMMAND`, `torchrun -m train.main train`, `rankup train`.
 
 The whole line is understood before anything runs; torch is imported by the command that needs it. Every end has its
-exit code: see `train.errors`.
+exit code: see `rankup.errors`.
 """
 
 import os
@@ -22,19 +22,18 @@ if __name__ == "__main__":
     # traceback for SIGINT, nor sit out a grace period
     _stop = StopRequest().install()
 
+from rankup.env.rank_env import RankEnv, outside_pod, read_rank_env, with_options, without_launcher
+from rankup.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, Stopped, UserError, exit_code, reason
 from train.commands.table import COMMANDS, print_whole
 from train.config import load_config
 from train.config.command_line import Request, parse_args
 from train.config.help_text import help_text
 from train.config.options import DoctorOptions, LaunchOptions, RankOptions
-from train.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, Stopped, UserError, exit_code, reason
-from train.process import env, init_method
 from train.process.context import Context
 from train.process.exit import finish
 from train.process.imports import prepare_imports
 from train.process.last_word import tell_platform
 from train.process.log import Log, guard
-from train.process.placement import Launch
 from train.process.status import tell_torchrun
 from train.run.choices import CHOICES
 
@@ -48,7 +47,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
     log = Log()
     try:
         found = _read_environment(request)
-        if isinstance(found, Launch):
+        if isinstance(found, RankEnv):
             log = Log(rank=found.rank, world_size=found.world_size)
         config = load_config(request.settings, file=request.config_file, mistakes=request.mistakes, choices=CHOICES)
         if request.command is None:
@@ -58,30 +57,32 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         elif not (isinstance(request.options, DoctorOptions) and request.options.as_json):  # its output is its result
             guard("stdout")
         stop = stop or StopRequest().install()
-        if isinstance(found, Launch) and not request.options.only_reads:
+        if isinstance(found, RankEnv) and not request.options.only_reads:
             _prepare_process(found, log, stop)
         return COMMANDS[request.command](Context(config, request, found, log, stop), request.options) or FINISHED
     except BaseException as error:
         return _report(error, log)
 
 
-def _read_environment(request: Request) -> Launch | UserError:
+def _read_environment(request: Request) -> RankEnv | UserError:
     """Which rank this is, or why it can be none: the mistakes of the line come first, and `show` starts no rank."""
     options, environ = request.options, os.environ
     try:
         if isinstance(options, LaunchOptions):
-            return env.read_env(env.outside_pod(environ, num_nodes=options.nnodes, nproc=options.nproc))
+            return read_rank_env(outside_pod(environ, num_nodes=options.nnodes, nproc=options.nproc))
         if isinstance(options, DoctorOptions) and options.alone:
-            return env.read_env(env.without_launcher(environ))
+            return read_rank_env(without_launcher(environ))
         if isinstance(options, RankOptions):
-            url, rank, world_size = options.init_method, options.rank, options.world_size
-            return env.read_env(init_method.environment(environ, url=url, rank=rank, world_size=world_size))
-        return env.read_env(environ)
+            own = with_options(
+                environ, init_method=options.init_method, rank=options.rank, world_size=options.world_size
+            )
+            return read_rank_env(own)
+        return read_rank_env(environ)
     except UserError as error:
         return error
 
 
-def _prepare_process(launch: Launch, log: Log, stop: StopRequest) -> None:
+def _prepare_process(launch: RankEnv, log: Log, stop: StopRequest) -> None:
     stop.print_through(log)
     if launch.parent_pid:
         die_with_parent(launch.parent_pid)

@@ -2,11 +2,11 @@
 
 It lives as long as the job. It has one thread, uses no device and does not import torch.
 
-| a rank ends badly      | its agent says so; the leader ends the membership; every agent has its ranks leave, and says how each |
-|                        | of them ended; the leader decides (`ends`): another membership, or the end of the job                 |
-| an agent is lost       | the same, once its connection ends or it is silent; another one has to come in its place              |
-| the leader is lost     | every agent has its ranks leave, and looks for the leader until its time to join is over              |
-| an agent gets a signal | the leader tells all agents, and each passes it on to its ranks                                       |
+| a rank ends badly      | its agent says so; the leader ends the membership; every agent has its ranks leave, and      |
+|                        | says how each of them ended; the leader decides (`ends`): another membership, or the end     |
+| an agent is lost       | the same, once its connection ends or it is silent; another one has to come in its place     |
+| the leader is lost     | every agent has its ranks leave, and looks for the leader until its time to join is over     |
+| an agent gets a signal | the leader tells all agents, and each passes it on to its ranks                              |
 """
 
 import asyncio

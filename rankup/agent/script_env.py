@@ -29,7 +29,9 @@ def rank_environment(
     torch's @record. `agent`: what the agent tells a rank that imports rankup. `cpus`: what this node's processes may
     use; None: all that the machine has.
     """
-    given = {name: value for name, value in environ.items() if not name.startswith(FOR_THE_AGENT)}
+    # A script that imports rankup may know our settings by the environment, as where its cache lies
+    hidden = FOR_THE_AGENT if agent is None else "PET_"
+    given = {name: value for name, value in environ.items() if not name.startswith(hidden)}
     by_default = {
         # torchrun takes one thread, whatever the machine has
         "OMP_NUM_THREADS": max(1, int((cpus or os.cpu_count() or 1) // local_world_size)),

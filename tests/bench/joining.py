@@ -29,10 +29,10 @@ from pathlib import Path
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # before torch: it prints a thousand lines about addresses without names
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from rankup.env.rank_env import RankEnv, read_rank_env
 from train.group.connectivity import check_connectivity
 from train.group.peer_watch import PeerWatch
 from train.group.rendezvous import meet
-from train.process.env import Launch, read_env
 from train.process.log import Log
 
 THREADS = 64  # ranks of one process
@@ -42,9 +42,9 @@ RESOLV_CONF = "nameserver 127.0.0.1\noptions timeout:10 attempts:1\n"
 NOT_KNOWN = b"\x81\x83"  # the flags of an answer that says that there is no such name
 
 
-def launch_of(rank: int, world_size: int, port: int) -> Launch:
+def launch_of(rank: int, world_size: int, port: int) -> RankEnv:
     five = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return read_env({name: str(value) for name, value in five.items()})
+    return read_rank_env({name: str(value) for name, value in five.items()})
 
 
 class Quiet(Log):

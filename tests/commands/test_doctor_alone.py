@@ -9,16 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from rankup.env.rank_env import read_rank_env
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment
 from train.commands.doctor import link_speed
 from train.config import Config, load_config
 from train.process import findings, machine_checks
-from train.process.env import read_env
 from train.process.findings import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding
 from train.process.limits import memory_limit
 
-ALONE = read_env({})
+ALONE = read_rank_env({})
 
 
 def run(*words: str | Path, shell: str = "", **env: str) -> subprocess.CompletedProcess[str]:

@@ -10,16 +10,16 @@ import pynvml
 import pytest
 import torch
 
+from rankup.env.rank_env import RankEnv
 from tests.rigs.fork_server import Forks
 from tests.rigs.nvml import H100, Driver
 from train.commands.doctor import gpu_health, group_checks
 from train.process.findings import NOTE, OK, UNFIT, WARNING, Finding, exit_code
-from train.process.placement import Launch
 
-ALONE = Launch()
+ALONE = RankEnv()
 
 
-def found(driver: Driver, launch: Launch = ALONE, **environ: str) -> list[Finding]:
+def found(driver: Driver, launch: RankEnv = ALONE, **environ: str) -> list[Finding]:
     told = list(gpu_health.gpus(launch, environ=environ, nvml=driver))
     assert not driver.is_open
     return told

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rankup.errors import ConfigError
 from tests.group.test_deadlines import HOST, WORLD, probe, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ended, free_port, start
@@ -14,7 +15,6 @@ from train.commands.explain.diagnosis import Diagnosis, diagnose
 from train.commands.explain.explain import diagnose_files, explain_logs
 from train.commands.explain.log_lines import has_time, time_of
 from train.commands.explain.report import format_report
-from train.errors import ConfigError
 from train.main import main
 
 NOW = datetime.now()

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment
 from train.commands.logs import rank_log
 from train.commands.logs.logs import first_stamp, wanted_ranks
 from train.commands.logs.merge import merge
-from train.errors import UserError
 from train.main import main
 
 TINY = ["train", "--dataset", "digits", "--model", "mlp", "--progress", "none", "--no-tensorboard"]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from rankup.env.rank_env import RankEnv
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ended, start
 from tests.run.test_run_directory import as_user
 from train.config.command_line import parse_args
-from train.process.placement import Launch
 from train.process.script_env import Place, places, script_environment
 
 # What Python gives a main program, and the environment, as one line of JSON
@@ -92,7 +92,7 @@ def test_places_of_ranks_on_their_nodes() -> None:
 
 
 def test_environment_has_every_variable_of_torchrun_and_none_of_ours(tmp_path: Path) -> None:
-    launch = Launch(
+    launch = RankEnv(
         rank=3, local_rank=1, world_size=4, local_world_size=2, num_nodes=2, node_rank=1, launcher="launch",
         max_restarts=5,
     )

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rankup.errors import ConfigError
 from tests.commands.test_run import write
 from tests.rigs.fork_server import Forks
 from train.commands.run.program import Program
-from train.errors import ConfigError
 
 SCRIPT = "import torch, horovod.torch as hvd\nprint('trains')\n"
 

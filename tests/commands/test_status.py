@@ -16,12 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
+from rankup.env.rank_env import RankEnv
 from tests.rigs.containers import rank_of, wait_for
 from tests.rigs.jobs import MAIN, ROOT, ended, environment, start
 from tests.run.test_goodput import report
 from train.commands.status import look, look_at_all
 from train.commands.status_screen import overview, screen
-from train.process.placement import Launch
 from train.process.status import End, write_json
 from train.process.status_file import StatusFile
 from train.run.goodput import read_reports
@@ -114,7 +114,7 @@ def stage(run: Path, *, attempts: int = 1) -> float:
         ranks = [{"rank": rank, "host": "here", "phase": "step", "step": 12, "waiting": False, "for_s": 0.1,
                   "seen": now} for rank in range(40)]
         replace(own, attempt=f"a-{number}", ranks=ranks, remaining_s=30.0).write(run, f"{number}")
-    file = StatusFile(run, Launch(attempt=f"a-{attempts - 1}"))
+    file = StatusFile(run, RankEnv(attempt=f"a-{attempts - 1}"))
     file.write_summary("running", [])
     return now
 
@@ -163,7 +163,7 @@ def test_status_shows_what_takes_how_long_of_the_steps_of_a_rank(tmp_path: Path)
 
 def test_status_of_a_run_that_reports_no_steps(tmp_path: Path) -> None:
     """Of somebody's own script: only how its ranks ended is known."""
-    file = StatusFile(tmp_path / "own", Launch(world_size=2, attempt="a-1"))
+    file = StatusFile(tmp_path / "own", RankEnv(world_size=2, attempt="a-1"))
     file.write_summary("running", [])
     now = time.time()
     text = screen(look(tmp_path / "own", now=now), now=now)
@@ -201,7 +201,7 @@ def both_in_the_script(folder: Path) -> Any:
 
 def test_status_of_all_runs_is_a_line_each_and_the_newest_first(tmp_path: Path) -> None:
     now = stage(tmp_path / "training", attempts=2)
-    StatusFile(tmp_path / "old", Launch()).write_summary("failed", [End(0, "here", "failed", 2, "no", 0)])
+    StatusFile(tmp_path / "old", RankEnv()).write_summary("failed", [End(0, "here", "failed", 2, "no", 0)])
     os.utime(tmp_path / "old" / "status.json", (now - 7200, now - 7200))
     (tmp_path / "no run").mkdir()
     lines = overview(look_at_all(tmp_path, now=now), where=str(tmp_path)).splitlines()
@@ -240,7 +240,7 @@ def test_status_watch_redraws_a_terminal_until_the_run_has_finished(tmp_path: Pa
 
     try:
         wait_for("two screens", lambda: read().count(b"\x1b[J") >= 2)
-        StatusFile(tmp_path / "run", Launch(attempt="a-0")).write_summary("finished", [])
+        StatusFile(tmp_path / "run", RankEnv(attempt="a-0")).write_summary("finished", [])
         wait_for("the end of --watch", lambda: read() and process.poll() is not None)
         assert process.returncode == 0
     finally:

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from rankup.errors import ConfigError
 from tests.rigs.refused import mistakes, one
 from train.config import Config, check_world_size, load_config
-from train.errors import ConfigError
 
 # --- settings that contradict each other -----------------------------------------------------------------------------
 

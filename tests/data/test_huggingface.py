@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from rankup.errors import ConfigError, DataError
 from tests.rigs import hf_sets
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
@@ -20,7 +21,6 @@ from train.data.file_samples import FileSamples
 from train.data.sources import load
 from train.data.sources.decode import decode, decode_bytes
 from train.data.sources.sets import FileSet
-from train.errors import ConfigError, DataError
 
 CLASSES = ("class0", "class1")
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from rankup.errors import DataError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.config import Config
 from train.data.sources import hf_texts
 from train.data.sources.texts import SAMPLE, load_texts
-from train.errors import DataError
 
 
 @pytest.fixture(scope="module", autouse=True)

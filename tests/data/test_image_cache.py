@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+from rankup.errors import DataError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.photographs import photograph, write_photographs
@@ -26,7 +27,6 @@ from train.data.file_samples import FileSamples
 from train.data.sources import image_cache, load
 from train.data.sources.image_cache import PAGE, ImageCache, Plan, open_caches
 from train.data.sources.sets import FileSet
-from train.errors import DataError
 
 ALL = torch.arange(10)
 FORK = multiprocessing.get_context("fork")

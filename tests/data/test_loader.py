@@ -14,6 +14,8 @@ import psutil
 import pytest
 import torch
 
+from rankup.env.rank_env import RankEnv
+from rankup.errors import DataError
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import own_tmpfs
@@ -22,9 +24,7 @@ from train.data import MapSamples
 from train.data.batch import num_bytes
 from train.data.loader import Loader
 from train.data.order import BatchIndex, Order
-from train.errors import DataError
 from train.process import machine_checks
-from train.process.placement import Launch
 from train.process.stop import StopRequest
 from train.run.checkpoint import find_problem
 
@@ -392,8 +392,8 @@ def test_large_dev_shm_and_no_workers_are_not_mentioned(forks: Forks, tmp_path: 
     assert "/dev/shm" not in output
 
 
-def node(ranks: int | None) -> Launch:
-    return Launch(0, 0, ranks or 1, ranks, 1, 0, "127.0.0.1", 0, "python", None, {}, ())
+def node(ranks: int | None) -> RankEnv:
+    return RankEnv(0, 0, ranks or 1, ranks, 1, 0, "127.0.0.1", 0, "python", None, {}, ())
 
 
 @pytest.mark.parametrize(
@@ -437,6 +437,6 @@ def test_idle_devices_are_said(ranks: int | None, devices: int, said: int) -> No
 def test_advice_is_given_once_a_node() -> None:
     said: list[str] = []
     for local_rank in (0, 1):
-        launch = Launch(local_rank, local_rank, 2, 2, 1, 0, "127.0.0.1", 0, "python", None, {}, ())
+        launch = RankEnv(local_rank, local_rank, 2, 2, 1, 0, "127.0.0.1", 0, "python", None, {}, ())
         machine_checks.warn_once_a_node(["a line"], launch, said.append)
     assert said == ["a line"]

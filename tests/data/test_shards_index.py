@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rankup.errors import DataError
 from tests.rigs.shards import in_child, load_shards, png, write_members, write_shard
 from train.data.sources.shards import index as index_module
 from train.data.sources.shards import index_file
-from train.errors import DataError
 
 LABELS = {"a": (1, 0), "b": (2, 1), "c": (3, 2)}
 

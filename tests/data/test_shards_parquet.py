@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rankup.errors import DataError
 from tests.rigs.shards import load_shards, png, samples_of, write_parquet, write_table
 from train.data.sources.shards import parquet, pieces, reader
-from train.errors import DataError
 
 
 @pytest.fixture(autouse=True)

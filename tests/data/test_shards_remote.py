@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rankup.errors import DataError, UserError
 from tests.rigs.object_store import S3
 from tests.rigs.photographs import write_photographs
 from tests.rigs.range_server import serving
@@ -20,7 +21,6 @@ from train.data.loader import Loader
 from train.data.sources.shards import index, remote
 from train.data.sources.shards import pieces as pieces_module
 from train.data.sources.shards.pieces import Pieces
-from train.errors import DataError, UserError
 from train.process.stop import StopRequest
 
 ALL = torch.arange(24)

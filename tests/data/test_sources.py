@@ -20,6 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
+from rankup.errors import USER_MISTAKE, ConfigError, DataError
 from tests.rigs.idx_files import made_up, write_set
 from tests.rigs.shards import in_child, png, write_parquet, write_shard
 from train.config import Config
@@ -31,7 +32,6 @@ from train.data.sources.idx import write_idx
 from train.data.sources.imagefolder import EXTENSIONS
 from train.data.sources.mnist_family import locate
 from train.data.sources.sets import FileSet, ImageSet
-from train.errors import USER_MISTAKE, ConfigError, DataError
 from train.main import main
 
 

@@ -107,7 +107,7 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 WORKER = """
 import json, pathlib, sys
-from train.errors import DataError
+from rankup.errors import DataError
 from train.data.sources.fetch import Remote, fetch
 
 def check(folder):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from rankup.errors import DataError
 from tests.rigs.fork_server import Forks
 from tests.rigs.idx_files import made_up, write_set
 from train.config import Config
@@ -17,7 +18,6 @@ from train.data.file_samples import FileSamples
 from train.data.sources import load
 from train.data.sources.idx import write_idx
 from train.data.sources.sets import FileSet
-from train.errors import DataError
 
 
 def write_images(folder: Path, count: int, *, size: tuple[int, int] = (40, 30), suffix: str = "png") -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rankup.errors import USER_MISTAKE, DataError
 from tests.rigs.idx_files import made_up
 from train.data.sources.idx import read_idx, write_idx
-from train.errors import USER_MISTAKE, DataError
 
 
 def refused(*words: str, path: Path, expect: str = "images") -> None:

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from rankup.errors import DataError, UserError
 from tests.rigs.idx_files import ROWS, everything, small, write_set
 from train.config import Config
 from train.data.sources import cache, fashion_mnist, fetch, load
 from train.data.sources.fetch import NotFetched, Remote
 from train.data.sources.idx import write_idx
 from train.data.sources.mnist_family import locate, read_half
-from train.errors import DataError, UserError
 from train.process import context
 
 ROOT = Path(__file__).parents[2]

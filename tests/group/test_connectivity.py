@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from train.errors import LaunchError
+from rankup.errors import LaunchError
 from train.group import network
 from train.group.connectivity import choose_interface
 from train.group.members import Member, Paths

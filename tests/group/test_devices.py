@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from train.errors import LaunchError
+from rankup.errors import LaunchError
 from train.group.device import pick_backend, pick_device
 
 Machine = Callable[[str, int], None]

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rankup.errors import PeerLost, UserError
 from tests.rigs.bare_group import group_of
 from tests.rigs.fork_server import Forks
-from train.errors import PeerLost, UserError
 from train.group.group import Group, on_rank0, pack, unpack
 
 ROWS = [{"accuracy": 0.1 + 0.2, "name": "größe", "none": None, "list": [1, [2.5, True]]}, [], "", 2**60]

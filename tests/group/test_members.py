@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore
 
+from rankup.env.rank_env import ranges
 from train.group import keys
 from train.group.members import (
     Hosts,
@@ -15,7 +16,6 @@ from train.group.members import (
     describe_missing,
     speakers,
 )
-from train.process.placement import ranges
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from rankup.errors import FINISHED, PeerLost
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, free_port, rank_env, result
-from train.errors import FINISHED, PeerLost
 from train.group import keys, peer_watch
 from train.group.join import broke_collective
 from train.group.peer_watch import ENDED, PeerWatch

@@ -203,9 +203,11 @@ def test_localhost_on_several_nodes_is_refused_at_once(failures: Failures):
     assert "waiting for" not in said
 
 
-def test_another_version_of_the_program_on_one_rank_is_named(begin: Starter, tmp_path: Path):
-    shutil.copytree(jobs.ROOT / "train", tmp_path / "train", ignore=shutil.ignore_patterns("__pycache__", "samples"))
-    with (tmp_path / "train" / "loop.py").open("a") as file:
+@pytest.mark.parametrize("changed", ["train/loop.py", "rankup/errors.py"])
+def test_another_version_of_the_program_on_one_rank_is_named(begin: Starter, tmp_path: Path, changed: str):
+    for name in ("rankup", "train"):
+        shutil.copytree(jobs.ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "samples"))
+    with (tmp_path / changed).open("a") as file:
         file.write("# a change that nobody pulled on the other node\n")
     port = free_port()
     first = begin(0, 2, port, "code")

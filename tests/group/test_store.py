@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed import HashStore
 
+from rankup.env.rank_env import RankEnv
+from rankup.errors import LaunchError
 from tests.rigs.jobs import free_port
-from train.errors import LaunchError
 from train.group.store import connect_store, open_port, port_in_use, serve_store, wait_for
 from train.group.waiting import Wait
-from train.process.env import Launch
 from train.process.log import Log
 
 
@@ -62,7 +62,7 @@ def test_torchs_switch_for_libuv_is_honoured(monkeypatch: pytest.MonkeyPatch, va
     listener = open_port(free_port())
     assert listener is not None
     port = listener.getsockname()[1]
-    wait = Wait(Launch(), timeout_s=60, log=Log())
+    wait = Wait(RankEnv(), timeout_s=60, log=Log())
     server = serve_store(listener, wait)
     client = connect_store("127.0.0.1", port, timeout_s=60)
     client.set("key", "value")

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from rankup.errors import ConfigError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
-from train.errors import ConfigError
 from train.parallel import model as models
 
 DIGITS = ("--dataset", "digits", "--model", "mlp", "--tensorboard=false", "--limit-train", "704", "--lr", "0.02",

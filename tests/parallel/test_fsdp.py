@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from rankup.errors import ConfigError
 from tests.rigs import recording_workload
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
 from train.config import Config
-from train.errors import ConfigError
 from train.parallel import fsdp
 from train.parallel.model import prepare
 from train.run.checkpoint import load_checkpoint

@@ -13,11 +13,11 @@ import psutil
 import pytest
 import torch
 
+from rankup.errors import ConfigError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import Job, ended, environ_of, metrics, result, start
 from train.commands import compare
 from train.config import Config, load_config
-from train.errors import ConfigError
 from train.parallel import horovod
 
 # Horovod takes contiguous parameters only: ddp, which it is compared with, gets those too

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as recompute
 
+from rankup.errors import ConfigError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
 from tests.rigs.recording_workload import records
 from train.config import Config, load_config
-from train.errors import ConfigError
 from train.parallel import METHODS, load_method, method_name
 from train.parallel.method import Method
 from train.parallel.warm_up import warm_up

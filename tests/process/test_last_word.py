@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED, USER_MISTAKE
 from tests.rigs.jobs import run
-from train.errors import FAULT, FINISHED, PEER_LOST, STOPPED, USER_MISTAKE
 from train.process.last_word import LONGEST, take_back, tell_platform
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from rankup.env.rank_env import RankEnv
 from train.process import flight_recorder, stack_requests, stacks
 from train.process.log import host_name
-from train.process.placement import Launch
 from train.process.places import Frame, Stack, compare, moment, own_place, place
 from train.process.proc import start_of
 from train.process.stacks import Writer
@@ -114,7 +114,7 @@ def writer(**more: object) -> Writer:
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Path]:
     """A run's folder, with this process as its rank 0."""
-    stacks.open_stacks(tmp_path, Launch())
+    stacks.open_stacks(tmp_path, RankEnv())
     yield tmp_path
     faulthandler.unregister(signal.SIGRTMAX)
     assert stacks._file is not None

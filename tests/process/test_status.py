@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from train.errors import FAULT, FINISHED, JOIN_FAILED, PEER_LOST, STOPPED, USER_MISTAKE
-from train.process.placement import Launch
+from rankup.env.rank_env import RankEnv
+from rankup.errors import FAULT, FINISHED, JOIN_FAILED, PEER_LOST, STOPPED, USER_MISTAKE
 from train.process.status import End, attempt_of, job_of, new_attempt, read_json, state_of, write_json
 from train.process.status_file import StatusFile
 
 
 def status_file(run_dir: Path) -> StatusFile:
-    return StatusFile(run_dir, Launch(world_size=3, attempt="a-1"))
+    return StatusFile(run_dir, RankEnv(world_size=3, attempt="a-1"))
 
 
 def test_attempts_of_one_job_share_its_part_of_the_id() -> None:

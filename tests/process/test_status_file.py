@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from train.process.env import Launch, read_env
+from rankup.env.rank_env import RankEnv, read_rank_env
 from train.process.status import read_json
 from train.process.status_file import StatusFile
 
@@ -15,8 +15,8 @@ class Lease:
         return self.ours
 
 
-def launch() -> Launch:
-    return read_env({})
+def launch() -> RankEnv:
+    return read_rank_env({})
 
 
 def attempt_in(run_dir: Path) -> str:

@@ -14,9 +14,9 @@ import yaml
 from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
+from rankup import errors
 from tests.rigs import jobs
 from tests.rigs.jobs import ROOT
-from train import errors
 from train.config import Config, load_config
 from train.config.command_line import parse_args
 from train.config.options import OPTIONS
@@ -25,7 +25,7 @@ from train.run.choices import CHOICES
 from train.workloads import Workload
 
 TOP_LEVEL = {
-    "docker", "k8s", "slurm", "train", "tests", "compose.yaml", "Makefile",
+    "docker", "k8s", "slurm", "rankup", "train", "tests", "compose.yaml", "Makefile",
     "README.md", "README.zh.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "CITATION.cff", "LICENSE",
     "pyproject.toml",
 }
@@ -74,7 +74,7 @@ def known_flags() -> set[str]:
     ours = {"--config", "--help", *(f"--{name.replace('_', '-')}" for name in [*Config.model_fields, *options])}
     switches = {f"--no-{name.replace('_', '-')}" for name in Config.model_fields}
     torchruns = {option for action in get_args_parser()._actions for option in action.option_strings}
-    of_errors = {"--stopped", "--rest-stopped"}  # python -m train.errors, for shell files
+    of_errors = {"--stopped", "--rest-stopped"}  # python -m rankup.errors, for shell files
     benchmarks = "".join(path.read_text() for path in [*ROOT.glob("tests/bench/*.py"), ROOT / "tests/soak.py"])
     of_benchmarks = set(re.findall(r'add_argument\("(--[a-z-]+)"', benchmarks))
     assert "--kills" in of_benchmarks
@@ -164,10 +164,10 @@ def test_docs_name_flags_and_settings_that_exist(document: str) -> None:
 
 @cache
 def strings_of_the_program() -> list[tuple[str, str]]:
-    """Where, and the text of each string in train/; an f-string has {} where a value stands."""
+    """Where, and the text of each string in rankup/ and train/; an f-string has {} where a value stands."""
     found = []
     for name in tracked():
-        if name.startswith("train/") and name.endswith(".py"):
+        if name.startswith(("rankup/", "train/")) and name.endswith(".py"):
             for node in ast.walk(ast.parse(read(name))):
                 if isinstance(node, ast.JoinedStr):
                     parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
@@ -203,7 +203,7 @@ def test_docs_messages_name_flags_and_files_that_exist() -> None:
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?=[\s.,;:)=]|$)", text):
             flags += 1
             assert flag.replace("_", "-") in known_flags(), f"{where}: {text}"
-        for name in re.findall(r"(?<![\w./])(?:train|tests|docker|slurm|k8s)/[\w./-]+\.\w+", text):
+        for name in re.findall(r"(?<![\w./])(?:rankup|train|tests|docker|slurm|k8s)/[\w./-]+\.\w+", text):
             files += 1
             # A folder that is still empty is announced in the README
             planned = not any(there.startswith(name.split("/")[0] + "/") for there in tracked())
@@ -267,7 +267,7 @@ def test_docs_keep_their_length() -> None:
 
 def test_docs_top_level_is_fixed() -> None:
     top = {name.split("/")[0] for name in tracked()}
-    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "train", "tests"} <= top
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "rankup", "train", "tests"} <= top
     assert {name for name in top if not name.startswith(".")} <= TOP_LEVEL
 
 
@@ -305,7 +305,7 @@ def test_docs_version_has_one_place() -> None:
     version = tomllib.loads(read("pyproject.toml"))["project"]["version"]
     assert set(yaml.safe_load(read("CITATION.cff"))) >= {"cff-version", "title", "authors", "license"}
     assert "\nversion:" not in read("CITATION.cff")
-    program = [name for name in tracked() if name.startswith("train/") and name.endswith(".py")]
+    program = [name for name in tracked() if name.startswith(("rankup/", "train/")) and name.endswith(".py")]
     assert not [name for name in program if version in read(name)]
 
 

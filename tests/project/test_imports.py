@@ -1,4 +1,4 @@
-"""Imports in train/ run one way, cheap modules stay cheap, and schedulers are known in one place."""
+"""Imports in rankup/ and train/ run one way, cheap modules stay cheap, and schedulers are known in one place."""
 
 import ast
 import io
@@ -12,51 +12,48 @@ from pathlib import Path
 
 from tests.rigs.jobs import ROOT, environment
 
-TRAIN = ROOT / "train"
+FOLDERS = ["config", "process", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "samples"]
+# What may import what: the later the earlier
+ORDER = ["rankup.errors", "rankup.env", *(f"train.{name}" for name in FOLDERS)]
 
-FOLDERS = ["config", "process", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main"]
+
+def files() -> list[Path]:
+    return [path for package in ("rankup", "train") for path in (ROOT / package).rglob("*.py")]
 
 
 def graph() -> dict[str, set[str]]:
-    """module -> modules of train/ that it imports, at its top or in a function."""
-    modules = {module_of(path): path for path in TRAIN.rglob("*.py")}
-    found: dict[str, set[str]] = {}
-    for module, path in modules.items():
-        found[module] = {name for name in imported(path, modules) if name}  # "" is the package, which is empty
-    return found
+    """module -> modules of rankup/ and train/ that it imports, at its top or in a function."""
+    modules = {module_of(path): path for path in files()}
+    return {module: set(imported(path, modules)) - {"rankup", "train"} for module, path in modules.items()}
 
 
 def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(TRAIN).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide from this test"
-            if (node.module or "").split(".")[0] == "train":
-                of = str(node.module).removeprefix("train").removeprefix(".")
-                for alias in node.names:
-                    inner = f"{of}.{alias.name}".removeprefix(".")
-                    yield inner if inner in modules else of
-        elif isinstance(node, ast.Import):
-            yield from (
-                a.name.removeprefix("train").removeprefix(".") for a in node.names if a.name.split(".")[0] == "train"
-            )
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [name if name in modules else str(node.module) for name in names]
+        else:
+            found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        yield from (name for name in found if name.split(".")[0] in ("rankup", "train"))
 
 
 def folder_of(module: str) -> str:
-    return module.split(".")[0]
+    return ".".join(module.split(".")[:2])
 
 
 def test_imports_name_every_module() -> None:
-    modules = graph().keys() - {""}
+    modules = graph().keys() - {"rankup", "train"}
     assert len(modules) > 30
-    assert {folder_of(module) for module in modules} == {*FOLDERS, "errors", "samples"}
+    assert {folder_of(module) for module in modules} == {*ORDER}
 
 
 def test_imports_run_one_way_between_folders() -> None:
-    places = {name: place for place, name in enumerate(["errors", *FOLDERS, "samples"])}
+    places = {name: place for place, name in enumerate(ORDER)}
     wrong = [
         f"{importer} imports {name}"
         for importer, names in graph().items()
@@ -69,7 +66,7 @@ def test_imports_run_one_way_between_folders() -> None:
 def test_imports_run_one_way_inside_each_folder() -> None:
     inside = {
         module: {name for name in names if folder_of(name) == folder_of(module)}
-        for module, names in graph().items() if module
+        for module, names in graph().items()
     }
     assert sum(map(len, inside.values())) > 30
     TopologicalSorter(inside).prepare()  # raises CycleError, which names the circle
@@ -86,10 +83,17 @@ def modules_after(code: str) -> set[str]:
 def test_imports_of_cheap_modules_leave_torch_out() -> None:
     loaded = modules_after(
         "from train import config, main; from train.commands.explain import explain; "
-        "from train.process import env, local_launcher, log, status, stop"
+        "from train.process import local_launcher, log, status, stop"
     )
     assert {"train", "pydantic"} <= loaded
     assert not loaded & {"torch", "numpy", "torchvision", "tensorboard"}
+
+
+def test_imports_of_rank_env_are_the_standard_librarys() -> None:
+    """An agent and a node of a cluster read it: its import takes milliseconds, which pydantic alone would double."""
+    loaded = modules_after("import rankup.env.rank_env, rankup.errors")
+    assert "rankup" in loaded
+    assert loaded - modules_after("") <= {*sys.stdlib_module_names, "rankup"}
 
 
 def test_imports_of_commands_that_do_not_train_leave_torch_out() -> None:
@@ -117,23 +121,23 @@ def code_and_messages(path: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def test_schedulers_are_named_in_env_and_its_launchers_alone() -> None:
+def test_schedulers_are_named_in_env_alone() -> None:
     # explain reads what they all print
-    homes = {TRAIN / "process" / "env.py", TRAIN / "process" / "launchers", TRAIN / "commands" / "explain"}
+    homes = {ROOT / "rankup" / "env", ROOT / "train" / "commands" / "explain"}
     assert all(home.exists() for home in homes)
-    files = [path for path in TRAIN.rglob("*.py") if not homes & {path, *path.parents}]
-    assert len(files) > 30
-    named = [f"{p}:{line}: {text}" for p in files for line, text in code_and_messages(p) if SCHEDULERS.search(text)]
+    others = [path for path in files() if not homes & {*path.parents}]
+    assert len(others) > 30
+    named = [f"{p}:{line}: {text}" for p in others for line, text in code_and_messages(p) if SCHEDULERS.search(text)]
     assert named == []
     # The search finds them where they are
-    assert any(SCHEDULERS.search(text) for _, text in code_and_messages(TRAIN / "process" / "env.py"))
+    assert any(SCHEDULERS.search(text) for _, text in code_and_messages(ROOT / "rankup" / "env" / "slurm.py"))
 
 
 OWN_VARIABLE = re.compile(r"""environ(\.get\(|\[)["']RANKUP_|getenv\(["']RANKUP_""")
 
 
-def test_variables_of_our_own_are_read_in_process_alone() -> None:
-    files = [path for path in TRAIN.rglob("*.py") if folder_of(module_of(path)) != "process"]
-    assert len(files) > 30
-    assert [str(path) for path in files if OWN_VARIABLE.search(path.read_text())] == []
-    assert OWN_VARIABLE.search((TRAIN / "process" / "env.py").read_text())
+def test_variables_of_our_own_are_read_in_env_and_process_alone() -> None:
+    others = [path for path in files() if folder_of(module_of(path)) not in ("rankup.env", "train.process")]
+    assert len(others) > 30
+    assert [str(path) for path in others if OWN_VARIABLE.search(path.read_text())] == []
+    assert OWN_VARIABLE.search((ROOT / "rankup" / "env" / "rank_env.py").read_text())

@@ -24,7 +24,8 @@ def pip(*words: str | Path) -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    shutil.copytree(ROOT / "train", source / "train", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("rankup", "train"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip("wheel", source, "--no-build-isolation", "--wheel-dir", folder)
@@ -56,11 +57,13 @@ def rankup(installed: Path, own: Path, *words: str, launcher: tuple[str, ...] = 
 
 def test_wheel_holds_every_file_but_the_pages(wheel: Path) -> None:
     listed = subprocess.run(
-        ["git", "-c", "safe.directory=*", "ls-files", "train"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "-c", "safe.directory=*", "ls-files", "rankup", "train"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.splitlines()
     # Pages, with their pictures, and what `make demo` runs
     wanted = {name for name in listed if not name.endswith((".md", ".png", ".sh"))}
     assert {"train/commands/explain/known_faults.zh.toml", "train/samples/texts/dev.txt"} < wanted
+    assert "rankup/env/slurm.py" in wanted
     with zipfile.ZipFile(wheel) as archive:
         held = set(archive.namelist())
     assert wanted <= held, wanted - held

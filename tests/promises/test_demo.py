@@ -24,7 +24,8 @@ ENDLESS = [*TINY, "--epochs", "100000"]
 def clone(tmp_path: Path) -> Path:
     """The files that the demo needs, where runs/ is empty."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    shutil.copytree(ROOT / "train", tmp_path / "train", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("rankup", "train"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
 

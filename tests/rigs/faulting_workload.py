@@ -25,9 +25,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rankup.errors import DataError
 from train.config import Config
 from train.data.random_numbers import derive_seed, random_numbers
-from train.errors import DataError
 from train.process.stop import SIGNALS
 from train.workloads import Workload
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rankup.errors import PeerLost, UserError
 from tests.rigs.checkpoints import steps
 from tests.rigs.jobs import free_port
-from train.errors import PeerLost, UserError
 
 BUCKET = "bucket"
 ERROR = '<?xml version="1.0"?><Error><Code>{}</Code><Message>as the test wants it</Message></Error>'

@@ -2,8 +2,8 @@
 
 import pytest
 
+from rankup.errors import ConfigError
 from train.config import load_config
-from train.errors import ConfigError
 
 
 def mistakes(settings=None, *, file=None, earlier=()):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from rankup.errors import UserError
 from tests.rigs.checkpoints import SETTINGS, flip, newest, save, steps, train, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
-from train.errors import UserError
 from train.run import publish, weights
 from train.run.checkpoint import find_problem, list_checkpoints, load_checkpoint, load_newest
 from train.run.sharded_checkpoint import fingerprint_file

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from rankup.errors import UserError
 from tests.rigs.checkpoints import SETTINGS, flip, save, steps, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, result
 from tests.run.test_rescue import Ranks
 from train.config import Config
-from train.errors import UserError
 from train.process.log import host_name
 from train.run import copies, publish
 from train.run.checkpoint import Checkpoint, load_checkpoint

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 import train.run.lease
+from rankup.errors import PeerLost, UserError
 from tests.rigs.checkpoints import steps
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment, result
-from train.errors import PeerLost, UserError
 from train.run.lease import Lease
 
 FOR_EVER_S = 600.0  # waiting for this long is a failure, and so is

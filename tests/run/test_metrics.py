@@ -13,8 +13,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
+from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
-from train.errors import UserError
 from train.process.log import host_name
 from train.run.metrics import Metrics, Progress, cut_after
 

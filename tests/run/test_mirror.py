@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from rankup.errors import ConfigError
 from tests.rigs.checkpoints import SETTINGS, flip, save
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import comparable_metrics, result
 from tests.rigs.object_store import BUCKET, S3, Freezer, freeze_before_each_request
 from train.config import load_config
-from train.errors import ConfigError
 from train.process.status import write_json
 from train.run import mirror, objects
 from train.run.checkpoint import newest_good_step

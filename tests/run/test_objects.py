@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from rankup.errors import PeerLost, UserError
 from tests.rigs.checkpoints import newest, save
 from tests.rigs.jobs import free_port
 from tests.rigs.object_store import BUCKET, S3, Door, Request
-from train.errors import PeerLost, UserError
 from train.run import objects
 from train.run.objects import Objects
 from train.run.run_store import RunStore

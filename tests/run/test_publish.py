@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from rankup.errors import PeerLost, UserError
 from tests.rigs.checkpoints import flip, newest, save, steps, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, result
 from tests.rigs.small_filesystems import small_disk
-from train.errors import PeerLost, UserError
 from train.run import publish
 from train.run.checkpoint import find_problem, list_checkpoints, load_checkpoint, load_newest
 

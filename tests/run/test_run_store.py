@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rankup.errors import PeerLost, UserError
 from tests.rigs.checkpoints import newest, save, steps
-from train.errors import PeerLost, UserError
 from train.run.objects import Objects
 from train.run.run_store import RunStore
 

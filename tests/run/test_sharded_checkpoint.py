@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorProperties
 
+from rankup.errors import UserError
 from tests.rigs.bare_group import group_of
 from tests.rigs.checkpoints import training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import small_disk
-from train.errors import UserError
 from train.group.group import pack, unpack
 from train.run import publish, shard_pickles, sharded_checkpoint, weights
 from train.run.checkpoint import find_problem, list_checkpoints, load_checkpoint, load_newest

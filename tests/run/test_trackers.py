@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import free_port, is_comparable, metrics, result
 from tests.rigs.mlflow_server import Server, facts_of, new_server
 from tests.rigs.wandb_files import rows_of
-from train.errors import UserError
 from train.run.metrics import cut_after
 from train.run.trackers import sending, table
 from train.run.trackers.sending import Sender, without_secrets

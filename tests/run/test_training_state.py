@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from rankup.errors import UserError
 from tests.rigs.checkpoints import training_state
 from tests.rigs.fork_server import Forks
-from train.errors import UserError
 from train.run.checkpoint import find_problem, fingerprint_bytes, list_checkpoints, load_checkpoint, load_newest
 from train.run.publish import save_checkpoint
 from train.run.training_state import FORMAT, RANDOM_SCHEME, TrainingState

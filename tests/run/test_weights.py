@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from rankup.errors import UserError
 from tests.rigs.checkpoints import SETTINGS, flip, train, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
-from train.errors import UserError
 from train.run import publish, weights
 
 

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification, BertTokenizer
 
+from rankup.errors import ConfigError, UserError
 from tests.rigs.tiny_bert import change_json, change_weights, make_bert, sample_texts
 from train.config import Config
-from train.errors import ConfigError, UserError
 from train.parallel.fsdp import layers_of
 from train.workloads import load
 from train.workloads.bert import Bert, WordPieceTokenizer, build_bert

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from rankup.errors import DataError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, environment, result
 from train.config import Config
 from train.data.order import Order
 from train.data.sources.texts import SAMPLE, load_texts
-from train.errors import DataError
 from train.samples.make_texts import main as make_texts
 from train.workloads.class_scores import class_scores, macro_f1
 from train.workloads.text import TextSamples, build

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchvision import models as torchvision_models
 
-from train.errors import ConfigError
+from rankup.errors import ConfigError
 from train.workloads import vision_models
 from train.workloads.vision_models import build_model
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from rankup.errors import ConfigError, DataError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, Job, environment, result, start
 from train import workloads
 from train.config import Config, load_config
 from train.data import TensorSamples
-from train.errors import ConfigError, DataError
 from train.workloads import Workload
 
 EXAMPLE = ROOT / "tests" / "rigs" / "user_code" / "throws.py"
@@ -135,7 +135,8 @@ def test_installed_command_finds_an_own_module_beside_an_own_train_py(project: P
     borrowed = next(Path(path) for path in sys.path if (Path(path) / "torch").is_dir())
     (site / "borrowed.pth").write_text(f"{borrowed}\n")
     copy = tmp_path / "source"
-    shutil.copytree(ROOT / "train", copy / "train", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("rankup", "train"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, copy)
     subprocess.run(

@@ -17,10 +17,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from rankup.env.addresses import free_port
+from rankup.errors import ConfigError, Stopped
 from train.commands.compare_report import conditions_of_machine, sum_up, write_report
 from train.config.options import CompareOptions
-from train.errors import ConfigError, Stopped
-from train.process.addresses import free_port
 from train.process.context import Context, runs_folder
 from train.process.start_rank import MAIN
 from train.process.status import read_json, write_json

@@ -2,9 +2,9 @@
 
 import json
 
+from rankup.errors import Stopped
 from train.commands.checkpoint_model import open_checkpoint
 from train.config.options import EvaluateOptions
-from train.errors import Stopped
 from train.process.context import Context
 from train.run import weights
 from train.run.evaluation import evaluate

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rankup.errors import UserError, root_cause
 from train.commands.status_screen import overview, screen
 from train.config.options import StatusOptions
 from train.config.schema import nearest
-from train.errors import UserError, root_cause
 from train.process.context import Context, runs_folder
 from train.process.status import read_json
 from train.run.goodput import Report, goodput, read_reports

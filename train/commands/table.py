@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rankup.env.rank_env import check_loopback, describe
+from rankup.errors import FINISHED, LaunchError
 from train.config import check_world_size, options, to_yaml
-from train.errors import FINISHED, LaunchError
-from train.process import env, findings
+from train.process import findings
 from train.process.context import Context, runs_folder
 from train.process.imports import without_collections
 from train.process.stacks import open_stacks
@@ -57,12 +58,12 @@ def _run(context: Context, given: options.RunOptions) -> None:
 
 
 def _start_rank(context: Context) -> None:
-    env.check_loopback(context.launch, context.config.simulated_nodes)
+    check_loopback(context.launch, context.config.simulated_nodes)
     context.log.open(context.run_dir)
     for warning in context.launch.warnings:
         context.log.warning(warning)
     if context.launch.distributed:
-        context.log.info(env.describe(context.launch))
+        context.log.info(describe(context.launch))
 
 
 def _launch(context: Context, given: options.LaunchOptions) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import model_validator
 
+from rankup.errors import ConfigError
 from train.config.contradictions import contradictions
 from train.config.schema import (
     NO_CHOICES,
@@ -23,7 +24,6 @@ from train.config.schema import (
 )
 from train.config.settings import GROUPS, Settings
 from train.config.yaml_text import describe, dump_value, read_yaml, scalar
-from train.errors import ConfigError
 
 
 class Config(Settings, frozen=True):

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from train.errors import ConfigError
+from rankup.errors import ConfigError
 
 _CORE = "tag:yaml.org,2002:"
 _NUMBER = r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"

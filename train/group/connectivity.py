@@ -14,12 +14,12 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from train.errors import FINISHED, JOIN_FAILED, USER_MISTAKE, JoinError, LaunchError, UserError
+from rankup.env.addresses import is_loopback
+from rankup.errors import FINISHED, JOIN_FAILED, USER_MISTAKE, JoinError, LaunchError, UserError
 from train.group import keys, network
 from train.group.members import Meeting, Member, Paths
 from train.group.peer_watch import PeerWatch
 from train.group.store import wait_for
-from train.process.addresses import is_loopback
 from train.process.log import Log
 
 # A packet that a firewall drops is sent again after one and after three seconds.

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from train.errors import LaunchError
+from rankup.errors import LaunchError
 
 
 def pick_device(wanted: str, local_rank: int, *, distributed: bool) -> torch.device:

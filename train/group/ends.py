@@ -5,7 +5,7 @@ import time
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from train.errors import PEER_LOST, STOPPED
+from rankup.errors import PEER_LOST, STOPPED
 from train.group import keys
 from train.group.failure_detector import Suspect, is_cause
 from train.group.network import no_name_lookups

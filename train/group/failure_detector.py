@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from train.errors import FINISHED, PEER_LOST, root_cause, worth_restarting
+from rankup.errors import FINISHED, PEER_LOST, root_cause, worth_restarting
 from train.group import keys
 from train.group.store import second_connection, wait_for
 from train.process.exit import within

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from train.errors import JoinError, LaunchError
+from rankup.env.addresses import is_loopback
+from rankup.errors import JoinError, LaunchError
 from train.group import keys
 from train.group.network import Connection, address_of, interfaces, try_connect
 from train.group.store import connect_store, open_port, serve_store
 from train.group.waiting import Wait
-from train.process.addresses import is_loopback
 from train.process.atomic_file import write_atomically
 
 ANSWER_S = 10.0  # for a store that is alive

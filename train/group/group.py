@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from train.errors import PeerLost, UserError
+from rankup.env.rank_env import RankEnv
+from rankup.errors import PeerLost, UserError
 from train.group.ends import EndReporter
 from train.group.host_link import HostLink
 from train.group.members import Meeting
 from train.group.watchdog import Watchdog
-from train.process.env import Launch
 from train.process.log import Log
 from train.process.progress import StepReporter
 from train.process.stop import StopRequest
@@ -35,7 +35,7 @@ class Group:
     """
 
     def __init__(
-        self, launch: Launch, device: torch.device, *, watch: Watchdog, stop: StopRequest, ends: EndReporter, log: Log
+        self, launch: RankEnv, device: torch.device, *, watch: Watchdog, stop: StopRequest, ends: EndReporter, log: Log
     ) -> None:
         self.launch, self.device, self.log, self.watch, self.stop, self.ends = launch, device, log, watch, stop, ends
         self.rank, self.world_size = launch.rank, launch.world_size

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from train.errors import JOIN_FAILED
+from rankup.errors import JOIN_FAILED
 from train.group import keys
 from train.group.joiner import Joiner
 from train.group.members import Meeting, Member, Members

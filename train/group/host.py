@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from train.errors import JOIN_FAILED, USER_MISTAKE, JoinError
+from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError
 from train.group import file_rendezvous, keys, store
 from train.group.file_rendezvous import Endpoint, remove_endpoint
 from train.group.joiner import Joiner

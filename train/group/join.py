@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from rankup.env.rank_env import RankEnv
+from rankup.errors import FINISHED, PEER_LOST, JoinError, LaunchError, PeerLost, Stopped, exit_code, reason
 from train.config import Config
-from train.errors import FINISHED, PEER_LOST, JoinError, LaunchError, PeerLost, Stopped, exit_code, reason
 from train.group import rendezvous
 from train.group.connectivity import HINT, check_connectivity
 from train.group.device import pick_backend, pick_device
@@ -32,7 +33,6 @@ from train.group.move import leave_port
 from train.group.peer_watch import PeerWatch
 from train.group.watchdog import Watchdog
 from train.process import flight_recorder
-from train.process.env import Launch
 from train.process.log import Log
 from train.process.status import tell_torchrun
 from train.process.status_file import StatusFile
@@ -55,7 +55,7 @@ LOST = re.compile(
 
 @contextlib.contextmanager
 def join(
-    config: Config, launch: Launch, *, log: Log, stop: StopRequest, status: StatusFile,
+    config: Config, launch: RankEnv, *, log: Log, stop: StopRequest, status: StatusFile,
     needs_process_group: bool = False, script: Mapping[str, str] | None = None,
 ) -> Iterator[Group]:
     """Be one of the group for the length of the block. `needs_process_group`: even a rank alone gets torch's group.
@@ -77,7 +77,7 @@ def join(
 
 
 @contextlib.contextmanager
-def starting(config: Config, launch: Launch, *, stop: StopRequest, ends: EndReporter, log: Log) -> Iterator[Group]:
+def starting(config: Config, launch: RankEnv, *, stop: StopRequest, ends: EndReporter, log: Log) -> Iterator[Group]:
     """A group of which only this rank is known yet; the block takes the steps `meet`, `try_routes` and `form` itself.
 
     However the block ends, that end is explained, reported to the ranks that have been met by then, and bounded.
@@ -204,9 +204,11 @@ def _digest(files: Iterable[Path]) -> bytes:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
 
 
-# Of all files of train/ as they are imported, not as they are when ranks meet: a rank may be forked from a
+# Of all files of rankup/ and train/ as they are imported, not as they are when ranks meet: a rank may be forked from a
 # process that has imported them days ago
-IMPORTED = _digest(sorted(Path(__file__).parents[1].rglob("*.py")))
+IMPORTED = _digest(
+    path for name in ("rankup", "train") for path in sorted((Path(__file__).parents[2] / name).rglob("*.py"))
+)
 
 
 def _code(*users: Path) -> str:

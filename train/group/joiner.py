@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from train.errors import USER_MISTAKE, JoinError, UserError
+from rankup.errors import USER_MISTAKE, JoinError, UserError
 from train.group import file_rendezvous, keys, store
 from train.group.members import Meeting, Member, Paths
 from train.group.store import second_connection

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from rankup.env.addresses import is_loopback
+from rankup.env.rank_env import ranges
 from train.group import keys
-from train.process.addresses import is_loopback
-from train.process.placement import ranges
 
 NEAR = 4  # ranks before and after this one whose names it always knows
 MOST_HOSTS = 64  # that a message names: it is sent to all who wait

@@ -14,14 +14,13 @@ from datetime import timedelta
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from train.errors import JoinError, LaunchError, UserError
+from rankup.env.rank_env import RankEnv, ranges
+from rankup.errors import JoinError, LaunchError, UserError
 from train.group import keys
 from train.group.connectivity import HINT, choose_interface
 from train.group.members import Meeting, Members
 from train.group.store import connect_store, open_port, second_connection, start_store, wait_for
-from train.process.env import Launch
 from train.process.log import Log
-from train.process.placement import ranges
 
 MOVE_S = 10.0  # all ranks were alive a moment ago, and nothing is looked up: it takes milliseconds
 EACH_S = 0.05  # more for each rank, since all of them connect to one process
@@ -29,7 +28,7 @@ LATER_S = 3.0  # how much longer the others wait for rank 0's word than it waits
 PORT_PATIENCE_S = 5.0  # how long the end of a store may take to show
 
 
-def leave_port(meeting: Meeting, launch: Launch, *, log: Log) -> None:
+def leave_port(meeting: Meeting, launch: RankEnv, *, log: Log) -> None:
     """Put a store on another port into `meeting`, and return once the master's port is free. All ranks call this.
 
     Raises JoinError, on all ranks, where a rank does not reach the new port.
@@ -38,7 +37,7 @@ def leave_port(meeting: Meeting, launch: Launch, *, log: Log) -> None:
     (_host if launch.rank == 0 else _guest)(meeting, launch, timeout_s, log)
 
 
-def _host(meeting: Meeting, launch: Launch, timeout_s: float, log: Log) -> None:
+def _host(meeting: Meeting, launch: RankEnv, timeout_s: float, log: Log) -> None:
     try:
         ip = choose_interface(meeting.members[0], meeting.paths, log)[1]
     except UserError as error:
@@ -75,7 +74,7 @@ def _host(meeting: Meeting, launch: Launch, timeout_s: float, log: Log) -> None:
         raise JoinError(problem)
 
 
-def _guest(meeting: Meeting, launch: Launch, timeout_s: float, log: Log) -> None:
+def _guest(meeting: Meeting, launch: RankEnv, timeout_s: float, log: Log) -> None:
     meeting.store.set_timeout(timedelta(seconds=timeout_s))
     place = json.loads(meeting.store.get(keys.MOVED))
     if "problem" in place:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from train.process.addresses import is_loopback
+from rankup.env.addresses import is_loopback
 
 SWITCH = Path("/etc/nsswitch.conf")  # where glibc reads who is asked for names
 OTHER_FILES = 512  # that a process needs open beside the connections of its group

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from train.errors import PEER_LOST
+from rankup.errors import PEER_LOST
 from train.group import keys
 from train.process.log import Log
 from train.process.status import GONE, End

@@ -11,20 +11,20 @@ import concurrent.futures
 import threading
 from collections.abc import Mapping
 
+from rankup.env.rank_env import RankEnv
 from train.group.guest import Guest
 from train.group.host import Host
 from train.group.joiner import Joiner
 from train.group.members import Meeting
 from train.group.network import allow_connections
 from train.group.waiting import Wait
-from train.process.env import Launch
 from train.process.log import Log
 
 STUCK_S = 5.0  # so long after the deadline a call into the network, which nothing can interrupt, is given up
 CONNECTIONS = 5  # of each rank: to the store, for the beats, to wait for losses and for stops, and to its neighbour
 
 
-def meet(launch: Launch, *, fingerprint: Mapping[str, str], attempt: str, timeout_s: float, log: Log) -> Meeting:
+def meet(launch: RankEnv, *, fingerprint: Mapping[str, str], attempt: str, timeout_s: float, log: Log) -> Meeting:
     """Meet the other ranks, or say who and what is missing.
 
     `fingerprint`: what must be the same on all ranks, by name. Raises JoinError (code 170) once `timeout_s` has passed

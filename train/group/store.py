@@ -9,7 +9,7 @@ from datetime import timedelta
 # torch exports it under a condition that mypy does not follow
 from torch.distributed import DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 
-from train.errors import JoinError, LaunchError
+from rankup.errors import JoinError, LaunchError
 from train.group.network import (
     Connection,
     explain_connection,

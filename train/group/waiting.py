@@ -3,8 +3,8 @@
 import contextlib
 import time
 
-from train.errors import JoinError
-from train.process.env import Launch
+from rankup.env.rank_env import RankEnv
+from rankup.errors import JoinError
 from train.process.log import Log
 
 # Between two tries to connect. Short at first: the ranks of one job start within seconds of each other, and after the
@@ -24,7 +24,7 @@ class Wait:
     it means if it does not return. The joining thread sets both, `rendezvous.meet` reads them from the main thread.
     """
 
-    def __init__(self, launch: Launch, *, timeout_s: float, log: Log) -> None:
+    def __init__(self, launch: RankEnv, *, timeout_s: float, log: Log) -> None:
         self.launch, self.timeout_s, self.log = launch, timeout_s, log
         self.address = launch.file or f"{launch.master_addr}:{launch.master_port}"
         self.deadline_s = time.monotonic() + timeout_s

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from train.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
+from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
 from train.group.beats import Beats, Sign
 from train.group.ends import EndReporter
 from train.group.failure_detector import LOOK_S, FailureDetector, Suspect, describe, root_exit_code

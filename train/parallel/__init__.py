@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rankup.errors import ConfigError
 from train.config import Config
-from train.errors import ConfigError
 
 if TYPE_CHECKING:
     from train.group.group import Group

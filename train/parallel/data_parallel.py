@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from train.errors import ConfigError
+from rankup.errors import ConfigError
 from train.parallel.method import Method
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from train.errors import ConfigError
+from rankup.errors import ConfigError
 from train.parallel.method import Method, keep_kernels, laid_out, parameter_names, rekeyed
 
 # Gathered on rank 0, on the CPU, one tensor at a time: no device has to hold the whole model

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.errors import ConfigError, JoinError
+from rankup.errors import ConfigError, JoinError
 from train.group.group import BEHIND_OURS_S, Group
 from train.group.network import address_of
 from train.parallel.method import Method

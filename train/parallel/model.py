@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from rankup.errors import ConfigError, UserError
 from train.config import Config
 from train.config.contradictions import NOT_WITH
 from train.data.batch import to_device
-from train.errors import ConfigError, UserError
 from train.group.group import Group
 from train.workloads import Workload
 

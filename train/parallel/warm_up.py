@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from train.errors import ConfigError
+from rankup.errors import ConfigError
 
 
 def warm_up(

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rankup.env.rank_env import RankEnv, cache_folder
+from rankup.errors import UserError
 from train.config import Config
 from train.config.command_line import Request
 from train.config.urls import is_url
-from train.errors import UserError
-from train.process.env import cache_folder
 from train.process.log import Log
-from train.process.placement import Launch
 from train.process.stop import StopRequest
 
 
@@ -24,13 +23,13 @@ class Context:
 
     config: Config
     request: Request
-    found: Launch | UserError
+    found: RankEnv | UserError
     log: Log
     stop: StopRequest
     folder: str = ""
 
     @property
-    def launch(self) -> Launch:
+    def launch(self) -> RankEnv:
         """Which rank this is. Raises LaunchError where the environment describes none, which `show` need not know."""
         if isinstance(self.found, UserError):
             raise self.found
@@ -46,7 +45,7 @@ class Context:
         return replace(self, folder=name)
 
 
-def run_directory(config: Config, launch: Launch, script: Sequence[str] = ()) -> Path:
+def run_directory(config: Config, launch: RankEnv, script: Sequence[str] = ()) -> Path:
     """Where the run lies: named by the settings, by the scheduler's job, by the script, or by what is trained."""
     dataset = re.sub(r"[^\w.-]+", "-", Path(config.dataset).name.removeprefix("hf:")).strip(".-")  # hf:FOLDER is a path
     default = f"{dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]

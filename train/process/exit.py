@@ -6,7 +6,7 @@ is dead.
 
 | who ends it                                      | through             | exit code                              |
 |--------------------------------------------------|---------------------|----------------------------------------|
-| `main`, when its command is over                 | `finish`            | the command's, see `train.errors`      |
+| `main`, when its command is over                 | `finish`            | the command's, see `rankup.errors`      |
 | `stop`: a signal before a group exists           | `leave`             | 143                                    |
 | `watchdog`: a signal that cannot wait for a step | `leave`             | 143                                    |
 | `watchdog`: a deadline is over, a peer is lost   | `leave`             | 170, 171, or the code of the lost rank |

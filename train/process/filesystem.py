@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from rankup.errors import UserError, reason
 from train.config.urls import extra_of
-from train.errors import UserError, reason
 
 
 def open_filesystem(url: str, **options: Any) -> tuple[Any, str]:

@@ -34,7 +34,7 @@ if not __package__:
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parents[1]), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
 
-from train.errors import FAULT, FINISHED
+from rankup.errors import FAULT, FINISHED
 from train.process.exit import leave
 from train.process.fork_client import Order
 from train.process.imports import prepare_imports, without_collections

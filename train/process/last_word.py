@@ -8,7 +8,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from train.errors import FINISHED, JOIN_FAILED, PEER_LOST
+from rankup.errors import FINISHED, JOIN_FAILED, PEER_LOST
 
 LONGEST = 2000  # bytes; the kubelet keeps the last 4096
 

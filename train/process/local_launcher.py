@@ -14,14 +14,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rankup.env.addresses import PORT_OF_LAUNCH, free_port, parse_url
+from rankup.errors import FAULT, FINISHED
 from train.config import Config, check_world_size
 from train.config.options import OPTIONS, LaunchOptions, SuperviseOptions, SupervisorOptions
 from train.config.schema import fields_of
 from train.config.settings import names_image_files
 from train.config.urls import extra_of, is_url
-from train.errors import FAULT, FINISHED
-from train.process import init_method
-from train.process.addresses import PORT_OF_LAUNCH, free_port
 from train.process.context import Context
 from train.process.findings import CODES, VERDICTS, WARNING
 from train.process.last_word import tell_platform
@@ -42,7 +41,7 @@ def launch(context: Context, options: LaunchOptions) -> int:
     if unfit := _preflight(context, options):
         return unfit
     # `launch` understands the URL for its ranks: they get what it stands for
-    met = init_method.parse_url(options.init_method) if options.init_method else {}
+    met = parse_url(options.init_method) if options.init_method else {}
     # Several nodes must agree on one. The same for all attempts: a rank that is started again alone meets the others
     port = options.master_port or (PORT_OF_LAUNCH if options.nnodes > 1 else free_port())
     meeting = {"MASTER_ADDR": options.master_addr or "127.0.0.1", "MASTER_PORT": str(port), **met}

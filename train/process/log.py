@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from train.errors import ConfigError
+from rankup.errors import ConfigError
 
 # How long a reader that does not read holds up who prints. After that lines are dropped until it reads again.
 WAIT_S = 5.0

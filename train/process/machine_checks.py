@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rankup.env.addresses import is_loopback
+from rankup.env.rank_env import RankEnv
 from train.config import Config
-from train.process.addresses import is_loopback
 from train.process.findings import NOTE, OK, UNFIT, WARNING, Finding
 from train.process.limits import cpu_quota, memory_limit, oom_kills
-from train.process.placement import Launch
 
 MIB = 2**20
 LEAST_CPU = 0.75  # of a CPU for each thread: a thread of ours waits now and then, so a little less is no loss
@@ -29,7 +29,7 @@ WRITTEN = 16 * MIB  # what the check of the disk writes: a second at most on a d
 ENLARGE_SHM = "Enlarge it (docker run --shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm)"
 
 
-def limits(config: Config, launch: Launch, *, root: Path = Path("/")) -> Iterator[Finding]:
+def limits(config: Config, launch: RankEnv, *, root: Path = Path("/")) -> Iterator[Finding]:
     """CPUs, memory and open files that this process may use; in a container they are fewer than the machine's."""
     cpus, ranks = cpu_quota(root), launch.local_world_size or 1
     crowded = crowded_cpus(config, launch, cpus)
@@ -150,13 +150,13 @@ def own_name() -> Iterator[Finding]:
         yield Finding("names", OK, seen)
 
 
-def before_training(config: Config, launch: Launch) -> list[str]:
+def before_training(config: Config, launch: RankEnv) -> list[str]:
     """A line for each limit that will be in the way of this training."""
     found = [finding for finding in limits(config, launch) if finding.level == WARNING]
     return [f"{each.seen}: {each.why} {each.remedy}" if each.remedy else each.seen for each in found]
 
 
-def crowded_cpus(config: Config, launch: Launch, cpus: float | None) -> str:
+def crowded_cpus(config: Config, launch: RankEnv, cpus: float | None) -> str:
     """What to say if this node's ranks have more threads than CPUs; "" if they do not.
 
     `cpus`: those that this process may use, None: unknown.
@@ -178,7 +178,7 @@ def crowded_cpus(config: Config, launch: Launch, cpus: float | None) -> str:
     )
 
 
-def idle_devices(launch: Launch, num_devices: int) -> list[str]:
+def idle_devices(launch: RankEnv, num_devices: int) -> list[str]:
     """Accelerators that no rank will use: so it looks when somebody gave the number of nodes for that of ranks."""
     ranks = launch.local_world_size
     if ranks is None or num_devices <= ranks:
@@ -190,7 +190,7 @@ def idle_devices(launch: Launch, num_devices: int) -> list[str]:
     ]
 
 
-def small_shared_memory(config: Config, launch: Launch, *, batch_bytes: int, free_bytes: int) -> list[str]:
+def small_shared_memory(config: Config, launch: RankEnv, *, batch_bytes: int, free_bytes: int) -> list[str]:
     """Whether /dev/shm has room for the batches that the workers of all ranks of this node prepare ahead.
 
     `batch_bytes`: of a training batch or an evaluation batch, whichever is larger.
@@ -206,7 +206,7 @@ def small_shared_memory(config: Config, launch: Launch, *, batch_bytes: int, fre
     ]
 
 
-def warn_once_a_node(lines: list[str], launch: Launch, warn: Callable[[str], None]) -> None:
+def warn_once_a_node(lines: list[str], launch: RankEnv, warn: Callable[[str], None]) -> None:
     """Each line once for a node, not once for a rank."""
     for line in lines if launch.local_rank == 0 else []:
         warn(line)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from train.process.placement import ranges
+from rankup.env.rank_env import ranges
 
 
 class Frame(NamedTuple):

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rankup.env.rank_env import RankEnv
 from train.process.limits import cpu_quota
-from train.process.placement import Launch
 
 # Ours, which would make a program of ours that the script starts take itself for this rank
 OWN = "RANKUP_"
@@ -50,7 +50,7 @@ def places(hosts: Sequence[str], local_ranks: Sequence[int], *, restarts: int, p
 
 
 def script_environment(
-    environ: Mapping[str, str], launch: Launch, place: Place, *, run_id: str, error_file: Path
+    environ: Mapping[str, str], launch: RankEnv, place: Place, *, run_id: str, error_file: Path
 ) -> dict[str, str]:
     """The whole environment of the script. `environ`: of this process. `run_id`: of all restarts.
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, TextIO
 
+from rankup.env.rank_env import RankEnv
 from train.process.log import host_name
-from train.process.placement import Launch
 from train.process.proc import start_of
 from train.process.worker_stacks import ask_workers
 
@@ -91,7 +91,7 @@ def _stacks() -> str:
 _file: StacksFile | None = None  # a process has one
 
 
-def open_stacks(run_dir: Path, launch: Launch) -> None:
+def open_stacks(run_dir: Path, launch: RankEnv) -> None:
     """From now on this rank writes its stacks when it is asked. Main thread only, once a process.
 
     A disk that can't be written to costs the stacks and nothing else: the log, which is opened first, says so.
@@ -123,7 +123,7 @@ def script_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> 
     return {"RANKUP_STACKS": str(path.resolve()), "PYTHONPATH": os.pathsep.join([str(site), *own])}
 
 
-def announce_script(run_dir: Path, launch: Launch, pid: int) -> None:
+def announce_script(run_dir: Path, launch: RankEnv, pid: int) -> None:
     """The script of this rank runs as that process. SIGUSR2 is the script's: only the handler in C writes stacks."""
     writer = Writer(
         rank=launch.rank, world_size=launch.world_size, host=host_name(), pid=pid, started=start_of(pid), thread=pid,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from train.errors import FAULT
+from rankup.errors import FAULT
 from train.process.exit import leave
 from train.process.stop import STOP_SIGNALS, StopRequest, die_with_parent
 

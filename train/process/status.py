@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from train import errors
+from rankup import errors
 from train.process.atomic_file import write_atomically
 
 # States in the store only

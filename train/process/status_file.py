@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from train.errors import USER_MISTAKE, root_cause
+from rankup.env.rank_env import RankEnv
+from rankup.errors import USER_MISTAKE, root_cause
 from train.process.last_word import tell_platform
-from train.process.placement import Launch
 from train.process.status import End, new_attempt, read_json, write_json
 
 
@@ -22,7 +22,7 @@ class Owner(Protocol):
 class StatusFile:
     """`status/<attempt>/rank-N.json` of this rank, and on rank 0 `status.json` over all ranks."""
 
-    def __init__(self, run_dir: Path, launch: Launch, *, shared: bool = True) -> None:
+    def __init__(self, run_dir: Path, launch: RankEnv, *, shared: bool = True) -> None:
         """`shared`: another attempt may be at work in `run_dir`, so that `status.json` may be that one's."""
         self.run_dir, self.shared = run_dir, shared
         self.attempt = launch.attempt or new_attempt()  # the ranks take over rank 0's when they meet

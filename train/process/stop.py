@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 
-from train.errors import STOPPED
+from rankup.errors import STOPPED
 from train.process import stacks
 from train.process.exit import leave
 from train.process.log import Log

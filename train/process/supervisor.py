@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from train.errors import FINISHED, PEER_LOST, STOPPED, root_cause, worth_restarting
+from rankup.errors import FINISHED, PEER_LOST, STOPPED, root_cause, worth_restarting
 from train.process.fork_client import ForkServer, reap
 from train.process.last_word import take_back, tell_platform
 from train.process.limits import explain_sigkill, oom_kills

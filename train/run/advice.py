@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankup.errors import reason
 from train.config import Config
 from train.data.batch import num_bytes, repeated
 from train.data.random_numbers import random_state_kept
-from train.errors import reason
 from train.group.group import Group
 from train.parallel.method import Method
 from train.parallel.model import autocast, has_bf16

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from train.errors import UserError
+from rankup.errors import UserError
 from train.group.group import Group, pack, unpack
 from train.run import sharded_checkpoint
 from train.run.sharded_checkpoint import Fingerprint

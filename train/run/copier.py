@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
+from rankup.errors import UserError
 from train.config import Config
-from train.errors import UserError
 from train.group.group import Group, pack
 from train.run import publish
 from train.run.checkpoint import list_checkpoints, step_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.errors import UserError
+from rankup.errors import UserError
 from train.group.group import Group
 from train.process.status import read_json
 from train.run.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, share_checkpoint

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from rankup.errors import UserError
 from train.config.urls import is_url
-from train.errors import UserError
 from train.process.context import cache_root
 from train.run.objects import Objects
 from train.run.run_store import RunStore

@@ -7,7 +7,7 @@ from copy import copy
 
 import torch
 
-from train.errors import reason
+from rankup.errors import reason
 from train.group.group import pack
 from train.run import rescue
 from train.run.metrics import Progress

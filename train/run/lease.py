@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from train.errors import PeerLost, UserError
+from rankup.errors import PeerLost, UserError
 from train.process.log import host_name
 from train.process.status import read_json, write_json
 

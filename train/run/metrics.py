@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from train.errors import disk_error
+from rankup.errors import disk_error
 
 BLOCK = 1 << 16  # bytes of metrics.jsonl that a restart reads first
 

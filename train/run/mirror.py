@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rankup.errors import PeerLost, UserError
 from train.config import Config
 from train.config.urls import must_hold_no_secrets, secrets_in
-from train.errors import PeerLost, UserError
 from train.group.group import Group
 from train.run.checkpoint import list_checkpoints, newest_good_step
 from train.run.lineage import Lineage

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from rankup.errors import PeerLost, UserError, reason
 from train.config.urls import extra_of, is_url
-from train.errors import PeerLost, UserError, reason
 from train.process.filesystem import open_filesystem
 
 PARALLEL = 4  # objects at a time, and parts of a large one

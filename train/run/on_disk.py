@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rankup.errors import UserError
 from train.config import Config, changed_settings, to_yaml
-from train.errors import UserError
 from train.group.group import Group
 from train.process.atomic_file import write_atomically
 from train.process.status import job_of, read_json

@@ -6,8 +6,8 @@ Rank 0's own disk comes first, then the second copies of checkpoints (`train.run
 
 from dataclasses import dataclass
 
+from rankup.errors import UserError
 from train.config import Config
-from train.errors import UserError
 from train.group.group import Group, on_rank0
 from train.run import copies, rescue
 from train.run.checkpoint import Checkpoint, share_checkpoint

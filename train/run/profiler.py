@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from rankup.errors import ConfigError, disk_error
 from train.config import Config
-from train.errors import ConfigError, disk_error
 from train.group.group import Group
 from train.process.atomic_file import staged
 

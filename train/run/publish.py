@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from train.errors import disk_error
+from rankup.errors import disk_error
 from train.group.group import pack
 from train.run import sharded_checkpoint
 from train.run.checkpoint import fingerprint_bytes, known_damaged, list_checkpoints, looks_whole

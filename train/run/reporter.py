@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from train.errors import Stopped
+from rankup.errors import Stopped
 from train.group.group import Group
 from train.process.phase_clock import process_began
 from train.run.goodput import KIND_OF_PHASE, REPORT_S, Report, goodput, read_reports

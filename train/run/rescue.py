@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rankup.errors import UserError
 from train.config import Config, changed_settings
-from train.errors import UserError
 from train.group.group import Group
 from train.process.status import read_json
 from train.run import publish

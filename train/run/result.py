@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from rankup.errors import disk_error
 from train.config import Config
 from train.data.order import Order
-from train.errors import disk_error
 from train.group.group import Group
 from train.parallel import method_name
 from train.parallel.optimizer import peak_rate

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from rankup.errors import UserError
 from train.config import Config
-from train.errors import UserError
 from train.group.group import Group, on_rank0
 from train.parallel.method import Method
 from train.run import weights

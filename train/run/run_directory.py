@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from rankup.errors import Stopped, UserError, disk_error
 from train.config import Config
 from train.config.urls import is_url
-from train.errors import Stopped, UserError, disk_error
 from train.group.group import Group, on_rank0
 from train.group.join import broke_collective
 from train.run import lineage, rescue

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from train.errors import UserError, disk_error
+from rankup.errors import UserError, disk_error
 from train.run.checkpoint import AllDamaged
 from train.run.lineage import FILE as RUN_FILE
 from train.run.lineage import RUN_ID, Lineage

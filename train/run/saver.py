@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from rankup.errors import UserError
 from train.config import Config
-from train.errors import UserError
 from train.group.group import Group, on_rank0
 from train.run import publish
 from train.run.copier import Copier, fingerprint_tensors

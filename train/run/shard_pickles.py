@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from train.errors import UserError
+from rankup.errors import UserError
 
 PART = re.compile(r"__\d+_\d+\.distcp")  # a file of one rank, beside `.metadata`
 

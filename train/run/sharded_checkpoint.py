@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 
-from train.errors import UserError, disk_error
+from rankup.errors import UserError, disk_error
 from train.group.group import Group, on_rank0
 from train.run.shard_pickles import SENT, SafeReader
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from train.errors import PeerLost, UserError
+from rankup.errors import PeerLost, UserError
 from train.process.exit import within
 from train.process.log import host_name
 from train.process.status import read_json, write_json

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from train.errors import disk_error
+from rankup.errors import disk_error
 from train.run.checkpoint import FILE, find_problem
 from train.run.objects import Objects, parse
 from train.run.publish import STAGING

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from train.process.placement import ranges
+from rankup.env.rank_env import ranges
 from train.run.step_clock import COMPUTE, DATA, PARTS, WAITING
 
 LEAST = 0.08  # of the median's own time: less is not worth a line

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankup.errors import Stopped
 from train.config import Config
 from train.data.loader import Loader
-from train.errors import Stopped
 from train.group.group import Group
 from train.parallel.buffers import Buffers
 from train.parallel.method import Method

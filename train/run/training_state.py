@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from train.errors import UserError
+from rankup.errors import UserError
 from train.group.group import pack, unpack
 from train.run.lineage import RUN_ID
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from train.errors import UserError
+from rankup.errors import UserError
 from train.group.group import Group
 from train.run.checkpoint import load_checkpoint
 

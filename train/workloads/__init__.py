@@ -10,9 +10,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, TensorDataset
 
+from rankup.errors import ConfigError, DataError
 from train.config import Config
 from train.data import MapSamples, Samples, TensorSamples
-from train.errors import ConfigError, DataError
 from train.workloads.workload import Sums, Workload
 
 __all__ = ["Sums", "Workload", "load"]

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from rankup.errors import DataError
 from train.config import Config
 from train.data.batch import num_bytes, to_device
 from train.data.loader import uses_workers
 from train.data.order import BatchIndex, Order, evaluation_batches
-from train.errors import DataError
 from train.group.group import Group
 from train.process import machine_checks
 from train.workloads.workload import Workload

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankup.errors import ConfigError, DataError
 from train.config import Config
-from train.errors import ConfigError, DataError
 from train.workloads import bert_files
 from train.workloads.bert_files import LAYOUT, one_line, read_json, read_text
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from train.errors import ConfigError, DataError
+from rankup.errors import ConfigError, DataError
 
 LAYOUT = "A BERT's folder holds config.json, vocab.txt (or tokenizer.json) and model.safetensors or pytorch_model.bin."
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # each also in parts, listed in NAME.index.json

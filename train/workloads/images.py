@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from rankup.errors import DataError
 from train.config import Config
 from train.config.settings import Augment
 from train.data import Samples, TensorSamples
 from train.data.sources import load
 from train.data.sources.imagefolder import EXTENSIONS, MEAN, STD
 from train.data.sources.sets import FileSet, ImageSet
-from train.errors import DataError
 from train.process.figures import readable
 from train.workloads.classification import Classification
 from train.workloads.pictures import COLUMNS, LETTERS, confusion_pictures, grid_picture

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from rankup.errors import ConfigError
 from train.config.schema import nearest
-from train.errors import ConfigError
 
 
 def build_model(name: str, *, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:

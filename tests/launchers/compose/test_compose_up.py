@@ -37,11 +37,11 @@ def stub(tmp_path_factory: pytest.TempPathFactory, image: str) -> Iterator[str]:
     context = tmp_path_factory.mktemp("stub")
     (context / "node.sh").write_text(NODE)
     shutil.copy(ROOT / "docker" / "prepare.sh", context)
-    (context / "train").mkdir()
-    shutil.copy(ROOT / "train" / "errors.py", context / "train")  # up.sh asks it which code counts
+    (context / "rankup").mkdir()
+    shutil.copy(ROOT / "rankup" / "errors.py", context / "rankup")  # up.sh asks it which code counts
     base = (ROOT / ".env").read_text().partition("BASE_IMAGE=")[2].splitlines() or ["python:3.11-slim-bookworm"]
     (context / "Dockerfile").write_text(
-        f"FROM {base[0]}\nWORKDIR /app\nCOPY node.sh prepare.sh ./\nCOPY train ./train\n"
+        f"FROM {base[0]}\nWORKDIR /app\nCOPY node.sh prepare.sh ./\nCOPY rankup ./rankup\n"
     )
     name = f"rankup-test-stub:{secrets.token_hex(4)}"
     docker("build", "-q", "-t", name, context, DOCKER_BUILDKIT="1")

@@ -8,6 +8,8 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
+from rankup.env.kubeflow import outside_pod
+from rankup.env.rank_env import read_rank_env
 from tests.rigs.jobs import ROOT
 from tests.rigs.kube import (
     CLAIMS,
@@ -25,7 +27,6 @@ from tests.rigs.kube import (
 from tests.rigs.kubeflow import command_line, environment, pods_of
 from train.config import check_world_size, load_config
 from train.config.command_line import parse_args
-from train.process.env import outside_pod, read_env
 from train.run.choices import CHOICES
 
 
@@ -62,11 +63,11 @@ def test_k8s_pods_run_what_the_program_understands(what: str, monkeypatch: pytes
         assert start == ["python", "-m", "train.main"]
         if parsed.command == "launch":  # told as the pod is: otherwise it would be refused
             num_nodes, nproc = parsed.options.nnodes, parsed.options.nproc
-            assert not read_env(outside_pod(values, num_nodes=num_nodes, nproc=nproc)).distributed
+            assert not read_rank_env(outside_pod(values, num_nodes=num_nodes, nproc=nproc)).distributed
             assert (num_nodes, parsed.options.node_rank) == (len(pods), rank)
             check_world_size(config, nproc * len(pods))
         else:
-            launch = read_env(values)
+            launch = read_rank_env(values)
             command = "doctor" if what == "overlays/doctor" else "supervise"
             assert (launch.rank, launch.world_size, parsed.command) == (rank, len(pods), command)
             check_world_size(config, launch.world_size)

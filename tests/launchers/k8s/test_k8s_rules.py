@@ -6,9 +6,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from rankup import errors
 from tests.rigs.kube import K8S, TRAINING, one, rendered
 from tests.rigs.kubeflow import OWNERS, Object, command_line, pods_of, verdict
-from train import errors
 from train.process import findings
 
 OURS = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from rankup.errors import FAULT, JOIN_FAILED, PEER_LOST, STOPPED, USER_MISTAKE, worth_restarting
 from tests.rigs.containers import digest_by_forks
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import Job, ended, environment, free_port, result, start
 from tests.rigs.kube import K8S
-from train.errors import FAULT, JOIN_FAILED, PEER_LOST, STOPPED, USER_MISTAKE, worth_restarting
 
 FILE = K8S / "skypilot.yaml"
 PACKAGE = Path(sys.prefix) / "skypilot"

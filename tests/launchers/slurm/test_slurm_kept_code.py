@@ -25,14 +25,11 @@ def copies(folder: Path, run: str = "slurm-7") -> list[Path]:
 def checkout(tmp_path: Path) -> Path:
     """A checkout that a test may edit, of what a job copies."""
     made = tmp_path / "checkout"
-    for name in ("slurm", "train"):
-        (made / name).mkdir(parents=True)
-    for path in [*ROOT.glob("slurm/*.py"), *ROOT.glob("slurm/*.sh"), ROOT / "train" / "errors.py"]:
-        (made / path.relative_to(ROOT)).write_text(path.read_text())
-    for name in ("__init__", "main", "process/__init__", "process/addresses"):
-        path = made / "train" / f"{name}.py"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text((ROOT / "train" / f"{name}.py").read_text())
+    for pattern in ("slurm/*.py", "slurm/*.sh", "rankup/**/*.py", "train/main.py"):
+        for path in ROOT.glob(pattern):
+            copy = made / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(path.read_text())
     return made
 
 
@@ -147,7 +144,7 @@ def test_slurm_folder_with_too_many_files_is_not_copied_and_the_checkout_is(mine
     code, said = supervised(mine, "0", checkout=checkout).run()
     assert (code, f"{mine} has more than 2000 Python files, or 10 MB of them: they are not kept" in said) == (0, True)
     (kept,) = copies(mine)
-    assert {path.name for path in kept.iterdir()} == {"slurm", "train"}
+    assert {path.name for path in kept.iterdir()} == {"rankup", "slurm", "train"}
 
 
 def test_slurm_code_is_not_copied_where_that_is_not_wanted_or_not_possible(mine: Path, checkout: Path) -> None:

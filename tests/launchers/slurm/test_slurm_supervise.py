@@ -363,14 +363,15 @@ def test_slurm_ports_differ_between_jobs_and_attempts(tmp_path: Path) -> None:
 def test_slurm_supervisor_is_python_3_8() -> None:
     """A cluster's nodes have an older Python than the container or the environment."""
     ours_alone = [f"slurm/{name}.py" for name in ("supervise", "job", "suspects", "kept_code")]
-    for path in (ROOT / name for name in (*ours_alone, "train/errors.py", "train/process/addresses.py")):
+    library = ("rankup/__init__.py", "rankup/errors.py", "rankup/env/__init__.py", "rankup/env/addresses.py")
+    for path in (ROOT / name for name in (*ours_alone, *library)):
         tree = ast.parse(path.read_text(), feature_version=(3, 8))
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert "__future__" in imported, f"{path}: int | None is evaluated otherwise"
-        known = {*sys.stdlib_module_names, "train", "job"}
+        assert "__future__" in imported or not tree.body[1:], f"{path}: int | None is evaluated otherwise"
+        known = {*sys.stdlib_module_names, "rankup", "job"}
         assert {str(name).split(".")[0] for name in imported} <= known, path
-        ours = {name for name in imported if str(name).startswith("train")}
-        assert ours <= {"train.errors", "train.process.addresses"}, path
+        ours = {name for name in imported if str(name).startswith("rankup")}
+        assert ours <= {"rankup.errors", "rankup.env.addresses"}, path
 
 
 # Hosts that are suspected ---------------------------------------------------------------------------------------------

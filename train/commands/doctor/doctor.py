@@ -12,23 +12,23 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from rankup.env.rank_env import check_loopback, describe, how_to_start, ranges
+from rankup.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, reason
 from train.commands.doctor import gpu_health, group_checks
 from train.commands.doctor.report import Report
 from train.config import check_world_size
 from train.config.options import DoctorOptions
-from train.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, reason
 from train.group.connectivity import HINT
 from train.group.ends import EndReporter
 from train.group.failure_detector import Suspect
 from train.group.group import Group
 from train.group.join import check_devices, form, meet, starting, try_routes
 from train.group.network import explain_connection, interface_of, is_own_address, try_connect
-from train.process import env, machine_checks
+from train.process import machine_checks
 from train.process.context import Context
 from train.process.exit import within
 from train.process.findings import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding
 from train.process.log import Log
-from train.process.placement import ranges
 from train.process.status_file import StatusFile
 
 NAME_S, DISK_S = 10.0, 30.0  # a resolver and a network disk may never answer,
@@ -48,7 +48,7 @@ def doctor(context: Context, options: DoctorOptions) -> int:
     with contextlib.redirect_stdout(sys.stderr if options.as_json else sys.stdout):
         try:
             launch = context.launch
-            env.check_loopback(launch, config.simulated_nodes)
+            check_loopback(launch, config.simulated_nodes)
             check_world_size(config, launch.world_size)
         except UserError as error:
             # The environment describes no launch that could work: that is a finding too
@@ -93,7 +93,7 @@ class _Doctor:
 
     def _check_machine(self) -> None:
         add, launch, config = self.report.add, self.launch, self.config
-        add(Finding("environment", OK, env.describe(launch)))
+        add(Finding("environment", OK, describe(launch)))
         add(*(Finding("environment", WARNING, text) for text in launch.warnings))
         self._bounded("names", NAME_S, machine_checks.own_name, "the resolver of this machine gives no answer.")
         add(*machine_checks.limits(config, launch), *machine_checks.shared_memory(config))
@@ -196,7 +196,7 @@ class _Doctor:
             # Two mistakes of the user show while ranks meet: a port that can't be used, and ranks that differ
             stage = "port" if isinstance(error, LaunchError) else "versions"
         why = "without it the ranks wait for each other until their time to join is over."
-        remedy = env.how_to_start(self.launch) if stage in ("joined", "names", "port", "store") else ""
+        remedy = how_to_start(self.launch) if stage in ("joined", "names", "port", "store") else ""
         if stage == "versions":
             why = "different code or settings give wrong numbers, not errors."
         elif stage == "connectivity":

@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
+from rankup.env.rank_env import RankEnv, ranges
 from train.process.findings import NOTE, OK, UNFIT, WARNING, Finding
 from train.process.limits import read
-from train.process.placement import Launch, ranges
 
 STAGE = "gpus"
 FASTEST = 0  # the state of performance P0: a GPU with nothing to do leaves it, and lowers its link's speed on purpose
@@ -45,7 +45,7 @@ class _Lost(Exception):
 
 
 def gpus(
-    launch: Launch, *, environ: Mapping[str, str] = os.environ, nvml: Any = None, root: Path = Path("/")
+    launch: RankEnv, *, environ: Mapping[str, str] = os.environ, nvml: Any = None, root: Path = Path("/")
 ) -> Iterator[Finding]:
     """The health of the GPUs that this process may use: all of them where it is alone, its own among several ranks.
 
@@ -78,7 +78,7 @@ def driver_version(root: Path = Path("/")) -> str:
     return found[0] if found else ""
 
 
-def _check(nvml: Any, launch: Launch, environ: Mapping[str, str]) -> Iterator[Finding]:
+def _check(nvml: Any, launch: RankEnv, environ: Mapping[str, str]) -> Iterator[Finding]:
     lost, own = _visible(nvml, launch, environ)
     found: dict[Finding, list[int]] = {}
     for gpu in own:
@@ -99,7 +99,7 @@ def _check(nvml: Any, launch: Launch, environ: Mapping[str, str]) -> Iterator[Fi
         yield Finding(STAGE, OK, f"{count}: {', '.join(names)}, driver {nvml.nvmlSystemGetDriverVersion()}")
 
 
-def _visible(nvml: Any, launch: Launch, environ: Mapping[str, str]) -> tuple[list[tuple[int, str]], list[_Gpu]]:
+def _visible(nvml: Any, launch: RankEnv, environ: Mapping[str, str]) -> tuple[list[tuple[int, str]], list[_Gpu]]:
     """The GPUs that do not answer, with the driver's words, and those that do; only those this process may use."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
+from rankup.env.rank_env import RankEnv, ranges
 from train.commands.doctor import gpu_health, link_speed
 from train.commands.doctor.link_speed import LinkSpeed
 from train.commands.machine import cpu_model
 from train.group.group import Group
-from train.process.env import Launch
 from train.process.findings import NOTE, OK, UNFIT, WARNING, Finding
 from train.process.limits import read
-from train.process.placement import ranges
 
 SLOWEST_LINK = 12.5e6  # bytes/s: 100 Mbit/s. The gradients of a ResNet-50, 102 MB, take 16 s a step over it
 APART = 5.0  # times slower than the median of its kind
@@ -34,7 +33,7 @@ MAX_NAMED = 4  # links in one report: with one bad switch there would be hundred
 CLOCK_TRIES = 5
 
 
-def devices(launch: Launch) -> Iterator[Finding]:
+def devices(launch: RankEnv) -> Iterator[Finding]:
     """This process's own devices: how many, for how many processes, and whether others use them. Needs no group."""
     if not torch.cuda.is_available():
         cpu = platform.processor() or platform.machine()

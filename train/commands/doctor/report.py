@@ -7,10 +7,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from rankup.env.rank_env import ranges
 from train.group.group import Group
 from train.process.findings import INCOMPLETE, UNFIT, VERDICTS, WARNING, Finding, exit_code, line, merge
 from train.process.log import Log
-from train.process.placement import ranges
 from train.process.status import write_json
 
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from rankup.errors import ConfigError
 from train.commands.explain.diagnosis import Diagnosis, Search, diagnose
 from train.commands.explain.faults import Language
 from train.commands.explain.log_files import find_files
 from train.commands.explain.report import format_report
-from train.errors import ConfigError
 
 
 def explain_logs(

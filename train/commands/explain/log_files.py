@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from train.errors import ConfigError
+from rankup.errors import ConfigError
 from train.process.status import read_json
 
 MAX_FILES = 10_000

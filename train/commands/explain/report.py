@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from datetime import datetime
 
+from rankup.env.rank_env import ranges
 from train.commands.explain.diagnosis import Diagnosis
 from train.commands.explain.faults import WAITED, Language, table
-from train.process.placement import ranges
 
 MAX_OTHERS = 8
 

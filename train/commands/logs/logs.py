@@ -14,12 +14,12 @@ from datetime import datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 
+from rankup.env.rank_env import ranges
+from rankup.errors import UserError
 from train.commands.logs.merge import Line, Who, merge
 from train.commands.logs.rank_log import RankLog
 from train.config.options import LogsOptions
-from train.errors import UserError
 from train.process.context import Context, runs_folder
-from train.process.placement import ranges
 
 POLL_S = 1.0  # of --follow: equal lines of several ranks have come by then, mostly
 RECENT_S = 60  # --follow begins so long before the newest line: all of a long run would be in the way

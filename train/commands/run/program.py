@@ -12,7 +12,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from train.errors import ConfigError
+from rankup.errors import ConfigError
 
 # As a script declares it for torch.distributed.launch, which gave each process its local rank so
 DECLARES_LOCAL_RANK = re.compile(r"""["']--(local[_-]rank)["']""")

@@ -20,19 +20,19 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from rankup.env.addresses import free_port
+from rankup.env.rank_env import RankEnv
+from rankup.errors import FINISHED, STOPPED, ScriptFailed, Stopped, UserError, disk_error
 from train.commands.explain.explain import advice
 from train.commands.run.program import Program
 from train.config.options import RunOptions
-from train.errors import FINISHED, STOPPED, ScriptFailed, Stopped, UserError, disk_error
 from train.group import keys
 from train.group.group import Group, on_rank0
 from train.group.join import LOST, join
 from train.group.store import second_connection, wait_for
 from train.group.watchdog import SCRIPT
 from train.process import flight_recorder, stack_requests, stacks
-from train.process.addresses import free_port
 from train.process.context import Context
-from train.process.env import Launch
 from train.process.exit import within
 from train.process.limits import explain_sigkill, oom_kills
 from train.process.script import DRAIN_S, END_S, Script
@@ -174,7 +174,7 @@ def _place(group: Group) -> tuple[Place, bool]:
     return place, again and place.restarts > 0
 
 
-def _port(launch: Launch, *, first: bool) -> int:
+def _port(launch: RankEnv, *, first: bool) -> int:
     """The master's port for the script: what the launcher says. Not where torchrun starts the ranks again: its store,
     which it keeps, has the addresses of the last start's ranks, and gloo would connect to those."""
     stale = launch.agent_store and not first

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rankup.errors import ConfigError
 from train.config import Config
 from train.config.schema import is_choice
 from train.config.settings import names_image_files
 from train.data.sources.fetch import NotFetched, Say, print_to_stderr
-from train.errors import ConfigError
 
 if TYPE_CHECKING:
     from train.data.sources.sets import FileSet, ImageSet

@@ -4,9 +4,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from train.errors import DataError
+from rankup.env.rank_env import cache_folder
+from rankup.errors import DataError
 from train.process.context import is_own
-from train.process.env import cache_folder
 
 
 def visible(root: Path) -> list[str]:

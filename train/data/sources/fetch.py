@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from rankup.errors import DataError
 from train.data.sources.download import size_of
 from train.data.sources.locks import NO_LOCKS
-from train.errors import DataError
 
 Say = Callable[[str], None]
 Found = TypeVar("Found")

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rankup.errors import ConfigError, DataError
 from train.config import Config
 from train.config.urls import is_url
 from train.data.sources.cache import writable_cache
 from train.data.sources.fetch import Say, call_once
-from train.errors import ConfigError, DataError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # organisation/name, or the first data sets' single word
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rankup.errors import DataError
 from train.config import Config
 from train.config.schema import flag
 from train.data.sources.fetch import Say, print_to_stderr
 from train.data.sources.hf_open import one_line, open_splits
-from train.errors import DataError
 
 EVALUATED = {"dev": ("validation", "valid", "val", "dev"), "test": ("test",)}  # eval_split -> usual names of splits
 LABELS = ("label", "labels")

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from rankup.errors import DataError
 from train.config import Config
 from train.data.sources.fetch import Say
 from train.data.sources.hf_rows import Rows, input_column, label_column, open_rows, read_labels, refuse_single_class
 from train.data.sources.image_cache import version_of, version_of_facts
 from train.data.sources.imagefolder import MEAN, STD
 from train.data.sources.sets import FileSet
-from train.errors import DataError
 
 COMPARED = 100  # images whose bytes are part of the digest; of all others only the lengths are
 

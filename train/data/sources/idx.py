@@ -14,7 +14,7 @@ from typing import BinaryIO, Literal
 
 import torch
 
-from train.errors import DataError
+from rankup.errors import DataError
 
 Kind = Literal["images", "labels"]
 

@@ -25,8 +25,8 @@ import torch
 import torchvision
 from numpy.typing import NDArray
 
+from rankup.errors import DataError
 from train.data.sources.locks import locked
-from train.errors import DataError
 
 FORMAT = 1  # to be raised when the same file gives other pixels than before
 PAGE = 4096

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rankup.errors import DataError
 from train.data.sources.cache import cached, visible, writable_cache
 from train.data.sources.fetch import Remote, Say, fetch
 from train.data.sources.idx import read_idx
 from train.data.sources.sets import ImageSet, stamp
-from train.errors import DataError
 
 COMPARED = 100  # images of a half whose bytes are part of the digest, beside all labels
 FILES = {

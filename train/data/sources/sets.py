@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from train.errors import DataError
+from rankup.errors import DataError
 
 if TYPE_CHECKING:
     from train.data.sources.image_cache import ImageCache  # which imports torchvision

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rankup.errors import DataError
 from train.config import Config
-from train.errors import DataError
 
 SAMPLE = Path(__file__).parents[2] / "samples" / "texts"
 ENDINGS = (".txt", ".tsv", ".csv")

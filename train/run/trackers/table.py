@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import os
 
-from train.errors import UserError
+from rankup.errors import UserError
 from train.run.trackers.tracked_run import Facts, TrackedRun
 
 # The setting `tracker` -> module in this folder, and the TrackedRun in it. A new tracker is a new file here, a line in

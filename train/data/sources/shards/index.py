@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rankup.errors import DataError
 from train.config import Config
 from train.data.sources.cache import writable_cache
 from train.data.sources.fetch import Say
@@ -34,7 +35,6 @@ from train.data.sources.shards.parquet import ENDING, scan_parquet
 from train.data.sources.shards.place import Place, each
 from train.data.sources.shards.remote import explained
 from train.data.sources.shards.tar_scan import Scan, scan_tar
-from train.errors import DataError
 from train.process.atomic_file import staged, write_atomically
 
 REPORT_EVERY_S = 5.0

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rankup.errors import DataError
 from train.data.sources.shards.parquet import ENDING
 from train.data.sources.shards.tar_scan import HIGHEST_LABEL
-from train.errors import DataError
 from train.process.atomic_file import staged
 
 FORMAT = 1

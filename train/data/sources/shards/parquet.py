@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from rankup.errors import DataError
 from train.data.sources.shards.tar_scan import PACK_AGAIN, Scan, check_label
-from train.errors import DataError
 
 ENDING = ".parquet"
 GROUP = 1 << 32  # the offset of a sample in the index: GROUP * number of its group + its row in there

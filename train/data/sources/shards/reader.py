@@ -7,13 +7,13 @@ from typing import overload
 
 import torch
 
+from rankup.errors import DataError
 from train.data.sources.image_cache import version_of_facts
 from train.data.sources.shards import parquet
 from train.data.sources.shards.index_file import Index
 from train.data.sources.shards.pieces import Pieces
 from train.data.sources.shards.place import Place
 from train.data.sources.shards.remote import read_range
-from train.errors import DataError
 
 OPEN_FILES = 256  # that a process keeps open at most; most systems allow 1,024
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from train.errors import DataError, UserError
+from rankup.errors import DataError, UserError
 from train.process.filesystem import open_filesystem
 
 # Before another try. 20 minutes in all, longer than a step may take: a store that stays away ends a training by the

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 
+from rankup.errors import DataError
 from train.config import Config
 from train.data.sources.cache import writable_cache
 from train.data.sources.fetch import Say
@@ -14,7 +15,6 @@ from train.data.sources.shards.parquet import ENDING
 from train.data.sources.shards.pieces import Pieces
 from train.data.sources.shards.place import Place, find_shards
 from train.data.sources.shards.reader import Names, ShardReader
-from train.errors import DataError
 
 
 def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:

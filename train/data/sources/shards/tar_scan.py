@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+from rankup.errors import DataError
 from train.data.sources.imagefolder import EXTENSIONS
-from train.errors import DataError
 
 PACK_AGAIN = "Copy it again from where it is whole, or write it again."
 HIGHEST_LABEL = 99_999  # a higher one is taken for a mistake: the model would get as many outputs

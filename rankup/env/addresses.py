@@ -1,4 +1,4 @@
-"""Where rank 0 listens: ports that do not collide, and whether a host name can be one. Standard library only.
+"""Where rank 0 listens: ports that do not collide, host names that can be one, --init-method. Standard library only.
 
 slurm/supervise.py runs this file on a cluster's nodes, outside any container and with an older Python.
 """
@@ -9,7 +9,10 @@ import ipaddress
 import random
 import re
 import socket
+import urllib.parse
 from pathlib import Path
+
+from rankup.errors import LaunchError
 
 # The kernel hands these out to outgoing connections, so that a port among them may be taken at any moment.
 DEFAULT_EPHEMERAL = range(32768, 61000)
@@ -84,3 +87,24 @@ def host_mistake(host: str) -> str | None:
         if not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*)", host):
             return "must be a host name or an address"
     return None
+
+
+def parse_url(url: str) -> dict[str, str]:
+    """The variables that --init-method stands for.
+
+    `tcp://host:port` is two of them in another form. With `file:///path` rank 0 opens a free port and writes its
+    address into that file, which all ranks can read; it is removed once they have met. torch's own file store keeps
+    everything in the file, and waits without end where an earlier run left one. Raises LaunchError for a URL of another
+    kind and for a file in no folder.
+    """
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme == "file" and not parts.netloc and parts.path.strip("/"):
+        path = Path(urllib.parse.unquote(parts.path))
+        if not path.parent.is_dir() or path.is_dir():
+            raise LaunchError(f"--init-method must name a file in a folder that exists and all ranks see, got {path}.")
+        # No address is known yet: these pass the checks of the five variables, and nobody opens the port
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANKUP_FILE": str(path)}
+    address = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/@]+):([0-9]+)/?", parts.netloc + parts.path)
+    if parts.scheme == "tcp" and address and not parts.query:
+        return {"MASTER_ADDR": address[1].strip("[]"), "MASTER_PORT": address[2]}
+    raise LaunchError(f"--init-method must be tcp://HOST:PORT or file:///PATH, got {url}. For env:// leave it out.")

@@ -1,4 +1,4 @@
-"""--init-method: by a URL, by a file, and what an earlier run left in that file."""
+"""--init-method: ranks that meet by a file, what an earlier run left in it, and lines that are incomplete."""
 
 import json
 from collections.abc import Callable
@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
+from rankup.env.rank_env import RankEnv
 from tests.rigs.fork_server import Forks, Job
-from train.errors import LaunchError
 from train.group.file_rendezvous import Endpoint, publish_endpoint, read_endpoint, remove_endpoint
 from train.group.store import open_port, serve_store
 from train.group.waiting import Wait
-from train.process.env import Launch
-from train.process.init_method import environment, parse_url
 from train.process.log import Log
 
 LINE = ("train", "--dataset", "digits", "--model", "mlp", "--max-steps", "3", "--tensorboard=false", "--name", "run")
@@ -62,7 +60,7 @@ def test_file_that_leads_to_another_store_is_replaced(forks: Forks, tmp_path: Pa
     listener = open_port(0)
     assert listener is not None
     port = listener.getsockname()[1]
-    wait = Wait(Launch(), timeout_s=60, log=Log())
+    wait = Wait(RankEnv(), timeout_s=60, log=Log())
     store = serve_store(listener, wait)
     wait.no_lookups.close()
     publish_endpoint(tmp_path / "meeting", Endpoint("old", "elsewhere", ["127.0.0.1"], port))
@@ -127,45 +125,6 @@ def test_notice_of_another_is_not_removed(tmp_path: Path) -> None:
     assert read_endpoint(tmp_path / "meeting") == other
     remove_endpoint(tmp_path / "meeting", other)
     assert read_endpoint(tmp_path / "meeting") is None
-
-
-# The URL --------------------------------------------------------------------------------------------------------
-
-
-def test_url_stands_for_the_variables(tmp_path: Path) -> None:
-    assert parse_url("tcp://node0:29400") == {"MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
-    assert parse_url("tcp://[fd00::1]:29400/") == {"MASTER_ADDR": "fd00::1", "MASTER_PORT": "29400"}
-    assert parse_url(f"file://{tmp_path}/a%20b")["RANKUP_FILE"] == f"{tmp_path}/a b"
-    told = environment({"HOME": "/h"}, url="tcp://node0:29400", rank=1, world_size=2)
-    assert told == {"HOME": "/h", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
-    assert environment({"RANK": "1"}, url="") == {"RANK": "1"}
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "tcp://node0", "tcp://:29400", "tcp://user@node0:1", "http://node0:29400", "node0:29400", "env://",
-        "file://node0/x", "file:///", "tcp://node0:29400?rank=1",
-    ],
-)
-def test_url_of_another_kind_is_refused(url: str) -> None:
-    with pytest.raises(LaunchError, match="--init-method must be tcp://HOST:PORT or file:///PATH, got"):
-        parse_url(url)
-
-
-@pytest.mark.parametrize("name", ["no/such/folder/meeting", "."])
-def test_url_of_no_possible_file_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(LaunchError, match="must name a file in a folder that exists"):
-        parse_url(f"file://{tmp_path}/{name}")
-
-
-@pytest.mark.parametrize(
-    ("environ", "flag"),
-    [({"RANK": "0"}, "--rank"), ({"WORLD_SIZE": "2"}, "--world-size"), ({"MASTER_ADDR": "a"}, "--init-method")],
-)
-def test_url_and_flags_beside_the_variables_are_refused(environ: dict[str, str], flag: str) -> None:
-    with pytest.raises(LaunchError, match=f"{flag} must be left out where"):
-        environment(environ, url="tcp://node0:29400", rank=0, world_size=2)
 
 
 @pytest.mark.parametrize(

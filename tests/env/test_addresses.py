@@ -1,13 +1,13 @@
-"""Ports that do not collide, loopback names, and host lists without the scheduler's own command."""
+"""Ports that do not collide, loopback names, --init-method, and host lists without the scheduler's own command."""
 
 import socket
 from pathlib import Path
 
 import pytest
 
-from train.errors import LaunchError
-from train.process.addresses import DEFAULT_EPHEMERAL, ephemeral_range, free_port, is_loopback, port_for
-from train.process.launchers.slurm import expand_nodelist
+from rankup.env.addresses import DEFAULT_EPHEMERAL, ephemeral_range, free_port, is_loopback, parse_url, port_for
+from rankup.env.slurm import expand_nodelist
+from rankup.errors import LaunchError
 
 
 def test_port_lies_outside_the_ephemeral_range_and_known_services():
@@ -79,3 +79,27 @@ def test_nodelist_is_expanded_in_order(nodelist: str, hosts: list[str]):
 def test_nodelist_that_is_malformed_is_refused(nodelist: str):
     with pytest.raises(LaunchError, match="Set MASTER_ADDR"):
         expand_nodelist(nodelist)
+
+
+def test_url_stands_for_the_variables(tmp_path: Path):
+    assert parse_url("tcp://node0:29400") == {"MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
+    assert parse_url("tcp://[fd00::1]:29400/") == {"MASTER_ADDR": "fd00::1", "MASTER_PORT": "29400"}
+    assert parse_url(f"file://{tmp_path}/a%20b")["RANKUP_FILE"] == f"{tmp_path}/a b"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "tcp://node0", "tcp://:29400", "tcp://user@node0:1", "http://node0:29400", "node0:29400", "env://",
+        "file://node0/x", "file:///", "tcp://node0:29400?rank=1",
+    ],
+)
+def test_url_of_another_kind_is_refused(url: str):
+    with pytest.raises(LaunchError, match="--init-method must be tcp://HOST:PORT or file:///PATH, got"):
+        parse_url(url)
+
+
+@pytest.mark.parametrize("name", ["no/such/folder/meeting", "."])
+def test_url_of_no_possible_file_is_refused(tmp_path: Path, name: str):
+    with pytest.raises(LaunchError, match="must name a file in a folder that exists"):
+        parse_url(f"file://{tmp_path}/{name}")

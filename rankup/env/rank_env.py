@@ -1,0 +1,319 @@
+"""Who this rank is: the environment of whichever launcher started it becomes a RankEnv or is refused. No torch here.
+
+A complete set (RANK WORLD_SIZE MASTER_ADDR MASTER_PORT, and LOCAL_RANK, 0 by default) starts that rank; nothing set
+starts one process. Without RANK, what a launcher sets is adopted where it certainly means a rank. Anything between is
+refused: the alternative is a job that trains alone on every node and reports success.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankup.env import kubeflow, mpi, slurm
+from rankup.env.addresses import ephemeral_range, host_mistake, is_loopback, parse_url
+from rankup.env.kubeflow import outside_pod as outside_pod  # for `launch`, which names no scheduler
+from rankup.env.variables import FIVE, NAMES, Variables, given
+from rankup.errors import LaunchError
+
+WHO_SETS_THEM = (
+    "torchrun, `python -m train.main launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
+)
+# Each number below a count, what the count counts, and how the numbers run
+PAIRS = (
+    ("RANK", "WORLD_SIZE", "all processes of the job",
+     "Ranks count from 0 over all nodes; the last is WORLD_SIZE-1."),
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "this node's processes", "Local ranks count this node's processes from 0."),
+    ("GROUP_RANK", "GROUP_WORLD_SIZE", "the nodes", "Nodes count from 0."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnv:
+    """Who this process is and where its group meets; by default one process that no launcher started.
+
+    Counts that the launcher does not give are None.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int | None = 1
+    num_nodes: int | None = 1
+    node_rank: int | None = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0  # 0 only for a single process, which listens nowhere
+    launcher: str = "python"  # or "environment" (by hand), or the one that was recognised: only for messages
+    run_name: str | None = None  # named by the scheduler's job, so that a requeued job resumes the same run
+    origins: dict[str, str] = field(default_factory=lambda: dict.fromkeys(FIVE, "default"))  # variable -> who set it
+    warnings: tuple[str, ...] = ()
+    restart_count: int = 0  # restarts by torchrun or our supervisor; the requeues of a scheduler are not among them
+    max_restarts: int = 0  # of our supervisor
+    predecessor: int | None = None  # the exit code of the process in whose place this one was started
+    progress: str = ""  # where the supervisor looks for the last finished step
+    agent_store: bool = False  # torch's agent already listens on master_port: rank 0 connects to it like the others
+    file: str = ""  # where rank 0 writes its address, in place of master_addr and master_port
+    attempt: str = ""  # the id of this attempt where a supervisor gave one: it looks for it in status.json
+    numbers_attempts: bool = False  # by our supervisor, so that their ids tell which attempts belong together
+    start: str = ""  # names a start whose containers an engine restarts by itself
+    parent_pid: int | None = None  # the process without which this one shall not go on
+    has_horovod_rendezvous: bool = False  # the launcher already serves what Horovod's ranks meet by
+    hint: str = ""  # where to look for ranks that are missing
+
+    @property
+    def distributed(self) -> bool:
+        """Was a rank given? A complete set with WORLD_SIZE=1 is a group of one, and True."""
+        return self.launcher != "python"
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
+    """Who is this process? `environ` is os.environ or a test's mapping.
+
+    Beside it only /proc's port range and the parent's process id are read. Raises LaunchError with every mistake, one
+    on a line.
+    """
+    run_name, ours = slurm.run_name(environ), _of_supervisor(environ)
+    launched, file = ours.pop("launched"), ours.pop("file")
+    found = _with_rank(environ, launched) if "RANK" in environ else _without_rank(environ, file)
+    if found.outlives_launcher and ours["parent_pid"] is None:
+        ours["parent_pid"] = os.getppid()
+    if found.launcher == "python":
+        return RankEnv(run_name=run_name, warnings=tuple(found.warnings), **ours)
+    if found.launcher == "torchrun":
+        restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        ours["restart_count"] = int(restarts) if restarts.isdecimal() else 0
+        ours["agent_store"] = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    numbers = _checked(found)
+    port, ports = numbers["master_port"], ephemeral_range()
+    if not file and found.origins["MASTER_PORT"] == "environment" and port in ports:
+        found.warnings.append(
+            f"MASTER_PORT={port} is one of this machine's ports for outgoing connections "
+            f"({ports.start}-{ports.stop - 1}) and may be taken at any moment. Choose one below {ports.start}."
+        )
+    return RankEnv(
+        master_addr=found.values["MASTER_ADDR"], launcher=found.launcher, run_name=run_name, hint=found.hint,
+        warnings=tuple(found.warnings), origins=found.origins, file=file,
+        has_horovod_rendezvous=found.has_horovod_rendezvous, **numbers, **ours,
+    )
+
+
+def _of_supervisor(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What our own launch files and supervisors give their ranks: the fields of RankEnv, and `launched`."""
+
+    def number(name: str) -> int | None:
+        return int(environ[name]) if environ.get(name, "").isdecimal() else None
+
+    return {
+        "launched": bool(environ.get("RANKUP_LAUNCH")),
+        "file": environ.get("RANKUP_FILE", ""),
+        "attempt": environ.get("RANKUP_ATTEMPT", ""),
+        "numbers_attempts": bool(environ.get("RANKUP_ATTEMPT")) and "RANKUP_RESTART" in environ,
+        "start": environ.get("RANKUP_START", ""),
+        "progress": environ.get("RANKUP_PROGRESS", ""),
+        "restart_count": number("RANKUP_RESTART") or 0,
+        "max_restarts": number("RANKUP_MAX_RESTARTS") or 0,
+        "predecessor": number("RANKUP_ENDED"),
+        "parent_pid": number("RANKUP_PARENT"),
+    }
+
+
+def _with_rank(environ: Mapping[str, str], launched: bool) -> Variables:
+    """RANK is set: the environment's values and nobody else's, apart from what launchers add about this node."""
+    found = given(environ, "environment", NAMES)
+    # `launch` goes first: its ranks inherit what is left of an earlier torchrun in the shell
+    if launched or "TORCHELASTIC_RUN_ID" in environ:
+        found.launcher, name = ("launch", "`launch`") if launched else ("torchrun", "torchrun")
+        found.outlives_launcher = not launched
+        found.origins = dict.fromkeys(found.values, found.launcher)
+        found.hint = (
+            f"Start {name} on every node with the same --nnodes, --master-addr and --master-port, and --node-rank 0, "
+            "1, ..."
+        )
+        if "GROUP_WORLD_SIZE" not in environ:
+            found.warnings.append(
+                "TORCHELASTIC_RUN_ID is set but GROUP_WORLD_SIZE is not: left over from another torchrun? Unset it."
+            )
+    kubeflow.complete(environ, found)
+    slurm.complete(environ, found)
+    return found
+
+
+def _without_rank(environ: Mapping[str, str], file: str) -> Variables:
+    """RANK is not set: what the first launcher says that started us, or one process unless half a set is there."""
+    kubeflow.refuse_pod(environ)
+    # mpirun's daemons are Slurm tasks: the inner launcher's ranks are ours. srun sets PMI_SIZE for its tasks too
+    if found := mpi.adopt(environ) or slurm.adopt(environ):
+        return found
+    mpi.refuse_foreign(environ)
+    found = given(environ, "environment", (*FIVE, "LOCAL_WORLD_SIZE"))
+    if found.values and file:
+        raise LaunchError(
+            "--init-method must come with --rank and --world-size, or a launcher that gives them, got no rank."
+        )
+    if found.values:
+        return found  # incomplete, as RANK is missing: the check names what else is
+    left = ["TORCHELASTIC_RUN_ID is set but RANK is not: left over from another torchrun? Unset it."]
+    warnings = left if "TORCHELASTIC_RUN_ID" in environ else []
+    return Variables("python", warnings=[*warnings, *kubeflow.warnings_alone(environ)])
+
+
+# Checking ------------------------------------------------------------------------------------------------------------
+
+
+def _checked(found: Variables) -> dict[str, Any]:
+    """The numbers among the variables, by their fields in RankEnv. Raises LaunchError with all mistakes."""
+    mistakes: list[str] = []
+    values = found.values
+    if missing := [name for name in FIVE if name not in values and name != "LOCAL_RANK"]:
+        shown = [f"{name}={text if re.fullmatch(r'[!-~]+', text) else repr(text)}" for name, text in values.items()]
+        gap = f"{' '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
+        mistakes.append(
+            f"{' '.join(shown)} but {gap}. {WHO_SETS_THEM} For a single process unset {' '.join(values)}."
+        )
+    found.add("LOCAL_RANK", 0, "default")  # torchrun sets it per process; PyTorchJob, which sets RANK per pod, does not
+    numbers: dict[str, int] = {}
+    for name in NAMES:
+        text = values.get(name, "0")
+        if text == "":
+            mistakes.append(
+                f"{name} must be set or absent, got an empty string. Look for a variable that your launch file left "
+                "empty."
+            )
+        elif name == "MASTER_ADDR":
+            if name in values and (rule := host_mistake(text)):
+                mistakes.append(f"{name} {rule}, got {text!r}. Give the name or address of rank 0's machine.")
+        elif not re.fullmatch(r"-?[0-9]{1,18}", text):
+            rule = "a whole number without spaces" if re.search(r"\s", text) else "a whole number"
+            mistakes.append(f"{name} must be {rule}, got {text!r} (from {found.origins[name]}). "
+                            "Correct it where it is set.")
+        elif name in values:
+            numbers[name] = int(text)
+    mistakes += _contradictions(numbers)
+    if mistakes:
+        raise LaunchError("\n".join(mistakes))
+    world_size, local_world_size = numbers["WORLD_SIZE"], numbers.get("LOCAL_WORLD_SIZE")
+    num_nodes = numbers.get("GROUP_WORLD_SIZE")
+    if num_nodes is None and local_world_size is not None:
+        num_nodes = -(-world_size // local_world_size)  # exact where all nodes run as many processes as this one
+    elif num_nodes is None and world_size == 1:
+        num_nodes = 1
+    return {
+        "rank": numbers["RANK"], "local_rank": numbers["LOCAL_RANK"], "world_size": world_size,
+        "local_world_size": world_size if num_nodes == 1 and local_world_size is None else local_world_size,
+        "num_nodes": num_nodes, "node_rank": 0 if num_nodes == 1 else numbers.get("GROUP_RANK"),
+        "master_port": numbers["MASTER_PORT"],
+    }
+
+
+def _contradictions(numbers: dict[str, int]) -> list[str]:
+    """The mistakes in the numbers, alone or together. One that is absent, or could not be read, contradicts nothing."""
+    mistakes: list[str] = []
+    world, rank, local = numbers.get("WORLD_SIZE"), numbers.get("RANK"), numbers.get("LOCAL_RANK")
+    for name, total, counted, hint in PAIRS:
+        number, size = numbers.get(name), numbers.get(total)
+        if size is not None and size < 1:
+            mistakes.append(f"{total} must be >= 1, got {size}. It counts {counted}.")
+        elif size is not None and world is not None and 1 <= world < size:
+            mistakes.append(
+                f"{total} must be <= WORLD_SIZE, got {total}={size} WORLD_SIZE={world}. "
+                "WORLD_SIZE counts all processes on all nodes."
+            )
+        if number is not None and number < 0:
+            mistakes.append(f"{name} must be >= 0, got {number}. {hint}")
+        elif number is not None and size is not None and 1 <= size <= number:
+            mistakes.append(f"{name} must be 0..{size - 1} with {total}={size}, got {number}. {hint}")
+    if rank is not None and local is not None and 0 <= rank < local:
+        mistakes.append(f"LOCAL_RANK must be <= RANK, got LOCAL_RANK={local} RANK={rank}. Are the two exchanged?")
+    if not 1 <= (port := numbers.get("MASTER_PORT", 1)) <= 65535:
+        mistakes.append(f"MASTER_PORT must be 1..65535, got {port}. Take one that is free on rank 0's machine.")
+    return mistakes
+
+
+def check_loopback(env: RankEnv, simulated_nodes: bool) -> None:
+    """Raise LaunchError if the nodes are known to be several, yet each would look for rank 0 on itself."""
+    if not env.file and is_loopback(env.master_addr) and (env.num_nodes or 1) > 1 and not simulated_nodes:
+        raise LaunchError(
+            f"MASTER_ADDR={env.master_addr} on {env.num_nodes} nodes: each node would wait for itself. "
+            "Set it to the address of rank 0's machine, or give --simulated-nodes if all nodes are this machine."
+        )
+
+
+# Preparing the environment -------------------------------------------------------------------------------------------
+
+
+def with_options(
+    environ: Mapping[str, str], *, init_method: str = "", rank: int | None = None, world_size: int | None = None
+) -> Mapping[str, str]:
+    """`environ` and the variables that --init-method, --rank and --world-size stand for.
+
+    Raises LaunchError for a URL of another kind, and where an option repeats a variable that is set.
+    """
+    given_by_url = parse_url(init_method) if init_method else {}
+    for flag, name, value in (
+        ("--rank", "RANK", rank), ("--world-size", "WORLD_SIZE", world_size),
+        ("--init-method", "MASTER_ADDR", init_method or None),
+    ):
+        if value is not None and name in environ:
+            raise LaunchError(
+                f"{flag} must be left out where {name}={environ[name]} is set already, got {value}. Keep one."
+            )
+    counts = {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is not None}
+    return {**environ, **counts, **given_by_url}
+
+
+def without_launcher(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """What is left of `environ` for a process that shall be no rank, but still ends with its parent."""
+    return {name: environ[name] for name in ("RANKUP_PARENT",) if name in environ}
+
+
+def cache_folder() -> str:
+    """Where the user wants downloads to be kept, or an empty string."""
+    return os.environ.get("RANKUP_CACHE", "")
+
+
+# In words ------------------------------------------------------------------------------------------------------------
+
+
+def how_to_start(env: RankEnv) -> str:
+    """Where to look for the missing ranks: the launcher's own hint, or how to start them by hand."""
+    return env.hint or (
+        f"Start one process with each RANK from 0 to {env.world_size - 1}, all with "
+        f"MASTER_ADDR={env.master_addr} MASTER_PORT={env.master_port}; docker compose ps -a shows nodes that ended."
+    )
+
+
+def describe(env: RankEnv) -> str:
+    """One line: which rank this is, where the group meets, and who set each variable."""
+    if not env.distributed:
+        return "rank 0 of 1: a single process, as no launcher gave a rank"
+    places = [
+        f"{word} {number}" if size is None else f"{word} {number} of {size}"
+        for word, number, size in (
+            ("local", env.local_rank, env.local_world_size), ("node", env.node_rank, env.num_nodes)
+        )
+        if number is not None
+    ]
+    host = f"[{env.master_addr}]" if ":" in env.master_addr else env.master_addr
+    meets = f"meeting by {env.file}" if env.file else f"master {host}:{env.master_port}"
+    names: dict[str, list[str]] = {}
+    for name in FIVE[:3] if env.file else FIVE:
+        origin = env.origins[name]
+        says = "by default" if origin == "default" else origin if origin.startswith("derived") else f"from {origin}"
+        names.setdefault(says, []).append(name)
+    origins = ", ".join(f"{' '.join(those)} {says}" for says, those in names.items())
+    return f"rank {env.rank} of {env.world_size} ({', '.join(places)}), {meets}; {origins}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 4, 6, 7] -> "0-2, 4, 6-7"."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

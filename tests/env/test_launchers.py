@@ -1,0 +1,394 @@
+"""Every environment that Slurm, Open MPI, horovodrun and Kubeflow give: adopted, or refused with the way out."""
+
+import os
+
+import pytest
+
+from rankup.env.addresses import ephemeral_range, port_for
+from rankup.env.kubeflow import outside_pod
+from rankup.env.rank_env import RankEnv, describe, how_to_start, read_rank_env
+from rankup.errors import LaunchError
+from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env, refusal, warning
+
+# What `srun -n 4 -N 2` gives task 3, on the last two of the job's three nodes.
+STEP = {
+    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "2",
+    "SLURM_STEP_NODELIST": "rn[2-3]", "SLURM_JOB_NODELIST": "rn[1-3]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+# The batch shell of a job of two tasks: a task number, but no step.
+BATCH = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-node0-1234@1",
+}
+# What horovodrun 0.28.1 was seen to set
+HOROVOD = {
+    "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "45123",
+}
+
+
+def without(env: Env, *names: str) -> Env:
+    return {name: value for name, value in env.items() if name not in names}
+
+
+def place(env: RankEnv) -> tuple[int | None, ...]:
+    """Rank, local rank, world size, local world size, number of nodes, node rank."""
+    return env.rank, env.local_rank, env.world_size, env.local_world_size, env.num_nodes, env.node_rank
+
+
+# Slurm ----------------------------------------------------------------------------------------------------------------
+
+
+def test_slurm_step_is_adopted():
+    env = read_rank_env(STEP)
+    assert (place(env), env.launcher, env.parent_pid) == ((3, 1, 4, 2, 2, 1), "slurm", None)
+    assert env.master_addr == "rn2"  # the step's first host, which need not be the job's
+    assert env.master_port == port_for(77, ephemeral=ephemeral_range())
+    assert env.origins["RANK"] == "Slurm step"
+    assert env.origins["MASTER_PORT"] == "derived from SLURM_JOB_ID"
+    assert "squeue -s" in how_to_start(env)
+
+
+def test_slurm_step_is_adopted_under_its_older_names():
+    older = without(STEP, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST")
+    env = read_rank_env({**older, "SLURM_STEPID": "0"})
+    assert (env.rank, env.world_size, env.num_nodes, env.master_addr) == (3, 4, 2, "rn1")
+
+
+def test_slurm_ranks_of_a_step_agree_on_the_master():
+    tasks = [
+        read_rank_env({**STEP, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 2), "SLURM_NODEID": str(r // 2)})
+        for r in range(4)
+    ]
+    assert [env.rank for env in tasks] == [0, 1, 2, 3]
+    assert len({(env.master_addr, env.master_port, env.run_name) for env in tasks}) == 1
+
+
+def test_slurm_nodes_may_have_different_numbers_of_tasks():
+    uneven = {**STEP, "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+              "SLURM_LOCALID": "0"}
+    assert [read_rank_env({**uneven, "SLURM_NODEID": node}).local_world_size for node in "012"] == [2, 2, 1]
+    assert read_rank_env({**uneven, "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}).local_world_size is None  # that is another's
+
+
+def test_slurm_step_on_one_node_needs_no_host_name():
+    env = read_rank_env({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_LOCALID": "3"})
+    assert (env.master_addr, env.local_world_size, env.num_nodes) == ("127.0.0.1", 4, 1)
+
+
+def test_slurm_address_and_port_of_the_user_are_kept():
+    own = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "12345", "SLURM_STEP_NODELIST": "broken["}
+    env = read_rank_env({**STEP, **own})
+    assert (env.master_addr, env.master_port, env.rank) == ("10.0.0.7", 12345, 3)
+    assert (env.origins["MASTER_PORT"], env.origins["RANK"]) == ("environment", "Slurm step")
+    in_range = {**STEP, "MASTER_PORT": str(ephemeral_range()[0])}
+    assert f"MASTER_PORT={ephemeral_range()[0]} is one of this machine's ports" in warning(in_range)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        BATCH,
+        without(BATCH, "SLURM_NTASKS"),  # sbatch -N 2 says no number of tasks: one a node
+        {**without(BATCH, "SLURM_NTASKS"), "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "2"},
+        {**BATCH, "SLURM_STEP_ID": "4294967290"},  # salloc's interactive step
+        {**BATCH, "MASTER_ADDR": "rn0", "MASTER_PORT": "12345"},
+    ],
+    ids=["batch", "nodes-only", "per-node", "salloc", "with-master"],
+)
+def test_slurm_shell_that_is_no_task_is_refused(env: Env):
+    message = refusal(env)
+    assert message.startswith("Slurm gave this job 2 tasks, but this process is not one of them")
+    assert "srun" in message
+    assert "slurm/task.sh" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {**BATCH, "SLURM_NTASKS": "1", "SLURM_NNODES": "1"},
+        {**STEP, "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        {**BATCH, "SLURM_NTASKS": "1", "MASTER_ADDR": "rn0", "MASTER_PORT": "12345"},
+        {"SLURM_JOB_ID": "77", "SLURM_NNODES": "1"},
+    ],
+    ids=["batch", "step", "with-master", "no-count"],
+)
+def test_slurm_with_one_task_is_a_single_process_named_by_its_job(env: Env):
+    read = read_rank_env(env)
+    assert (read.launcher, read.world_size, read.run_name) == ("python", 1, "slurm-77")
+
+
+def test_slurm_with_one_task_still_refuses_half_a_set():
+    assert "RANK MASTER_ADDR MASTER_PORT are not set" in refusal({**BATCH, "SLURM_NTASKS": "1", "WORLD_SIZE": "4"})
+
+
+def test_explicit_rank_beats_slurm_and_is_warned_of():
+    env = {**STEP, **FULL, "RANK": "0", "WORLD_SIZE": "2"}
+    assert place(read_rank_env(env)) == (0, 0, 2, None, None, None)
+    assert "RANK=0 WORLD_SIZE=2 from the environment beat Slurm's task 3 of 4" in warning(env)
+
+
+def test_explicit_rank_that_is_the_task_learns_its_place_from_slurm():
+    env = read_rank_env({**STEP, **FULL, "RANK": "3"})
+    assert place(env) == (3, 1, 4, 2, 2, 1)
+    assert (env.master_addr, env.launcher, env.warnings) == ("node0", "environment", ())
+    assert (env.origins["RANK"], env.origins["LOCAL_RANK"]) == ("environment", "Slurm step")
+
+
+def test_slurm_origins_are_described_in_one_line():
+    assert describe(read_rank_env({**STEP, "MASTER_PORT": "12345"})) == (
+        "rank 3 of 4 (local 1 of 2, node 1 of 2), master rn2:12345; RANK LOCAL_RANK WORLD_SIZE from Slurm step, "
+        "MASTER_ADDR derived from SLURM_STEP_NODELIST, MASTER_PORT from environment"
+    )
+
+
+def test_explicit_rank_works_in_the_batch_shell():
+    assert read_rank_env({**BATCH, **FULL}).rank == 1
+
+
+@pytest.mark.parametrize("change", [{"WORLD_SIZE": "8"}, {"LOCAL_RANK": "0"}], ids=lambda change: next(iter(change)))
+def test_injected_variable_is_not_mixed_with_slurms(change: Env):
+    message = refusal({**STEP, **change})
+    assert message.startswith(f"{next(iter(change))}={next(iter(change.values()))} but SLURM_")
+    assert "two launchers are mixed. Unset" in message
+
+
+def test_injected_rank_alone_is_not_completed_from_slurm():
+    assert "WORLD_SIZE MASTER_ADDR MASTER_PORT are not set" in refusal({**STEP, "RANK": "3"})
+
+
+@pytest.mark.parametrize("env", [AGENT, LAUNCH], ids=["torchrun", "launch"])
+def test_torchrun_multiplied_by_srun_is_refused(env: Env):
+    message = refusal({**STEP, **env})
+    assert "runs in each of 4 Slurm tasks on 2 nodes" in message
+    assert "--ntasks-per-node=1" in message
+
+
+def test_torchrun_under_slurm_is_taken_where_it_multiplies_nothing():
+    env = read_rank_env({**STEP, **AGENT, "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"})  # one on each node
+    assert (env.launcher, env.rank, env.num_nodes, env.warnings) == ("torchrun", 3, 2, ())
+    assert read_rank_env({**BATCH, **AGENT, "SLURM_NTASKS": "4", "SLURM_NNODES": "1"}).launcher == "torchrun"
+
+
+def test_torchrun_nodes_simulated_by_tasks_are_only_warned_of():
+    env = {**STEP, **AGENT, "GROUP_WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "3"}
+    assert read_rank_env(env).num_nodes == 4
+    assert "--ntasks-per-node=1" in warning(env)
+
+
+def test_slurm_variable_that_is_no_number_is_refused():
+    assert refusal({**STEP, "SLURM_STEP_NUM_TASKS": "x"}).startswith("SLURM_STEP_NUM_TASKS must be a whole number")
+
+
+@pytest.mark.parametrize(
+    ("env", "name"),
+    [
+        ({"SLURM_JOB_ID": "77"}, "slurm-77"),
+        ({"SLURM_JOBID": "77"}, "slurm-77"),
+        ({"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2"}, "slurm-77"),
+        ({"SLURM_JOB_ID": "78", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "0"}, "slurm-77_0"),
+        ({"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "1"}, "slurm-77_1"),
+        ({**STEP, **FULL}, "slurm-77"),
+        ({"SLURM_JOB_ID": "77", **AGENT}, "slurm-77"),
+        (FULL, None),
+    ],
+)
+def test_run_is_named_by_its_job_whoever_set_rank(env: Env, name: str | None):
+    assert read_rank_env(env).run_name == name
+
+
+def test_port_changes_with_the_restart_and_comes_from_the_job_not_the_array():
+    array = {**STEP, "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "1"}
+    same, array_port = read_rank_env(STEP).master_port, read_rank_env(array).master_port
+    assert array_port == same
+    for change in ({"SLURM_JOB_ID": "78"}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_STEP_ID": "1"}):
+        assert read_rank_env({**array, **change}).master_port != same
+
+
+# Open MPI, horovodrun and others --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher", "job"),
+    [(MPI, "open mpi", "PMIX_NAMESPACE"), (HOROVOD, "horovodrun", "HOROVOD_GLOO_RENDEZVOUS_PORT")],
+)
+def test_mpi_on_one_node_is_adopted(env: Env, launcher: str, job: str):
+    read = read_rank_env(env)
+    assert (place(read), read.master_addr, read.launcher) == ((1, 1, 2, 2, 1, 0), "127.0.0.1", launcher)
+    assert read.origins["MASTER_PORT"] == f"derived from {job}"
+    assert read_rank_env({**env, job: "another"}).master_port != read.master_port
+    assert "MASTER_PORT is not set" in refusal(without(env, job))
+    # An mpirun that is killed leaves its processes running, and serves nothing that Horovod's ranks meet by
+    assert read.has_horovod_rendezvous == (launcher == "horovodrun")
+    assert read.parent_pid == (os.getppid() if launcher == "open mpi" else None)
+    assert "mpirun has to start all ranks at once" in how_to_start(read_rank_env(MPI))
+
+
+def test_open_mpi_of_another_version_names_its_job_otherwise():
+    older = {**without(MPI, "PMIX_NAMESPACE"), "OMPI_MCA_ess_base_jobid": "98765"}
+    assert read_rank_env(older).origins["MASTER_PORT"] == "derived from OMPI_MCA_ess_base_jobid"
+
+
+@pytest.mark.parametrize(
+    ("env", "prefix", "way_out"),
+    [
+        (MPI, "OMPI_COMM_WORLD_", "mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT="),
+        (HOROVOD, "HOROVOD_", "horovodrun does not say where rank 0 is. Set MASTER_ADDR=<rank 0's host>"),
+    ],
+)
+def test_mpi_on_several_nodes_wants_the_address(env: Env, prefix: str, way_out: str):
+    spread = {**env, f"{prefix}LOCAL_SIZE": "1", f"{prefix}LOCAL_RANK": "0"}
+    assert way_out in refusal(spread)
+    read = read_rank_env({**spread, "MASTER_ADDR": "node0", "MASTER_PORT": "12345"})
+    assert (read.master_addr, read.num_nodes, read.rank) == ("node0", 2, 1)
+    assert f"{prefix}SIZE=2 on several nodes" in refusal({f"{prefix}SIZE": "2"})
+
+
+def test_open_mpi_beats_the_slurm_task_that_its_daemon_is_and_horovodrun_both():
+    assert read_rank_env({**STEP, **MPI}).launcher == "open mpi"
+    assert read_rank_env({**STEP, **MPI, **HOROVOD}).launcher == "horovodrun"
+
+
+def test_open_mpi_with_an_injected_world_size_is_refused():
+    assert "WORLD_SIZE=8 but OMPI_COMM_WORLD_SIZE=2" in refusal({**MPI, "WORLD_SIZE": "8"})
+
+
+@pytest.mark.parametrize("name", ["PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"])
+def test_foreign_launcher_is_never_a_silent_world_of_one(name: str):
+    assert "Start with torchrun" in refusal({name: "2"})
+    assert read_rank_env({**FULL, name: "4"}).rank == 1
+    assert read_rank_env({**STEP, name: "4"}).launcher == "slurm"  # srun sets PMI_SIZE too
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"])
+def test_launcher_of_one_process_is_none(name: str):
+    assert read_rank_env({name: "1"}) == RankEnv()
+
+
+# Kubeflow: what training-operator 1.9.3 was seen to set ---------------------------------------------------------------
+
+
+def pod(rank: int, world: int, job: str, nproc: str, nodes: str, port: str = "23456") -> Env:
+    """A replica of a PyTorchJob that has a Master."""
+    master = f"{job}-master-0"
+    return {
+        "PYTHONUNBUFFERED": "1", "MASTER_PORT": port, "PET_MASTER_PORT": port, "MASTER_ADDR": master,
+        "PET_MASTER_ADDR": master, "WORLD_SIZE": str(world), "RANK": str(rank), "PET_NODE_RANK": str(rank),
+        "PET_NPROC_PER_NODE": nproc, "PET_NNODES": nodes,
+    }
+
+
+def elastic(endpoint: str, nproc: str, nodes: str) -> Env:
+    return {"PET_NPROC_PER_NODE": nproc, "PET_RDZV_ENDPOINT": endpoint, "PET_RDZV_BACKEND": "c10d", "PET_NNODES": nodes}
+
+
+@pytest.mark.parametrize(
+    ("env", "rank", "world"),
+    [
+        (pod(0, 3, "mw", "auto", "3"), 0, 3),
+        (pod(2, 3, "mw", "auto", "3"), 2, 3),
+        (pod(1, 2, "gpu", "gpu", "2"), 1, 2),
+        (pod(1, 2, "one", "1", "2"), 1, 2),  # this and the next were not seen, but follow from what was
+        ({**pod(1, 2, "elastic-master", "1", "1:1"), "PET_RDZV_ENDPOINT": "elastic-master-worker-0:23456"}, 1, 2),
+    ],
+)
+def test_pytorchjob_with_one_process_a_pod_is_adopted(env: Env, rank: int, world: int):
+    read = read_rank_env(env)
+    assert place(read) == (rank, 0, world, 1, world, rank)
+    assert (read.master_addr, read.master_port, read.warnings) == (env["MASTER_ADDR"], 23456, ())
+    assert read.origins["RANK"] == "PyTorchJob operator (PET_*)"
+    assert read.origins["LOCAL_RANK"] == "default"
+    assert "kubectl get pods" in how_to_start(read)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        pod(0, 8, "master-only", "8", "1"),
+        pod(1, 4, "user-port", "2", "2", port="29500"),
+        {**pod(1, 4, "elastic-master", "2", "1:1"), "PET_RDZV_ENDPOINT": "elastic-master-worker-0:23456"},
+    ],
+    ids=["master-only", "master-worker", "elastic-master"],
+)
+def test_pytorchjob_rank_that_counts_pods_is_refused(env: Env):
+    message = refusal(env)
+    assert f"RANK={env['RANK']} counts pods but WORLD_SIZE={env['WORLD_SIZE']} counts processes" in message
+    assert "torchrun -m train.main" in message
+    assert 'nprocPerNode: "1"' in message
+
+
+def test_torchrun_inside_a_pod_is_torchrun():
+    assert read_rank_env({**pod(1, 4, "mw", "2", "2"), **AGENT}).launcher == "torchrun"
+    assert read_rank_env({**elastic("worker-0:23456", "2", "2:2"), **AGENT}).rank == 3
+
+
+def test_explicit_local_rank_in_a_pod_is_believed():
+    read = read_rank_env({**pod(1, 4, "mw", "2", "2"), "LOCAL_RANK": "1"})
+    assert (read.rank, read.local_rank, read.origins["RANK"]) == (1, 1, "environment")
+
+
+TRAINER = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job"}
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        elastic("elastic-worker-0:23456", "4", "2:2"),
+        elastic("range-worker-0:29400", "auto", "1:3"),
+        {**elastic("standalone-worker-0:23456", "2", "1:1"), "PET_STANDALONE": ""},
+        {"PET_NPROC_PER_NODE": "auto", "PET_NNODES": "2"},  # Workers without a Master
+        {**TRAINER, "PET_NPROC_PER_NODE": "1", "PET_MASTER_PORT": "29500", "JOB_COMPLETION_INDEX": "1"},  # Trainer v2
+    ],
+    ids=["elastic", "elastic-range", "standalone", "workers-only", "trainer-v2"],
+)
+def test_kubeflow_without_rank_is_never_a_silent_world_of_one(env: Env):
+    message = refusal(env)
+    assert f"PET_NNODES={env['PET_NNODES']}" in message
+    assert "RANK is not set" in message
+    assert "torchrun -m train.main" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("env", [pod(1, 8, "mw", "4", "2"), TRAINER])
+def test_launch_in_a_pod_leaves_kubeflows_variables_out(env: Env):
+    left = outside_pod({**env, "HOME": "/tmp"}, num_nodes=2, nproc=4)
+    assert left == {name: value for name, value in env.items() if name == "PYTHONUNBUFFERED"} | {"HOME": "/tmp"}
+    assert read_rank_env(left).launcher == "python"
+
+
+@pytest.mark.parametrize(
+    ("env", "num_nodes", "nproc", "said"),
+    [
+        (TRAINER, 1, 4, "--nnodes must be what Kubeflow gives, PET_NNODES=2, got 1"),
+        (TRAINER, 2, 1, "--nproc must"),
+        (elastic("e-worker-0:23456", "1", "2:4"), 2, 1, "PET_NNODES=2:4 may change"),
+    ],
+)
+def test_launch_in_a_pod_is_refused_what_would_train_alone(env: Env, num_nodes: int, nproc: int, said: str):
+    with pytest.raises(LaunchError, match=said):
+        outside_pod(env, num_nodes=num_nodes, nproc=nproc)
+
+
+def test_launch_below_a_launcher_in_a_pod_sees_it():
+    env = {**pod(1, 4, "mw", "2", "2"), **AGENT}
+    assert outside_pod(env, num_nodes=1, nproc=1) == env
+
+
+def test_kubeflow_with_one_pod_is_single_and_says_what_torchrun_would_do():
+    env = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}
+    assert not read_rank_env(env).distributed
+    assert "one process a device" in warning(env)
+
+
+def test_kubeflow_count_that_cannot_be_read_is_refused():
+    assert refusal({"PET_NNODES": "two"}).startswith("PET_NNODES must be a count or least:most, got 'two'")
+
+
+def test_indexed_job_without_rank_is_single_with_a_warning():
+    assert not read_rank_env({"JOB_COMPLETION_INDEX": "1"}).distributed
+    assert "k8s/job.yaml" in warning({"JOB_COMPLETION_INDEX": "1"})
+    assert warning({"JOB_COMPLETION_INDEX": "1", **FULL}) == ""
