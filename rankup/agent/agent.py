@@ -2,37 +2,51 @@
 
 It lives as long as the job. It has one thread, uses no device and does not import torch.
 
-| a rank ends badly      | its agent says so; the leader ends the membership; every agent has its ranks leave, and      |
-|                        | says how each of them ended; the leader decides (`ends`): another membership, or the end     |
-| an agent is lost       | the same, once its connection ends or it is silent; another one has to come in its place     |
-| the leader is lost     | every agent has its ranks leave, and looks for the leader until its time to join is over     |
-| an agent gets a signal | the leader tells all agents, and each passes it on to its ranks                              |
+| a rank ends badly      | its agent says so; the leader ends the membership; every agent has its ranks leave, and     |
+|                        | says how each of them ended; the leader decides (`ends`): another membership, or the end    |
+| an agent is lost       | the same, once its connection ends or it is silent; another one has to come in its place    |
+| the leader is lost     | every agent has its ranks leave, and looks for the leader until its time to join is over    |
+| an agent gets a signal | the leader tells all agents, and each passes it on to its ranks                             |
 """
 
 import asyncio
 import contextlib
+import functools
+import hashlib
+import json
 import logging
 import os
+import secrets
 import signal
-import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankup.agent import script_env
+from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
-from rankup.agent.fork_server import ForkServer
-from rankup.agent.meeting import Attendance, Leader, Member
-from rankup.agent.network import free_port, listen
-from rankup.agent.output import Pump
-from rankup.agent.processes import Fresh, explain_sigkill, oom_kills, reap, state_of
+from rankup.agent.fork_server import ForkServer, safe_imports
+from rankup.agent.meeting import Leader
+from rankup.agent.network import choose_interface, free_port, listen
+from rankup.agent.output import Pump, host_name, last_exception, open_log
+from rankup.agent.processes import (
+    cpu_quota,
+    explain_sigkill,
+    kill_session,
+    oom_kills,
+    reap_orphans,
+    send_signal,
+    start_fresh,
+    state_of,
+)
+from rankup.agent.protocol import Member
 from rankup.agent.record import Records
 from rankup.agent.script import Script
-from rankup.agent.status import RunStatus
+from rankup.agent.script_env import rank_environment
+from rankup.agent.status import RunStatus, new_job, write_end
 from rankup.env.node_env import NodeEnv
-from rankup.errors import FAULT, FINISHED, JOIN_FAILED, PEER_LOST, STOPPED, JoinError
+from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED
 
 log = logging.getLogger("rankup")
 
@@ -48,6 +62,8 @@ TICK_S = 0.25
 SAY_S = 10.0  # between two lines that say where a script is that does not stop
 REPEAT_S = 5.0  # a signal that comes again so much later is meant: leave at once
 KILLED = 128 + signal.SIGKILL
+DRAIN_S = 2.0  # processes that a script left behind may hold its output open
+FAREWELL_S = 5.0  # how long the leader stays for the others to hear how the job ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +91,12 @@ class Helpers:
 
 
 class Rank:
-    """One rank of this node. A process runs while `running`; `told` to leave, its code explains nothing."""
+    """One rank of this node. `told` to leave, its code explains nothing."""
 
     def __init__(self, local_rank: int, number: int) -> None:
         self.local_rank, self.number = local_rank, number
         self.running = self.told = False
-        self.pid = 0
-        self.process: Fresh | None = None  # of a script that does not import rankup
+        self.pid = 0  # of a script that does not import rankup; the fork server knows those of others
         self.pump: Pump | None = None
         self.stopped_since_s = 0.0  # in state T
 
@@ -92,15 +107,14 @@ class Agent:
     def __init__(
         self, node: NodeEnv, script: Script, options: Options, *, run_dir: Path, helpers: Helpers
     ) -> None:
-        self.node, self.script, self.options, self.helpers = node, script, options, helpers
-        self.run_dir = run_dir
-        self.knows_us = script.imports_rankup
+        self.node, self.script, self.options, self.run_dir, self.helpers = node, script, options, run_dir, helpers
+        self.knows_us = script.imports_rankup()
         self.ranks = [Rank(local_rank, node.first_rank + local_rank) for local_rank in range(node.nproc)]
         self.records = Records(node.nproc)
-        self.host = socket.gethostname().split(".")[0]
-        self.commit: dict[str, Any] = {}
+        self.host = host_name()
         self.server: ForkServer | None = None
         self.lead: Lead | None = None
+        self._commit: dict[str, Any] = {}
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -111,29 +125,36 @@ class Agent:
         self._over: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> Verdict:
-        """Be one of the agents to the end. Returns its exit code and why. Raises JoinError and LaunchError."""
+        """Be one of the agents to the end. Returns its exit code and why. Raises JoinError and UserError."""
+        self.script.check(os.environ, world_size=self.node.world_size)
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
-        if self.knows_us and self.options.start != "fresh":
-            self._start_server()
         settings = self.script.must_match()
-        me = Member.of(settings, node=self.node, host=self.host, left_s=self.options.join_timeout_s)
+        me = Member(
+            token=secrets.token_hex(8), first_rank=self.node.first_rank, num_ranks=self.node.nproc,
+            world_size=self.node.world_size, host=self.host, pid=os.getpid(),
+            digest=hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16],
+            left_s=self.options.join_timeout_s,
+        )
         try:
+            if self.knows_us:
+                await self._start_server()
             if self.node.node_rank == 0:
                 self.lead = Lead(self, me)
                 await self.lead.listen()
-            attendance = Attendance(me, settings, self._find_leader, notice=lambda text: log.info("%s", text))
-            self._say = attendance.say
-            self._spawn(self._attend(attendance))
-            self._spawn(self._tick())
+            self.attendance = Attendance(
+                me, settings, self._find_leader, notice=lambda text: log.warning("still waiting: %s", text)
+            )
+            self.begin(self._attend())
+            self.begin(self._tick())
             return await self._over
         finally:
+            for task in list(self._tasks):
+                task.cancel()
             await self._end_ranks(settle_s=0.0)
             if self.lead is not None:
                 await self.lead.close()
-            for task in self._tasks:
-                task.cancel()
             if self.server is not None:
                 await self.server.close()
 
@@ -142,145 +163,186 @@ class Agent:
             return "127.0.0.1", self.lead.port
         return self.node.master_addr, self.node.master_port
 
-    # Events of the leader -------------------------------------------------------------------------------------------
+    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task. A fault of ours in it ends the agent: nobody else would notice it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._done)
+        return task
 
-    async def _attend(self, attendance: Attendance) -> None:
-        try:
-            async for event in attendance.events():
-                self._act(event)
-        except JoinError as error:
-            self._finish(Verdict(JOIN_FAILED, str(error)))
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._over.done():
+            self._over.set_exception(error)
 
-    def _act(self, event: dict[str, Any]) -> None:
-        if event["is"] == "propose":
-            self._spawn(self._get_ready(event))
-        elif event["is"] == "commit":
-            self._start_ranks(event)
-        elif event["is"] in ("lost", "gone"):
-            self._leave_soon()
-        elif event["is"] == "stop":
-            self._pass_on(event["signal"])
-        elif event["is"] in ("over", "refused"):
-            self._finish(Verdict(event["code"], event["text"]))
+    # The leader's words ---------------------------------------------------------------------------------------------
 
-    def _finish(self, verdict: Verdict) -> None:
+    async def _attend(self) -> None:
+        async for event in self.attendance.events():
+            if event["is"] == "propose":
+                self.begin(self._get_ready(event))
+            elif event["is"] == "commit":
+                self._start_ranks(event)
+            elif event["is"] in ("lost", "gone"):
+                self._leave_soon()
+            elif event["is"] == "stop":
+                self._pass_on(event["signal"])
+            elif event["is"] in ("over", "refused"):
+                self.finish(Verdict(event["code"], event["text"]))
+
+    def finish(self, verdict: Verdict) -> None:
+        """The job is over for this agent."""
         if not self._over.done():
             self._over.set_result(verdict)
 
-    async def _get_ready(self, event: dict[str, Any]) -> None:
-        """Answer a proposal once no rank of an earlier membership runs, and the next ones can be started."""
+    async def _get_ready(self, event: Mapping[str, Any]) -> None:
+        """Answer a proposal once no rank of an earlier membership runs."""
+        if self.node.num_nodes > 1:
+            choose_interface(os.environ, event["ip"])
         self._leave_soon()
         await self._all_ended.wait()
-        if self.server is not None:
-            await self.server.ready()
-        self._say("ready", membership=event["membership"])
+        self.attendance.ready(event["n"])
 
     # This node's ranks ----------------------------------------------------------------------------------------------
 
-    def _start_server(self) -> None:
-        modules = ["torch", "torch._dynamo", *self.script.safe_imports(), *self.options.preload]
+    async def _start_server(self) -> None:
+        """It imports torch while the agents meet."""
         self.server = ForkServer(
-            modules, on_end=self._ended, on_start=self._started, on_gone=self._replace_server,
-            on_warning=lambda text: log.warning("%s", text),
+            on_end=self._ended, on_warning=lambda text: log.warning("%s", text),
+            on_gone=self._forget_server,
+        )
+        modules = safe_imports(self.script.file) if self.script.file is not None else []
+        await self.server.start(
+            ["torch._dynamo", *modules], env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            preload=self.options.preload, fork=self.options.start == "fork",
         )
 
-    def _replace_server(self) -> None:
-        """It was killed, and the kernel kills its ranks: start another one."""
+    def _forget_server(self) -> None:
+        self.begin(self._replace_server())
+
+    async def _replace_server(self) -> None:
         log.warning("the process that forks the ranks was killed, and they with it")
-        self._start_server()
-        for rank in self.ranks:
-            if rank.running:
-                self._ended(rank.local_rank, KILLED)
+        if self.server is not None:
+            await self.server.close()
+        await self._start_server()
 
     def _start_ranks(self, commit: dict[str, Any]) -> None:
-        self.commit = commit
-        if commit.get("why"):
+        self._commit, self._oom_kills = commit, oom_kills()
+        if commit["why"]:
             log.warning("%s", commit["why"])
-        self._oom_kills = oom_kills()
         self._all_ended.clear()
         for rank in self.ranks:
-            rank.running, rank.told, rank.pid = True, False, 0
+            rank.running, rank.told = True, False
             self.records.clear(rank.local_rank)
-            env = self._environment(rank)
-            words = self.script.command(rank.local_rank, self.options.pass_local_rank)
+            words = self.script.command(local_rank=rank.local_rank, option=self.options.pass_local_rank)
             if commit["restarts"]:
                 words += self.options.restart_args
             if self.server is not None:
-                self.server.start_rank(rank.local_rank, name=f"rank {rank.number}", argv=words, env=env)
+                self.server.start_rank(
+                    rank.local_rank, words, env=self._environment(rank), name=f"rank {rank.number}",
+                    cwd=self.options.work_dir,
+                )
             else:
-                self._start_fresh(rank, words, env)
-        if self._passed_on:  # it came between the leader's words
-            self._pass_on(self._passed_on)
+                self._start_fresh(rank, words)
+        if self._passed_on:  # it came before they were there
+            self._signal(self._passed_on)
+
+    @property
+    def attempt(self) -> str:
+        """The id of this membership's attempt."""
+        return f"{self._commit['job']}-{self._commit['restarts']}"
+
+    def _error_file(self, rank: Rank) -> Path:
+        return self.run_dir / "status" / self.attempt / f"error-rank-{rank.number}.json"
 
     def _environment(self, rank: Rank) -> dict[str, str]:
-        commit, node = self.commit, self.node
+        commit, node = self._commit, self.node
         agent = {
             "pid": os.getpid(), "job": commit["job"], "restarts": commit["restarts"],
-            "max_restarts": self.options.max_restarts, "membership": commit["membership"],
-            "record": self.records.place(rank.local_rank),
+            "max_restarts": self.options.max_restarts, "n": commit["n"], "record": self.records.place(rank.local_rank),
         }
-        attempt = f"{commit['job']}-{commit['restarts']}"
-        error_file = self.run_dir / "status" / attempt / f"error-rank-{rank.number}.json"
-        return script_env.rank_environment(
+        return rank_environment(
             os.environ, rank=rank.number, local_rank=rank.local_rank, world_size=node.world_size,
             local_world_size=node.nproc, node_rank=node.node_rank, num_nodes=node.num_nodes,
             master_addr=node.master_addr, master_port=commit["port"], use_agent_store=commit["store"],
             restarts=commit["restarts"], max_restarts=self.options.max_restarts, run_id=commit["job"],
-            error_file=error_file, agent=agent if self.knows_us else None,
+            error_file=self._error_file(rank), agent=agent if self.knows_us else None, cpus=cpu_quota(),
         )
 
-    def _start_fresh(self, rank: Rank, words: list[str], env: dict[str, str]) -> None:
+    def _start_fresh(self, rank: Rank, words: list[str]) -> None:
         log.info("starting %s as rank %d of %d", self.script.name, rank.number, self.node.world_size)
-        rank.process = Fresh.start(words, env=env, folder=self.options.work_dir, pipes=not self.knows_us)
-        rank.pid = rank.process.pid
-        if not self.knows_us:
-            rank.pump = Pump(rank.process, rank=rank.number, world_size=self.node.world_size, run_dir=self.run_dir)
-        self._spawn(self._await_end(rank, rank.process))
+        self._error_file(rank).parent.mkdir(parents=True, exist_ok=True)  # for torch's @record
+        (stdout, ours), (stderr, ours_too) = os.pipe(), os.pipe()
+        rank.pump = Pump(
+            stdout, stderr, rank=rank.number, world_size=self.node.world_size,
+            file=open_log(self.run_dir / "logs" / f"rank-{rank.number}.log"),
+        )
+        rank.pid = start_fresh(
+            words, env=self._environment(rank), cwd=self.options.work_dir, stdout=ours, stderr=ours_too,
+            on_end=lambda code: self._read_rest(rank, code),
+        )
+        os.close(ours)
+        os.close(ours_too)
 
-    async def _await_end(self, rank: Rank, process: Fresh) -> None:
-        code = await process.wait()
-        if rank.pump is not None:
-            await rank.pump.drained()
-        if rank.process is process:
+    def _read_rest(self, rank: Rank, code: int) -> None:
+        """Its process has ended; its last words may not be read yet."""
+        rank.pid = 0
+
+        async def read() -> None:
+            assert rank.pump is not None
+            await rank.pump.drained(DRAIN_S)
             self._ended(rank.local_rank, code)
 
-    def _started(self, local_rank: int, pid: int) -> None:
-        self.ranks[local_rank].pid = pid
+        self.begin(read())
 
     def _ended(self, local_rank: int, code: int) -> None:
         rank, record = self.ranks[local_rank], self.records.read(local_rank)
         if not rank.running:
             return
         rank.running = False
-        if code == FINISHED and record.phase and not record.finished:
+        if code == FINISHED and self.knows_us and record.phase != "start" and not record.finished:
             log.warning("rank %d ended with 0, but it did not say that it finished", rank.number)
             code = FAULT
-        cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}" if code == KILLED else ""
-        if rank.pump is not None and code != FINISHED and not rank.told and not cause:
-            cause = rank.pump.cause()
-        self._say("end", rank=rank.number, code=code, cause=cause, step=record.step, told=rank.told)
+        cause = ""
+        if code == KILLED:
+            cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
+        elif rank.pump is not None and code != FINISHED:
+            cause = last_exception(rank.pump.tail, self._error_file(rank))
+        end = End(rank.number, self.host, code, cause, record.step, rank.told)
+        if rank.pump is not None:
+            write_end(self.run_dir, self.attempt, end)
+            if end.explains and code != FINISHED:
+                self.begin(self._explain(rank.pump))
+            else:
+                rank.pump.drop_held()  # it stays in the rank's file: the line with the cause shall not be hidden by it
+        self.attendance.say("end", n=self._commit["n"], **end.message())
         if not any(each.running for each in self.ranks):
             self._all_ended.set()
+
+    async def _explain(self, pump: Pump) -> None:
+        """Print what the failed script has said of itself, and what is known of that."""
+        await pump.show_held()
+        if advice := self.helpers.advice(pump.tail):
+            log.warning("%s", advice)
 
     # Their ends -----------------------------------------------------------------------------------------------------
 
     def _leave_soon(self) -> None:
         if self._leaving is None or self._leaving.done():
-            self._leaving = self._spawn(self._end_ranks(settle_s=SETTLE_S if self.knows_us else SCRIPT_SETTLE_S))
+            self._leaving = self.begin(self._end_ranks(settle_s=SETTLE_S if self.knows_us else SCRIPT_SETTLE_S))
 
     async def _end_ranks(self, *, settle_s: float) -> None:
         """Return once all ranks have ended. They get a moment to find out by themselves, then SIGTERM, then SIGKILL."""
-        if self._passed_on:
+        if self._passed_on in ("SIGTERM", "SIGINT"):
             settle_s += 0.0 if self.knows_us else self.options.stop_grace_s
         elif not await self._ended_within(min(NOTICE_S, settle_s)):
             self._signal("SIGTERM")
         if await self._ended_within(settle_s):
             return
         for rank in self.ranks:
-            if rank.running:
+            if rank.running and settle_s:
                 log.warning("rank %d did not end within %g s after the others: killed", rank.number, settle_s)
-                rank.told = True
-                self._kill(rank)
+            self._kill(rank)
         if not await self._ended_within(KILL_S):
             for rank in self.ranks:  # it waits for a dead disk, and ends when the disk answers
                 self._ended(rank.local_rank, PEER_LOST)
@@ -295,17 +357,19 @@ class Agent:
         for rank in self.ranks:
             if rank.running:
                 rank.told = True
-                if rank.process is not None:
-                    rank.process.send(getattr(signal, name))
-                elif self.server is not None:
-                    # SIGTERM whatever the signal was: a Python that has just started leaves of it without a traceback
+                if self.server is not None:
+                    # SIGTERM, whatever it was: a Python that has just started leaves of it without a traceback
                     self.server.signal(rank.local_rank, signal.SIGTERM)
+                elif rank.pid:
+                    send_signal(rank.pid, getattr(signal, name))
 
     def _kill(self, rank: Rank) -> None:
-        if rank.process is not None:
-            rank.process.kill()
-        elif self.server is not None:
-            self.server.kill(rank.local_rank)
+        if rank.running:
+            rank.told = True
+            if self.server is not None:
+                self.server.kill(rank.local_rank)
+            elif rank.pid:
+                kill_session(rank.pid)
 
     # Stops ----------------------------------------------------------------------------------------------------------
 
@@ -314,12 +378,12 @@ class Agent:
         now_s = time.monotonic()
         if self._asked_s and name != "SIGUSR1" and now_s - self._asked_s > REPEAT_S:
             why = f"{name} again, {now_s - self._asked_s:.0f} s after the first: leaving at once"
-            self._finish(Verdict(STOPPED, why))
+            self.finish(Verdict(STOPPED, why))
         if name != "SIGUSR1":
             self._asked_s = self._asked_s or now_s
+        self.attendance.say("stop", signal=name)
         if not any(rank.running for rank in self.ranks):
-            self._finish(Verdict(STOPPED, f"{name} before the first step: nothing new to save."))
-        self._say("stop", signal=name)
+            self.finish(Verdict(STOPPED, f"{name} before the first step: nothing new to save."))
         self._pass_on(name)
 
     def _pass_on(self, name: str) -> None:
@@ -330,47 +394,38 @@ class Agent:
         log.info("%s: passed on to %d rank%s", name, running, "" if running == 1 else "s")
         self._signal(name)
         if not self.knows_us and name != "SIGUSR1":
-            self._spawn(self._oversee_stop(name))
+            self.begin(self._oversee_stop(name))
 
     async def _oversee_stop(self, name: str) -> None:
         """Say every SAY_S where the script's ranks are that do not end; kill them once their grace is over."""
-        began_s = time.monotonic()
-        while (left_s := began_s + self.options.stop_grace_s - time.monotonic()) > 0:
+        began_s, grace_s = time.monotonic(), self.options.stop_grace_s
+        while (left_s := began_s + grace_s - time.monotonic()) > 0:
             if await self._ended_within(min(SAY_S, left_s)):
                 return
             where = await asyncio.to_thread(self.helpers.where)
             log.warning("%.0f s after %s the script still runs%s", time.monotonic() - began_s, name, where)
-        grace_s = self.options.stop_grace_s
         log.warning("the script did not end within %g s of %s: killed (--stop-grace-s)", grace_s, name)
         for rank in self.ranks:
-            if rank.running:
-                self._kill(rank)
+            self._kill(rank)
 
     async def _tick(self) -> None:
         """What tells nobody: ranks that were stopped (SIGSTOP), and orphans that a container's first process reaps."""
         while True:
             await asyncio.sleep(TICK_S)
-            reap()
+            pids = {rank: self._pid_of(rank) for rank in self.ranks if rank.running}
+            reap_orphans({*pids.values(), self.server.pid if self.server is not None else 0})
             now_s = time.monotonic()
-            for rank in self.ranks:
-                if not (rank.running and rank.pid and state_of(rank.pid) == "T"):
+            for rank, pid in pids.items():
+                if not pid or state_of(pid) != "T":
                     rank.stopped_since_s = now_s
                 elif now_s - rank.stopped_since_s > STOPPED_S:
                     log.warning("rank %d has been stopped (SIGSTOP) for %g s: killed", rank.number, STOPPED_S)
                     rank.stopped_since_s = now_s
                     self._kill(rank)
+                    rank.told = False
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)  # the loop itself holds tasks weakly
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        """A fault of ours in a task ends the agent: nobody else would notice it."""
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._over.done():
-            self._over.set_exception(error)
+    def _pid_of(self, rank: Rank) -> int:
+        return self.server.pids.get(rank.local_rank, 0) if self.server is not None else rank.pid
 
 
 class Lead:
@@ -379,51 +434,62 @@ class Lead:
     def __init__(self, agent: Agent, me: Member) -> None:
         self.agent = agent
         self.ends = Ends(agent.node.world_size, agent.options.max_restarts, agent.options.restart_on)
-        self.leader = Leader(me, say=lambda text: log.info("%s", text), prepare=self._prepare, hear=self._hear)
-        self.status = RunStatus(agent.run_dir, agent.node.world_size) if not agent.knows_us else None
+        self.leader = Leader(me, say=functools.partial(log.info, "%s"), prepare=self._prepare, hear=self._hear)
+        self.status = None if agent.knows_us else RunStatus(agent.run_dir, agent.node.world_size)
+        self.job = self.status.job if self.status is not None else new_job()
         self.port = 0
 
     async def listen(self) -> None:
-        """Raises LaunchError where the port can't be had."""
+        """Raises JoinError and LaunchError where the port can't be had."""
         alone = self.agent.node.num_nodes == 1
         self._server = await listen(
             self.leader.attend, ip="127.0.0.1" if alone else "", port=self.agent.node.master_port
         )
         self.port = self._server.sockets[0].getsockname()[1]
-        self.agent._spawn(self._tick())
+        self.agent.begin(self._tick())
 
     async def close(self) -> None:
-        """Once the others have heard how it ends."""
-        await self.leader.close()
+        """Leave once the others have heard how the job ends."""
+        until_s = time.monotonic() + FAREWELL_S
+        while len(self.leader.members) > 1 and time.monotonic() < until_s:
+            await asyncio.sleep(0.02)
         self._server.close()
+        if self.status is not None:
+            self.status.release()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self.leader.tick()
+            if self.status is not None and self.leader.running:
+                self.status.report()
 
-    async def _prepare(self, membership: int) -> dict[str, Any] | None:
-        """What a commit says beside its members; None where the job is over instead."""
+    async def _prepare(self, n: int) -> Mapping[str, Any]:
+        """What a commit says beside its members. Where the job is over instead, this returns nothing any more."""
         verdict = self.ends.judge()
         if verdict.code is not None:
             self._end(verdict)
-            return None
+            await asyncio.Event().wait()
         server = self.agent.server
-        port = await server.serve_store() if server is not None else free_port()
+        port = await server.serve_store(n, loopback=self.agent.node.num_nodes == 1) if server else free_port()
+        if self.status is not None:
+            if n == 1:
+                await asyncio.to_thread(self.status.take)
+            self.status.begin(self.ends.restarts, self.leader.members)
         return {
-            "job": self.agent.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
+            "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
             "store": server is not None,
         }
 
-    def _hear(self, member: Member, message: dict[str, Any]) -> None:
+    def _hear(self, member: Member, message: Mapping[str, Any]) -> None:
         if message["is"] == "end":
             end = End.read(message, member.host)
             if self.ends.add(end) and self.leader.running:
-                if end.code == FINISHED and self.ends.all_finished:
+                if self.ends.all_finished:
                     self._end(Verdict(FINISHED))
                 else:
-                    self.leader.lose([end.rank], member.host, str(end))
-        elif message["is"] == "lost":  # its agent, and its ranks with it
+                    self.leader.lose(member, str(end), ranks=[end.rank])
+        elif message["is"] == "lost":
             self.ends.lose(member.ranks, member.host, message["why"])
         elif message["is"] == "stop":
             self.ends.stopped_by = self.ends.stopped_by or str(message["signal"])
@@ -432,4 +498,6 @@ class Lead:
                 self._end(Verdict(STOPPED, self.ends.stopped_by))
 
     def _end(self, verdict: Verdict) -> None:
+        if self.status is not None:
+            self.status.end(verdict.code or 0, verdict.text, self.ends.latest)
         self.leader.tell("over", code=verdict.code, text=verdict.text)

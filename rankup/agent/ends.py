@@ -5,8 +5,8 @@ says how each of them ended. Only then is it known why: a rank that lost its pee
 """
 
 import re
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rankup.errors import FINISHED, PEER_LOST, STOPPED, root_cause, worth_restarting
@@ -39,7 +39,7 @@ class End:
         return not self.told and self.code != PEER_LOST and not LOST_PEER.search(self.cause)
 
     @staticmethod
-    def read(message: dict[str, Any], host: str) -> "End":
+    def read(message: Mapping[str, Any], host: str) -> "End":
         """Raises ValueError for what no agent says."""
         try:
             return End(
@@ -48,6 +48,10 @@ class End:
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"no end of a rank: {error}") from None
+
+    def message(self) -> dict[str, Any]:
+        """What `read` reads; the host is that of the member who sends it."""
+        return {name: value for name, value in asdict(self).items() if name != "host"}
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} ended with {self.code}" + (f" ({self.cause})" if self.cause else "")
@@ -75,6 +79,7 @@ class Ends:
     without_progress: int = 0  # restarts since a new step was finished
     furthest_step: int = 0
     stopped_by: str = ""  # the signal that somebody has sent, which asks the job to stop
+    latest: list[End] = field(default_factory=list)  # of the last membership that was judged
     _ends: dict[int, End] = field(default_factory=dict)  # the first that ended first
 
     def add(self, end: End) -> bool:
@@ -95,6 +100,7 @@ class Ends:
     def judge(self) -> Verdict:
         """Decide, once every rank has ended. The next membership begins without ends."""
         ends, self._ends = list(self._ends.values()), {}
+        self.latest = ends
         if not ends:
             return Verdict(STOPPED if self.stopped_by else None)
         explaining = [end for end in ends if end.explains]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup.agent.ends import End
+from rankup.agent.protocol import Member
 from rankup.errors import FINISHED, STOPPED
 from rankup.places.files import write_atomically, write_json
 from rankup.places.lease import Lease
@@ -33,7 +34,7 @@ def write_end(run_dir: Path, attempt: str, end: End) -> None:
     """How one rank of this node ended. A full disk must not hide the reason."""
     record = {
         "attempt": attempt, "rank": end.rank, "host": end.host, "state": state_of(end.code), "code": end.code,
-        "why": end.cause, "step": end.step, "suspect": end.suspect,
+        "why": end.cause, "step": end.step, "suspect": None,
     }
     with contextlib.suppress(OSError):
         write_json(run_dir / "status" / attempt / f"rank-{end.rank}.json", record)
@@ -61,9 +62,10 @@ class RunStatus:
     def release(self) -> None:
         self._stack.close()
 
-    def begin(self, restarts: int, hosts: Iterable[str]) -> None:
-        """Another attempt has begun: its ranks start now. `hosts`: by rank."""
-        self.attempt, self._hosts = f"{self.job}-{restarts}", list(hosts)
+    def begin(self, restarts: int, members: Iterable[Member]) -> None:
+        """Another attempt has begun: its ranks start now."""
+        self.attempt = f"{self.job}-{restarts}"
+        self._hosts = [member.host for member in members for _ in member.ranks]
         if restarts:
             self.began, self._token = time.time(), secrets.token_hex(4)
             self._seconds = dict.fromkeys(self._seconds, 0.0)
