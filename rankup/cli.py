@@ -137,5 +137,5 @@ def main(words: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if words is None else words)
     if given[:1] == ["launch"]:
         return launch(given[1:])
-    print("rankup launch [OPTIONS] SCRIPT ARGS...", file=sys.stderr)
+    print("usage: rankup launch [OPTIONS] SCRIPT ARGS...", file=sys.stderr)
     return USER_MISTAKE

@@ -22,13 +22,13 @@ if __name__ == "__main__":
     # traceback for SIGINT, nor sit out a grace period
     _stop = StopRequest().install()
 
-from rankup.env.rank_env import RankEnv, outside_pod, read_rank_env, with_options, without_launcher
+from rankup.env.rank_env import RankEnv, read_rank_env, with_options, without_launcher
 from rankup.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, Stopped, UserError, exit_code, reason
 from train.commands.table import COMMANDS, print_whole
 from train.config import load_config
 from train.config.command_line import Request, parse_args
 from train.config.help_text import help_text
-from train.config.options import DoctorOptions, LaunchOptions, RankOptions
+from train.config.options import DoctorOptions, RankOptions
 from train.process.context import Context
 from train.process.exit import finish
 from train.process.imports import prepare_imports
@@ -40,7 +40,12 @@ from train.run.choices import CHOICES
 
 def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> int:
     """Understand the line, run its command, and return its exit code. `stop`: by default it is installed here."""
-    request = parse_args(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["launch"]:
+        from train.commands.launch import launch
+
+        return launch(argv[1:])
+    request = parse_args(argv)
     if request.help or (request.command is None and not request.mistakes and not request.settings):
         print_whole(help_text(settings=request.help, choices=CHOICES))
         return FINISHED if request.help else USER_MISTAKE
@@ -68,8 +73,6 @@ def _read_environment(request: Request) -> RankEnv | UserError:
     """Which rank this is, or why it can be none: the mistakes of the line come first, and `show` starts no rank."""
     options, environ = request.options, os.environ
     try:
-        if isinstance(options, LaunchOptions):
-            return read_rank_env(outside_pod(environ, num_nodes=options.nnodes, nproc=options.nproc))
         if isinstance(options, DoctorOptions) and options.alone:
             return read_rank_env(without_launcher(environ))
         if isinstance(options, RankOptions):
@@ -87,14 +90,6 @@ def _prepare_process(launch: RankEnv, log: Log, stop: StopRequest) -> None:
     if launch.parent_pid:
         die_with_parent(launch.parent_pid)
     prepare_imports()
-
-
-def hold_data(arguments: list[str]) -> None:
-    """Load the data that this command line needs into this process, for the ranks that it will fork."""
-    from train.data.sources import hold
-
-    request = parse_args(arguments)
-    hold(load_config(request.settings, file=request.config_file, choices=CHOICES))
 
 
 def _report(error: BaseException, log: Log) -> int:

@@ -28,7 +28,7 @@ from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
 from rankup.agent.fork_server import ForkServer, safe_imports
 from rankup.agent.meeting import Leader
-from rankup.agent.network import choose_interface, free_port, listen
+from rankup.agent.network import choose_interface, listen
 from rankup.agent.output import Pump, host_name, last_exception, open_log
 from rankup.agent.processes import (
     cpu_quota,
@@ -45,6 +45,7 @@ from rankup.agent.record import Records
 from rankup.agent.script import Script
 from rankup.agent.script_env import rank_environment
 from rankup.agent.status import RunStatus, new_job, write_end
+from rankup.env.addresses import free_port
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED
 

@@ -41,13 +41,6 @@ async def listen(attend: Any, *, ip: str, port: int) -> asyncio.Server:
         await asyncio.sleep(RETRY_S)
 
 
-def free_port() -> int:
-    """One that nobody listens on now. Another process may take it before it is used."""
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        return int(sock.getsockname()[1])
-
-
 def port_holder(port: int) -> str:
     """ "pid 4711 (python -m http.server)" for the process that listens on `port` or connects from it. "" where the
     system does not show it: other users' processes, and those of other containers."""

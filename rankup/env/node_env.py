@@ -1,6 +1,7 @@
-from dataclasses import dataclass
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+
+
 @dataclass(frozen=True)
 class NodeEnv:
     node_rank: int = 0

@@ -5,6 +5,7 @@ starts one process. Without RANK, what a launcher sets is adopted where it certa
 refused: the alternative is a job that trains alone on every node and reports success.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -49,9 +50,7 @@ class RankEnv:
     origins: dict[str, str] = field(default_factory=lambda: dict.fromkeys(FIVE, "default"))  # variable -> who set it
     warnings: tuple[str, ...] = ()
     restart_count: int = 0  # restarts by torchrun or our supervisor; the requeues of a scheduler are not among them
-    max_restarts: int = 0  # of our supervisor
-    predecessor: int | None = None  # the exit code of the process in whose place this one was started
-    progress: str = ""  # where the supervisor looks for the last finished step
+    record: Mapping[str, Any] | None = None  # of this rank, in memory of its agent: see `rankup.agent.record`
     agent_store: bool = False  # torch's agent already listens on master_port: rank 0 connects to it like the others
     file: str = ""  # where rank 0 writes its address, in place of master_addr and master_port
     attempt: str = ""  # the id of this attempt where a supervisor gave one: it looks for it in status.json
@@ -104,20 +103,18 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
 def _of_supervisor(environ: Mapping[str, str]) -> dict[str, Any]:
     """What our own launch files and supervisors give their ranks: the fields of RankEnv, and `launched`."""
 
-    def number(name: str) -> int | None:
-        return int(environ[name]) if environ.get(name, "").isdecimal() else None
-
+    agent = json.loads(environ.get("RANKUP_AGENT", "{}"))
+    parent = environ.get("RANKUP_PARENT", "")
     return {
-        "launched": bool(environ.get("RANKUP_LAUNCH")),
+        "launched": bool(agent),
         "file": environ.get("RANKUP_FILE", ""),
-        "attempt": environ.get("RANKUP_ATTEMPT", ""),
-        "numbers_attempts": bool(environ.get("RANKUP_ATTEMPT")) and "RANKUP_RESTART" in environ,
+        "attempt": f"{agent['job']}-{agent['restarts']}" if agent else environ.get("RANKUP_ATTEMPT", ""),
+        "numbers_attempts": bool(agent),
         "start": environ.get("RANKUP_START", ""),
-        "progress": environ.get("RANKUP_PROGRESS", ""),
-        "restart_count": number("RANKUP_RESTART") or 0,
-        "max_restarts": number("RANKUP_MAX_RESTARTS") or 0,
-        "predecessor": number("RANKUP_ENDED"),
-        "parent_pid": number("RANKUP_PARENT"),
+        "record": agent.get("record"),
+        "restart_count": agent.get("restarts", 0),
+        "agent_store": bool(agent),
+        "parent_pid": int(parent) if parent.isdecimal() else None,
     }
 
 

@@ -22,11 +22,11 @@ from rankup.errors import ConfigError, Stopped
 from train.commands.compare_report import conditions_of_machine, sum_up, write_report
 from train.config.options import CompareOptions
 from train.process.context import Context, runs_folder
-from train.process.start_rank import MAIN
 from train.process.status import read_json, write_json
 
 STEPS = 60  # of a run, where --max-steps does not say
 ROOT = Path(__file__).resolve().parents[2]
+MAIN = str(ROOT / "train" / "main.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ VARIANTS = {
     "none": Variant(("--parallel", "none"), launcher="train"),
     "dp": Variant(("--parallel", "dp"), needs="gpus", launcher="train"),
     "ddp": Variant(("--parallel", "ddp")),
-    "ddp-spawn": Variant(("--parallel", "ddp", "--launcher", "spawn")),
+    "ddp-spawn": Variant(("--parallel", "ddp"), launcher="spawn"),
     "ddp-torchrun": Variant(("--parallel", "ddp"), launcher="torchrun"),
     "ddp-torch-launch": Variant(("--parallel", "ddp"), launcher="torch-launch"),
     "ddp-mpirun": Variant(("--parallel", "ddp"), needs="mpirun", launcher="mpirun"),
@@ -157,8 +157,11 @@ def _command(variant: Variant, processes: int) -> tuple[list[str], dict[str, str
         values = {"{nproc}": str(processes), "{port}": str(free_port())}
         launcher = [values.get(word, word) for word in LAUNCHERS[variant.launcher]]
         return [sys.executable, "-P", "-c", START_TIED, str(os.getpid()), *launcher, MAIN, "train"], env
-    several = ["--nproc", str(processes), "--max-restarts", "0"] if variant.launcher == "launch" else []
-    return [sys.executable, MAIN, variant.launcher, *several], {**env, "RANKUP_PARENT": str(os.getpid())}
+    several = ["-m", "rankup", "launch", "--nproc", str(processes), "--max-restarts", "0"]
+    if variant.launcher == "spawn":
+        several += ["--start", "spawn"]
+    words = [MAIN, "train"] if variant.launcher == "train" else [*several, MAIN, "train"]
+    return [sys.executable, *words], {**env, "RANKUP_PARENT": str(os.getpid())}
 
 
 def _measured(run: Path, batch_size: int) -> dict[str, Any]:

@@ -46,17 +46,6 @@ def _predict(context: Context, given: options.PredictOptions) -> None:
     predict(context, given)
 
 
-def _run(context: Context, given: options.RunOptions) -> None:
-    with without_collections():
-        from train.commands.run.program import Program
-        from train.commands.run.run import run
-
-    if context.launch.world_size == 1:
-        Program.find(context.request.script).refuse_missing()
-    _start_rank(context)
-    run(context, given)
-
-
 def _start_rank(context: Context) -> None:
     check_loopback(context.launch, context.config.simulated_nodes)
     context.log.open(context.run_dir)
@@ -64,27 +53,6 @@ def _start_rank(context: Context) -> None:
         context.log.warning(warning)
     if context.launch.distributed:
         context.log.info(describe(context.launch))
-
-
-def _launch(context: Context, given: options.LaunchOptions) -> int:
-    from train.commands.run.program import Program
-    from train.process.local_launcher import launch
-
-    _refuse_ranks(context, f"launch must be started by hand, once a node, got RANK and WORLD_SIZE from "
-                           f"{context.launch.launcher}, which starts the processes already. "
-                           f"Use the command {given.command} there.")
-    if given.command == "run" and given.nnodes == 1:  # of several nodes one may have the script: the ranks compare
-        Program.find(context.request.script).refuse_missing()
-    return launch(context, given)
-
-
-def _supervise(context: Context, given: options.SuperviseOptions) -> int:
-    from train.process.local_launcher import supervise
-
-    if context.launch.launcher in ("torchrun", "launch"):
-        raise LaunchError(f"supervise must be started by what starts no rank again, got {context.launch.launcher}, "
-                          f"which does. Use the command {given.command} there.")
-    return supervise(context, given)
 
 
 def _export(context: Context, given: options.ExportOptions) -> None:
@@ -101,10 +69,10 @@ def _compare(context: Context, given: options.CompareOptions) -> None:
     compare(context, given)
 
 
-def _refuse_ranks(context: Context, text: str = "") -> None:
+def _refuse_ranks(context: Context) -> None:
     if context.launch.distributed:
-        raise LaunchError(text or f"{context.request.command} must be started by hand, once, "
-                                  f"got RANK and WORLD_SIZE from {context.launch.launcher}.")
+        raise LaunchError(f"{context.request.command} must be started by hand, once, "
+                          f"got RANK and WORLD_SIZE from {context.launch.launcher}.")
 
 
 def _doctor(context: Context, given: options.DoctorOptions) -> int:
@@ -165,7 +133,7 @@ def print_whole(text: str) -> bool:
 
 
 COMMANDS: dict[str, Callable[[Context, Any], int | None]] = {
-    "train": _train, "run": _run, "evaluate": _evaluate, "predict": _predict, "export": _export,
+    "train": _train, "evaluate": _evaluate, "predict": _predict, "export": _export,
     "show": _show, "doctor": _doctor, "explain": _explain, "logs": _logs, "stacks": _stacks, "status": _status,
-    "compare": _compare, "launch": _launch, "supervise": _supervise,
+    "compare": _compare,
 }

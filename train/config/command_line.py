@@ -23,9 +23,6 @@ from train.config.yaml_text import describe
 # one, in a flag's name for a dash, which Fire would turn into an underscore.
 MISSING = DASH = "\0"
 
-# The settings that `run` itself uses. All others mean a training of ours, so they were meant for the script.
-OF_RUN = ("name", "run_dir", "join_timeout_s", "simulated_nodes")
-
 Fields = Mapping[str, FieldInfo]
 
 
@@ -42,7 +39,6 @@ class Request:
     options: Options = field(default_factory=Options)
     help: bool = False
     mistakes: list[str] = field(default_factory=list)
-    script: list[str] = field(default_factory=list)  # of `run`: the file and its arguments, or -m, a module and those
 
     def words(self, *, options: Collection[str] = ()) -> list[str]:
         """The settings as words of another command line, and those of `options` that are not the default."""
@@ -60,7 +56,6 @@ def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = O
     says the same.
     """
     fields = Settings.model_fields | {name: of for model in commands.values() for name, of in fields_of(model).items()}
-    argv, script = _split_script(argv, fields, commands)
     if {"-h", "--help"} & set(argv):
         return Request(help=True)
     words, flags = _record(argv, fields, commands)
@@ -86,7 +81,7 @@ def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = O
         else:
             known = settings if name.partition(".")[0] in Settings.model_fields else given
             known[name] = "true" if text == MISSING else text
-    command = words[0] if words else None
+    command = words[0] if words else "train" if flags else None
     if command is not None and command not in commands:
         near = nearest(command, commands)
         ending = f"; did you mean {describe(near)}?" if near else _as_flag(command)
@@ -106,39 +101,7 @@ def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = O
         values[of.positional] = tuple(taken) if several else taken[0]
     options, wrong = validate(of, values, label=flag, shown=given)
     mistakes += wrong.values() or options.mistakes()
-    if "run" in (command, getattr(options, "command", "")):
-        mistakes += _mistakes_of_run(settings, script)
-    return Request(command, settings, file, options, mistakes=mistakes, script=script)
-
-
-def _mistakes_of_run(settings: Collection[str], script: Sequence[str]) -> Iterator[str]:
-    if not script:
-        yield "run must be followed by a script or -m MODULE, and its arguments, got nothing."
-    for name in settings:
-        if name not in OF_RUN:
-            yield f"{flag(name)} must stand behind the script if it is meant for it: run has no use for it."
-
-
-def _split_script(
-    argv: Sequence[str], fields: Fields, commands: Collection[str]
-) -> tuple[Sequence[str], list[str]]:
-    """Our own words, and those of the script that `run` starts: everything from the script's name on is the script's.
-
-    The name is the first word that is neither the command nor a flag or its value; or it follows `--`, or is -m.
-    """
-    command, runs, is_value = False, False, False
-    for index, (word, following) in enumerate(pairwise([*argv, "--"])):
-        if is_value:
-            is_value = False
-        elif runs and command and (word in ("--", "-m") or not _is_flag(word)):
-            return argv[:index], list(argv[index + (word == "--"):])
-        elif _is_flag(word):
-            name, equals, text = word.removeprefix("--").replace("-", "_").partition("=")
-            is_value = not equals and not _stands_alone(name, following, fields, commands)
-            runs = runs or (name == "command" and (following if is_value else text) == "run")
-        else:
-            command, runs = True, runs or word == "run"
-    return argv, []
+    return Request(command, settings, file, options, mistakes=mistakes)
 
 
 def _record(argv: Sequence[str], fields: Fields, commands: Collection[str]) -> tuple[list[str], dict[str, str]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from train.config.settings import setting
-from train.config.yaml_text import describe
 
 
 class Options(BaseModel):
@@ -24,16 +22,11 @@ class Options(BaseModel):
         yield from ()
 
 
-class InitMethod(Options):
-    """Of the commands whose ranks meet."""
+class RankOptions(Options):
+    """Of the commands that run as ranks."""
 
     init_method: str = setting(
         "", "tcp://HOST:PORT or file:///PATH in place of MASTER_ADDR and MASTER_PORT.", metavar="URL")
-
-
-class RankOptions(InitMethod):
-    """Of the commands that run as ranks."""
-
     rank: int | None = setting(None, "In place of RANK.")
     world_size: int | None = setting(None, "In place of WORLD_SIZE.")
 
@@ -49,30 +42,6 @@ class CheckpointOptions(Options):
 
     checkpoint: str = setting(
         "", "Checkpoint directory, or its address; by default the newest good one of the run.", metavar="DIR")
-
-
-class ScriptOptions(Options):
-    """Of run, and of `launch` and `supervise` with --command run, which pass them on."""
-
-    work_dir: str = setting(
-        "", "Folder in which the script runs; by default this one. It is made where it is missing.", metavar="DIR")
-    pass_local_rank: Literal["auto", "no", "local_rank", "local-rank"] = setting(
-        "auto", "Also give the script its local rank as an argument of this name; auto: where the script declares it.")
-    restart_args: str = setting(
-        "", "Arguments behind the script's own at each restart, such as --restart-args=--init_from=resume.",
-        metavar="WORDS")
-    stop_grace_s: float = setting(
-        110.0, "Seconds that the script has to end after SIGTERM or SIGINT; then it is killed.", gt=0)
-
-    def mistakes(self) -> Iterator[str]:
-        try:
-            shlex.split(self.restart_args)
-        except ValueError as error:
-            yield f"--restart-args must be words as a shell splits them, got {describe(self.restart_args)}: {error}."
-
-
-class RunOptions(ScriptOptions):
-    """Run any PyTorch script, unchanged: run SCRIPT ARGS... or run -m MODULE ARGS..."""
 
 
 class TrainOptions(RankOptions):
@@ -167,59 +136,9 @@ class CompareOptions(Options):
     repeats: int = setting(3, "Runs of each variant.", ge=1)
 
 
-class SupervisorOptions(JsonOptions, ScriptOptions):
-    """Of the commands that start ranks and start each anew that is lost."""
-
-    command: Literal["train", "run", "doctor"] = setting(
-        "train", "What the processes do; run is followed by SCRIPT ARGS...")
-    max_restarts: int = setting(3, "Restarts of a lost rank, at most, in a row without a new step.", ge=0)
-    preflight: bool = setting(
-        False, "First have doctor check this machine alone; if it is not fit, no process is started.")
-    restart_on: str = setting(
-        "", "Exit codes of a script below 128 that are worth a restart, as 1,75.", metavar="LIST",
-        pattern=r"^([0-9]{1,3}(,[0-9]{1,3})*)?$", rule="exit codes, such as 1,75")
-
-    def mistakes(self) -> Iterator[str]:
-        yield from super().mistakes()
-        if self.restart_on and self.command != "run":
-            yield f"--restart-on must be used with --command run, not with {self.command}: its codes say it already."
-        if {0, 2, 143} & self.restart_codes:
-            yield "--restart-on must name neither 0 (finished) nor 2 (a mistake) nor 143 (stopped on request)."
-
-    @property
-    def restart_codes(self) -> set[int]:
-        return {int(code) for code in self.restart_on.split(",") if code}
-
-
-class SuperviseOptions(SupervisorOptions, RankOptions):
-    """Start the one process that the environment describes, in a container or task; restarts it where it helps."""
-
-
-class LaunchOptions(SupervisorOptions, InitMethod):
-    """Start several processes of `train` on this node; keeps exit codes, restarts what it helps."""
-
-    nproc: int = setting(1, "Processes on this node.", ge=1)
-    nnodes: int = setting(1, "Nodes; run the same command on each.", ge=1)
-    node_rank: int = setting(0, "Which of the nodes this is, from 0.")
-    master_addr: str = setting("", "Name or address of node 0, the same on all nodes.", metavar="HOST")
-    master_port: int = setting(0, "Port on node 0; 0 takes 29400, or a free one on a single node.", ge=0, le=65535)
-    launcher: Literal["processes", "spawn"] = setting("processes", "How: spawn goes through torch.multiprocessing.")
-
-    def mistakes(self) -> Iterator[str]:
-        yield from super().mistakes()
-        if self.command == "run" and self.init_method.startswith("file:"):
-            yield "--init-method must be tcp://HOST:PORT with --command run: the script needs an address to meet at."
-        if not 0 <= self.node_rank < self.nnodes:
-            yield f"--node-rank must be from 0 to {self.nnodes - 1}, got {self.node_rank}."
-        if self.init_method and (self.master_addr or self.master_port):
-            yield "--init-method must be left out with --master-addr and --master-port. Keep one of them."
-        if self.nnodes > 1 and not self.master_addr and not self.init_method:
-            yield "--master-addr must name node 0's machine when there are several nodes, got nothing."
-
-
 OPTIONS: dict[str, type[Options]] = {
-    "train": TrainOptions, "run": RunOptions, "evaluate": EvaluateOptions, "predict": PredictOptions,
+    "train": TrainOptions, "evaluate": EvaluateOptions, "predict": PredictOptions,
     "export": ExportOptions, "show": ShowOptions, "doctor": DoctorOptions,
     "explain": ExplainOptions, "logs": LogsOptions, "stacks": StacksOptions, "status": StatusOptions,
-    "compare": CompareOptions, "launch": LaunchOptions, "supervise": SuperviseOptions,
+    "compare": CompareOptions,
 }

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv
 from rankup.errors import PeerLost, UserError
 from train.group.ends import EndReporter
@@ -19,7 +20,6 @@ from train.group.host_link import HostLink
 from train.group.members import Meeting
 from train.group.watchdog import Watchdog
 from train.process.log import Log
-from train.process.progress import StepReporter
 from train.process.stop import StopRequest
 
 # gloo's and nccl's own timeouts are this much longer than ours, which know the phase and name the rank.
@@ -46,7 +46,7 @@ class Group:
         self.meeting: Meeting | None = None
         self.link: HostLink | None = None  # where all ranks are on one host
         self.all_done = False  # all ranks are known to have come to their end
-        self._progress = StepReporter(launch.progress)
+        self.record = RecordWriter(launch.record)
 
     @property
     def is_rank0(self) -> bool:
@@ -65,7 +65,7 @@ class Group:
     @step.setter
     def step(self, step: int) -> None:
         self.ends.step = step
-        self._progress.report(step)
+        self.record.begin(step)
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""

@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import psutil
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from rankup.errors import JOIN_FAILED
@@ -13,7 +12,6 @@ from train.group import keys
 from train.group.joiner import Joiner
 from train.group.members import Meeting, Member, Members
 from train.group.messages import post
-from train.group.peer_watch import report_gone
 from train.group.store import wait_for
 
 LAST_WORD_S = 2.0  # how long a rank whose time is over waits for rank 0 to say who is missing
@@ -32,7 +30,6 @@ class Guest(Joiner):
             if wait_for(self.generation, [keys.MAIN], self.wait.slice_s):
                 if (meeting := self._attend(raw, beats, root)) is not None:
                     return meeting
-                self._report_predecessor(raw)
                 number, attended = number + 1, True
             if self.wait.over:
                 never = f"rank 0 never introduced itself to the store at {self.wait.address}, is it another job's?"
@@ -101,17 +98,6 @@ class Guest(Joiner):
                 "one rank, another job on this port, or an earlier attempt that does not end"
             )
         return "refused" in word or "group" in word
-
-    def _report_predecessor(self, raw: Store) -> None:
-        """Where the process in whose place this one was started is in the group: end that group at once.
-
-        It may have died before another rank watched it. Its pid must be gone, as the group may also be another job's.
-        """
-        code, holder = self.launch.predecessor, self._holder()
-        if code is None or holder is None or holder.host != self.me.host or psutil.pid_exists(holder.pid):
-            return
-        members = PrefixStore(keys.members(self.number), raw)
-        report_gone(members, self.me.rank, holder.host, f"its process ended with {code}")
 
     def _holder(self) -> Member | None:
         """The process that has this rank in the group; None where the group has no such rank."""

@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,7 +29,6 @@ from train.group.failure_detector import Suspect, describe, root_exit_code
 from train.group.group import BEHIND_OURS_S, Group
 from train.group.host_link import open_link
 from train.group.members import Hosts
-from train.group.move import leave_port
 from train.group.peer_watch import PeerWatch
 from train.group.watchdog import Watchdog
 from train.process import flight_recorder
@@ -56,17 +55,16 @@ LOST = re.compile(
 @contextlib.contextmanager
 def join(
     config: Config, launch: RankEnv, *, log: Log, stop: StopRequest, status: StatusFile,
-    needs_process_group: bool = False, script: Mapping[str, str] | None = None,
+    needs_process_group: bool = False,
 ) -> Iterator[Group]:
     """Be one of the group for the length of the block. `needs_process_group`: even a rank alone gets torch's group.
 
-    `script`: the group is for a script that uses the master's port itself; this must be the same on all ranks.
     Raises JoinError (170) if it does not come together, PeerLost (171) if it falls apart, UserError (2) where ranks
     differ, and whatever the block raises; each is reported to the other ranks first.
     """
     with starting(config, launch, stop=stop, ends=EndReporter(status, log), log=log) as group:
         if launch.world_size > 1:
-            meet(config, group, script=script)
+            meet(config, group)
             try_routes(group)
             form(config, group)
             check_devices(group)
@@ -108,23 +106,18 @@ def starting(config: Config, launch: RankEnv, *, stop: StopRequest, ends: EndRep
 # Three steps ---------------------------------------------------------------------------------------------------------
 
 
-def meet(config: Config, group: Group, *, script: Mapping[str, str] | None = None) -> None:
-    """First step: find the others in a store, by name, and begin to watch each other. `script`: see `join`.
+def meet(config: Config, group: Group) -> None:
+    """First step: find the others in a store, by name, and begin to watch each other.
 
     Raises JoinError naming who is missing or what is in the way, UserError where ranks differ in code or settings, and
     LaunchError where the port cannot be used.
     """
     launch = group.launch
     group.watch.enter("join", config.join_timeout_s + WATCHDOG_LATER_S)
-    if script is None:
-        same = fingerprint(config, pick_backend(config.backend, group.device))
-    else:
-        same = {"torch version": torch.__version__, "program code": _code(), **script}
+    same = fingerprint(config, pick_backend(config.backend, group.device))
     meeting = rendezvous.meet(
         launch, fingerprint=same, attempt=group.attempt, timeout_s=config.join_timeout_s, log=group.log
     )
-    if script is not None and not launch.agent_store:
-        leave_port(meeting, launch, log=group.log)
     group.meeting, group.status.attempt = meeting, meeting.attempt
     group.hosts, group.restarted = Hosts(meeting.members), meeting.restarted
     group.ends.connect(meeting.beat_store, hosts_store=meeting.hosts_store)

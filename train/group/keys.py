@@ -41,14 +41,6 @@ WORDS = "words"  # a counter: how many words rank 0 has said
 word = "word/{}".format  # (number): JSON: {"call", "settings"}, {"missing"}, {"refused"} or {"group"}
 member = "member/{}".format  # (rank): the Member with that rank in the group, as JSON
 
-# Where the ranks make room for a script that needs the master's port (`train.group.move`), and until it ends
-MOVED = "moved"  # in the first store, rank 0: where the second one is, JSON: {"ip", "port"} or {"problem"}
-arrived = "arrived/{}".format  # (rank), in the second one: it uses the first no more
-FREE = "free"  # in the second one, rank 0: the port is free, or why there will be no group: a text, "" for free
-DONE = "done"  # a counter: how many ranks' scripts have ended with 0
-ALL_DONE = "all-done"  # set by the rank that is the last to count
-STOP = "stop"  # the name of the signal by which a rank was asked to stop, for all others
-
 # Below `members`: connectivity
 ROUTES = "routes"  # rank 0's conclusion, JSON: {"code", "text"}
 # (rank): where it listens, JSON: {"ip", "port", "interface", "host"}, or {"code", "text"}

@@ -48,7 +48,6 @@ LEAVING_S = 30.0
 # thread of ours runs. Long, because the thread that ends it properly may need most of LOOK_S + LAST_WORD_S on a busy
 # machine.
 LOCKED_GRACE_S = 60.0
-SCRIPT = "script"  # the phase in which a script of the user's runs, whose steps nobody here knows
 # A phase that is entered anew at every step would set the kernel's timer thousands of times a second.
 REARM_S = 5.0
 
@@ -137,7 +136,7 @@ class Watchdog:
     @property
     def at_step(self) -> str:
         """For messages: where this rank stands."""
-        return "" if self.phase == SCRIPT else f" at step {self.ends.step}"
+        return f" at step {self.ends.step}"
 
     def wait_for_others(self, waiting: bool) -> None:
         """Say that this rank is about to wait in a collective, or has left it."""
@@ -232,7 +231,7 @@ class Watchdog:
             set_hard_deadline(LAST_STACKS_S + LOOK_S + LAST_WORD_S + LOCKED_GRACE_S)
             otherwise = JOIN_FAILED if overdue and self.phase == "join" else PEER_LOST
             said = []
-            if self._leaving is None and self.phase != SCRIPT:  # a script is another process: ours would say nothing
+            if self._leaving is None:
                 said = take_stacks(what, self.rank, self._place(), self._detector, hung=hung)
             suspects = self.suspects(overdue=overdue) if self._leaving is None else []
             if self._leaving is not None:

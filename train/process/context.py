@@ -4,7 +4,6 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,19 +37,17 @@ class Context:
     @property
     def run_dir(self) -> Path:
         """The folder that this command writes to."""
-        return run_directory(self.config, self.launch, self.request.script) / self.folder
+        return run_directory(self.config, self.launch) / self.folder
 
     def in_folder(self, name: str) -> "Context":
         """The same in a folder of its own inside the run's, so that the run's status stays the training's."""
         return replace(self, folder=name)
 
 
-def run_directory(config: Config, launch: RankEnv, script: Sequence[str] = ()) -> Path:
-    """Where the run lies: named by the settings, by the scheduler's job, by the script, or by what is trained."""
+def run_directory(config: Config, launch: RankEnv) -> Path:
+    """Where the run lies: named by the settings, by the scheduler's job, or by what is trained."""
     dataset = re.sub(r"[^\w.-]+", "-", Path(config.dataset).name.removeprefix("hf:")).strip(".-")  # hf:FOLDER is a path
     default = f"{dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
-    if script:
-        default = script[1] if script[0] == "-m" and len(script) > 1 else Path(script[0]).stem
     return runs_folder(config) / (config.name or launch.run_name or default)
 
 

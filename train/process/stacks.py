@@ -18,7 +18,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -108,29 +107,6 @@ def open_stacks(run_dir: Path, launch: RankEnv) -> None:
         _file = StacksFile(run_dir, writer)
         if ASK_C is not None:
             faulthandler.register(ASK_C, _file.file, all_threads=True)
-
-
-def script_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What a script of the user's gets, so that its process too writes its stacks when it is asked.
-
-    Python imports `sitecustomize` from the first folder of PYTHONPATH before the script, and ours puts all back.
-    """
-    path = run_dir / FOLDER / f"rank-{rank}.txt"
-    with contextlib.suppress(OSError):
-        (path.parent / "nccl").mkdir(parents=True, exist_ok=True)  # torch makes no folder for its recorder's files
-    own = [environ["PYTHONPATH"]] if "PYTHONPATH" in environ else []
-    site = Path(__file__).with_name("script_site")
-    return {"RANKUP_STACKS": str(path.resolve()), "PYTHONPATH": os.pathsep.join([str(site), *own])}
-
-
-def announce_script(run_dir: Path, launch: RankEnv, pid: int) -> None:
-    """The script of this rank runs as that process. SIGUSR2 is the script's: only the handler in C writes stacks."""
-    writer = Writer(
-        rank=launch.rank, world_size=launch.world_size, host=host_name(), pid=pid, started=start_of(pid), thread=pid,
-        main="", signals=[int(ASK_C)] if ASK_C is not None else [],
-    )
-    with contextlib.suppress(OSError):
-        StacksFile(run_dir, writer).file.close()
 
 
 def dump(why: str, *, workers: bool = True) -> Path | None:

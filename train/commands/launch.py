@@ -1,0 +1,45 @@
+"""`launch`: `rankup launch`, with what this program knows of faults, stacks and machines. No torch here."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rankup import cli
+from rankup.agent.agent import Helpers
+from rankup.errors import FINISHED
+from train.process.findings import CODES, VERDICTS, WARNING
+from train.process.last_word import tell_platform
+from train.process.log import host_name
+
+MAIN = str(Path(__file__).parents[1] / "main.py")
+
+
+def launch(words: Sequence[str]) -> int:
+    """Be the agent of this node. Returns the exit code."""
+    return cli.launch(words, helpers=Helpers(advice=_advice), preflight=_preflight)
+
+
+def _advice(tail: str) -> str:
+    # Imported where it is needed: it compiles the patterns of all known faults, a twentieth of a second
+    from train.commands.explain.explain import advice
+
+    return advice(tail)
+
+
+def _preflight() -> int:
+    """The doctor's exit code for this machine where it is not fit to train, else 0.
+
+    Alone, without the other machines: a container that is replaced in the middle of a training finds the others at
+    work, not at their doctor. Whether the machines reach each other is checked when they meet.
+    """
+    words = [sys.executable, MAIN, "doctor", "--alone"]
+    code = subprocess.run(words, env={**os.environ, "RANKUP_PARENT": str(os.getpid())}, check=False).returncode
+    if code in (FINISHED, CODES[WARNING]):
+        return FINISHED
+    code = code if code >= 0 else 128 - code
+    why = f"preflight on {host_name()}: {VERDICTS.get(code, 'the doctor itself failed')}. No rank was started"
+    print(f"{why} (exit code {code})", file=sys.stderr)
+    tell_platform(why, code)
+    return code
