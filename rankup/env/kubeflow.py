@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from rankup.env.variables import FIVE, TORCHRUN, Variables
 from rankup.errors import LaunchError
 
+HINT = "kubectl get pods shows which pod is Pending or waits for its image; kubectl describe pod says why."
+
 
 def refuse_pod(environ: Mapping[str, str]) -> None:
     """Raise LaunchError in one pod of several: RANK is not set, so that each would train alone.
@@ -39,9 +41,7 @@ def complete(environ: Mapping[str, str], found: Variables) -> None:
         found.add("GROUP_RANK", environ["RANK"], "one process a pod")
         # Not PET_NNODES: with an elasticPolicy it counts the Workers alone
         found.add("GROUP_WORLD_SIZE", environ.get("WORLD_SIZE"), "one process a pod")
-        found.hint = (
-            "kubectl get pods shows which pod is Pending or waits for its image; kubectl describe pod says why."
-        )
+        found.hint = HINT
 
 
 def warnings_alone(environ: Mapping[str, str]) -> list[str]:
@@ -75,3 +75,33 @@ def outside_pod(environ: Mapping[str, str], *, num_nodes: int, nproc: int) -> Ma
     if ":" in environ["PET_NNODES"]:
         raise LaunchError(f"PET_NNODES={environ['PET_NNODES']} may change, which launch can't follow. Use {TORCHRUN}.")
     return {name: value for name, value in environ.items() if not name.startswith("PET_") and name not in FIVE}
+
+
+def count_pods(environ: Mapping[str, str], *, num_nodes: int | None) -> tuple[Mapping[str, str], int | None]:
+    """For an agent in a pod: `environ` where RANK and WORLD_SIZE count pods, and the ranks of a pod if Kubeflow says.
+
+    Outside of Kubeflow's pods `environ` itself. `num_nodes`: what an option says. Raises LaunchError where pods come
+    and go, where nobody says which pod this is, and where WORLD_SIZE is another's.
+    """
+    nodes, per_pod = environ.get("PET_NNODES"), environ.get("PET_NPROC_PER_NODE", "")
+    if nodes is None or "LOCAL_RANK" in environ:
+        return environ, None
+    if ":" in nodes:
+        raise LaunchError(f"PET_NNODES={nodes} may change, which launch can't follow. Use {TORCHRUN}.")
+    nproc = int(per_pod) if re.fullmatch(r"[1-9][0-9]{0,6}", per_pod) else None  # auto, gpu and cpu are torchrun's
+    left = {name: value for name, value in environ.items() if not name.startswith("PET_")}
+    if "PET_NODE_RANK" in environ:
+        # PyTorchJob sets the same address twice; Trainer v2 only its own
+        ours = {name: environ.get(f"PET_{name}", left.get(name)) for name in ("MASTER_ADDR", "MASTER_PORT")}
+        known = {**ours, "RANK": environ["PET_NODE_RANK"], "WORLD_SIZE": nodes}
+        processes = str(int(nodes) * (nproc or 1)) if nodes.isdecimal() else nodes
+        for name, value in (("RANK", known["RANK"]), ("WORLD_SIZE", processes)):
+            if environ.get(name, value) != value:
+                raise LaunchError(
+                    f"{name} must be {value}, as PET_NODE_RANK={known['RANK']} PET_NNODES={nodes} "
+                    f"PET_NPROC_PER_NODE={per_pod} say, got {environ[name]}. Leave it to Kubeflow."
+                )
+        left |= {name: value for name, value in known.items() if value is not None}
+    elif "RANK" not in environ and num_nodes is None and nodes != "1":
+        refuse_pod(environ)
+    return left, nproc

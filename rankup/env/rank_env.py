@@ -21,6 +21,9 @@ from rankup.errors import LaunchError
 WHO_SETS_THEM = (
     "torchrun, `python -m train.main launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
 )
+HOW_TO_LAUNCH = (
+    "Start {} on every node with the same --nnodes, --master-addr and --master-port, and --node-rank 0, 1, ..."
+)
 # Each number below a count, what the count counts, and how the numbers run
 PAIRS = (
     ("RANK", "WORLD_SIZE", "all processes of the job",
@@ -76,8 +79,9 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     on a line.
     """
     run_name, ours = slurm.run_name(environ), _of_supervisor(environ)
-    launched, file = ours.pop("launched"), ours.pop("file")
-    found = _with_rank(environ, launched) if "RANK" in environ else _without_rank(environ, file)
+    del ours["launched"]
+    file = ours.pop("file")
+    found = _with_rank(environ) if "RANK" in environ else _without_rank(environ, file)
     if found.outlives_launcher and ours["parent_pid"] is None:
         ours["parent_pid"] = os.getppid()
     if found.launcher == "python":
@@ -118,18 +122,21 @@ def _of_supervisor(environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _with_rank(environ: Mapping[str, str], launched: bool) -> Variables:
-    """RANK is set: the environment's values and nobody else's, apart from what launchers add about this node."""
-    found = given(environ, "environment", NAMES)
+def who_set_rank(environ: Mapping[str, str]) -> str:
+    """RANK is set: by launch or torchrun, which start a process for each rank, or by somebody else (environment)."""
     # `launch` goes first: its ranks inherit what is left of an earlier torchrun in the shell
-    if launched or "TORCHELASTIC_RUN_ID" in environ:
-        found.launcher, name = ("launch", "`launch`") if launched else ("torchrun", "torchrun")
-        found.outlives_launcher = not launched
+    if _of_supervisor(environ)["launched"]:
+        return "launch"
+    return "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment"
+
+
+def _with_rank(environ: Mapping[str, str]) -> Variables:
+    """RANK is set: the environment's values and nobody else's, apart from what launchers add about this node."""
+    found = given(environ, who_set_rank(environ), NAMES)
+    if found.launcher != "environment":
+        found.outlives_launcher = found.launcher == "torchrun"
         found.origins = dict.fromkeys(found.values, found.launcher)
-        found.hint = (
-            f"Start {name} on every node with the same --nnodes, --master-addr and --master-port, and --node-rank 0, "
-            "1, ..."
-        )
+        found.hint = HOW_TO_LAUNCH.format("torchrun" if found.outlives_launcher else "`launch`")
         if "GROUP_WORLD_SIZE" not in environ:
             found.warnings.append(
                 "TORCHELASTIC_RUN_ID is set but GROUP_WORLD_SIZE is not: left over from another torchrun? Unset it."

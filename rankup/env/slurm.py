@@ -11,6 +11,7 @@ from rankup.errors import LaunchError
 # Slurm numbers the batch shell, salloc's interactive shell and the like from here on: steps, but not tasks of ours.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 MAX_HOSTS = 65536
+STEP = "Slurm step"  # who set a variable
 _RANGE = r"[0-9]{1,18}(?:-[0-9]{1,18})?"
 _HOST = rf"(?:[^,\[\]\s]|\[{_RANGE}(?:,{_RANGE})*\])+"  # gpu-[1,3]-ib
 
@@ -38,7 +39,7 @@ def adopt(environ: Mapping[str, str]) -> Variables | None:
         "squeue -s and scontrol show job say which tasks of the step run; srun has to start all of them at once."
     )
     total = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    found.adopt(environ, {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": total}, "Slurm step")
+    found.adopt(environ, {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": total}, STEP)
     _add_place(environ, found, tasks, nodes)
     lists = [name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if environ.get(name)]
     if nodes == 1:
@@ -54,6 +55,11 @@ def adopt(environ: Mapping[str, str]) -> Variables | None:
     return found
 
 
+def is_task(environ: Mapping[str, str]) -> bool:
+    """Whether this process is one task of several. Raises LaunchError in a batch shell of several, see `adopt`."""
+    return (found := adopt(environ)) is not None and found.launcher == "slurm"
+
+
 def complete(environ: Mapping[str, str], found: Variables) -> None:
     """An explicit RANK beats Slurm's. If both are the same task, Slurm may add what it knows about this node."""
     tasks, nodes = _tasks(environ), _nodes(environ)
@@ -62,7 +68,7 @@ def complete(environ: Mapping[str, str], found: Variables) -> None:
     if found.launcher != "environment":  # torchrun or `launch` started this process
         _refuse_multiplied(environ, found, tasks, nodes)
     elif (environ.get("SLURM_PROCID"), str(tasks)) == (environ["RANK"], environ.get("WORLD_SIZE")):
-        found.add("LOCAL_RANK", environ.get("SLURM_LOCALID"), "Slurm step")
+        found.add("LOCAL_RANK", environ.get("SLURM_LOCALID"), STEP)
         _add_place(environ, found, tasks, nodes)
     elif tasks > 1:
         found.warnings.append(
@@ -115,16 +121,16 @@ def _tasks(environ: Mapping[str, str]) -> int | None:
 def _add_place(environ: Mapping[str, str], found: Variables, tasks: int, nodes: int | None) -> None:
     """Add what Slurm says about this node. Its share of the step's tasks: "2(x2),1" is 2, 2 and 1."""
     node = count(environ, "SLURM_NODEID")
-    found.add("GROUP_RANK", node, "Slurm step")
-    found.add("GROUP_WORLD_SIZE", nodes, "Slurm step")
+    found.add("GROUP_RANK", node, STEP)
+    found.add("GROUP_WORLD_SIZE", nodes, STEP)
     if nodes == 1:
-        found.add("LOCAL_WORLD_SIZE", tasks, "Slurm step")
+        found.add("LOCAL_WORLD_SIZE", tasks, STEP)
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
     if re.fullmatch(r"[0-9]+(\(x[0-9]{1,5}\))?(,[0-9]+(\(x[0-9]{1,5}\))?)*", text):
         pairs = re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", text)
         counts = [int(share) for share, times in pairs for _ in range(int(times or 1))]
         if node is not None and node < len(counts) == nodes and sum(counts) == tasks:
-            found.add("LOCAL_WORLD_SIZE", counts[node], "Slurm step")
+            found.add("LOCAL_WORLD_SIZE", counts[node], STEP)
 
 
 def expand_nodelist(nodelist: str) -> list[str]:

@@ -1,0 +1,136 @@
+"""What one agent of `rankup launch` is: which of the nodes, how many ranks it starts, where the agents meet. No torch.
+
+RANK and WORLD_SIZE in the environment (compose, Slurm's tasks, PyTorchJob, an Indexed Job) count agents here. An agent
+that finds LOCAL_RANK was started once for each rank, so it starts one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rankup.env import kubeflow, slurm
+from rankup.env.addresses import PORT_OF_LAUNCH
+from rankup.env.rank_env import HOW_TO_LAUNCH, RankEnv, read_rank_env, who_set_rank
+from rankup.env.variables import FIVE, count
+from rankup.errors import LaunchError
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEnv:
+    """One agent of a job; by default the only one. A machine may hold several agents: each is a node of the job."""
+
+    node_rank: int = 0
+    num_nodes: int = 1
+    nproc: int = 1  # ranks that this agent starts, as each of the others does
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0  # 0 only for a single node, which chooses one
+    run_name: str | None = None  # named by the scheduler's job, so that a requeued job resumes the same run
+    origins: dict[str, str] = field(default_factory=dict)  # variable -> who set it; none for a single node
+    warnings: tuple[str, ...] = ()
+    hint: str = ""  # where to look for nodes that are missing
+
+    @property
+    def first_rank(self) -> int:
+        """The number of the first of this agent's ranks."""
+        return self.node_rank * self.nproc
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks all agents start together."""
+        return self.num_nodes * self.nproc
+
+
+def read_node_env(
+    environ: Mapping[str, str], *, nnodes: int | None = None, nproc: int | None = None, node_rank: int | None = None,
+    master_addr: str | None = None, master_port: int | None = None,
+) -> NodeEnv:
+    """Which agent is this? `environ` is os.environ or a test's mapping; the others are options of `launch`.
+
+    An option beats the environment's address and port, but the counts of both have to agree. Raises LaunchError where
+    they do not, where half a set is there, and below a launcher that starts the ranks itself.
+    """
+    _check_options(nnodes=nnodes, nproc=nproc, node_rank=node_rank, master_port=master_port)
+    _refuse_launcher_of_ranks(environ)
+    pods, per_pod = kubeflow.count_pods(environ, num_nodes=nnodes)
+    nproc = nproc or per_pod or 1
+    _check_nproc(environ, nproc, per_pod)
+    # What an earlier torchrun has left in the shell says nothing of this agent
+    variables = {name: text for name, text in pods.items() if not name.startswith("TORCHELASTIC_")}
+    added: dict[str, tuple[str, object]] = {}  # variable -> who sets it, and to what
+    if "RANK" not in variables and not slurm.is_task(variables):
+        if nnodes is None or nnodes == 1:
+            if node_rank:
+                raise LaunchError(f"--node-rank must be 0 where there is one node, got {node_rank}. Give --nnodes too.")
+            env = read_rank_env(variables)  # refuses half a set
+            return NodeEnv(
+                nproc=nproc, master_addr=master_addr or env.master_addr, master_port=master_port or 0,
+                run_name=env.run_name, warnings=env.warnings,
+            )
+        if not master_addr and "MASTER_ADDR" not in variables:
+            raise LaunchError("--master-addr must name node 0's machine when there are several nodes, got nothing.")
+        added = {"RANK": ("--node-rank", node_rank or 0), "WORLD_SIZE": ("--nnodes", nnodes),
+                 "MASTER_PORT": ("default", PORT_OF_LAUNCH)}
+        added = {name: value for name, value in added.items() if name not in variables}
+    if master_addr:
+        added["MASTER_ADDR"] = ("--master-addr", master_addr)
+    if master_port:
+        added["MASTER_PORT"] = ("--master-port", master_port)
+    env = read_rank_env({**variables, **{name: str(value) for name, (_, value) in added.items()}})
+    origins = {name: origin for name, origin in env.origins.items() if name in FIVE and name != "LOCAL_RANK"}
+    if pods is not environ:
+        origins = dict.fromkeys(origins, "Kubeflow (PET_*)")
+    origins |= {name: origin for name, (origin, _) in added.items()}
+    for flag, name, option, number in (
+        ("--nnodes", "WORLD_SIZE", nnodes, env.world_size), ("--node-rank", "RANK", node_rank, env.rank)
+    ):
+        if option is not None and option != number:
+            raise LaunchError(f"{flag} must be {name}={number} (from {origins[name]}), got {option}. Leave {flag} out.")
+    _refuse_multiplied(env, nproc)
+    return NodeEnv(
+        node_rank=env.rank, num_nodes=env.world_size, nproc=nproc, master_addr=env.master_addr,
+        master_port=env.master_port, run_name=env.run_name, origins=origins, warnings=env.warnings,
+        hint=kubeflow.HINT if pods is not environ else env.hint or HOW_TO_LAUNCH.format("`launch`"),
+    )
+
+
+def _check_options(*, nnodes: int | None, nproc: int | None, node_rank: int | None, master_port: int | None) -> None:
+    for flag, number in (("--nproc", nproc), ("--nnodes", nnodes)):
+        if number is not None and number < 1:
+            raise LaunchError(f"{flag} must be >= 1, got {number}.")
+    if node_rank is not None and not 0 <= node_rank < (nnodes or max(node_rank, 0) + 1):
+        raise LaunchError(f"--node-rank must be from 0 to {nnodes - 1 if nnodes else 'WORLD_SIZE-1'}, got {node_rank}.")
+    if master_port is not None and not 0 <= master_port <= 65535:
+        raise LaunchError(f"--master-port must be 1..65535, or 0 for a default, got {master_port}.")
+
+
+def _refuse_launcher_of_ranks(environ: Mapping[str, str]) -> None:
+    """Raise LaunchError below a launcher that has started one process for each rank already."""
+    sizes = {"HOROVOD_SIZE": "horovodrun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
+    who = next((who for name, who in sizes.items() if (count(environ, name) or 1) > 1), "environment")
+    if who == "environment" and "RANK" in environ:
+        who = who_set_rank(environ)
+    if who != "environment":
+        raise LaunchError(
+            f"launch must be started once a node, got the environment of a rank of {who}, which starts the processes "
+            "already. Start the script directly there."
+        )
+
+
+def _check_nproc(environ: Mapping[str, str], nproc: int, per_pod: int | None) -> None:
+    if "LOCAL_RANK" in environ and nproc > 1:
+        raise LaunchError(
+            f"--nproc must be 1 where LOCAL_RANK is set, got {nproc}: each rank has an agent of its own there. For "
+            "one agent a node unset LOCAL_RANK."
+        )
+    if per_pod and nproc != per_pod:
+        raise LaunchError(
+            f"--nproc must be what Kubeflow gives, PET_NPROC_PER_NODE={per_pod}, got {nproc}. Leave --nproc out."
+        )
+
+
+def _refuse_multiplied(env: RankEnv, nproc: int) -> None:
+    """Raise LaunchError where several agents on a machine would each start several ranks, which share its devices."""
+    if nproc > 1 and env.origins.get("GROUP_WORLD_SIZE") == slurm.STEP and env.world_size > (env.num_nodes or 1):
+        raise LaunchError(
+            f"launch --nproc {nproc} runs in each of {env.world_size} Slurm tasks on {env.num_nodes} nodes: that "
+            "multiplies the processes. Use --ntasks-per-node=1 with --nproc, or leave --nproc out."
+        )
