@@ -75,8 +75,8 @@ def test_status_of_a_run_while_it_trains_after_a_kill_and_at_its_end(tmp_path: P
         assert re.search(r"^step +3 of 14 \(21%\), .* samples/s, about .* left$", text, re.MULTILINE)
         assert len(re.findall(r"step, waits for others", text)) == 2
 
-        go.touch()
         process_of(1, job.processes[0].pid).kill()
+        go.touch()  # for the one in its place
         assert job.wait() == [0], job.output
 
     found = as_json(run)
