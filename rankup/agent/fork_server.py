@@ -192,7 +192,8 @@ class ForkServer:
 
     async def close(self) -> None:
         """End the server and all that it has started. No callback follows."""
-        asyncio.get_running_loop().remove_reader(self._channel)
+        if self._channel.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._channel)
         self._channel.close()
         self._forget_store()
         for patience_s in (END_S, KILL_S):

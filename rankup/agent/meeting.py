@@ -71,7 +71,7 @@ class Leader:
         self._me, self._say, self._prepare, self._hear, self._clock = me, say, prepare, hear, clock
         self.membership, self.running = 0, False
         self._formed = 0  # the last membership that was committed
-        self._proposed, self._num_ready = False, 0
+        self._proposed, self._num_ready = 0, 0  # the membership that is, or 0, and how many are ready for it
         self._preparing: asyncio.Task[None] | None = None
         self._over = ""  # why there will be no membership any more
         self._seats: dict[Link, _Seat] = {}
@@ -168,7 +168,7 @@ class Leader:
             if message["call"] == seat.call:
                 self._keep(seat)
         elif kind == "ready":
-            if message["n"] == self.membership and self._proposed and not seat.ready:
+            if message["n"] == self._proposed > 0 and not seat.ready:
                 seat.ready, seat.problem = True, str(message["problem"])
                 self._num_ready += 1
                 self._judge()
@@ -223,7 +223,7 @@ class Leader:
         if now_s - self._ticked_s > FROZEN_S:
             for seat in everybody:
                 seat.heard_s = seat.called_s = now_s
-        self._ticked_s = now_s
+        self._ticked_s, too_late = now_s, ""
         for seat in everybody:
             if now_s - seat.heard_s > SILENT_S:
                 self._leave(seat.link, f"gave no sign of life for {now_s - seat.heard_s:.0f} s")
@@ -233,13 +233,12 @@ class Leader:
                     self._say(f"{seat.member.who} gives no answer: it was replaced by {by[0]}")
                     self._leave(seat.link, f"was replaced by {by[0]}")
             elif now_s > seat.until_s and not self.running and not self._over:
-                seat.until_s = float("inf")
-                how = "with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
-                text = f"{self._missing()}. Was every process started, {how}?"
+                seat.until_s, how = float("inf"), "with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
+                too_late = too_late or f"{self._missing()}. Was every process started, {how}?"
                 if seat.member.token == self._me.token:  # the leader goes with it
-                    self.refuse(text)
+                    self.refuse(too_late)
                 else:
-                    seat.link.send("refused", code=JOIN_FAILED, text=text)
+                    seat.link.send("refused", code=JOIN_FAILED, text=too_late)
         if now_s - self._beat_s >= ALIVE_S:
             self._beat_s = now_s
             self.tell("alive")
@@ -269,10 +268,10 @@ class Leader:
                 first = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
                 self.refuse(f"all ranks reached the master, but not each other: {first}. {HINT}")
             else:
-                self._preparing = asyncio.create_task(self._commit(self.membership))
+                self._preparing = asyncio.create_task(self._commit(self._proposed))
 
     def _propose(self) -> None:
-        self.membership, self._proposed = self.membership + 1, True
+        self.membership = self._proposed = self.membership + 1
         seats = sorted(self._seats.values(), key=lambda seat: seat.member.first_rank)
         # Who is beside the leader came by loopback, which others can't use. Behind a Service, the address at which they
         # reached the leader belongs to no interface here; the one at which they arrived does
@@ -285,11 +284,11 @@ class Leader:
         for seat, following in zip(seats, [*seats[1:], seats[0]], strict=True):
             to = following.member
             route = [to.ip, to.port, to.name, to.interface] if to.port and following is not seat else None
-            seat.link.send("propose", n=self.membership, next=route, ip=seat.member.ip)
+            seat.link.send("propose", n=self._proposed, next=route, ip=seat.member.ip)
 
     def _void(self) -> None:
         """Somebody came or went: what was proposed will not be."""
-        self._proposed, self._num_ready = False, 0
+        self._proposed, self._num_ready = 0, 0
         for seat in self._seats.values():
             seat.ready = False
         if self._preparing is not None:

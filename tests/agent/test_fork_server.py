@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,14 @@ def light(tmp_path: Path) -> Iterator[Rig]:
         yield rig
 
 
+def gone(pid: int) -> bool:
+    return state_of(pid) in ("", "Z")
+
+
+def stores(rig: Rig) -> list[psutil.Process]:
+    return [child for child in psutil.Process(rig.server.pid).children() if not gone(child.pid)]
+
+
 def script(folder: Path, text: str, name: str = "script.py") -> Path:
     (folder / name).write_text(text)
     return folder / name
@@ -152,7 +161,6 @@ def fresh(argv: Sequence[str | Path], *, env: Mapping[str, str], cwd: Path) -> E
         "def function():\n    raise ValueError('wrong')\nfunction()",
         "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('wrong') from error",
         "import sys\nsys.excepthook = lambda kind, error, trace: print('mine', kind, trace.tb_lineno)\n1 / 0",
-        "import sys\nsys.excepthook = None\n1 / 0",
         "import atexit\natexit.register(print, 'at the end')\nraise SystemExit(4)",
         "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('a thread'))).start()",
         "x = = 3",
@@ -164,6 +172,11 @@ def fresh(argv: Sequence[str | Path], *, env: Mapping[str, str], cwd: Path) -> E
 def test_script_prints_and_ends_as_in_a_fresh_interpreter(text: str, rig: Rig, tmp_path: Path) -> None:
     file = script(tmp_path, text)
     assert rig.ran([file]) == fresh([file], env=rig.env, cwd=ROOT)
+
+
+def test_exception_is_shown_where_the_script_s_own_hook_fails(rig: Rig, tmp_path: Path) -> None:
+    ended = rig.ran([script(tmp_path, "import sys\nsys.excepthook = None\n1 / 0")])
+    assert (ended.code, ended.err.splitlines()[-1]) == (1, "ZeroDivisionError: division by zero")
 
 
 def test_missing_script_ends_as_in_a_fresh_interpreter(rig: Rig, tmp_path: Path) -> None:
@@ -343,7 +356,7 @@ os._exit(5)
             each.server.kill(rank)
         ended = each.end(rank)
         assert ended.code == {"kill": 137, "end": 5}[how]
-        each.until(lambda ended=ended: state_of(int(ended.out)) in ("", "Z"))
+        each.until(lambda ended=ended: gone(int(ended.out)))
 
 
 def test_server_kills_what_is_left_of_a_rank_before_it_gives_the_number_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +444,7 @@ def test_killed_server_takes_all_with_it_and_is_told(tmp_path: Path) -> None:
         light.until(lambda: light.gone)
         assert light.codes == dict.fromkeys(ranks, 137)
         assert light.server.pids == {}
-        light.until(lambda: all(state_of(pid) in ("", "Z") for pid in pids))
+        light.until(lambda: all(map(gone, pids)))
         with pytest.raises(ConnectionError):
             light.run(waiting)
 
@@ -440,7 +453,7 @@ def test_closed_server_takes_all_with_it_without_a_word(tmp_path: Path) -> None:
     with opened(tmp_path, fork=False) as light:
         pid = light.ready(light.start([script(tmp_path, WAITS)]))
     assert state_of(light.server.pid) == ""
-    assert state_of(pid) in ("", "Z")
+    assert gone(pid)
     assert (light.codes, light.gone) == ({}, 0)
 
 
@@ -464,7 +477,10 @@ asyncio.run(agent())
         pids += [child.pid for child in psutil.Process(pids[0]).children()]
         assert len(set(pids)) == 3
         process.kill()
-    assert psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)[1] == []
+    until_s = time.monotonic() + 60
+    while not all(map(gone, pids)):
+        assert time.monotonic() < until_s, "processes were left"
+        time.sleep(0.01)
 
 
 # The store ----------------------------------------------------------------------------------------------------------
@@ -492,7 +508,7 @@ def test_store_is_served_until_another_one_replaces_it(rig: Rig, tmp_path: Path)
     user = rig.ran([script(tmp_path, store_user(second))])
     assert user.out == rig.ran([script(tmp_path, store_user(rig.run(rig.server.serve_store(3))))]).out, "not empty"
     rig.server.end_store()
-    rig.until(lambda: not psutil.Process(rig.server.pid).children())
+    rig.until(lambda: not stores(rig))
     assert not [text for text in rig.warnings if "store" in text]
     assert len(os.listdir(f"/proc/{rig.server.pid}/task")) == 1
 
@@ -500,7 +516,7 @@ def test_store_is_served_until_another_one_replaces_it(rig: Rig, tmp_path: Path)
 @pytest.mark.parametrize("loopback", [False, True])
 def test_store_listens_where_it_was_asked_to(loopback: bool, rig: Rig) -> None:
     port = rig.run(rig.server.serve_store(10 + loopback, loopback=loopback))
-    (store,) = psutil.Process(rig.server.pid).children()
+    (store,) = stores(rig)
     assert store.name() == "store"
     (listens,) = [each.laddr for each in store.net_connections() if each.status == psutil.CONN_LISTEN]
     assert listens.port == port
@@ -510,7 +526,7 @@ def test_store_listens_where_it_was_asked_to(loopback: bool, rig: Rig) -> None:
 
 def test_store_that_was_killed_is_told(rig: Rig) -> None:
     rig.run(rig.server.serve_store(20))
-    (store,) = psutil.Process(rig.server.pid).children()
+    (store,) = stores(rig)
     store.kill()
     rig.until(lambda: "the process that serves the store ended with 137" in rig.warnings)
     assert rig.run(rig.server.serve_store(21))
