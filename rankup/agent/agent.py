@@ -44,7 +44,7 @@ from rankup.agent.protocol import Member
 from rankup.agent.record import Records
 from rankup.agent.script import Script
 from rankup.agent.script_env import rank_environment
-from rankup.agent.status import RunStatus, new_job, write_end
+from rankup.agent.status import RunStatus, announce_stacks, new_job, stacks_environment, write_end
 from rankup.env.addresses import free_port
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED
@@ -145,7 +145,7 @@ class Agent:
                 self.lead = Lead(self, me)
                 await self.lead.listen()
             self.attendance = Attendance(
-                me, settings, self._find_leader, notice=lambda text: log.warning("still waiting: %s", text)
+                me, settings, self._find_leader, notice=functools.partial(log.warning, "%s")
             )
             self.begin(self._attend())
             self.begin(self._tick())
@@ -235,7 +235,7 @@ class Agent:
         for rank in self.ranks:
             rank.running, rank.told = True, False
             self.records.clear(rank.local_rank)
-            words = self.script.command(local_rank=rank.local_rank, option=self.options.pass_local_rank)
+            words = self.script.command(local_rank=self.node.local_rank + rank.local_rank, option=self.options.pass_local_rank)
             if commit["restarts"]:
                 words += self.options.restart_args
             if self.server is not None:
@@ -263,8 +263,8 @@ class Agent:
             "max_restarts": self.options.max_restarts, "n": commit["n"], "record": self.records.place(rank.local_rank),
         }
         return rank_environment(
-            os.environ, rank=rank.number, local_rank=rank.local_rank, world_size=node.world_size,
-            local_world_size=node.nproc, node_rank=node.node_rank, num_nodes=node.num_nodes,
+            os.environ, rank=rank.number, local_rank=node.local_rank + rank.local_rank, world_size=node.world_size,
+            local_world_size=node.local_world_size or node.nproc, node_rank=node.node_rank, num_nodes=node.num_nodes,
             master_addr=node.master_addr, master_port=commit["port"], use_agent_store=commit["store"],
             restarts=commit["restarts"], max_restarts=self.options.max_restarts, run_id=commit["job"],
             error_file=self._error_file(rank), agent=agent if self.knows_us else None, cpus=cpu_quota(),
@@ -278,12 +278,15 @@ class Agent:
             stdout, stderr, rank=rank.number, world_size=self.node.world_size,
             file=open_log(self.run_dir / "logs" / f"rank-{rank.number}.log"),
         )
+        env = self._environment(rank)
+        env |= stacks_environment(self.run_dir, rank.number, env)
         rank.pid = start_fresh(
-            words, env=self._environment(rank), cwd=self.options.work_dir, stdout=ours, stderr=ours_too,
+            words, env=env, cwd=self.options.work_dir, stdout=ours, stderr=ours_too,
             on_end=lambda code: self._read_rest(rank, code),
         )
         os.close(ours)
         os.close(ours_too)
+        announce_stacks(self.run_dir, rank.number, self.node.world_size, rank.pid)
 
     def _read_rest(self, rank: Rank, code: int) -> None:
         """Its process has ended; its last words may not be read yet."""

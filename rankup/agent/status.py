@@ -6,18 +6,24 @@ failed: yesterday's success must never be read as today's. A script that imports
 
 import contextlib
 import json
+import os
 import secrets
+import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rankup.agent.ends import End
+from rankup.agent.output import host_name
+from rankup.agent.processes import start_of
 from rankup.agent.protocol import Member
 from rankup.errors import FINISHED, STOPPED
 from rankup.places.files import write_atomically, write_json
 from rankup.places.lease import Lease
+
+MOST_BYTES = 2**20  # of a file of stacks: nobody reads those of a hundred attempts ago
 
 
 def new_job() -> str:
@@ -38,6 +44,34 @@ def write_end(run_dir: Path, attempt: str, end: End) -> None:
     }
     with contextlib.suppress(OSError):
         write_json(run_dir / "status" / attempt / f"rank-{end.rank}.json", record)
+
+
+def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What has a script write its stacks where it gets SIGRTMAX, whatever it does at that moment.
+
+    Python imports `sitecustomize` from the first folder of PYTHONPATH before the script, and ours puts all back.
+    """
+    path = run_dir / "stacks" / f"rank-{rank}.txt"
+    with contextlib.suppress(OSError):
+        (path.parent / "nccl").mkdir(parents=True, exist_ok=True)  # torch makes no folder for its recorder's files
+    own = [environ["PYTHONPATH"]] if "PYTHONPATH" in environ else []
+    site = Path(__file__).with_name("script_site")
+    return {"RANKUP_STACKS": str(path.resolve()), "PYTHONPATH": os.pathsep.join([str(site), *own])}
+
+
+def announce_stacks(run_dir: Path, rank: int, world_size: int, pid: int) -> None:
+    """Write whose stacks follow in that file, and how to ask for more: the script of this rank runs as that process."""
+    number = getattr(signal, "SIGRTMAX", None)  # macOS has none
+    writer = {
+        "rank": rank, "world_size": world_size, "host": host_name(), "pid": pid, "started": start_of(pid),
+        "thread": pid, "main": "", "signals": [] if number is None else [int(number)],
+    }
+    path = run_dir / "stacks" / f"rank-{rank}.txt"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        large = path.exists() and path.stat().st_size > MOST_BYTES
+        with path.open("w" if large else "a", encoding="utf-8") as file:
+            file.write(f"# {json.dumps(writer)}\n")
 
 
 class RunStatus:

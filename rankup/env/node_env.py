@@ -21,6 +21,8 @@ class NodeEnv:
     node_rank: int = 0
     num_nodes: int = 1
     nproc: int = 1  # ranks that this agent starts, as each of the others does
+    local_rank: int = 0  # of the first of its ranks, among those of the machine
+    local_world_size: int | None = None  # ranks of the machine; None: those of this agent
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0 only for a single node, which chooses one
     run_name: str | None = None  # named by the scheduler's job, so that a requeued job resumes the same run
@@ -85,7 +87,9 @@ def read_node_env(
         if option is not None and option != number:
             raise LaunchError(f"{flag} must be {name}={number} (from {origins[name]}), got {option}. Leave {flag} out.")
     _refuse_multiplied(env, nproc)
+    own = variables.get("LOCAL_RANK") is not None or slurm.is_task(variables)
     return NodeEnv(
+        local_rank=env.local_rank if nproc == 1 and own else 0, local_world_size=env.local_world_size if own else None,
         node_rank=env.rank, num_nodes=env.world_size, nproc=nproc, master_addr=env.master_addr,
         master_port=env.master_port, run_name=env.run_name, origins=origins, warnings=env.warnings,
         hint=kubeflow.HINT if pods is not environ else env.hint or HOW_TO_LAUNCH.format("`launch`"),
