@@ -128,9 +128,6 @@ class Agent:
     async def run(self) -> Verdict:
         """Be one of the agents to the end. Returns its exit code and why. Raises JoinError and UserError."""
         self.script.check(os.environ, world_size=self.node.world_size)
-        loop = asyncio.get_running_loop()
-        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
-            loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
         settings = self.script.must_match()
         me = Member(
             token=secrets.token_hex(8), first_rank=self.node.first_rank, num_ranks=self.node.nproc,
@@ -138,15 +135,16 @@ class Agent:
             digest=hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16],
             left_s=self.options.join_timeout_s,
         )
+        self.attendance = Attendance(me, settings, self._find_leader, notice=functools.partial(log.warning, "%s"))
+        loop = asyncio.get_running_loop()
+        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+            loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
         try:
             if self.knows_us:
                 await self._start_server()
             if self.node.node_rank == 0:
                 self.lead = Lead(self, me)
                 await self.lead.listen()
-            self.attendance = Attendance(
-                me, settings, self._find_leader, notice=functools.partial(log.warning, "%s")
-            )
             self.begin(self._attend())
             self.begin(self._tick())
             return await self._over
@@ -235,7 +233,9 @@ class Agent:
         for rank in self.ranks:
             rank.running, rank.told = True, False
             self.records.clear(rank.local_rank)
-            words = self.script.command(local_rank=self.node.local_rank + rank.local_rank, option=self.options.pass_local_rank)
+            words = self.script.command(
+                local_rank=self.node.local_rank + rank.local_rank, option=self.options.pass_local_rank
+            )
             if commit["restarts"]:
                 words += self.options.restart_args
             if self.server is not None:
@@ -246,7 +246,7 @@ class Agent:
             else:
                 self._start_fresh(rank, words)
         if self._passed_on:  # it came before they were there
-            self._signal(self._passed_on)
+            self._signal(self._passed_on, told=not self.knows_us)
 
     @property
     def attempt(self) -> str:
@@ -340,7 +340,7 @@ class Agent:
         if self._passed_on in ("SIGTERM", "SIGINT"):
             settle_s += 0.0 if self.knows_us else self.options.stop_grace_s
         elif not await self._ended_within(min(NOTICE_S, settle_s)):
-            self._signal("SIGTERM")
+            self._signal("SIGTERM", told=True)
         if await self._ended_within(settle_s):
             return
         for rank in self.ranks:
@@ -356,11 +356,12 @@ class Agent:
             await asyncio.wait_for(self._all_ended.wait(), timeout_s)
         return self._all_ended.is_set()
 
-    def _signal(self, name: str) -> None:
-        """To every rank that runs, at once."""
+    def _signal(self, name: str, *, told: bool) -> None:
+        """To every rank that runs, at once. `told`: its code says nothing from now on, as that of a script that was
+        asked to stop; one that imports rankup says by its code what became of that."""
         for rank in self.ranks:
             if rank.running:
-                rank.told = True
+                rank.told = rank.told or told
                 if self.server is not None:
                     # SIGTERM, whatever it was: a Python that has just started leaves of it without a traceback
                     self.server.signal(rank.local_rank, signal.SIGTERM)
@@ -396,7 +397,7 @@ class Agent:
         self._passed_on = name
         running = sum(rank.running for rank in self.ranks)
         log.info("%s: passed on to %d rank%s", name, running, "" if running == 1 else "s")
-        self._signal(name)
+        self._signal(name, told=not self.knows_us)
         if not self.knows_us and name != "SIGUSR1":
             self.begin(self._oversee_stop(name))
 
@@ -442,6 +443,7 @@ class Lead:
         self.status = None if agent.knows_us else RunStatus(agent.run_dir, agent.node.world_size)
         self.job = self.status.job if self.status is not None else new_job()
         self.port = 0
+        self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
         """Raises JoinError and LaunchError where the port can't be had."""
@@ -457,7 +459,8 @@ class Lead:
         until_s = time.monotonic() + FAREWELL_S
         while len(self.leader.members) > 1 and time.monotonic() < until_s:
             await asyncio.sleep(0.02)
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         if self.status is not None:
             self.status.release()
 
@@ -490,7 +493,7 @@ class Lead:
             end = End.read(message, member.host)
             if self.ends.add(end) and self.leader.running:
                 if self.ends.all_finished:
-                    self._end(Verdict(FINISHED))
+                    self._end(self.ends.judge())
                 else:
                     self.leader.lose(member, str(end), ranks=[end.rank])
         elif message["is"] == "lost":

@@ -106,7 +106,7 @@ class Ends:
         explaining = [end for end in ends if end.explains]
         told = any(end.told for end in ends)
         code = root_cause([end.code for end in explaining], stopped=bool(self.stopped_by), rest_stopped=told)
-        if code == FINISHED and any(end.code != FINISHED for end in ends):
+        if code == FINISHED and any(end.code != FINISHED or end.told for end in ends):
             # Ranks lost each other, and none of them says why
             code = STOPPED if self.stopped_by else PEER_LOST
         cause = next((end for end in ends if end.code == code), ends[0])

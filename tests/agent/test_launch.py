@@ -1,0 +1,371 @@
+"""`rankup launch` with scripts that know nothing of it, from outside: command lines, files, signals and processes.
+
+The scripts do not import torch, so that a test takes a second.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.fake_launch import lives
+from tests.rigs.jobs import Job, ended, free_port, start
+
+TORCHRUN_SETS = {
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE",
+    "OMP_NUM_THREADS",
+}
+HEAD = """
+import json, os, pathlib, signal, sys, time
+rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+folder = pathlib.Path(__file__).parent
+def say(name): (folder / f"{name}-{rank}-{restart}").write_text(str(os.getpid()))
+def wait_for(name):
+    until_s = time.monotonic() + 240
+    while not (folder / name).exists() and time.monotonic() < until_s: time.sleep(0.01)
+"""
+WAITS = "say('here')\nwait_for('go')\n"
+TWO = [0, 1]
+
+
+def write(folder: Path, text: str) -> Path:
+    (folder / "job.py").write_text(HEAD + text)
+    return folder / "job.py"
+
+
+def launch(folder: Path, text: str, *options: str, nproc: int = 2, words: tuple[str, ...] = ()) -> Job:
+    """The agent of one node, whose script has this text."""
+    line = ("-m", "rankup", "launch", f"--nproc={nproc}", f"--run-dir={folder}/runs", *options)
+    return start(sys.executable, *line, write(folder, text), *words)
+
+
+def nodes(folder: Path, text: str, *options: str, num_nodes: int = 2, env: dict[str, str] | None = None) -> Job:
+    """The agents of several nodes, one rank each."""
+    job, port = Job(), free_port()
+    for node in range(num_nodes):
+        own = folder / f"node{node}"
+        own.mkdir()
+        add_node(job, own, text, *options, node=node, num_nodes=num_nodes, port=port, env=env)
+    return job
+
+
+def add_node(
+    job: Job, folder: Path, text: str, *options: str, node: int, num_nodes: int, port: int,
+    env: dict[str, str] | None = None,
+) -> None:
+    line = (
+        "-m", "rankup", "launch", f"--nnodes={num_nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1",
+        f"--master-port={port}", f"--run-dir={folder}/runs", *options,
+    )
+    start(sys.executable, *line, write(folder, text), env=env, job=job)
+
+
+def until(true: Callable[[], Any], what: str) -> Any:
+    until_s = time.monotonic() + 120
+    while not (found := true()):
+        assert time.monotonic() < until_s, what
+        time.sleep(0.01)
+    return found
+
+
+def pid_of(folder: Path, rank: int, restart: int = 0, name: str = "here") -> int:
+    """Of the rank's process, once it has said that it is there."""
+    path = folder / f"{name}-{rank}-{restart}"
+    until(lambda: path.exists() and path.read_text(), f"{path.name} is missing")
+    return int(path.read_text())
+
+
+def status(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "runs/job/status.json").read_text())
+    return found
+
+
+# What a rank gets, and what becomes of its output ---------------------------------------------------------------------
+
+
+def test_rank_gets_torchruns_variables_and_none_of_ours(tmp_path: Path) -> None:
+    text = "print(json.dumps({'argv': sys.argv[1:], 'cwd': os.getcwd(), 'env': dict(os.environ)}))"
+    with ended(launch(tmp_path, text, "--work-dir", f"{tmp_path}/work", words=("--lr", "0.1"))) as job:
+        assert job.wait() == [0], job.output
+    found = [json.loads(line.partition("] ")[2]) for line in job.output.splitlines() if '"argv"' in line]
+    first, second = sorted(found, key=lambda each: each["env"]["RANK"])
+    assert first["env"].keys() >= TORCHRUN_SETS
+    assert not [name for name in first["env"] if name.startswith(("RANKUP_", "PET_"))]
+    assert (first["argv"], first["cwd"]) == (["--lr", "0.1"], str(tmp_path / "work"))
+    for name, values in {"RANK": ("0", "1"), "LOCAL_RANK": ("0", "1"), "WORLD_SIZE": ("2", "2")}.items():
+        assert (first["env"][name], second["env"][name]) == values
+    assert first["env"]["MASTER_PORT"] == second["env"]["MASTER_PORT"]
+
+
+def test_lines_have_host_and_rank_and_each_rank_has_a_file(tmp_path: Path) -> None:
+    with ended(launch(tmp_path, "print('hello from', rank); print('oh', rank, file=sys.stderr)")) as job:
+        assert job.wait() == [0], job.output
+    for rank in TWO:
+        assert re.search(rf"^\[\S+ r{rank}/2\] hello from {rank}$", job.output, re.MULTILINE), job.output
+        log = (tmp_path / f"runs/job/logs/rank-{rank}.log").read_text()
+        assert re.search(rf"^\d{{4}}-\S+ \S+ r{rank} oh {rank}$", log, re.MULTILINE), log
+        assert f"r{1 - rank} " not in log
+    found = status(tmp_path)
+    assert (found["state"], found["code"], {end["code"] for end in found["ranks"].values()}) == ("finished", 0, {0})
+
+
+def test_nobody_reads_what_is_printed_and_the_job_goes_on(tmp_path: Path) -> None:
+    text = "print('x' * 100, flush=True)\n" + WAITS + "print('y' * 100000, flush=True)\nif restart == 0: sys.exit(75)"
+    with ended(launch(tmp_path, text, "--restart-on=75")) as job:
+        pid_of(tmp_path, 0)
+        pipe = job.processes[0].stdout
+        assert pipe is not None
+        pipe.close()
+        (tmp_path / "go").touch()
+        assert job.processes[0].wait(240) == 0
+    assert status(tmp_path)["attempt"].endswith("-1")
+
+
+# Ends and restarts ----------------------------------------------------------------------------------------------------
+
+
+def test_fault_of_one_rank_ends_all_and_is_named_first(tmp_path: Path) -> None:
+    text = "say('here')\nif rank == 1: raise ValueError('boom')\nwait_for('never')"
+    with ended(launch(tmp_path, text)) as job:
+        assert job.wait() == [1], job.output
+    assert job.output.count("Traceback") == 1
+    last = job.output.splitlines()[-1]
+    assert re.fullmatch(r"rank 1 on \S+ ended with 1 \(ValueError: boom\) \(exit code 1\)", last), job.output
+    found = status(tmp_path)
+    assert (found["state"], found["code"]) == ("failed", 1)
+    assert "ValueError: boom" in found["why"]
+    assert found["ranks"]["1"]["why"] == "ValueError: boom"
+
+
+def test_rank_that_lost_its_peer_is_not_the_cause(tmp_path: Path) -> None:
+    """It ends first, with a traceback and the code of a fault."""
+    text = """
+if restart == 0:
+    say('here')
+    if rank == 0:
+        wait_for('killed')
+        raise RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234')
+    wait_for('never')
+"""
+    with ended(launch(tmp_path, text)) as job:
+        lost = pid_of(tmp_path, 1)
+        os.kill(lost, signal.SIGSTOP)  # it ends second
+        (tmp_path / "killed").touch()
+        log = tmp_path / "runs/job/logs/rank-0.log"
+        until(lambda: "Connection closed by peer" in log.read_text(), "no error")
+        os.kill(lost, signal.SIGKILL)
+        assert job.wait() == [0], job.output
+    assert "rank 1 on " in job.output
+    assert "SIGKILL" in job.output
+    assert "Traceback" not in job.output
+
+
+@pytest.mark.parametrize("code", [139, 171])
+def test_lost_rank_is_started_again_with_all_others(code: int, tmp_path: Path) -> None:
+    text = f"say('here')\nif restart < 2 and rank == 1: os._exit({code})\nif restart < 2: wait_for('never')\n"
+    with ended(launch(tmp_path, text + "print('args', sys.argv[1:])", "--restart-args=--resume 'a b'")) as job:
+        assert job.wait() == [0], job.output
+    assert job.output.count("args ['--resume', 'a b']") == 2
+    assert "restarted (1 of 3 attempts without progress)" in job.output
+    assert "restarted (2 of 3 attempts without progress)" in job.output
+    assert {path.name for path in tmp_path.glob("here-*")} == {f"here-{r}-{n}" for r in TWO for n in range(3)}
+
+
+def test_rank_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
+    with ended(launch(tmp_path, "os._exit(139)", "--max-restarts=1")) as job:
+        assert job.wait() == [139], job.output
+    assert "gave up after 1 restarts without progress (exit code 139)" in job.output
+
+
+def test_what_a_rank_left_behind_ends_with_it(tmp_path: Path) -> None:
+    text = """
+import subprocess
+child = subprocess.Popen(["sleep", "600"])
+(folder / f"child-{rank}-{restart}").write_text(str(child.pid))
+"""
+    with ended(launch(tmp_path, text)) as job:
+        assert job.wait() == [0], job.output
+    children = [pid_of(tmp_path, rank, name="child") for rank in TWO]
+    until(lambda: not any(map(lives, children)), "processes were left")
+
+
+def test_killed_agent_takes_its_ranks_with_it(tmp_path: Path) -> None:
+    with ended(launch(tmp_path, WAITS)) as job:
+        pids = [pid_of(tmp_path, rank) for rank in TWO]
+        job.processes[0].kill()
+        job.processes[0].wait(60)
+        until(lambda: not any(map(lives, pids)), "ranks were left")
+
+
+# Signals --------------------------------------------------------------------------------------------------------------
+
+HANDLES = """
+def handle(number, _):
+    say(signal.Signals(number).name)
+    wait_for(f"saved-{rank}")
+    sys.exit(0)
+for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, handle)
+if sys.argv[1:]: signal.signal(signal.SIGUSR1, handle)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "got", "words"),
+    [
+        ("SIGTERM", "SIGTERM", ()), ("SIGINT", "SIGINT", ()), ("SIGUSR1", "SIGTERM", ()),
+        ("SIGUSR1", "SIGUSR1", ("handle it",)),
+    ],
+)
+def test_signal_reaches_all_ranks_which_may_save(
+    sent: str, got: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    with ended(launch(tmp_path, HANDLES + WAITS, words=words)) as job:
+        for rank in TWO:
+            pid_of(tmp_path, rank)
+        job.processes[0].send_signal(getattr(signal, sent))
+        for rank in TWO:
+            pid_of(tmp_path, rank, name=got)
+            (tmp_path / f"saved-{rank}").touch()
+        assert job.wait() == [143], job.output
+    assert f"{sent}: passed on to 2 ranks" in job.output
+    assert status(tmp_path)["state"] == "stopped"
+
+
+def test_script_that_ignores_a_stop_is_killed(tmp_path: Path) -> None:
+    text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsay('here')\nwait_for('never')"
+    with ended(launch(tmp_path, text, "--stop-grace-s=0.5")) as job:
+        pid_of(tmp_path, 0)
+        pid_of(tmp_path, 1)
+        job.processes[0].send_signal(signal.SIGTERM)
+        assert job.wait() == [143], job.output
+    assert "the script did not end within 0.5 s of SIGTERM: killed (--stop-grace-s)" in job.output
+
+
+def test_stop_before_the_ranks_are_there_ends_at_once(tmp_path: Path) -> None:
+    with ended(Job()) as job:
+        add_node(job, tmp_path, WAITS, node=0, num_nodes=2, port=free_port())
+        until(lambda: _signals_are_handled(job.processes[0].pid), "no handler")
+        job.processes[0].send_signal(signal.SIGTERM)
+        assert job.wait() == [143], job.output
+    assert "Traceback" not in job.output
+
+
+def _signals_are_handled(pid: int) -> bool:
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+# Several nodes --------------------------------------------------------------------------------------------------------
+
+
+def test_two_nodes_train_as_one_job_and_one_end_is_the_end_of_all(tmp_path: Path) -> None:
+    with ended(nodes(tmp_path, "print('world', os.environ['WORLD_SIZE'], 'group', os.environ['GROUP_RANK'])")) as job:
+        assert job.wait() == [0, 0], job.output
+    assert ["world 2 group 0" in job.outputs[0], "world 2 group 1" in job.outputs[1]] == [True, True]
+
+
+def test_lost_rank_of_one_node_restarts_those_of_all(tmp_path: Path) -> None:
+    with ended(nodes(tmp_path, WAITS)) as job:
+        folders = [tmp_path / f"node{node}" for node in TWO]
+        pid_of(folders[0], 0)
+        os.kill(pid_of(folders[1], 1), signal.SIGKILL)
+        for rank in TWO:
+            pid_of(folders[rank], rank, restart=1)
+            (folders[rank] / "go").touch()
+        assert job.wait() == [0, 0], job.output
+    for output in job.outputs:  # each node says why
+        assert re.search(r"rank 1 on \S+ ended with 137 \(SIGKILL.*restarted \(1 of 3", output), job.output
+
+
+def test_stop_of_one_node_reaches_the_scripts_of_all(tmp_path: Path) -> None:
+    with ended(nodes(tmp_path, WAITS)) as job:
+        for rank in TWO:
+            pid_of(tmp_path / f"node{rank}", rank)
+        job.processes[1].send_signal(signal.SIGTERM)
+        assert job.wait() == [143, 143], job.output
+
+
+@pytest.mark.parametrize("lost", TWO)
+def test_lost_agent_is_replaced_and_the_job_goes_on(lost: int, tmp_path: Path) -> None:
+    port, job = free_port(), Job()
+    with ended(job):
+        folders = [tmp_path / f"node{node}" for node in (0, 1, 2)]
+        for folder in folders:
+            folder.mkdir()
+        for node in TWO:
+            add_node(job, folders[node], WAITS, node=node, num_nodes=2, port=port)
+        for node in TWO:
+            pid_of(folders[node], node)
+        job.processes[lost].kill()
+        add_node(job, folders[2], WAITS, node=lost, num_nodes=2, port=port)
+        # Where the leader was lost its successor counts the restarts anew
+        pid_of(folders[2], lost, restart=1 if lost else 0)
+        pid_of(folders[1 - lost], 1 - lost, restart=1 if lost else 0)
+        for folder in folders:
+            (folder / "go").touch()
+        codes = job.wait()
+    assert codes[lost] == -signal.SIGKILL
+    assert {*codes} == {0, -signal.SIGKILL}, job.output
+
+
+def test_node_that_does_not_come_is_named_on_each_node(tmp_path: Path) -> None:
+    job, port = Job(), free_port()
+    with ended(job):
+        for node in TWO:
+            (tmp_path / f"node{node}").mkdir()
+            add_node(
+                job, tmp_path / f"node{node}", WAITS, "--join-timeout-s=2", node=node, num_nodes=3, port=port
+            )
+        assert job.wait() == [170, 170], job.output
+    for output in job.outputs:
+        assert re.search(r"rank 2 of 3 .*has not joined after \d+ s \(joined: 0-1 on", output), output
+
+
+def test_nodes_with_different_scripts_are_refused(tmp_path: Path) -> None:
+    job, port = Job(), free_port()
+    with ended(job):
+        for node in TWO:
+            (tmp_path / f"node{node}").mkdir()
+            add_node(job, tmp_path / f"node{node}", f"print({node})", node=node, num_nodes=2, port=port)
+        assert job.wait() == [2, 2], job.output
+    assert "script job.py must be the same on all ranks" in job.output
+    assert not list(tmp_path.glob("node*/here-*"))
+
+
+def test_port_of_another_is_named(tmp_path: Path) -> None:
+
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with ended(Job()) as job:
+            add_node(job, tmp_path, WAITS, node=0, num_nodes=2, port=taken.getsockname()[1])
+            assert job.wait() == [170], job.output
+    assert re.search(rf"is in use on \S+ by pid {os.getpid()}", job.output), job.output
+
+
+@pytest.mark.parametrize(
+    ("options", "mistake"),
+    [
+        (["nofile.py"], "SCRIPT must be a file, got nofile.py: there is none."),
+        (["--restart-on=2", "nofile.py"], "--restart-on must name neither 0"),
+        (["--restart-args='", "nofile.py"], "--restart-args must be words as a shell splits them"),
+        (["-m"], "SCRIPT"),
+    ],
+)
+def test_mistake_is_one_line(options: list[str], mistake: str, tmp_path: Path) -> None:
+    with ended(start(sys.executable, "-m", "rankup", "launch", f"--run-dir={tmp_path}", *options)) as job:
+        assert job.wait() == [2], job.output
+    assert mistake in job.output
+    assert "Traceback" not in job.output
+    assert not list(tmp_path.iterdir())
