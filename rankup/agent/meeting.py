@@ -21,8 +21,9 @@ from rankup.agent.protocol import (
     Member,
     encode,
     interface_of,
-    is_loopback,
 )
+from rankup.env.addresses import is_loopback
+from rankup.env.rank_env import ranges
 from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserError
 
 ANSWER_S = 1.5  # to a call. A machine that lost its power holds its connection for long, and its successor waits
@@ -412,13 +413,3 @@ def _by_host(members: Iterable[Member]) -> str:
     more = [f"and ranks on {len(named) - MOST_HOSTS} more machines"] if len(named) > MOST_HOSTS else []
     return "; ".join(named[:MOST_HOSTS] + more)
 
-
-def ranges(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 4, 6, 7] -> "0-2, 4, 6-7"."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
