@@ -18,12 +18,14 @@ read -ra script <<< "$SCRIPT"
 words=("$@")
 [[ -z $SCRIPT ]] || words=("${script[@]}")
 for word in "${words[@]}"; do
-  for pair in "$previous=$word" "$word"; do
-    case $pair in
-      --run-dir=* | --run_dir=*) run_dir=${pair#*=} ;;
-      --name=*) name=${pair#*=} ;;
-    esac
-  done
+  case $previous in
+    --run-dir | --run_dir) run_dir=$word ;;
+    --name) name=$word ;;
+  esac
+  case $word in
+    --run-dir=* | --run_dir=*) run_dir=${word#*=} ;;
+    --name=*) name=${word#*=} ;;
+  esac
   previous=$word
 done
 [[ $run_dir != *://* ]] || run_dir=runs
