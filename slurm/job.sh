@@ -63,8 +63,8 @@ nproc=${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}} cpus=${SLURM_CPUS_ON_NO
 # srun would read these of the whole job, but they mean something else in a step; an address is that of an earlier job
 unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK MASTER_ADDR MASTER_PORT
 export SRUN_CPUS_PER_TASK=$cpus OMP_NUM_THREADS=$((cpus > nproc ? cpus / nproc : 1)) RANKUP
-# The tasks end together, with one code. When one of them is lost, the others have a minute
-each=(--nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60)
+# The tasks end together, with one code. When one of them is lost, the others have 30 s
+each=(--nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=30)
 container=()
 if [[ -n $IMAGE && $IMAGE != *.sif ]]; then # an apptainer image is started by each task
   mounts=$RANKUP:$RANKUP,$PWD:$PWD${DATA:+,/tmp:/tmp}

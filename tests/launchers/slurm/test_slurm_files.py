@@ -100,13 +100,13 @@ def test_slurm_files_to_copy_are_short() -> None:
 
 def test_slurm_simple_file_is_one_srun(tmp_path: Path) -> None:
     (call,) = render(tmp_path, SIMPLE, "--epochs", "9", SLURM_CPUS_PER_TASK="4")
-    assert " ".join(call) == "srun --wait=60 python3 -m rankup launch -m train.main train --epochs 9"
+    assert " ".join(call) == "srun --wait=30 python3 -m rankup launch -m train.main train --epochs 9"
 
 
 def test_slurm_counts_come_from_the_allocation(tmp_path: Path) -> None:
     calls = render(tmp_path, DDP, "--epochs", "9", **JOB, SLURM_GPUS_ON_NODE="4", SLURM_NTASKS_PER_NODE="1")
     step = calls[-1]
-    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--wait=60"} <= set(step)
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--wait=30"} <= set(step)
     assert step[-7:] == [str(TASK), "--nproc", "4", f"{ROOT}/train/main.py", "train", "--epochs", "9"]
 
 

@@ -258,7 +258,7 @@ def test_slurm_data_are_on_each_node_until_the_end(copied: str, end: int, tmp_pa
     job = Started(tmp_path, "143", DATA="/shared/photos")
     code, said = job.run("--lr", "1")
     assert code == end
-    steps = [re.sub(r"^.*--wait=60 ", "", line) for line in job.lines("steps")]
+    steps = [re.sub(r"^.*--wait=30 ", "", line) for line in job.lines("steps")]
     assert any(COPY.fullmatch(step) for step in steps), steps
     assert steps[-1] == "rm -rf /tmp/rankup-7"
     if end == 2:
