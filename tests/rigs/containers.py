@@ -22,7 +22,8 @@ from tests.rigs.jobs import FOREIGN, MAIN, ROOT, ended, environ_of, result, star
 IN_CI = os.environ.get("CI") == "true"
 # What a user's shell or .env may set for compose.yaml
 SETTINGS = (
-    "ARGS", "SCRIPT", "CODE", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "MEMORY", "RESTARTS", "COMPOSE_PROFILES", "COMPOSE_FILE"
+    "ARGS", "SCRIPT", "CODE", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "MEMORY", "RESTARTS", "COMPOSE_PROFILES",
+    "COMPOSE_FILE",
 )
 
 
