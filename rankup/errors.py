@@ -4,8 +4,6 @@ Below 128 a restart does not help, from 128 on it may; Kubeflow's ExitCode polic
 `python -m rankup.errors CODE...`. Only the standard library is imported here.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno
