@@ -39,7 +39,7 @@ def test_compose_runs_the_imagenet_script_on_two_nodes(nodes: Project, once: Onc
 
 def test_compose_runs_a_script_that_is_given_its_address_and_rank(nodes: Project, once: Once) -> None:
     """Each node has a line of its own."""
-    words = "/code/ddp_tcp.py --dist-url tcp://node0:29400 --world-size 2 --rank"
+    words = "/code/ddp_tcp.py --dist-url tcp://node0:29500 --world-size 2 --rank"
     nodes.override(f"services: {{node0: {{command: {words} 0}}, node1: {{command: {words} 1}}}}")
     nodes.up()
     assert nodes.codes() == [0, 0], nodes.logs()
