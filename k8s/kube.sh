@@ -111,7 +111,7 @@ case ${1:-} in
   logs) follow ;;
   delete) # the job and what belongs to it, but not the volume: it holds the checkpoints
     k delete "$kind/rankup" networkpolicy/rankup service/rankup poddisruptionbudget/rankup \
-      configmap/rankup-code configmap/rankup-data configmap/rankup-debug configmap/rankup-script --ignore-not-found
+      configmap/rankup-code configmap/rankup-data configmap/rankup-script --ignore-not-found
     say "$volume stays: kubectl delete -f $volume removes all checkpoints"
     ;;
   *) fail "usage: [OVERLAY=NAME] k8s/kube.sh kind|minikube|render|logs|delete" ;;

@@ -61,9 +61,12 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def launch(
-    words: Sequence[str], *, helpers: Helpers | None = None, preflight: Callable[[], int] = lambda: FINISHED
-) -> int:
+def _no_doctor() -> int:
+    """Raises ConfigError: the doctor belongs to the program, and this library does not know it."""
+    raise ConfigError("--preflight must be asked of `rankup launch` or `python -m train.main launch`, which have it.")
+
+
+def launch(words: Sequence[str], *, helpers: Helpers | None = None, preflight: Callable[[], int] = _no_doctor) -> int:
     """Be the agent of this node to the end of the job. Returns the exit code.
 
     `preflight`: the doctor's code for this machine, 0 where it is fit.

@@ -1,11 +1,8 @@
 """What can end a run, the exit code of each end, and which code of several is the cause.
 
 Below 128 a restart does not help, from 128 on it may; Kubeflow's ExitCode policy has the same rule. Shell files ask
-`python -m rankup.errors CODE...`. Only the standard library is imported here, and an old Python can run this file:
-slurm/supervise.py uses it on a cluster's nodes, outside any container.
+`python -m rankup.errors CODE...`. Only the standard library is imported here.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib

@@ -217,7 +217,10 @@ class Agent:
         )
 
     def _forget_server(self) -> None:
-        self.begin(self._replace_server())
+        if self._commit:
+            self.begin(self._replace_server())
+        else:  # it has not even imported torch: nor would the next
+            self.finish(Verdict(KILLED, f"starting the ranks: SIGKILL: {explain_sigkill(self._oom_kills)}"))
 
     async def _replace_server(self) -> None:
         log.warning("the process that forks the ranks was killed, and they with it")
@@ -478,7 +481,12 @@ class Lead:
             self._end(verdict)
             await asyncio.Event().wait()
         server = self.agent.server
-        port = await server.serve_store(n, loopback=self.agent.node.num_nodes == 1) if server else free_port()
+        try:
+            port = await server.serve_store(n, loopback=self.agent.node.num_nodes == 1) if server else free_port()
+        except ConnectionError:
+            if n > 1:
+                raise
+            await asyncio.Event().wait()  # the server was killed before it was ready: the agent ends, and says why
         if self.status is not None:
             if n == 1:
                 await asyncio.to_thread(self.status.take)

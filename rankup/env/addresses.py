@@ -1,9 +1,4 @@
-"""Where rank 0 listens: ports that do not collide, host names that can be one, --init-method. Standard library only.
-
-slurm/supervise.py runs this file on a cluster's nodes, outside any container and with an older Python.
-"""
-
-from __future__ import annotations
+"""Where rank 0 listens: ports that do not collide, host names that can be one, --init-method. No torch here."""
 
 import ipaddress
 import random

@@ -22,7 +22,8 @@ from tests.rigs.jobs import FOREIGN, MAIN, ROOT, ended, environ_of, result, star
 IN_CI = os.environ.get("CI") == "true"
 # What a user's shell or .env may set for compose.yaml
 SETTINGS = (
-    "ARGS", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "MEMORY", "RESTARTS", "COMPOSE_PROFILES", "COMPOSE_FILE"
+    "ARGS", "SCRIPT", "CODE", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "MEMORY", "RESTARTS", "COMPOSE_PROFILES",
+    "COMPOSE_FILE",
 )
 
 
@@ -69,11 +70,14 @@ def rank_of(process: psutil.Process) -> int | None:
     """The rank of a process that trains; None for any other process, and for one that has just ended."""
     with contextlib.suppress(psutil.Error):
         named = re.fullmatch(r"rank (\d+)", process.name())
-        if named:  # a supervisor's rank: it is forked, so it has the server's command line. Its workers have its name
+        if named:  # an agent's rank: it is forked, so it has the server's command line. Its workers have its name
             parent = process.parent()
             return int(named[1]) if parent is not None and parent.name() != process.name() else None
+        env, parent = environ_of(process.pid), process.parent()
+        if "TORCHELASTIC_RUN_ID" in env and "TORCHELASTIC_RUN_ID" not in environ_of(parent.pid if parent else 0):
+            return int(env["RANK"])  # a fresh interpreter of an agent or of torchrun. Its workers have its variables
         words = process.cmdline()
-        others = {"launch", "supervise", "torch.distributed.run"} & set(words)
+        others = {"launch", "torch.distributed.run"} & set(words)
         if "train" in words and not others and "python" in Path(words[0]).name:
             number = environ_of(process.pid).get("RANK", "")
             return int(number) if number else None

@@ -24,7 +24,7 @@ OVERLAYS = sorted(path.parent.name for path in (K8S / "overlays").glob("*/kustom
 FILES = ["pytorchjob.yaml", "trainjob.yaml", "jobset.yaml", "job.yaml"]
 EVERY = [*FILES, *(f"overlays/{name}" for name in OVERLAYS)]
 CLAIMS = ["volume.yaml", "overlays/fsdp/volume.yaml"]
-TRAINING = [what for what in EVERY if what not in ("overlays/board", "overlays/debug")]
+TRAINING = [what for what in EVERY if what != "overlays/board"]
 VERSION = "1.32"  # of Kubernetes
 # What `make image` builds, by the program's version
 IMAGE = f"rankup:{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}"

@@ -45,7 +45,8 @@ class Launch:
         stack.callback(lambda: self.process.kill())
 
     def start(self) -> None:
-        words = [sys.executable, MAIN, "launch", "--nproc", "2", "--run-dir", self.folder, *self.settings]
+        launch = [sys.executable, "-m", "rankup", "launch", "--nproc", "2"]
+        words = [*launch, MAIN, "train", "--run-dir", self.folder, *self.settings]
         with (self.folder / "output").open("a") as output:
             self.process = subprocess.Popen(words, env=environment(), cwd=ROOT, stdout=output, stderr=output)
 
@@ -101,7 +102,7 @@ class Pods:
         docker("rm", *containers)
 
     def processes(self, node: int) -> Iterable[psutil.Process]:
-        first = psutil.Process(self.cluster.state(node)["Pid"])  # no init: the supervisor itself
+        first = psutil.Process(self.cluster.state(node)["Pid"])  # no init: the agent itself
         return [first, *first.children(recursive=True)]
 
     def kill_node(self) -> Callable[[], None]:
@@ -121,7 +122,7 @@ class Slurm:
         self.cluster, self.folder, self.settings = slurm_cluster.Cluster(), folder, " ".join(settings)
         self.cluster.local("up")
         stack.callback(self.cluster.close)
-        self.run, self.node = folder / "runs" / "job", "the supervisor of task 1"
+        self.run, self.node = folder / "runs" / "job", "the agent of task 1"
 
     def start(self) -> None:
         self.job = self.cluster.submit(self.folder, self.settings, MAX_RESTARTS="100000")
@@ -135,7 +136,7 @@ class Slurm:
         return self.job.processes(f"node{node}")
 
     def kill_node(self) -> Callable[[], None]:
-        self.job.kill_supervisor("node1")
+        self.job.kill_agent("node1")
         return lambda: None
 
 

@@ -93,7 +93,7 @@ class Cluster:
         return SlurmJob(self, self.run(*words, cwd=folder, **env).strip(), folder)
 
     def processes(self) -> list[psutil.Process]:
-        """All processes of jobs on any node, supervisors included: those with a job's id in their environment."""
+        """All processes of jobs on any node, agents included: those with a job's id in their environment."""
         found = []
         for process in psutil.process_iter():
             env = environ_of(process.pid)
@@ -191,17 +191,17 @@ class SlurmJob:
         found = [(rank, process) for process in self.processes(node) if (rank := rank_of(process)) is not None]
         return [process for _, process in sorted(found, key=lambda pair: pair[0])]
 
-    def supervisors(self, node: str) -> list[psutil.Process]:
-        """Those of the ranks of a node. A task ends with its supervisor."""
+    def agents(self, node: str) -> list[psutil.Process]:
+        """Those of the ranks of a node."""
         found = []
         for process in self.processes(node):
             with contextlib.suppress(psutil.Error):  # it ends just now
-                if "supervise" in process.cmdline() and "python" in process.name():
+                if {"rankup", "launch"} <= {*process.cmdline()} and "python" in process.name():
                     found.append(process)
         return found
 
-    def kill_supervisor(self, node: str) -> None:
-        wait_for(f"a supervisor on {node}", lambda: self.supervisors(node), log=self.log)[0].send_signal(signal.SIGKILL)
+    def kill_agent(self, node: str) -> None:
+        wait_for(f"an agent on {node}", lambda: self.agents(node), log=self.log)[0].send_signal(signal.SIGKILL)
 
     def kill_rank(self, node: str) -> None:
         wait_for(f"a rank on {node}", lambda: self.ranks(node), log=self.log)[0].send_signal(signal.SIGKILL)

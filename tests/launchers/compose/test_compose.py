@@ -146,8 +146,8 @@ def test_health_tells_a_rank_that_trains_from_a_hung_one(nodes: Project) -> None
 
     wait_for("both healthy", lambda: {health("node0"), health("node1")} == {"healthy"})
     rank = nodes.ranks("node1")[0]
-    supervisor = rank.parents()[1]  # behind the process that forked the rank. It would end a stopped rank after 10 s
-    supervisor.suspend()
+    agent = rank.parents()[1]  # behind the process that forked the rank. It would end a stopped rank after 10 s
+    agent.suspend()
     rank.suspend()
     wait_for("both unhealthy", lambda: {health("node0"), health("node1")} == {"unhealthy"})
 
@@ -157,7 +157,7 @@ def test_health_tells_a_rank_that_trains_from_a_hung_one(nodes: Project) -> None
     wait_for("why node1 is", lambda: "stopped or frozen" in said("node1"), log=lambda: said("node1"))
     wait_for("why node0 is", lambda: "waiting for another rank" in said("node0"), log=lambda: said("node0"))
     rank.resume()
-    supervisor.resume()
+    agent.resume()
     wait_for("both healthy again", lambda: {health("node0"), health("node1")} == {"healthy"})
 
 

@@ -55,10 +55,9 @@ def test_compose_doctor_names_the_container_that_has_too_little(
     assert "doctor: fit to train, with warnings (" in said
 
 
-@pytest.mark.parametrize("launcher", ["tasks", "torchrun"])
-def test_slurm_doctor_looks_first_and_the_job_trains(launcher: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_slurm_doctor_looks_first_and_the_job_trains(cluster: Cluster, tmp_path: Path) -> None:
     cluster.idle()
-    job = cluster.submit(tmp_path, f"{JOB} --run-dir runs", DOCTOR="1", LAUNCHER=launcher)
+    job = cluster.submit(tmp_path, f"{JOB} --run-dir runs", DOCTOR="1")
     assert job.wait() == "COMPLETED", job.log()
     fit, trained = job.output.index("doctor: fit to train"), job.output.index("training")
     assert fit < trained, job.output

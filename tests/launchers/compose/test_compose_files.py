@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rankup import cli
 from tests.rigs.containers import docker, why_not
 from tests.rigs.jobs import ROOT
-from train.config.options import ScriptOptions
 
 DOCKER = ROOT / "docker"
 SCRIPTS = sorted([*DOCKER.glob("*.sh"), *DOCKER.glob("host/*.sh")])
@@ -100,14 +100,14 @@ def test_board_has_none_of_the_nodes_capabilities() -> None:
     assert not services["board"].get("cap_add")
 
 
-def test_script_of_run_has_nearly_all_the_time_that_its_launcher_gives() -> None:
-    """What is left is for its rank, which says how it ended."""
+def test_script_has_nearly_all_the_time_that_its_launcher_gives() -> None:
+    """What is left is for its agent, which says how it ended."""
     files = ["compose.yaml", "k8s/job.yaml", "k8s/jobset.yaml", "k8s/trainjob.yaml", "k8s/base/pytorchjob.yaml",
-             "slurm/ddp.sbatch", "slurm/simple.sbatch", "slurm/task.sh"]
+             "slurm/ddp.sbatch", "slurm/simple.sbatch"]
     given = r"(?:stop_grace_period: |terminationGracePeriodSeconds: |--signal=\S+@|--shutdown-timeout )(\d+)"
     seconds = {name: [int(found) for found in re.findall(given, (ROOT / name).read_text())] for name in files}
     assert all(seconds.values()), seconds
-    assert max(map(max, seconds.values())) - 10 <= ScriptOptions().stop_grace_s, seconds
+    assert max(map(max, seconds.values())) - 10 <= cli.parser().parse_args(["train.py"]).stop_grace_s, seconds
 
 
 @engine
@@ -124,8 +124,10 @@ def test_settings_reach_the_nodes() -> None:
     node = config("compose.nodes.yaml", **settings)["services"]["node3"]
     assert node["environment"]["WORLD_SIZE"] == "4"
     assert node["environment"]["NPROC"] == "2"
-    assert node["command"] == ["train", "--epochs", "5", "--model", "resnet18", "--name", "a b"]
-    assert config(COMMAND="doctor", ARGS="--name a")["services"]["node0"]["command"] == ["doctor", "--name", "a"]
+    train = ["train/main.py", "train"]
+    assert node["command"] == [*train, "--epochs", "5", "--model", "resnet18", "--name", "a b"]
+    own = config(SCRIPT="--work-dir runs/work /code/train.py", ARGS="--lr 1")["services"]["node0"]["command"]
+    assert own == ["--work-dir", "runs/work", "/code/train.py", "--lr", "1"]
 
 
 def node(folder: Path, programs: dict[str, str], **env: str) -> str:
@@ -135,7 +137,7 @@ def node(folder: Path, programs: dict[str, str], **env: str) -> str:
         (folder / name).chmod(0o755)
     env |= {"PATH": f"{folder}:{os.environ['PATH']}", "WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node0",
             "MASTER_PORT": "29400"}
-    command = ["sh", ROOT / "docker" / "node.sh", "doctor", "--name", "a"]
+    command = ["sh", ROOT / "docker" / "node.sh", "train.py", "--name", "a"]
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
@@ -147,14 +149,12 @@ def test_a_node_that_starts_as_root_goes_on_as_the_owner_of_runs(
     programs = {"id": "echo 0", "stat": stat, "setpriv": 'echo "$@"', "python": "echo as root"}
     said = node(tmp_path, programs).split()
     assert said[:6] == ["--reuid", user, "--regid", group, "--clear-groups", "--no-new-privs"]
-    assert said[6:] == ["sh", str(ROOT / "docker" / "node.sh"), "doctor", "--name", "a"]
+    assert said[6:] == ["sh", str(ROOT / "docker" / "node.sh"), "train.py", "--name", "a"]
 
 
-@pytest.mark.parametrize(("nproc", "start"), [("1", "supervise"), ("2", "launch")])
-def test_a_node_runs_the_command_that_it_is_given(tmp_path: Path, nproc: str, start: str) -> None:
-    said = node(tmp_path, {"id": "echo 1000", "python": 'echo "$@"'}, NPROC=nproc)
-    assert said.startswith(f"-m train.main {start} --command doctor ")
-    assert said.endswith(" --name a\n")
+def test_a_node_is_the_agent_of_the_script_that_it_is_given(tmp_path: Path) -> None:
+    said = node(tmp_path, {"id": "echo 1000", "python": 'echo "$@"'}, NPROC="2")
+    assert said == "-m rankup launch --nproc 2 train.py --name a\n"
 
 
 def test_compose_has_none_of_the_known_traps() -> None:

@@ -1,4 +1,4 @@
-"""Somebody's scripts, unchanged and mounted, on two containers by COMMAND=run: the weights of a start by hand."""
+"""Somebody's scripts, unchanged and mounted, on two containers by SCRIPT: the weights of a start by hand."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Project]:
-    with project(tmp_path, COMMAND="run", CODE=str(FOLDER), RANKUP_UID="54321", RANKUP_GID="54321") as made:
+    with project(tmp_path, CODE=str(FOLDER), RANKUP_UID="54321", RANKUP_GID="54321") as made:
         # As on the host: the number of threads changes the last bits of sums
         one = "environment: {OMP_NUM_THREADS: 1}"
         made.override(f"services: {{node0: {{{one}}}, node1: {{{one}}}}}")
@@ -32,14 +32,14 @@ def nodes(tmp_path: Path) -> Iterator[Project]:
 
 
 def test_compose_runs_the_imagenet_script_on_two_nodes(nodes: Project, once: Once) -> None:
-    nodes.up(ARGS="/code/imagenet.py --multiprocessing-distributed --dist-url env://")
+    nodes.up(SCRIPT="/code/imagenet.py", ARGS="--multiprocessing-distributed --dist-url env://")
     assert nodes.codes() == [0, 0], nodes.logs()
     assert result_of(nodes.logs()) == once("imagenet_on_two_nodes", imagenet_on_two_nodes)
 
 
 def test_compose_runs_a_script_that_is_given_its_address_and_rank(nodes: Project, once: Once) -> None:
     """Each node has a line of its own."""
-    words = "run /code/ddp_tcp.py --dist-url tcp://node0:29400 --world-size 2 --rank"
+    words = "/code/ddp_tcp.py --dist-url tcp://node0:29500 --world-size 2 --rank"
     nodes.override(f"services: {{node0: {{command: {words} 0}}, node1: {{command: {words} 1}}}}")
     nodes.up()
     assert nodes.codes() == [0, 0], nodes.logs()
@@ -47,7 +47,7 @@ def test_compose_runs_a_script_that_is_given_its_address_and_rank(nodes: Project
 
 
 def test_compose_runs_two_ranks_of_a_script_on_each_node(nodes: Project) -> None:
-    nodes.up(ARGS="/code/ddp_local_rank.py", NPROC="2")
+    nodes.up(SCRIPT="/code/ddp_local_rank.py", NPROC="2")
     assert nodes.codes() == [0, 0], nodes.logs()
     assert "local rank 1 is rank 3" in nodes.logs()
     assert result_of(nodes.logs()) == by_pytorch([FOLDER / "ddp_local_rank.py"], launcher="launch", nproc=4)
@@ -56,7 +56,7 @@ def test_compose_runs_two_ranks_of_a_script_on_each_node(nodes: Project) -> None
 def test_compose_restarts_a_killed_rank_and_the_script_goes_on_from_its_own_checkpoint(
     nodes: Project, once: Once, tmp_path: Path
 ) -> None:
-    nodes.up(ARGS="/code/dcp_checkpoints.py --checkpoint-dir /app/runs/own --seconds-per-step 0.3")
+    nodes.up(SCRIPT="/code/dcp_checkpoints.py", ARGS="--checkpoint-dir /app/runs/own --seconds-per-step 0.3")
     first = nodes.runs / "own" / "step-000004" / ".metadata"
     wait_for("the first checkpoint", first.exists, log=nodes.logs)
     nodes.kill_rank("node1")

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
 STEPS = 1200
 JOB = (
     f"--dataset digits --model mlp --dropout 0.2 --augment --batch-size 64 --max-steps {STEPS} --name job "
-    "--save-every-steps 40 --log-every-steps 5 --join-timeout-s 60 --step-timeout-s 60"
+    "--save-every-steps 40 --log-every-steps 5 --step-timeout-s 60"
 )
 ROUNDS = int(os.environ.get("RANKUP_RUNS", "1"))
 

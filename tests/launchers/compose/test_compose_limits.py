@@ -15,12 +15,13 @@ import pytest
 from tests.rigs.containers import Project, docker, project, wait_for
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1200)]
-JOB = "--dataset digits --model mlp --name job --join-timeout-s 6"
+JOB = "--dataset digits --model mlp --name job"
+SCRIPT = "--join-timeout-s 6 train/main.py train"
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Project]:
-    with project(tmp_path, ARGS=JOB) as made:
+    with project(tmp_path, SCRIPT=SCRIPT, ARGS=JOB) as made:
         made.override('services: {node0: {restart: "no"}, node1: {restart: "no"}}')
         yield made
 
@@ -46,7 +47,7 @@ def test_a_wrong_address_is_said_within_the_bound(nodes: Project) -> None:
 
 def test_a_closed_port_is_said_also_when_node0_has_gone_and_its_name_with_it(nodes: Project) -> None:
     nodes.override('services: {node1: {environment: {MASTER_PORT: "29499"}}}')
-    nodes.up(ARGS=JOB.replace("timeout-s 6", "timeout-s 3000"))
+    nodes.up(SCRIPT=SCRIPT.replace("timeout-s 6", "timeout-s 3000"))
     refused, gone = "node0:29499 refuses the connection", 'By now the name "node0" does not resolve here'
     wait_for("the refusal", lambda: f"still waiting: {refused}" in nodes.logs(), log=nodes.logs)
     nodes.kill_container("node0")

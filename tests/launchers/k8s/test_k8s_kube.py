@@ -134,7 +134,7 @@ def test_kube_follows_the_next_pod_after_a_lost_one(tools: Tools) -> None:
     ("words", "env", "said"),
     [
         (["kind"], {"IMAGE": "none:1"}, "no image none:1: make image"),
-        (["kind"], {"OVERLAY": "gpus"}, "OVERLAY must be one of board debug doctor elastic"),
+        (["kind"], {"OVERLAY": "gpus"}, "OVERLAY must be one of board elastic fsdp gpu own script, pytorchjob"),
         (["kind"], {"OVERLAY": "trainjob"}, "knows no trainjob"),
         (["up"], {}, "usage:"),
         ([], {}, "usage:"),

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from rankup.env.kubeflow import outside_pod
-from rankup.env.rank_env import read_rank_env
+from rankup import cli
+from rankup.env.node_env import read_node_env
 from tests.rigs.jobs import ROOT
 from tests.rigs.kube import (
     CLAIMS,
@@ -25,13 +25,13 @@ from tests.rigs.kube import (
     rendered,
 )
 from tests.rigs.kubeflow import command_line, environment, pods_of
-from train.config import check_world_size, load_config
+from train.config import Config, check_world_size, load_config
 from train.config.command_line import parse_args
 from train.run.choices import CHOICES
 
 
 def test_k8s_overlays_are_all_there() -> None:
-    promised = "gpu elastic fsdp kueue volcano istio own image script debug doctor preflight board"
+    promised = "gpu elastic fsdp own script board"
     assert set(promised.split()) <= set(OVERLAYS)
 
 
@@ -48,29 +48,30 @@ def test_k8s_pods_run_what_the_program_understands(what: str, monkeypatch: pytes
     assert len(pods) >= 2
     for rank, pod in enumerate(pods):
         words, values = command_line(pod), environment(pod)
-        at = words.index("train.main") + 1
-        start, words = words[:at], words[at:]
-        parsed = parse_args(words)
-        config = load_config(
-            parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes, choices=CHOICES
-        )
-        if "torchrun" in start:
-            get_args_parser().parse_args(start[start.index("torchrun") + 1 :])
+        if "torchrun" in words:
+            at = words.index("train.main")
+            get_args_parser().parse_args(words[words.index("torchrun") + 1 : at + 1])
+            config = config_of(words[at + 1 :])
             least, most = (int(count) for count in values["PET_NNODES"].split(":"))
             for count in range(least, most + 1):
                 check_world_size(config, count)
             continue
-        assert start == ["python", "-m", "train.main"]
-        if parsed.command == "launch":  # told as the pod is: otherwise it would be refused
-            num_nodes, nproc = parsed.options.nnodes, parsed.options.nproc
-            assert not read_rank_env(outside_pod(values, num_nodes=num_nodes, nproc=nproc)).distributed
-            assert (num_nodes, parsed.options.node_rank) == (len(pods), rank)
-            check_world_size(config, nproc * len(pods))
+        assert words[:4] == ["python", "-m", "rankup", "launch"]
+        given = cli.parser().parse_args(words[4:])
+        node = read_node_env(values, nproc=given.nproc)
+        assert (node.node_rank, node.num_nodes, given.join_timeout_s) == (rank, len(pods), 900)
+        assert node.nproc == (2 if what == "overlays/gpu" else 1)
+        if what == "overlays/script":
+            assert (given.script, given.name, given.work_dir) == ("/own/train.py", "rankup", "runs/work")
         else:
-            launch = read_rank_env(values)
-            command = "doctor" if what == "overlays/doctor" else "supervise"
-            assert (launch.rank, launch.world_size, parsed.command) == (rank, len(pods), command)
-            check_world_size(config, launch.world_size)
+            assert (given.script, given.arguments[0]) == ("train/main.py", "train")
+            check_world_size(config_of(given.arguments), node.world_size)
+
+
+def config_of(words: list[str]) -> Config:
+    """What the program makes of its own words."""
+    parsed = parse_args(words)
+    return load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes, choices=CHOICES)
 
 
 @pytest.mark.parametrize("what", TRAINING)
@@ -189,40 +190,35 @@ def test_k8s_fsdp_pods_all_have_the_volume_on_any_node() -> None:
         assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
 
 
-@pytest.mark.parametrize("what", TRAINING)
-def test_k8s_pods_wait_for_others_that_pull_their_image_for_ten_minutes(what: str) -> None:
-    for pod in pods_of(rendered(what)):
+def test_k8s_elastic_workers_wait_for_one_that_pulls_its_image_for_ten_minutes() -> None:
+    for pod in pods_of(rendered("overlays/elastic")):  # torchrun joins before our program runs
         words, values = command_line(pod), environment(pod)
-        if "torchrun" in words:  # joins before our program runs
-            (tries,) = re.findall(r"seq (\d+)", words[2])
-            (pause_s,) = re.findall(r"sleep (\d+)", words[2])
-            assert int(tries) * int(pause_s) > 600
-            waits = dict(pair.split("=") for pair in values["PET_RDZV_CONF"].split(","))
-            assert int(waits["join_timeout"]) > 600
-            assert int(waits["read_timeout"]) < 60
-        else:
-            parsed = parse_args(words[words.index("train.main") + 1 :])
-            assert load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes).join_timeout_s > 600
+        (tries,) = re.findall(r"seq (\d+)", words[2])
+        (pause_s,) = re.findall(r"sleep (\d+)", words[2])
+        assert int(tries) * int(pause_s) > 600
+        waits = dict(pair.split("=") for pair in values["PET_RDZV_CONF"].split(","))
+        assert int(waits["join_timeout"]) > 600
+        assert int(waits["read_timeout"]) < 60
 
 
-def test_k8s_preflight_adds_the_doctor_and_changes_nothing_else() -> None:
-    for pod, plain in zip(pods_of(rendered("overlays/preflight")), pods_of(rendered("base")), strict=True):
-        words, others = command_line(pod), command_line(plain)
-        assert words == [*others[:4], "--preflight", *others[4:]]
-        assert parse_args(words[3:]).options.preflight
-
-
-def test_k8s_istio_leaves_every_pod_alone() -> None:
-    for replica in one("overlays/istio", "PyTorchJob")["spec"]["pytorchReplicaSpecs"].values():
-        for where in ("labels", "annotations"):
-            assert replica["template"]["metadata"][where]["sidecar.istio.io/inject"] == "false"
-
-
-def test_k8s_all_pods_or_none() -> None:
-    kueue = one("overlays/kueue", "PyTorchJob")
-    assert kueue["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
-    assert kueue["spec"]["runPolicy"]["suspend"] is True
-    assert {pod["spec"]["schedulerName"] for pod in pods_of(rendered("overlays/volcano"))} == {"volcano"}
+def test_k8s_lines_for_istio_kueue_and_volcano_say_what_these_look_for(tmp_path: Path) -> None:
+    """The lines to remove a # from: most clusters have none of the three."""
+    shutil.copytree(K8S, tmp_path / "k8s", symlinks=True)
+    file = tmp_path / "k8s/base/pytorchjob.yaml"
+    text, count = re.subn(r"(?m)^( *)# (?=.* # EDIT with )", r"\1", file.read_text())
+    assert count == 5
+    file.write_text(text)
+    documents = list(yaml.safe_load_all(kubectl("kustomize", str(file.parent))))
+    assert [problem for document in documents for problem in problems(document)] == []
+    (job,) = [document for document in documents if document["kind"] == "PyTorchJob"]
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+    assert (job["spec"]["runPolicy"]["suspend"], job["spec"]["runPolicy"]["schedulingPolicy"]["queue"]) == (
+        True, "default"
+    )
+    for pod in pods_of(documents):
+        assert pod["spec"]["schedulerName"] == "volcano"
+        assert pod["labels"]["sidecar.istio.io/inject"] == "false"
+        assert "kueue.x-k8s.io/queue-name" not in pod["labels"]  # of the job alone
 
 
 def test_k8s_board_reads_the_volume_inside_the_cluster_alone() -> None:

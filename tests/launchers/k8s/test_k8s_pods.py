@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.rigs.kube import FACTS, one, rendered
-from tests.rigs.kubeflow import command_line, environment, operator_pods, pods_of
+from tests.rigs.kubeflow import environment, operator_pods, pods_of
 
 Object = dict[str, Any]
 RECORDING = FACTS / "operator-pods-v1.9.3.json"
@@ -68,12 +68,6 @@ def test_pods_of_our_elastic_job_meet_at_the_first_worker() -> None:
         }
 
 
-def test_pods_of_our_gpu_job_start_a_process_for_each_device() -> None:
-    for rank, pod in enumerate(pods_of(rendered("overlays/gpu"))):
-        where = {f"--node-rank={rank}", "--master-addr=rankup-master-0", "--master-port=23456"}
-        assert {"--nproc=2", "--nnodes=2", *where} <= set(command_line(pod))
-
-
 def test_pods_of_our_indexed_job_get_their_index_twice() -> None:
     for index, pod in enumerate(pods_of(rendered("job.yaml"))):
         assert pod["name"] == f"rankup-{index}"
@@ -85,5 +79,5 @@ def test_pods_of_our_trainjob_differ_by_their_node_rank() -> None:
     pods = pods_of(rendered("trainjob.yaml"))
     assert [environment(pod)["PET_NODE_RANK"] for pod in pods] == ["0", "1"]
     for pod in pods:
-        assert "--master-addr=rankup-node-0-0.rankup" in command_line(pod)
+        assert environment(pod)["PET_MASTER_ADDR"] == "rankup-node-0-0.rankup"
         assert "RANK" not in environment(pod)

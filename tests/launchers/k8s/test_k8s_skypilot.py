@@ -90,6 +90,7 @@ def node(folder: Path, rank: int, job: Job, **env: str) -> None:
 
 def checkout(folder: Path) -> Path:
     (folder / ".venv").symlink_to(sys.prefix)
+    (folder / "train").symlink_to(K8S.parent / "train")
     return folder
 
 
@@ -99,8 +100,8 @@ ON_SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOBID": "7", "SLURM_JOB_NODELIST": "big[
 
 def test_k8s_skypilot_nodes_train_to_the_weights_of_the_host(forks: Forks, tmp_path: Path) -> None:
     folder, job = checkout(tmp_path), Job()
-    env = {"NAME": "job", "RUN_DIR": str(tmp_path / "runs"), "NPROC": "2", **ON_SLURM}
-    settings = f"{JOB} --simulated-nodes --master-port {free_port()}"
+    env = {"NAME": "job", "RUN_DIR": str(tmp_path / "runs"), "NPROC": "2", "MASTER_PORT": str(free_port()), **ON_SLURM}
+    settings = f"{JOB} --simulated-nodes"
     with ended(job):
         for rank in range(2):
             node(folder, rank, job, **env, SETTINGS=settings)
@@ -112,10 +113,12 @@ def test_k8s_skypilot_nodes_train_to_the_weights_of_the_host(forks: Forks, tmp_p
 
 
 def test_k8s_skypilot_sees_the_code_of_a_mistake(tmp_path: Path) -> None:
-    job = Job()
+    port = free_port()
+    job, folder = Job(), checkout(tmp_path)
     with ended(job):
-        node(checkout(tmp_path), 0, job, RUN_DIR=str(tmp_path), SETTINGS="--lr -1")
-        assert job.wait() == [USER_MISTAKE], job.outputs
+        for rank in range(2):
+            node(folder, rank, job, RUN_DIR=str(tmp_path), MASTER_PORT=str(port), SETTINGS="--lr -1")
+        assert job.wait() == [USER_MISTAKE, USER_MISTAKE], job.outputs
 
 
 def test_k8s_skypilot_installs_once_where_nodes_share_a_folder(tmp_path: Path) -> None:

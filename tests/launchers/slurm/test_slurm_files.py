@@ -6,13 +6,11 @@ import re
 import shutil
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.rigs.jobs import ROOT, environment
-from train.process.status import write_json
+from tests.rigs.jobs import ROOT
 
 DDP, TASK = ROOT / "slurm" / "ddp.sbatch", ROOT / "slurm" / "task.sh"
 SIMPLE = ROOT / "slurm" / "simple.sbatch"
@@ -90,7 +88,7 @@ def test_slurm_scripts_pass_shellcheck() -> None:
 
 
 def test_slurm_node_number_is_read_in_the_task_and_not_in_the_batch_shell() -> None:
-    for file in (DDP, SIMPLE, ROOT / "slurm" / "supervise.py", ROOT / "slurm" / "job.py"):
+    for file in (DDP, SIMPLE, ROOT / "slurm" / "job.sh"):
         assert "SLURM_NODEID" not in file.read_text()
         assert "SLURM_PROCID" not in file.read_text()
 
@@ -102,20 +100,14 @@ def test_slurm_files_to_copy_are_short() -> None:
 
 def test_slurm_simple_file_is_one_srun(tmp_path: Path) -> None:
     (call,) = render(tmp_path, SIMPLE, "--epochs", "9", SLURM_CPUS_PER_TASK="4")
-    assert call == ["srun", "--kill-on-bad-exit=1", "python3", "-m", "train.main", "supervise", "--epochs", "9"]
+    assert " ".join(call) == "srun --wait=30 python3 -m rankup launch -m train.main train --epochs 9"
 
 
 def test_slurm_counts_come_from_the_allocation(tmp_path: Path) -> None:
     calls = render(tmp_path, DDP, "--epochs", "9", **JOB, SLURM_GPUS_ON_NODE="4", SLURM_NTASKS_PER_NODE="1")
     step = calls[-1]
-    assert {"--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--kill-on-bad-exit=1", "--wait=60"} <= set(step)
-    assert step[-4:] == [str(TASK), "train", "--epochs", "9"]
-    assert "--overcommit" not in step
-
-
-def test_slurm_more_processes_than_cpus_share_them(tmp_path: Path) -> None:
-    job = {**JOB, "SLURM_CPUS_ON_NODE": "1"}
-    assert "--overcommit" in render(tmp_path, DDP, **job, SLURM_GPUS_ON_NODE="4")[-1]
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--wait=30"} <= set(step)
+    assert step[-7:] == [str(TASK), "--nproc", "4", f"{ROOT}/train/main.py", "train", "--epochs", "9"]
 
 
 def test_slurm_array_sets_the_seed_before_what_the_user_says(tmp_path: Path) -> None:
@@ -131,53 +123,47 @@ def test_slurm_pyxis_gets_image_and_mounts_from_srun(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gpus", [True, False])
-def test_slurm_apptainer_runs_the_program_in_each_task(gpus: bool, tmp_path: Path) -> None:
-    task = {
-        "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "MASTER_ADDR": "big7", "MASTER_PORT": "17007",
-    }
+def test_slurm_apptainer_runs_the_agent_in_each_task(gpus: bool, tmp_path: Path) -> None:
     more = {"SLURM_GPUS_ON_NODE": "4"} if gpus else {}
-    (call,) = render(tmp_path, TASK, "train", "--epochs", "2", **task, **more, IMAGE="rankup.sif", PYTHON="")
+    (call,) = render(tmp_path, TASK, "train.py", "--epochs", "2", **more, IMAGE="rankup.sif", PYTHON="")
     assert call == [
         "apptainer", "exec", *(["--nv"] if gpus else []), "--bind", f"{ROOT},{tmp_path},/tmp", "--pwd", str(tmp_path),
-        "rankup.sif", "python3", f"{ROOT}/train/main.py", "supervise", "--command", "train", "--epochs", "2",
+        "rankup.sif", "python3", "-m", "rankup", "launch", "train.py", "--epochs", "2",
     ]
 
 
-@pytest.mark.parametrize("launcher", ["tasks", "torchrun"])
-def test_slurm_task_hands_slurms_numbers_on(launcher: str, tmp_path: Path) -> None:
-    """In place of those that a container's hook or an earlier launcher left."""
-    stub(tmp_path, "python", '#!/bin/bash\nenv > "$ENV"\n' + RECORD.split("\n", 1)[1])
-    task = {
-        "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_NNODES": "4", "SLURM_NODEID": "2",
-        "NPROC": "2", "MASTER_ADDR": "big7", "MASTER_PORT": "17007", "RANK": "0", "WORLD_SIZE": "99",
-        "ENV": str(tmp_path / "env"), "PYTHON": str(tmp_path / "python"), "LAUNCHER": launcher, "SLURM_JOB_ID": "7",
-    }
-    (call,) = render(tmp_path, TASK, "train", **task)
-    env = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
-    if launcher == "tasks":
-        assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == ("5", "1", "8")
-        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("big7", "17007")
-    else:
-        assert "RANK" not in env
-        words = " ".join(call)
-        assert "--nnodes 4 --node-rank 2 --nproc-per-node 2 --master-addr big7 --master-port 17007" in words
-        assert "--max-restarts 0" in words
+def task(folder: Path, end: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """slurm/task.sh where `end` is the script that stands for Python."""
+    stub(folder, "python", f"#!/bin/bash\necho start >> {folder}/starts\n{end}\n")
+    env = {"PATH": os.environ["PATH"], "PYTHON": str(folder / "python"), **env}
+    return subprocess.run([TASK, *words], env=env, capture_output=True, text=True, check=False)
+
+
+def test_slurm_task_leaves_slurms_numbers_to_the_agent(tmp_path: Path) -> None:
+    """Those that a container's hook or an earlier launcher left go; the package is found in any folder."""
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "99", "GROUP_RANK": "1", "SLURM_PROCID": "5"}
+    done = task(tmp_path, "env; exit 0", **env)
+    seen = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    assert seen["SLURM_PROCID"] == "5"
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK"} & set(seen)
+    assert seen["PYTHONPATH"] == str(ROOT)
 
 
 @pytest.mark.parametrize(
-    ("end", "code"),
+    ("end", "code", "starts"),
     [
-        ("exit 0", 0), ("exit 2", 202), ("exit 143", 143), ("exit 171", 171),
-        # More than the 143 of the tasks that srun stops then: the job was not asked to stop, it lost a rank
-        ("kill -KILL $$", 137 + 50), ("kill -SEGV $$", 139 + 50),
+        ("exit 0", 0, 1), ("exit 2", 2, 1), ("exit 143", 143, 1), ("exit 171", 171, 3), ("kill -KILL $$", 137, 3),
+        ("kill -TERM $PPID; sleep 0.2; exit 171", 171, 1),
     ],
+    ids=["finished", "mistake", "stopped", "gave up", "killed", "a stop was on its way"],
 )
-def test_slurm_task_ends_with_a_code_that_the_codes_of_its_peers_do_not_hide(
-    end: str, code: int, tmp_path: Path
+def test_slurm_task_starts_an_agent_again_where_that_may_help(
+    end: str, code: int, starts: int, tmp_path: Path
 ) -> None:
-    stub(tmp_path, "python", f"#!/bin/bash\n{end}\n")
-    env = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "RANKUP_ATTEMPT": "slurm-7-0"}
-    assert subprocess.run([TASK, "train"], env=env, capture_output=True, check=False).returncode == code
+    done = task(tmp_path, end, MAX_RESTARTS="2")
+    assert done.returncode == code, done.stderr
+    assert len((tmp_path / "starts").read_text().splitlines()) == starts
+    assert done.stderr.count("started again") == starts - 1
 
 
 def test_slurm_batch_file_outside_a_job_says_how_it_is_run(tmp_path: Path) -> None:
@@ -190,29 +176,3 @@ def test_slurm_sif_converts_the_image(tmp_path: Path) -> None:
     calls = render(tmp_path, ROOT / "slurm" / "sif.sh")
     assert calls[1][:3] == ["docker", "save", "--output"]
     assert calls[2] == ["apptainer", "build", "--force", "rankup.sif", f"docker-archive:{calls[1][3]}"]
-
-
-@pytest.mark.parametrize(
-    ("codes", "cause", "suspect"), [([], 0, 3), ([143], 143, 3), ([143, 171], 171, 3), ([171, 2], 2, 3)]
-)
-def test_slurm_progress_says_where_the_run_stands(
-    codes: list[int], cause: int, suspect: int, tmp_path: Path
-) -> None:
-    run = tmp_path / "my runs" / "job"
-    for step in (40, 120):
-        (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-    # Of the attempts of this step, which the ranks' supervisors number, the newest counts
-    attempts = {"slurm-7-0-0": [1], "slurm-7-1-0": [171, 1], "slurm-7-1-1": codes, "slurm-7-10-0": [1]}
-    for when_s, (attempt, ends) in enumerate(attempts.items()):
-        folder = run / "status" / attempt
-        folder.mkdir(parents=True)
-        for rank, code in enumerate(ends):
-            lost = 3 if code == 171 else rank or None  # a rank that suspects itself says nothing of others
-            write_json(folder / f"rank-{rank}.json", {"rank": rank, "code": code, "suspect": lost})
-        os.utime(folder, (when_s, when_s))
-    words = ["train", "--run-dir", "my runs", "--name", "job", "--dataset", "digits"]
-    done = subprocess.run(
-        [sys.executable, ROOT / "slurm" / "progress.py", *words], cwd=tmp_path, capture_output=True, text=True,
-        check=True, env=environment({"RANKUP_ATTEMPT": "slurm-7-1"}),
-    )
-    assert done.stdout == f"my runs/job 120 {cause} {suspect}\n"

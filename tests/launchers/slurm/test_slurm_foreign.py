@@ -1,4 +1,4 @@
-"""Somebody's scripts, unchanged, by COMMAND=run sbatch on a real Slurm of two nodes: the weights of a start by hand."""
+"""Somebody's scripts, unchanged, by SCRIPT=... sbatch on a real Slurm of two nodes: the weights of a start by hand."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,16 +30,16 @@ def leaves_nothing(cluster: Cluster) -> Iterator[None]:
     cluster.idle()
 
 
-def submit(cluster: Cluster, folder: Path, line: str, **env: str) -> SlurmJob:
-    return cluster.submit(folder, f"--run-dir runs --name job {line}", COMMAND="run", **env)
+def submit(cluster: Cluster, folder: Path, line: str) -> SlurmJob:
+    return cluster.submit(folder, "", SCRIPT=f"--run-dir runs --name job {line}")
 
 
 @again_if_aborted
-def test_slurm_runs_the_imagenet_script_on_two_nodes_under_torchrun(
+def test_slurm_runs_the_imagenet_script_on_two_nodes(
     cluster: Cluster, once: Once, tmp_path: Path
 ) -> None:
     line = f"{FOLDER}/imagenet.py --multiprocessing-distributed --dist-url env://"
-    job = submit(cluster, tmp_path, line, LAUNCHER="torchrun")
+    job = submit(cluster, tmp_path, line)
     assert job.wait() == "COMPLETED", job.log()
     assert result_of(job.output) == once("imagenet_on_two_nodes", imagenet_on_two_nodes)
 

@@ -5,15 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.slurm.test_slurm_supervise import Supervised
+from tests.launchers.slurm.test_slurm_job import Started
 from tests.rigs.jobs import ROOT
 from tests.rigs.slurm_cluster import Cluster
 
 
-def supervised(folder: Path, codes: str = "0", *, checkout: Path = ROOT, **env: str) -> Supervised:
-    """A start of the job in that folder. The stub counts the steps of all of them, so `codes` has those of the last."""
-    (folder / "codes").unlink(missing_ok=True)
-    return Supervised(folder, codes, supervise=checkout / "slurm" / "supervise.py", **{"KEEP_CODE": "1", **env})
+def started(folder: Path, code: str = "0", *, checkout: Path = ROOT, **env: str) -> Started:
+    """A start of the job in that folder."""
+    for name in ("codes", "steps"):
+        (folder / name).unlink(missing_ok=True)
+    return Started(folder, code, **{"KEEP_CODE": "1", "RANKUP": str(checkout), **env})
 
 
 def copies(folder: Path, run: str = "slurm-7") -> list[Path]:
@@ -47,14 +48,14 @@ def mine(tmp_path: Path) -> Path:
 
 
 def test_slurm_job_runs_a_copy_of_the_code_at_its_first_start(mine: Path, checkout: Path) -> None:
-    job = supervised(mine, "171 0", checkout=checkout)
+    job = started(mine, "0", checkout=checkout)
     code, said = job.run("--workload", "job:build")
     (kept,) = copies(mine)
     assert code == 0, said
-    assert "every start of this job runs the code that is here now: " in said
-    assert str(kept) in said
-    assert [line.split()[-4] for line in job.trained()] == [str(kept / "slurm" / "task.sh")] * 2
-    assert (mine / "runs" / "slurm-7" / "code" / "slurm-7").resolve() == kept
+    assert f"every start of this job runs the code that is here now, kept in {kept}" in said
+    (step,) = job.trained()
+    assert step.endswith(f"{kept}/slurm/task.sh --nproc 1 {kept}/train/main.py train --workload job:build")
+    assert kept == mine / "runs" / "slurm-7" / "code" / "slurm-7"
     assert (kept / "train" / "main.py").read_text() == (checkout / "train" / "main.py").read_text()
     here = kept / "here"
     assert (here / "pkg" / "model.py").read_text() == "WIDTH = 1\n"
@@ -65,18 +66,18 @@ def test_slurm_job_runs_a_copy_of_the_code_at_its_first_start(mine: Path, checko
 
 
 def test_slurm_requeue_runs_the_code_of_the_first_start_and_says_what_was_edited(mine: Path, checkout: Path) -> None:
-    supervised(mine, "143", checkout=checkout).run()
+    started(mine, "143", checkout=checkout).run()
     (kept,) = copies(mine)
     (checkout / "train" / "main.py").write_text("raise SystemExit('edited')\n")
     (mine / "pkg" / "model.py").write_text("WIDTH = 2\n")
     (mine / "more.py").write_text("")
     (mine / "job.py").unlink()
     (mine / "state").write_text("Restarts=1 JobState=RUNNING\n")
-    again = supervised(mine, "0 0", checkout=checkout, SLURM_RESTART_COUNT="1")
+    again = started(mine, "0", checkout=checkout, SLURM_RESTART_COUNT="1")
     code, said = again.run()
     assert code == 0, said
     assert copies(mine) == [kept]
-    assert again.trained()[-1].split()[-2] == str(kept / "slurm" / "task.sh")
+    assert f"{kept}/slurm/task.sh --nproc 1 {kept}/train/main.py train" in again.trained()[0]
     assert (kept / "here" / "pkg" / "model.py").read_text() == "WIDTH = 1\n"
     assert (
         f"this start runs the code of the first, {kept}; not what is there by now: here/pkg/model.py has changed, "
@@ -85,17 +86,17 @@ def test_slurm_requeue_runs_the_code_of_the_first_start_and_says_what_was_edited
 
 
 def test_slurm_requeue_without_an_edit_says_nothing_of_the_code(mine: Path, checkout: Path) -> None:
-    assert "every start of this job" in supervised(mine, "143", checkout=checkout).run("--name", "mine")[1]
+    assert "every start of this job" in started(mine, "143", checkout=checkout).run("--name", "mine")[1]
     (mine / "state").write_text("Restarts=1 JobState=RUNNING\n")
-    said = supervised(mine, "0 0", checkout=checkout, SLURM_RESTART_COUNT="1").run("--name", "mine")[1]
-    assert "code" not in said
+    said = started(mine, "0", checkout=checkout, SLURM_RESTART_COUNT="1").run("--name", "mine")[1]
+    assert "the code" not in said
 
 
 def test_slurm_job_that_is_submitted_anew_runs_new_code_and_says_what_differs(mine: Path, checkout: Path) -> None:
     words = ("--run-dir=results", "--name", "mine")
-    supervised(mine, "0", checkout=checkout).run(*words)
+    started(mine, "0", checkout=checkout).run(*words)
     (mine / "job.py").write_text("RATE = 2\n")
-    other = supervised(mine, "0 0", checkout=checkout, SLURM_JOB_ID="8")
+    other = started(mine, "0", checkout=checkout, SLURM_JOB_ID="8")
     (mine / "state").write_text("Restarts=0 JobState=RUNNING\n")
     code, said = other.run(*words)
     assert code == 0, said
@@ -103,25 +104,22 @@ def test_slurm_job_that_is_submitted_anew_runs_new_code_and_says_what_differs(mi
     code_of = mine / "results" / "mine" / "code"
     texts = [(code_of / f"slurm-{job}" / "here" / "job.py").read_text() for job in (7, 8)]
     assert texts == ["RATE = 1\n", "RATE = 2\n"]
-    # The same code again is not copied once more
-    assert "with other code" not in supervised(mine, "0 0 0", checkout=checkout, SLURM_JOB_ID="9").run(*words)[1]
-    assert len([path for path in code_of.iterdir() if not path.is_symlink()]) == 2
+    assert "with other code" not in started(mine, "0", checkout=checkout, SLURM_JOB_ID="9").run(*words)[1]
 
 
 def test_slurm_script_in_the_current_folder_is_run_from_the_copy(mine: Path, checkout: Path) -> None:
     for script in ("job.py", str(mine / "job.py")):
-        job = supervised(mine, "0 0", checkout=checkout, COMMAND="run")
-        assert job.run(script, "--name", "x.py", "--lr", "1")[0] == 0
+        job = started(mine, "0", checkout=checkout, SCRIPT=f"--max-restarts 1 {script}")
+        assert job.run("--name", "x.py", "--lr", "1")[0] == 0
         (kept,) = copies(mine)
-        ran = next(line for line in reversed(job.lines("steps")) if "task.sh run" in line)
-        assert ran.endswith(f"task.sh run {kept}/here/job.py --name x.py --lr 1")
+        assert job.trained()[0].endswith(f"--max-restarts 1 {kept}/here/job.py --name x.py --lr 1")
 
 
 def test_slurm_modules_of_the_current_folder_are_those_of_the_copy(mine: Path, checkout: Path) -> None:
     """As a rank looks for them: by the folder that the job names, and by a PYTHONPATH that names the current one."""
     (mine / "probe").write_text('echo "$RANKUP_CODE $PYTHONPATH $RANKUP" > "$STUB/seen"\n')
     paths = os.pathsep.join([str(mine), "/elsewhere", "."])
-    job = supervised(mine, "0", checkout=checkout, PYTHONPATH=paths)
+    job = started(mine, "0", checkout=checkout, PYTHONPATH=paths)
     code, said = job.run()
     assert code == 0, said
     (kept,) = copies(mine)
@@ -132,7 +130,7 @@ def test_slurm_modules_of_the_current_folder_are_those_of_the_copy(mine: Path, c
 def test_slurm_job_in_the_checkout_itself_copies_its_other_python_files_too(checkout: Path) -> None:
     (checkout / "mine.py").write_text("RATE = 1\n")
     (checkout / ".venv" / "lib").mkdir(parents=True)
-    assert supervised(checkout, "0", checkout=checkout).run("--workload", "mine:build")[0] == 0
+    assert started(checkout, "0", checkout=checkout).run("--workload", "mine:build")[0] == 0
     (kept,) = copies(checkout)
     assert (kept / "mine.py").read_text() == "RATE = 1\n"
     assert (kept / ".venv").resolve() == checkout / ".venv"
@@ -141,22 +139,22 @@ def test_slurm_job_in_the_checkout_itself_copies_its_other_python_files_too(chec
 
 def test_slurm_folder_with_too_many_files_is_not_copied_and_the_checkout_is(mine: Path, checkout: Path) -> None:
     (mine / "large.py").write_text("#" * 10_000_001)
-    code, said = supervised(mine, "0", checkout=checkout).run()
+    code, said = started(mine, "0", checkout=checkout).run()
     assert (code, f"{mine} has more than 2000 Python files, or 10 MB of them: they are not kept" in said) == (0, True)
     (kept,) = copies(mine)
     assert {path.name for path in kept.iterdir()} == {"rankup", "slurm", "train"}
 
 
 def test_slurm_code_is_not_copied_where_that_is_not_wanted_or_not_possible(mine: Path, checkout: Path) -> None:
-    assert supervised(mine, "0", checkout=checkout, KEEP_CODE="").run()[0] == 0
+    assert started(mine, "0", checkout=checkout, KEEP_CODE="").run()[0] == 0
     assert not (mine / "runs").exists()
     (mine / "runs").write_text("no folder")
-    code, said = supervised(mine, "0 0", checkout=checkout).run()
+    code, said = started(mine, "0", checkout=checkout).run()
     assert code == 0
     assert f"the code can't be kept in {mine}/runs/slurm-7/code" in said
     assert "each start runs the checkout as it is then" in said
     (mine / "runs").unlink()
-    supervised(mine, "0 0 0 0", checkout=checkout, COMMAND="doctor").run()
+    started(mine, "0", checkout=checkout, DOCTOR="only").run()
     assert not (mine / "runs").exists()
 
 

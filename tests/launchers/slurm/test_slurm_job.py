@@ -1,0 +1,359 @@
+"""slurm/job.sh without a Slurm: what it does with each end of a step, each signal, and each answer of Slurm."""
+
+import ast
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.jobs import ROOT
+from train.process.status import write_json
+
+COPY = re.compile("bash -c (.+) - /shared/photos /tmp/rankup-7")
+# Writes down each call, and answers as the files in $STUB say. A step of agents ends with the next line of `codes`
+SRUN = r"""#!/bin/bash
+echo "$*" >> "$STUB/steps"
+case "$*" in
+  *"task.sh "*)
+    code=$(sed -n "$(grep -c task.sh "$STUB/steps")p" "$STUB/codes")
+    if [[ $code == waits ]]; then
+      trap 'echo USR1 >> "$STUB/signals"; exit 143' USR1
+      touch "$STUB/waiting"
+      for ((tries = 0; tries < 2400; tries++)); do sleep 0.1; done
+    fi
+    exit "$code" ;;
+  *"for path;"*) [[ ! -e $STUB/probe ]] || . "$STUB/probe" ;;
+  *"cp -r"*) exit "$(cat "$STUB/copy")" ;;
+esac
+"""
+SCONTROL = r"""#!/bin/bash
+echo "$*" >> "$STUB/control"
+case "$*" in
+  "show hostnames big[7,9]") printf 'big7\nbig9\n' ;;
+  "show hostnames"*) tr ',' '\n' <<< "$3" ;;
+  "show job"*) echo "JobId=7 $(cat "$STUB/state") Command=x" | tr ' ' '\n' ;;
+  requeue*) exit "$(cat "$STUB/requeue")" ;;
+esac
+"""
+SINFO = '#!/bin/bash\ncat "$STUB/nodes"\n'
+SETTINGS = {
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "big[7,9]", "SLURM_CPUS_ON_NODE": "16", "RANKUP": str(ROOT),
+    "PYTHON": sys.executable, "IMAGE": "", "SCRIPT": "", "DOCTOR": "", "DATA": "", "MAX_RESTARTS": "3",
+    "KEEP_CODE": "", "MAX_REQUEUES": "100", "FIRST_STEP_S": "60",
+}
+TASK = f"{ROOT}/slurm/task.sh --nproc 1"
+TRAIN = f"{TASK} {ROOT}/train/main.py train"
+
+
+class Started:
+    """job.sh in a folder of its own, with stubs of srun, scontrol and sinfo on its PATH. Its run is at step 40."""
+
+    def __init__(self, folder: Path, codes: str, **env: str) -> None:
+        self.folder, self.run_dir = folder, folder / "runs" / "slurm-7"
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("sinfo", SINFO)):
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        defaults = {
+            "codes": "\n".join(codes.split()), "copy": "0", "requeue": "0",
+            "state": "Restarts=0 JobState=RUNNING Partition=main ExcNodeList=(null)", "nodes": "big7\nbig8\nbig9",
+        }
+        for name, text in defaults.items():
+            if not (folder / name).exists():
+                (folder / name).write_text(f"{text}\n")
+        self.env = {**SETTINGS, "PATH": f"{folder}:{os.environ['PATH']}", "STUB": str(folder), **env}
+
+    def at(self, step: int) -> None:
+        """The run has a checkpoint of this step."""
+        (self.run_dir / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+
+    def suspect(self, rank: int | None, attempt: str = "a-0") -> None:
+        """Rank 0 has written down that it lost this rank."""
+        folder = self.run_dir / "status" / attempt
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "rank-0.json", {"rank": 0, "code": 171, "suspect": rank})
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        job = Path(self.env["RANKUP"], "slurm", "job.sh")
+        return subprocess.Popen(["bash", job, *words], env=self.env, cwd=self.folder, stderr=subprocess.PIPE, text=True)
+
+    def run(self, *words: str) -> tuple[int, str]:
+        """Its exit code, and what it said."""
+        process = self.start(*words)
+        said = process.communicate(timeout=240)[1]
+        return process.returncode, said
+
+    def lines(self, name: str) -> list[str]:
+        path = self.folder / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    def trained(self) -> list[str]:
+        """The steps of agents that were no doctors: srun's words."""
+        return [line for line in self.lines("steps") if "task.sh" in line and "main.py doctor" not in line]
+
+    def requeued(self) -> list[str]:
+        return [line for line in self.lines("control") if line.startswith("requeue")]
+
+
+@pytest.mark.parametrize(
+    ("code", "requeues"), [(0, 0), (1, 0), (2, 0), (75, 0), (137, 1), (170, 1), (171, 1), (143, 1)]
+)
+def test_slurm_job_ends_with_the_code_of_its_agents_and_is_requeued_where_that_may_help(
+    code: int, requeues: int, tmp_path: Path
+) -> None:
+    """143 without a signal: the agents were stopped by somebody else, and a requeue goes on later."""
+    job = Started(tmp_path, str(code))
+    job.at(40)
+    end, said = job.run("--lr", "1")
+    assert (end, len(job.requeued())) == (code, requeues), said
+    (line,) = job.trained()
+    assert line.endswith(f"{TRAIN} --lr 1")
+    assert f"start 1 ended with {code} at step 40" in said
+
+
+def test_slurm_script_of_ones_own_gets_its_arguments_as_they_are(tmp_path: Path) -> None:
+    """In an array too: it reads the number of its task itself."""
+    env = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    job = Started(tmp_path, "0", SCRIPT="--max-restarts 1 --name x job.py", **env)
+    assert job.run("--lr", "1", "a b")[0] == 0
+    assert job.trained()[0].endswith(f"{TASK} --max-restarts 1 --name x job.py --lr 1 a b")
+
+
+@pytest.mark.parametrize("name", ["DATA", "DOCTOR"])
+def test_slurm_script_of_ones_own_gets_no_help_that_is_for_train(name: str, tmp_path: Path) -> None:
+    code, said = Started(tmp_path, "0", SCRIPT="job.py", **{name: "1"}).run()
+    assert (code, "DATA and DOCTOR are of train/main.py train" in said) == (2, True)
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    until_s = time.monotonic() + 240
+    while not path.exists():
+        assert time.monotonic() < until_s
+        assert process.poll() is None
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("number", "requeues"), [(signal.SIGUSR1, 1), (signal.SIGUSR2, 1), (signal.SIGTERM, 0)], ids=str
+)
+def test_slurm_signal_reaches_the_ranks_and_only_a_warning_requeues(number: int, requeues: int, tmp_path: Path) -> None:
+    """TERM comes from scancel, a time limit or a requeue: Slurm itself decides what follows."""
+    job = Started(tmp_path, "waits")
+    job.at(40)
+    process = job.start()
+    wait_for(tmp_path / "waiting", process)
+    process.send_signal(number)
+    said = process.communicate(timeout=240)[1]
+    assert (process.returncode, job.lines("signals"), len(job.requeued())) == (143, ["USR1"], requeues), said
+    assert len(job.trained()) == 1
+    assert ("requeued at step 40; start 1 is over" in said) == bool(requeues)
+
+
+@pytest.mark.parametrize(("number", "requeues"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0)])
+def test_slurm_signal_before_the_ranks_start_keeps_them_from_it(number: int, requeues: int, tmp_path: Path) -> None:
+    (tmp_path / "probe").write_text('touch "$STUB/probing"; until [[ -e $STUB/go ]]; do sleep 0.02; done\n')
+    job = Started(tmp_path, "0")
+    process = job.start()
+    wait_for(tmp_path / "probing", process)
+    process.send_signal(number)
+    (tmp_path / "go").touch()
+    said = process.communicate(timeout=240)[1]
+    assert (process.returncode, job.trained(), len(job.requeued())) == (143, [], requeues), said
+
+
+@pytest.mark.parametrize(("before", "requeues"), [("40", 0), ("20", 1)])
+def test_slurm_job_that_fails_again_at_the_same_step_is_not_requeued(
+    before: str, requeues: int, tmp_path: Path
+) -> None:
+    job = Started(tmp_path, "171")
+    job.at(9)
+    job.at(40)
+    mark = job.run_dir / ".slurm-failed"
+    mark.write_text(f"{before}\n")
+    code, said = job.run()
+    assert (code, len(job.requeued())) == (171, requeues)
+    assert ("failed again without a new checkpoint since step 40: not requeued" in said) == (not requeues)
+    assert mark.read_text() == "40\n"
+
+
+def test_slurm_job_is_not_requeued_more_often_than_it_may(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("Restarts=2 JobState=RUNNING\n")
+    job = Started(tmp_path, "143", MAX_REQUEUES="2", SLURM_RESTART_COUNT="2")
+    code, said = job.run()
+    assert (code, job.requeued()) == (143, [])
+    assert "not requeued: MAX_REQUEUES=2" in said
+
+
+def test_slurm_job_that_may_not_be_requeued_names_the_run_to_go_on_with(tmp_path: Path) -> None:
+    (tmp_path / "requeue").write_text("1\n")
+    code, said = Started(tmp_path, "143").run("--run_dir", "results", "--name=job")
+    assert code == 143
+    assert "could not be requeued: resubmit it with --name job" in said
+
+
+@pytest.mark.parametrize(
+    "state", ["Restarts=1 JobState=RUNNING", "Restarts=0 JobState=PENDING", "Restarts=0 JobState=FAILED"]
+)
+def test_slurm_start_whose_job_is_no_longer_its_own_ends_and_requeues_nothing(state: str, tmp_path: Path) -> None:
+    """As on a node that Slurm took for lost: the job has begun anew elsewhere, or is over."""
+    (tmp_path / "state").write_text(f"{state}\n")
+    job = Started(tmp_path, "137")
+    code, said = job.run()
+    assert (code, job.requeued(), len(job.trained())) == (2, [], 1)
+    assert "this process ends" in said
+
+
+def test_slurm_array_requeues_its_own_task_alone(tmp_path: Path) -> None:
+    job = Started(tmp_path, "143", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
+    assert job.run("--lr", "1")[0] == 143
+    assert job.requeued() == ["requeue 7_3"]
+    assert job.trained()[0].endswith(f"{TRAIN} --seed 3 --lr 1")
+
+
+# Before the training -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("probe", ["sleep 60", "exit 1"])
+def test_slurm_job_whose_nodes_give_no_step_is_requeued(probe: str, tmp_path: Path) -> None:
+    (tmp_path / "probe").write_text(f"{probe}\n")
+    job = Started(tmp_path, "0", FIRST_STEP_S="1")
+    code, said = job.run()
+    assert (code, job.requeued(), job.trained()) == (143, ["requeue 7"], [])
+    assert "not every node of big[7,9] runs a step within 1 s" in said
+    assert not list(tmp_path.glob(".slurm-*"))
+
+
+def test_slurm_nodes_without_the_shared_disk_are_named(tmp_path: Path) -> None:
+    (tmp_path / "probe").write_text("printf 'big7\\nbig9\\n'\n")
+    code, said = Started(tmp_path, "0").run()
+    assert code == 2
+    assert f"{tmp_path} or {ROOT} is not there on big7 big9: put the checkout and runs/ on a disk" in said
+    assert not list(tmp_path.glob(".slurm-*"))
+
+
+@pytest.mark.parametrize(
+    ("codes", "end", "trainings"), [("0 0", 0, 1), ("10 0", 0, 1), ("20", 20, 0), ("30", 30, 0)]
+)
+def test_slurm_doctor_decides_whether_the_job_trains(codes: str, end: int, trainings: int, tmp_path: Path) -> None:
+    job = Started(tmp_path, codes, DOCTOR="1")
+    code, said = job.run()
+    assert (code, len(job.trained()), job.requeued()) == (end, trainings, []), said
+    assert ("the doctor says no, exit code" in said) == bool(end)
+
+
+def test_slurm_doctor_alone_runs_once_and_nothing_is_trained(tmp_path: Path) -> None:
+    job = Started(tmp_path, "171", DOCTOR="only")
+    assert job.run("--lr", "1")[0] == 171
+    assert job.trained() == []
+    assert [line for line in job.lines("steps") if line.endswith(f"{TASK} {ROOT}/train/main.py doctor --lr 1")]
+
+
+@pytest.mark.parametrize(("copied", "end"), [("0", 143), ("1", 2)])
+def test_slurm_data_are_on_each_node_until_the_end(copied: str, end: int, tmp_path: Path) -> None:
+    (tmp_path / "copy").write_text(copied)
+    job = Started(tmp_path, "143", DATA="/shared/photos")
+    code, said = job.run("--lr", "1")
+    assert code == end
+    steps = [re.sub(r"^.*--wait=30 ", "", line) for line in job.lines("steps")]
+    assert any(COPY.fullmatch(step) for step in steps), steps
+    assert steps[-1] == "rm -rf /tmp/rankup-7"
+    if end == 2:
+        assert "DATA=/shared/photos can't be copied to /tmp/rankup-7 of every node" in said
+        assert job.trained() == []
+    else:
+        assert job.trained()[0].endswith("train --lr 1 --data-dir /tmp/rankup-7")
+        assert job.requeued() == ["requeue 7"]
+
+
+def test_slurm_nodes_that_share_their_own_disk_copy_the_data_in_turns(tmp_path: Path) -> None:
+    """As those of local.sh do, which have one /tmp: whatever one of them makes, the other must not stumble over."""
+    (tmp_path / "copy").write_text("0")
+    job = Started(tmp_path, "0", DATA="/shared/photos")
+    assert job.run()[0] == 0
+    (script,) = [found[1] for line in job.lines("steps") if (found := COPY.search(line))]
+    for number in range(300):
+        file = tmp_path / "photos" / f"class{number % 60}" / f"{number}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{number}")
+    copy = tmp_path / "own disk" / "rankup-7"
+    copy.parent.mkdir()
+    nodes = [subprocess.Popen(["bash", "-c", script, "-", tmp_path / "photos", copy]) for _ in range(8)]
+    assert [node.wait() for node in nodes] == [0] * 8
+    assert sorted(path.read_text() for path in copy.rglob("*.txt")) == sorted(map(str, range(300)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("DOCTOR", "yes", "DOCTOR must be 1, only or empty, got yes"),
+        ("MAX_RESTARTS", "-1", "MAX_RESTARTS must be a whole number, got '-1'"),
+    ],
+)
+def test_slurm_setting_that_can_not_be_is_refused(name: str, value: str, says: str, tmp_path: Path) -> None:
+    code, said = Started(tmp_path, "0", **{name: value}).run()
+    assert (code, said) == (2, f"slurm: {says}\n")
+
+
+def test_slurm_code_is_kept_by_python_3_8() -> None:
+    """A cluster's nodes have an older Python than the container or the environment."""
+    tree = ast.parse((ROOT / "slurm" / "kept_code.py").read_text(), feature_version=(3, 8))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert "__future__" in imported, "int | None is evaluated otherwise"
+    assert {str(name).split(".")[0] for name in imported} <= set(sys.stdlib_module_names)
+
+
+# Hosts that are suspected ---------------------------------------------------------------------------------------------
+
+
+def excluded(job: Started) -> list[str]:
+    """What Slurm was told about the job's nodes, each after a requeue: before it, Slurm would not take it."""
+    calls = [line for line in job.lines("control") if line.startswith(("requeue", "update"))]
+    assert all(calls[at - 1].startswith("requeue") for at, call in enumerate(calls) if call.startswith("update"))
+    return [call.partition("JobId=7 ExcNodeList=")[2] for call in calls if call.startswith("update")]
+
+
+def told(folder: Path, *, start: int, excluded: str = "(null)") -> None:
+    """What Slurm says of the job at its next start."""
+    (folder / "state").write_text(f"Restarts={start} JobState=RUNNING Partition=main ExcNodeList={excluded}\n")
+
+
+def test_slurm_host_that_is_suspected_in_two_starts_is_left_out_and_what_the_user_excludes_stays(
+    tmp_path: Path
+) -> None:
+    job = Started(tmp_path, "171")
+    job.suspect(1)  # rank 1 of big7 and big9
+    said = job.run()[1]
+    assert "rank 1 was lost on big9, suspected 1 times by now" in said
+    assert excluded(job) == []
+    told(tmp_path, start=1, excluded="big5,big6")
+    (tmp_path / "nodes").write_text("big6\nbig7\nbig8\nbig9\n")
+    (tmp_path / "codes").write_text("171\n171\n")
+    job = Started(tmp_path, "", SLURM_RESTART_COUNT="1")
+    job.at(80)
+    said = job.run()[1]
+    assert excluded(job) == ["big5,big6,big9"], said
+    assert "the next start excludes big9, suspected twice: scontrol update JobId=7 ExcNodeList=big5,big6" in said
+
+
+def test_slurm_exclusion_is_given_up_when_nodes_run_short(tmp_path: Path) -> None:
+    job = Started(tmp_path, "143", SLURM_RESTART_COUNT="2")
+    job.run_dir.mkdir(parents=True)
+    (job.run_dir / ".slurm-suspects").write_text("big9\nbig9\n")
+    (job.run_dir / ".slurm-excluded").write_text("big9\n")
+    (tmp_path / "nodes").write_text("big7\nbig9\n")
+    told(tmp_path, start=2, excluded="big9")
+    said = job.run()[1]
+    assert excluded(job) == [""], said
+    assert "big9: suspected twice, but not excluded: fewer than 2 other nodes are there" in said
+
+
+@pytest.mark.parametrize("rank", [None, 7], ids=["nobody", "no rank of ours"])
+def test_slurm_no_host_is_left_out_where_none_is_suspected(rank: int | None, tmp_path: Path) -> None:
+    job = Started(tmp_path, "171")
+    job.suspect(rank)
+    assert job.run()[0] == 171
+    assert not (job.run_dir / ".slurm-suspects").exists()
