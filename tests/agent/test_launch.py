@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.fake_launch import lives
-from tests.rigs.jobs import Job, ended, free_port, start
+from tests.rigs.jobs import Job, ended, free_port, lives, start
 
 TORCHRUN_SETS = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",

@@ -104,7 +104,7 @@ def launched(
     run: Path, words: Sequence[str], env: dict[str, str]
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
     """`launch` with three ranks, and what it has printed so far."""
-    words = [sys.executable, str(MAIN), "launch", "--nproc", str(WORLD), *words]
+    words = [sys.executable, str(MAIN), "launch", f"--nproc={WORLD}", *words]
     file = run.parent / "output"
     with file.open("w") as output:
         process = subprocess.Popen(words, env=environment(env), cwd=ROOT, stdout=output, stderr=output)
@@ -121,7 +121,7 @@ def test_launcher_passes_a_request_on_that_comes_as_a_signal_or_as_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, arrived = tmp_path / "run", tmp_path / "arrived"
-    with launched(run, settings(run), probe("data", arrived, sleep_s=1000)) as (process, output):
+    with launched(run, [str(MAIN), *settings(run)], probe("data", arrived, sleep_s=1000)) as (process, output):
         wait_for("hang", lambda: arrived.exists() or process.poll() is not None, log=output)
         shown_at_last(run, AGREEMENT)
         process.send_signal(signal.SIGUSR2)
@@ -162,7 +162,7 @@ dist.barrier()
 def test_script_of_the_users_shows_its_stacks_too(tmp_path: Path) -> None:
     run, arrived, script = tmp_path / "run", tmp_path / "arrived", tmp_path / "train.py"
     script.write_text(SCRIPT)
-    words = ["--command", "run", f"--run-dir={tmp_path}", "--name=run", str(script), str(arrived)]
+    words = [f"--run-dir={tmp_path}", "--name=run", str(script), str(arrived)]
     with launched(run, words, {"PATH_BEFORE": environment()["PYTHONPATH"]}) as (process, output):
         wait_for("hang", lambda: arrived.exists() or process.poll() is not None, log=output)
         shown_at_last(run, r"^ranks 0, 2: barrier \(train\.py:\d+ <module>\)$", r"^rank 1: train\.py:\d+ hang$")

@@ -101,7 +101,7 @@ def test_spawn_goes_on_by_itself_after_a_kill(undisturbed: Any, tmp_path: Path) 
 
     `launch` with its usual launcher is in test_resume.py.
     """
-    command = (sys.executable, MAIN, "launch", "--launcher", "spawn", "--nproc", "2", *LINE[1:], "--run-dir", tmp_path)
+    command = (sys.executable, MAIN, "launch", "--start=spawn", "--nproc=2", MAIN, *LINE, "--run-dir", tmp_path)
     with ended(start(*command, env=PATH | kill(1, 9))) as job:
         assert job.wait(600) == [0], job.output
     # Rank 1 after its kill, and rank 0, which lost it

@@ -1,4 +1,5 @@
-"""`launch --launcher spawn`: ranks through torch.multiprocessing. That they train alike is in test_parity.py."""
+"""`launch --start spawn`: ranks through torch.multiprocessing. That they train alike is in test_parity.py, and that
+they go on after a kill in test_methods_kills.py."""
 
 import signal
 import sys
@@ -8,14 +9,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.rigs.jobs import Job, ended, result, start
+from tests.rigs.jobs import MAIN, Job, ended, start
 
 # Each starts five interpreters with torch, one after the other
 pytestmark = pytest.mark.timeout(900)
 
-# A workload that does to one rank what the file `plan` says, once
+# A workload that fails on one rank where the file `plan` is, once
 FAULTY = """
-import dataclasses, os, signal
+import dataclasses, os
 from pathlib import Path
 from train.workloads.images import build as images
 
@@ -24,22 +25,19 @@ def build(config):
     plain, plan = workload.loss, Path(config.options["plan"])
     def loss(model, batch):
         if os.environ["RANK"] == "1" and plan.exists():
-            what = plan.read_text()
             plan.unlink()
-            if what == "die":
-                os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("the reason")
         return plain(model, batch)
     return dataclasses.replace(workload, loss=loss)
 """
 
 
-def spawn(folder: Path, *more: str, plan: str = "") -> Job:
+def spawn(folder: Path, *more: str, fails: bool = False) -> Job:
     (folder / "faulty.py").write_text(FAULTY)
-    if plan:
-        (folder / "plan").write_text(plan)
+    if fails:
+        (folder / "plan").touch()
     return start(
-        sys.executable, "-m", "train.main", "launch", "--launcher", "spawn", "--nproc", "2",
+        sys.executable, "-m", "train.main", "launch", "--start=spawn", "--nproc=2", MAIN,
         "--workload", "faulty:build", "--dataset", "digits", "--model", "mlp", "--tensorboard=false",
         "--run-dir", folder, "--name", "run",
         "--options.plan", folder / "plan", "--epochs", "1", *more, cwd=folder,
@@ -47,18 +45,10 @@ def spawn(folder: Path, *more: str, plan: str = "") -> Job:
 
 
 def test_spawn_shows_the_traceback_of_the_first_failure_once(tmp_path: Path) -> None:
-    with ended(spawn(tmp_path, plan="raise")) as job:
+    with ended(spawn(tmp_path, fails=True)) as job:
         assert job.wait(300) == [1], job.output
     assert job.output.count("Traceback (most recent call last)") == 1, job.output
     assert "RuntimeError: the reason" in job.output
-
-
-def test_spawn_starts_again_after_a_killed_rank_and_finishes(tmp_path: Path) -> None:
-    with ended(spawn(tmp_path, plan="die")) as job:
-        assert job.wait(300) == [0], job.output
-    # The killed one and the one that lost it, before any step was done
-    assert job.output.count("restarted (1 of 3 attempts without progress)") == 2, job.output
-    assert result(tmp_path / "run")["world_size"] == 2
 
 
 def test_spawn_passes_a_stop_on_and_goes_on_later(tmp_path: Path) -> None:
@@ -77,10 +67,3 @@ def test_spawn_passes_a_stop_on_and_goes_on_later(tmp_path: Path) -> None:
     with ended(spawn(tmp_path)) as job:
         assert job.wait(300) == [0], job.output
     assert "resumed from step-" in job.output
-
-
-@pytest.mark.parametrize("word", ["fork", "Spawn"])
-def test_spawn_is_the_only_other_launcher(tmp_path: Path, word: str) -> None:
-    with ended(start(sys.executable, "-m", "train.main", "launch", f"--launcher={word}")) as job:
-        assert job.wait() == [2]
-    assert f"--launcher must be one of processes, spawn, got {word}." in job.output.replace('"', "")

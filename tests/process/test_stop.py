@@ -17,7 +17,6 @@ from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import MAIN, ROOT, ended, free_port, rank_env, result, start
 from train import main
 from train.config import Config
-from train.process import limits
 from train.workloads import Workload
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
@@ -345,7 +344,7 @@ def test_launch_passes_a_signal_on_and_keeps_the_code(
     forks: Forks, undisturbed: dict[int, str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    with forks.running("launch", "--nproc", "2", *train(run, "--epochs", "100000")[1:]) as job:
+    with forks.running("launch", "--nproc=2", MAIN, *train(run, "--epochs", "100000")) as job:
         job.wait_for("epoch 1:")
         job.processes[0].signal("SIGUSR1")
         assert job.wait() == [143], job.output
@@ -358,25 +357,9 @@ def test_launch_passes_a_signal_on_and_keeps_the_code(
     assert f"resumed from step-{stopped_at:08d}" in output
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "what"),
-    [
-        (None, None, "if nobody sent it, the memory was not enough"),
-        (3, 3, "no out-of-memory kill was counted in this container or job"),
-        (3, 4, "1 out-of-memory kill was counted in this container or job meanwhile: give it more memory"),
-        (0, 2, "2 out-of-memory kills were counted"),
-    ],
-)
-def test_launch_says_what_137_means(
-    monkeypatch: pytest.MonkeyPatch, before: int | None, now: int | None, what: str
-) -> None:
-    monkeypatch.setattr(limits, "oom_kills", lambda: now)
-    assert what in limits.explain_sigkill(before)
-
-
 def test_interrupt_key_under_launch_saves_once(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with forks.running("launch", "--nproc", "2", *train(run, "--epochs", "100000")[1:]) as job:
+    with forks.running("launch", "--nproc=2", MAIN, *train(run, "--epochs", "100000")) as job:
         job.wait_for("epoch 1:")
         job.processes[0].signal_group("SIGINT")
         assert job.wait() == [143], job.output

@@ -72,7 +72,7 @@ def test_wheel_holds_every_file_but_the_pages(wheel: Path) -> None:
 
 def test_wheel_trains_and_explains_beside_an_own_train_py(installed: Path, own: Path) -> None:
     line = ("--dataset", "digits", "--model", "mlp", "--max-steps", "1", "--tensorboard=false", "--name", "run")
-    job = rankup(installed, own, "launch", "--nproc", "2", *line)
+    job = rankup(installed, own, "launch", "--nproc=2", "-m", "train.main", *line)
     assert job.codes == [0], job.output
     assert result(own / "runs" / "run")["world_size"] == 2
     (own / "job.log").write_text("CUDA out of memory\n")

@@ -60,7 +60,7 @@ def run_id(folder: Path) -> str:
 
 def launch(folder: Path, *more: str, faults: Path, groups: places.Groups) -> Job:
     return start(
-        sys.executable, MAIN, "launch", "--nproc=2", *train(folder, *more)[1:], env=places.order(faults, groups)
+        sys.executable, MAIN, "launch", "--nproc=2", MAIN, *train(folder, *more), env=places.order(faults, groups)
     )
 
 

@@ -69,11 +69,11 @@ def rank_of(process: psutil.Process) -> int | None:
     """The rank of a process that trains; None for any other process, and for one that has just ended."""
     with contextlib.suppress(psutil.Error):
         named = re.fullmatch(r"rank (\d+)", process.name())
-        if named:  # a supervisor's rank: it is forked, so it has the server's command line. Its workers have its name
+        if named:  # an agent's rank: it is forked, so it has the server's command line. Its workers have its name
             parent = process.parent()
             return int(named[1]) if parent is not None and parent.name() != process.name() else None
         words = process.cmdline()
-        others = {"launch", "supervise", "torch.distributed.run"} & set(words)
+        others = {"launch", "torch.distributed.run"} & set(words)
         if "train" in words and not others and "python" in Path(words[0]).name:
             number = environ_of(process.pid).get("RANK", "")
             return int(number) if number else None

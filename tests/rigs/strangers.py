@@ -177,20 +177,6 @@ def form_slowly() -> None:
     dist.init_process_group = late
 
 
-def launch_slow_ranks() -> None:
-    """In the process of `launch`: the same for the ranks that it forks."""
-    from train.process import supervisor
-
-    supervisor.ENTRY = "tests.rigs.strangers:be_slow"
-
-
-def be_slow(stop: Any) -> None:
-    from train.main import entry
-
-    form_slowly()
-    entry(stop)
-
-
 def unpickle_nothing() -> None:
     """Whatever is unpickled, by whomever, is an error. What is bound by now still works: the queues of DataLoader's
     workers, and the reader of a sharded checkpoint's index, which knows the few classes that may be in it."""

@@ -62,22 +62,6 @@ def oom_kills(root: Path = ROOT) -> int | None:
     return None
 
 
-def explain_sigkill(before: int | None) -> str:
-    """Who may have sent it. `before`: the out-of-memory kills that were counted when the rank was started."""
-    now = oom_kills()
-    if now is None or before is None:
-        return "if nobody sent it, the memory was not enough, or the limit of the container or job"
-    if count := now - before:
-        were = "kills were" if count > 1 else "kill was"
-        return (
-            f"{count} out-of-memory {were} counted in this container or job meanwhile: give it more memory, or lower "
-            "--num-workers or --batch-size"
-        )
-    return (
-        "no out-of-memory kill was counted in this container or job: somebody sent it, or the machine itself ran out"
-    )
-
-
 def read(file: Path) -> str:
     """The file's text, empty where it cannot be read."""
     try:
