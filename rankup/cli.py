@@ -62,13 +62,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def launch(
-    words: Sequence[str], *, helpers: Helpers | None = None, preflight: Callable[[], int] = lambda: FINISHED
+    words: Sequence[str], *, helpers: Helpers | None = None,
+    preflight: Callable[[Script, str], int] = lambda script, run_dir: FINISHED,
 ) -> int:
     """Be the agent of this node to the end of the job. Returns the exit code.
 
-    `preflight`: the doctor's code for this machine, 0 where it is fit.
+    `preflight`: the doctor's code for this machine, this script and the folder of its runs; 0 where all is well.
     """
     given = parser().parse_args(words)
+    helpers = helpers or Helpers()
     guard("stdout", "stderr")
     setup_logging()
     try:
@@ -85,20 +87,24 @@ def launch(
         )
         for warning in node.warnings:
             log.warning("%s", warning)
-        if given.preflight and (unfit := preflight()):
+        if given.preflight and (unfit := preflight(script, given.run_dir)):
             return unfit
         name = given.name or node.run_name or Path(script.name.removeprefix("-m ")).stem
-        return asyncio.run(_run(node, script, options, Path(given.run_dir, name), helpers or Helpers()))
+        return asyncio.run(_run(node, script, options, Path(given.run_dir, name), helpers))
     except (UserError, JoinError) as error:
         log.error("%s", f"error: {error}" if error.code == USER_MISTAKE else f"{error} (exit code {error.code})")
+        helpers.tell(str(error), error.code)
         return error.code
 
 
 async def _run(node: NodeEnv, script: Script, options: Options, run_dir: Path, helpers: Helpers) -> int:
-    verdict = await Agent(node, script, options, run_dir=run_dir, helpers=helpers).run()
+    agent = Agent(node, script, options, run_dir=run_dir, helpers=helpers)
+    verdict = await agent.run()
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):
         log.error("%s (exit code %d)", verdict.text, code)
+    if not agent.knows_us:
+        helpers.tell(verdict.text, code)
     return code
 
 

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from rankup.agent.agent import REPEAT_S
 from tests.rigs.jobs import Job, ended, free_port, lives, start
 
 TORCHRUN_SETS = {
@@ -180,6 +182,38 @@ def test_lost_rank_is_started_again_with_all_others(code: int, tmp_path: Path) -
     assert {path.name for path in tmp_path.glob("here-*")} == {f"here-{r}-{n}" for r in TWO for n in range(3)}
 
 
+def test_rank_that_was_stopped_is_killed_and_started_again(tmp_path: Path) -> None:
+    with ended(launch(tmp_path, WAITS)) as job:
+        os.kill(pid_of(tmp_path, 1), signal.SIGSTOP)
+        for rank in TWO:
+            pid_of(tmp_path, rank, restart=1)
+        (tmp_path / "go").touch()
+        assert job.wait() == [0], job.output
+    assert "rank 1 has been stopped (SIGSTOP) for 10 s: killed" in job.output
+
+
+def test_rank_that_does_not_end_after_the_others_is_killed(tmp_path: Path) -> None:
+    text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS + "if rank: sys.exit(7)\nwait_for('never')"
+    with ended(launch(tmp_path, text)) as job:
+        for rank in TWO:
+            pid_of(tmp_path, rank)
+        (tmp_path / "go").touch()
+        assert job.wait() == [7], job.output
+    assert "rank 0 did not end within 5 s after the others: killed" in job.output
+
+
+def test_forked_ranks_go_on_after_their_server_was_killed(tmp_path: Path) -> None:
+    with ended(launch(tmp_path, "import rankup\n" + WAITS)) as job:
+        pids = [pid_of(tmp_path, rank) for rank in TWO]
+        psutil.Process(pids[0]).parent().kill()
+        for rank in TWO:
+            pid_of(tmp_path, rank, restart=1)
+        (tmp_path / "go").touch()
+        assert job.wait() == [0], job.output
+    assert "the process that forks the ranks was killed" in job.output
+    assert not any(map(lives, pids))
+
+
 def test_rank_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
     with ended(launch(tmp_path, "os._exit(139)", "--max-restarts=1")) as job:
         assert job.wait() == [139], job.output
@@ -248,6 +282,30 @@ def test_script_that_ignores_a_stop_is_killed(tmp_path: Path) -> None:
         job.processes[0].send_signal(signal.SIGTERM)
         assert job.wait() == [143], job.output
     assert "the script did not end within 0.5 s of SIGTERM: killed (--stop-grace-s)" in job.output
+
+
+def test_second_signal_some_seconds_later_ends_it_at_once(tmp_path: Path) -> None:
+    text = "signal.signal(signal.SIGINT, lambda *_: say('asked'))\nsay('here')\nwait_for('never')"
+    with ended(launch(tmp_path, text)) as job:
+        pids = [pid_of(tmp_path, rank) for rank in TWO]
+        job.processes[0].send_signal(signal.SIGINT)
+        for rank in TWO:
+            pid_of(tmp_path, rank, name="asked")
+        time.sleep(REPEAT_S + 0.2)
+        assert job.processes[0].poll() is None
+        job.processes[0].send_signal(signal.SIGINT)
+        assert job.wait() == [143], job.output
+    until(lambda: not any(map(lives, pids)), "ranks were left")
+
+
+def test_batch_system_that_signals_every_process_is_obeyed_once(tmp_path: Path) -> None:
+    text = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n" + WAITS
+    with ended(launch(tmp_path, text)) as job:
+        pids = [pid_of(tmp_path, rank) for rank in TWO]
+        for pid in [job.processes[0].pid, *pids]:
+            os.kill(pid, signal.SIGTERM)
+        assert job.wait() == [143], job.output
+    assert not list(tmp_path.glob("here-*-1"))
 
 
 def test_stop_before_the_ranks_are_there_ends_at_once(tmp_path: Path) -> None:
