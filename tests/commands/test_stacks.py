@@ -126,7 +126,7 @@ def test_launcher_passes_a_request_on_that_comes_as_a_signal_or_as_a_file(
         shown_at_last(run, AGREEMENT)
         before = answers(run)
         process.send_signal(signal.SIGUSR2)
-        wait_for("answers of all", lambda: all(n > old for n, old in zip(answers(run), before, strict=True)), log=output)
+        wait_for("answers", lambda: all(n > old for n, old in zip(answers(run), before, strict=True)), log=output)
 
         # From a machine that shares the disk and sees none of the processes
         monkeypatch.setattr(stacks, "host_name", lambda: "login")
