@@ -20,8 +20,8 @@ from rankup.agent.protocol import (
     Link,
     Member,
     interface_of,
-    is_loopback,
 )
+from rankup.env.addresses import is_loopback
 from rankup.errors import JoinError
 
 TRY_S = 4.0  # for the route to the next member: a packet that a firewall drops is sent again after 1 s and 3 s

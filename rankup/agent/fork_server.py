@@ -564,7 +564,7 @@ def run(argv: list[str]) -> NoReturn:
             _put_on_path(os.getcwd())
             runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
         elif os.path.isdir(program) or zipfile.is_zipfile(program):
-            sys.path.insert(0, program)
+            sys.path.insert(0, os.path.abspath(program))
             runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         else:
             _put_on_path(os.path.dirname(os.path.realpath(program)))

@@ -21,11 +21,13 @@ from rankup.agent.protocol import (
     Member,
     encode,
     interface_of,
-    is_loopback,
 )
+from rankup.env.addresses import is_loopback
+from rankup.env.rank_env import ranges
 from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserError
 
 ANSWER_S = 1.5  # to a call. A machine that lost its power holds its connection for long, and its successor waits
+SETTLE_S = 0.5  # a member that was not reached may be ending, which its connection to the leader says in a moment
 MOST_HOSTS = 8  # that one line names
 ENDED = "its process has ended"
 HINT = (
@@ -150,12 +152,8 @@ class Leader:
                     seat.link.send("call", call=seat.call)
             if not self._over and not self._rivals(claim):
                 del self._claims[claim.link]
-                if self._proposed:
-                    self._void()
                 self._seats[claim.link] = claim
                 self._seat_of |= dict.fromkeys(claim.member.ranks, claim)
-                for rank in claim.member.ranks:
-                    self._gone.pop(rank, None)
         self._judge()
 
     def _take(self, link: Link, message: Mapping[str, Any]) -> None:
@@ -264,11 +262,7 @@ class Leader:
         elif not self._proposed:
             self._propose()
         elif self._num_ready == len(self._seats) and self._preparing is None:
-            if problems := sorted(seat.problem for seat in self._seats.values() if seat.problem):
-                first = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
-                self.refuse(f"all ranks reached the master, but not each other: {first}. {HINT}")
-            else:
-                self._preparing = asyncio.create_task(self._commit(self._proposed))
+            self._preparing = asyncio.create_task(self._commit(self._proposed))
 
     def _propose(self) -> None:
         self.membership = self._proposed = self.membership + 1
@@ -296,6 +290,12 @@ class Leader:
             self._preparing = None
 
     async def _commit(self, n: int) -> None:
+        """All are ready. Cancelled where one of them goes."""
+        if problems := sorted(seat.problem for seat in self._seats.values() if seat.problem):
+            await asyncio.sleep(SETTLE_S)
+            first = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
+            self.refuse(f"all ranks reached the master, but not each other: {first}. {HINT}")
+            return
         try:
             more = await self._prepare(n)
         except (UserError, JoinError, PeerLost) as error:
@@ -369,9 +369,9 @@ def describe_missing(
         nodes = sorted({rank // of.num_ranks for rank in missing})[:MOST_HOSTS]
         where = f" (on {', '.join(f'node {node} of {-(-of.world_size // of.num_ranks)}' for node in nodes)})"
     verb = "has" if len(missing) == 1 else "have"
-    left = "".join(f"; {member.who} had joined, but {why}" for member, why in gone[:4])
-    joined = _by_host(present) or "none"
-    return f"{which} of {of.world_size}{where} {verb} not joined after {waited_s:g} s (joined: {joined}){left}"
+    left = [f"; {member.who} had joined, but {why}" for member, why in gone if member.first_rank in missing]
+    joined = f"(joined: {_by_host(present) or 'none'}){''.join(left[:4])}"
+    return f"{which} of {of.world_size}{where} {verb} not joined after {waited_s:g} s {joined}"
 
 
 def describe_claims(one: Member, other: Member) -> str:
@@ -413,13 +413,3 @@ def _by_host(members: Iterable[Member]) -> str:
     more = [f"and ranks on {len(named) - MOST_HOSTS} more machines"] if len(named) > MOST_HOSTS else []
     return "; ".join(named[:MOST_HOSTS] + more)
 
-
-def ranges(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 4, 6, 7] -> "0-2, 4, 6-7"."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

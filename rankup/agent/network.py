@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from rankup.agent.protocol import interface_of
 from rankup.errors import JoinError, LaunchError
 
 PATIENCE_S = 5.0  # how long the end of an earlier job's process may take to free the port
@@ -55,14 +56,6 @@ def port_holder(port: int) -> str:
         except psutil.Error:
             command = "?"
         return f"pid {connection.pid} ({command})"
-    return ""
-
-
-def interface_of(ip: str) -> str:
-    """The name of the interface that carries `ip`, or ""."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address.split("%")[0] == ip.split("%")[0] for address in addresses):
-            return name
     return ""
 
 

@@ -23,7 +23,6 @@ Nothing that arrives is unpickled or executed. Whoever sends something else is d
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import socket
 from collections.abc import Mapping
@@ -159,14 +158,6 @@ class Member:
 
 
 # Addresses ------------------------------------------------------------------------------------------------------------
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this address, or the name localhost, means "this machine" on every machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def interface_of(ip: str) -> str:

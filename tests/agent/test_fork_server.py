@@ -103,9 +103,9 @@ class Rig:
         self.runner.close()
 
 
-def opened(folder: Path, **more: Any) -> "contextlib.closing[Rig]":
+def opened(for_files: Path, **more: Any) -> "contextlib.closing[Rig]":
     """A server of the test's own."""
-    return contextlib.closing(Rig(folder).open(**more))
+    return contextlib.closing(Rig(for_files).open(**more))
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +125,13 @@ def light(tmp_path: Path) -> Iterator[Rig]:
 
 def gone(pid: int) -> bool:
     return state_of(pid) in ("", "Z")
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
 
 
 def stores(rig: Rig) -> list[psutil.Process]:
@@ -188,18 +195,19 @@ def test_missing_script_ends_as_in_a_fresh_interpreter(rig: Rig, tmp_path: Path)
 
 FACTS = """
 import builtins, gc, json, os, random, signal, sys, threading, warnings
-import numpy, torch
+import numpy, torch, torch._dynamo
 main = sys.modules["__main__"]
 spec = getattr(main, "__spec__", "none")
 assert main.__dict__ is globals()
 matrix = torch.arange(300 * 300, dtype=torch.float32).reshape(300, 300).sin()
+array = matrix.numpy()
 print(json.dumps({
     "environment": dict(os.environ), "path": sys.path, "argv": sys.argv, "orig_argv": sys.orig_argv,
     "name": __name__, "file": __file__, "spec": spec and spec.name, "package": __package__, "cached": __cached__,
     "loader": type(__loader__).__name__, "builtins": __builtins__ is builtins, "cwd": os.getcwd(),
     "names": sorted(name for name in globals() if name.startswith("__")),
     "threads": [torch.get_num_threads(), torch.get_num_interop_threads(), threading.active_count()],
-    "sums": [(matrix @ matrix).double().sum().item(), matrix.sum().item(), numpy.dot(matrix, matrix).sum().item()],
+    "sums": [(matrix @ matrix).double().sum().item(), matrix.sum().item(), float((array @ array).sum())],
     "warnings": [str(entry) for entry in warnings.filters], "gc": [gc.isenabled(), *gc.get_threshold()],
     "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
     "handlers": {str(number): str(signal.getsignal(number)).partition(" at ")[0] for number in
@@ -221,22 +229,22 @@ def test_forked_script_finds_what_a_fresh_one_finds(how: str, rig: Rig, tmp_path
     script(tmp_path / "folder", FACTS, "__main__.py")
     (tmp_path / "link.py").symlink_to("folder/script.py")
     argv = [*argv, "--lr", "0.5"]
-    env = {**rig.env, "MINE": "1"}
-    del env["PYTHONWARNINGS"]
-    env["PYTHONWARNINGS"] = rig.env["PYTHONWARNINGS"]
     forked = rig.ran(argv, env={"MINE": "1"}, cwd=tmp_path).facts
-    assert forked == {**fresh(argv, env=env, cwd=tmp_path).facts, "orig_argv": forked["orig_argv"]}
+    expected = fresh(argv, env={**rig.env, "MINE": "1"}, cwd=tmp_path).facts
+    assert forked == {**expected, "orig_argv": forked["orig_argv"]}
     assert forked["orig_argv"][1:] == argv
 
 
 def test_variable_that_only_the_server_has_is_not_the_rank_s(rig: Rig, tmp_path: Path) -> None:
     file = script(tmp_path, "import json, os\nprint(json.dumps(dict(os.environ)))")
-    rank, gone = 1000, rig.folder / "gone"
-    with gone.open("w") as output:
+    rank, printed = 1000, rig.folder / "printed"
+    with printed.open("w") as output:
         env = {name: value for name, value in rig.env.items() if name != "OMP_NUM_THREADS"}
         rig.server.start_rank(rank, [str(file)], env=env, name="rank", outputs=[output.fileno()])
     rig.until(lambda: rank in rig.codes)
-    assert json.loads(gone.read_text()) == env
+    found = json.loads(printed.read_text())
+    assert "OMP_NUM_THREADS" not in found
+    assert {name: found.get(name) for name in env} == env
 
 
 def test_each_fork_has_random_numbers_of_its_own(rig: Rig, tmp_path: Path) -> None:
@@ -359,7 +367,21 @@ os._exit(5)
         each.until(lambda ended=ended: gone(int(ended.out)))
 
 
-def test_server_kills_what_is_left_of_a_rank_before_it_gives_the_number_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A server in pytest's own process, which forks nothing. `agent`: the other end of its channel."""
+    agent, channel = socket.socketpair()
+    for name in ("signal", "set_wakeup_fd"):
+        monkeypatch.setattr(signal, name, lambda *_, **__: None)
+    server: Any = Server(channel, fork=True)
+    server.agent = agent
+    with agent, channel, server._woken, server._waker:
+        yield server
+
+
+def test_server_kills_what_is_left_of_a_rank_before_it_gives_the_number_back(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And goes on where it may not kill: a rank can have changed its user."""
     states = []
 
@@ -367,7 +389,6 @@ def test_server_kills_what_is_left_of_a_rank_before_it_gives_the_number_back(mon
         states.append(state_of(pid))
         raise PermissionError
 
-    server = server_of_a_test(monkeypatch)
     pid = os.posix_spawnp("true", ["true"], {})
     server._ranks[pid] = 3
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -382,19 +403,7 @@ def test_server_kills_what_is_left_of_a_rank_before_it_gives_the_number_back(mon
     assert state_of(pid) == ""
 
 
-def server_of_a_test(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A server in pytest's own process, which forks nothing. `agent`: the other end of its channel."""
-    agent, channel = socket.socketpair()
-    for name in ("signal", "set_wakeup_fd"):
-        monkeypatch.setattr(fork_server.signal, name, lambda *_, **__: None)
-    server: Any = Server(channel, fork=True)
-    server.agent = agent
-    return server
-
-
-def test_rank_that_can_not_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = server_of_a_test(monkeypatch)
-
+def test_rank_that_can_not_be_started_is_told(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_more() -> int:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -453,7 +462,7 @@ def test_closed_server_takes_all_with_it_without_a_word(tmp_path: Path) -> None:
     with opened(tmp_path, fork=False) as light:
         pid = light.ready(light.start([script(tmp_path, WAITS)]))
     assert state_of(light.server.pid) == ""
-    assert gone(pid)
+    wait_until(lambda: gone(pid))
     assert (light.codes, light.gone) == ({}, 0)
 
 
@@ -477,10 +486,7 @@ asyncio.run(agent())
         pids += [child.pid for child in psutil.Process(pids[0]).children()]
         assert len(set(pids)) == 3
         process.kill()
-    until_s = time.monotonic() + 60
-    while not all(map(gone, pids)):
-        assert time.monotonic() < until_s, "processes were left"
-        time.sleep(0.01)
+    wait_until(lambda: all(map(gone, pids)))
 
 
 # The store ----------------------------------------------------------------------------------------------------------

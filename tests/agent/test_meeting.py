@@ -81,7 +81,7 @@ class Room:
     """A leader of three ranks that anybody can connect to, and a clock that only the test moves."""
 
     def __init__(self, me: Member) -> None:
-        self.now_s, self.said = 1000.0, list[str]()
+        self.now_s, self.said, self.raised = 1000.0, list[str](), list[Exception]()
         self.heard: asyncio.Queue[tuple[Member, Mapping[str, Any]]] = asyncio.Queue()
         self.prepared: Callable[[int], Awaitable[Mapping[str, Any]]] = self.prepare_nothing
         self.leader = Leader(
@@ -97,6 +97,8 @@ class Room:
         self.attended += 1
         try:
             await self.leader.attend(reader, writer)
+        except Exception as error:
+            self.raised.append(error)
         finally:
             writer.close()
             self.attended -= 1
@@ -165,6 +167,7 @@ async def room(me: Member | None = None) -> AsyncIterator[Room]:
         for link in made.links:
             link.close()
         await until(lambda: made.attended == 0)
+    assert not made.raised
 
 
 # Coming together ------------------------------------------------------------------------------------------------------
@@ -293,6 +296,17 @@ async def test_routes_that_are_closed_are_named_to_all_alike():
             assert said["code"] == JOIN_FAILED
             closed = "all ranks reached the master, but not each other: 1 can't reach 2; 2 can't reach 0. gloo and nccl"
             assert said["text"].startswith(closed)
+
+
+@asynchronous
+async def test_a_route_to_a_member_that_is_ending_is_no_reason_to_refuse_the_others():
+    async with room() as here:
+        puppets = await here.three()
+        for puppet, problem in zip(puppets, ["1 refuses", "", ""], strict=True):
+            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem=problem)
+        puppets[1].vanish()
+        puppets[1] = await here.enter(member(1, token="again"))
+        await here.agree(puppets)
 
 
 # Who can't belong to it ----------------------------------------------------------------------------------------------
@@ -553,6 +567,8 @@ async def test_ends_are_heard_before_the_leader_prepares():
             puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
         for puppet in puppets:
             assert await puppet.hears("over") == {"is": "over", "code": 1, "text": "a fault"}
+        await here.nothing_is_said_to(*puppets)
+        for puppet in puppets:
             puppet.vanish()
         assert sorted(ends) == [0, 1, 2]
         await until(lambda: not here.leader.members)
@@ -571,6 +587,8 @@ async def test_members_may_go_once_it_is_over_and_nobody_else_is_taken():
         await here.nothing_is_said_to(puppets[0], puppets[2])
         late = await here.connect()
         assert (await late.receive())["over"] == "the job at this address has just ended"
+        late.send("hello", **asdict(member(1, token="late")), version=VERSION, waited_s=0.0, n=0)
+        await Puppet(late, member(1)).is_cut()
 
 
 @asynchronous
@@ -907,6 +925,35 @@ async def test_a_leader_that_ends_is_looked_for_again_elsewhere():
             assert (await one.hears("propose"))["n"] == 6
 
 
+@pytest.mark.parametrize("loss", ["lost", "gone"])
+@asynchronous
+async def test_the_time_to_join_begins_when_a_membership_is_lost(loss: str, monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"ALIVE_S": 0.01, "LAST_WORD_S": 0.01}.items():
+        monkeypatch.setattr(attendance, name, value)
+    clock = Steps(monkeypatch)
+    async with fake_leader() as (port, links):
+        one = Attendance(member(1), {}, lambda: find(port), notice=print, clock=clock)
+        events = one.events()
+        waiting = asyncio.ensure_future(anext(events))
+        link, _ = await greeted(links)
+        link.send("commit", n=1, hosts=[])
+        assert (await waiting)["is"] == "commit"
+        clock.now_s += 1000.0
+        if loss == "lost":
+            link.send("lost", n=1, ranks=[2], host="node2", why="exit code 137")
+        else:
+            link.close()
+        assert (await anext(events))["is"] == loss
+        if loss == "gone":
+            link, hello = await greeted(links)
+            assert hello["waited_s"] == 0.0
+        for _ in range(100):
+            assert (await link.receive())["is"] == "alive"
+        clock.now_s += 121.0
+        with pytest.raises(JoinError):
+            await anext(events)
+
+
 @asynchronous
 async def test_a_leader_that_takes_nobody_any_more_is_asked_again():
     async with fake_leader() as (port, links), attending(member(1), port=port) as (one,):
@@ -1193,6 +1240,15 @@ def test_a_leader_that_is_started_anew_leads_the_same_members(agents: Agents):
 )
 def test_ranges_are_short(numbers: list[int], text: str):
     assert ranges(numbers) == text
+
+
+def test_who_had_joined_and_is_missing_is_named():
+    gone = [(member(0), "its process has ended"), (member(1), "gave no sign of life for 31 s")]
+    said = describe_missing([member(0, token="again"), member(2)], gone, [], of=member(0), waited_s=5)
+    assert said == (
+        "rank 1 of 3 has not joined after 5 s (joined: 0 on node0; 2 on node2); "
+        "rank 1 on node1 (pid 1001) had joined, but gave no sign of life for 31 s"
+    )
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_output_whose_reader_comes_in_time_loses_nothing(
     monkeypatch.setattr(output, "WAIT_S", 600.0)
     reader, writer = pipe
     fill(writer)
-    late = threading.Thread(target=lambda: (waits.wait(), os.read(reader, 2**20)))
+    late = threading.Thread(target=lambda: (waits.wait(), os.read(reader, 2**20)), daemon=True)
     late.start()
     Output(writer).write(b"x\n" * 4000)
     late.join()
@@ -95,7 +95,7 @@ def test_threads_that_print_at_once_lose_no_line(pipe: tuple[int, int], monkeypa
             out.write(f"{name} {number}\n".encode() * 10)
 
     threads = [threading.Thread(target=say, args=[name]) for name in "ab"]
-    reading = threading.Thread(target=read)
+    reading = threading.Thread(target=read, daemon=True)
     for thread in (reading, *threads):
         thread.start()
     for thread in threads:
@@ -112,7 +112,7 @@ def test_fork_prints_while_a_thread_of_its_parent_waits_for_a_reader(
     reader, writer = pipe
     fill(writer)
     out = Output(writer)
-    waiting = threading.Thread(target=out.write, args=[b"waits\n"])
+    waiting = threading.Thread(target=out.write, args=[b"waits\n"], daemon=True)
     waiting.start()
     assert waits.wait(60)
     if (pid := os.fork()) == 0:
@@ -376,7 +376,8 @@ def test_bar_without_an_end_becomes_a_line_now_and_then(tmp_path: Path, monkeypa
 def test_line_without_an_end_needs_no_more_memory(piece: bytes, num_lines: int, tmp_path: Path) -> None:
     async def main() -> None:
         rank = Rank(tmp_path)
-        feed = threading.Thread(target=lambda: [rank.say(piece) for _ in range(8 * 2**20 // len(piece))])
+        pieces = [piece] * (8 * 2**20 // len(piece))
+        feed = threading.Thread(target=lambda: [rank.say(each) for each in pieces], daemon=True)
         feed.start()
         while feed.is_alive():
             await asyncio.sleep(0)
@@ -393,7 +394,9 @@ def test_line_without_an_end_needs_no_more_memory(piece: bytes, num_lines: int, 
 def test_tail_keeps_the_last_lines(tmp_path: Path) -> None:
     async def main() -> None:
         rank = Rank(tmp_path)
-        rank.say("".join(f"{number}\n" for number in range(1000)))
+        rank.say("".join(f"{number}\n" for number in range(700)))
+        await rank.until(lambda: rank.pump.tail.endswith("699"))
+        rank.say("".join(f"{number}\n" for number in range(700, 1000)))
         await rank.end()
         assert rank.pump.tail.splitlines() == [str(number) for number in range(600, 1000)]
         assert len(rank.texts) == 1000
@@ -433,6 +436,7 @@ def test_traceback_is_printed_when_nobody_asks_for_it(
 ) -> None:
     async def main() -> None:
         rank = Rank(tmp_path)
+        monkeypatch.setattr(output, "HOLD_S", 600.0)
         rank.fail(TRACEBACK + "line\n" * output.TAIL)  # too much to keep
         await rank.until(lambda: "Traceback" in capsys.readouterr().err)
         monkeypatch.setattr(output, "HOLD_S", 0.0)

@@ -88,14 +88,6 @@ def ended(argv: list[str], act: Callable[[int], None] = lambda pid: None, **more
     return asyncio.run(agent())
 
 
-@pytest.fixture(params=["pidfd", "poll"])
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without what an old kernel, or another system, does not have."""
-    if request.param == "poll":
-        monkeypatch.delattr(os, "pidfd_open")
-
-
-@pytest.mark.usefixtures("_way")
 def test_fresh_interpreter_prints_where_it_was_told_to_and_its_end_is_told(tmp_path: Path) -> None:
     text = (
         "import os, sys\nprint(os.getcwd(), sys.argv[1:], os.getsid(0) == os.getpid())\n"
@@ -127,7 +119,6 @@ def test_sigusr1_becomes_sigterm_without_a_handler(named: "subprocess.Popen[byte
         assert bare.wait() == -signal.SIGTERM
 
 
-@pytest.mark.usefixtures("_way")
 def test_what_a_fresh_interpreter_has_started_ends_with_it(tmp_path: Path) -> None:
     text = (
         "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
