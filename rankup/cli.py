@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 def launch(
     words: Sequence[str], *, helpers: Helpers | None = None,
-    preflight: Callable[[Script, str], int] = lambda script, run_dir: FINISHED,
+    preflight: Callable[[Script, str], int] | None = None,
 ) -> int:
     """Be the agent of this node to the end of the job. Returns the exit code.
 
@@ -87,7 +87,9 @@ def launch(
         )
         for warning in node.warnings:
             log.warning("%s", warning)
-        if given.preflight and (unfit := preflight(script, given.run_dir)):
+        if given.preflight and preflight is None:
+            raise ConfigError("--preflight must be used with the program's own doctor: python -m train.main launch ...")
+        if given.preflight and preflight and (unfit := preflight(script, given.run_dir)):
             return unfit
         name = given.name or node.run_name or Path(script.name.removeprefix("-m ")).stem
         return asyncio.run(_run(node, script, options, Path(given.run_dir, name), helpers))
