@@ -3,12 +3,15 @@
 The scripts do not import torch, so that a test takes a second.
 """
 
+import asyncio
 import json
 import os
 import re
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rankup.agent.agent import REPEAT_S
+from rankup.agent.agent import REPEAT_S, _aside
 from tests.rigs.jobs import Job, ended, free_port, lives, start
 
 TORCHRUN_SETS = {
@@ -308,6 +311,26 @@ def test_batch_system_that_signals_every_process_is_obeyed_once(tmp_path: Path) 
     assert not list(tmp_path.glob("here-*-1"))
 
 
+def test_stop_follows_a_notice(tmp_path: Path) -> None:
+    text = "signal.signal(signal.SIGUSR1, lambda *_: say('noticed'))\n"
+    text += "signal.signal(signal.SIGTERM, lambda *_: (say('saved'), sys.exit(0)))\n"
+    with ended(launch(tmp_path, text + WAITS)) as job:
+        for name, after in (("SIGUSR1", "here"), ("SIGTERM", "noticed")):
+            for rank in TWO:
+                pid_of(tmp_path, rank, name=after)
+            job.processes[0].send_signal(getattr(signal, name))
+        assert job.wait() == [143], job.output
+    assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0-0", "saved-1-0"}
+
+
+def test_disk_that_hangs_holds_nobody() -> None:
+    """Not even the end of the event loop, which waits for the threads of its own pool."""
+    hangs = threading.Event()
+    assert asyncio.run(_aside(hangs.wait, timeout_s=0.05)) is None
+    assert not hangs.is_set()
+    hangs.set()
+
+
 def test_stop_before_the_ranks_are_there_ends_at_once(tmp_path: Path) -> None:
     with ended(Job()) as job:
         add_node(job, tmp_path, WAITS, node=0, num_nodes=2, port=free_port())
@@ -349,6 +372,24 @@ def test_stop_of_one_node_reaches_the_scripts_of_all(tmp_path: Path) -> None:
         for rank in TWO:
             pid_of(tmp_path / f"node{rank}", rank)
         job.processes[1].send_signal(signal.SIGTERM)
+        assert job.wait() == [143, 143], job.output
+
+
+def test_stop_of_another_node_is_not_this_nodes_own_first_signal(tmp_path: Path) -> None:
+    """Nodes are drained one after the other."""
+    with ended(nodes(tmp_path, HANDLES + WAITS)) as job:
+        folders = [tmp_path / f"node{node}" for node in TWO]
+        for rank in TWO:
+            pid_of(folders[rank], rank)
+        job.processes[0].send_signal(signal.SIGTERM)
+        for rank in TWO:
+            pid_of(folders[rank], rank, name="SIGTERM")
+        time.sleep(REPEAT_S + 0.2)
+        job.processes[1].send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.processes[1].wait(1)  # it would have ended by then
+        for rank in TWO:
+            (folders[rank] / f"saved-{rank}").touch()
         assert job.wait() == [143, 143], job.output
 
 
@@ -396,7 +437,16 @@ def test_nodes_with_different_scripts_are_refused(tmp_path: Path) -> None:
             add_node(job, tmp_path / f"node{node}", f"print({node})", node=node, num_nodes=2, port=port)
         assert job.wait() == [2, 2], job.output
     assert "script job.py must be the same on all ranks" in job.output
-    assert not list(tmp_path.glob("node*/here-*"))
+    assert not list(tmp_path.glob("node*/runs"))  # the status of an earlier run stays as it was
+
+
+def test_second_job_of_that_name_is_refused(tmp_path: Path) -> None:
+    with ended(launch(tmp_path, WAITS)) as first, ended(launch(tmp_path, WAITS)) as second:
+        codes = until(lambda: [job.processes[0].poll() for job in (first, second) if job.processes[0].poll()], "no end")
+        assert codes == [2]
+        (tmp_path / "go").touch()
+        assert sorted([*first.wait(), *second.wait()]) == [0, 2]
+    assert "is owned by a live attempt" in first.output + second.output
 
 
 def test_port_of_another_is_named(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
     assert result_of(output) == expected(script, once, tmp_path)
 
 
-# A group of one by env://, processes of its own, libraries that look for a launcher (bert_trainer by Accelerate)
-@some("ddp_env", "imagenet", "lightning_digits", "accelerate_loop")
+# A group of one by env://, processes of its own, a library that looks for a launcher
+@some("ddp_env", "imagenet", "lightning_digits")
 @again_if_aborted
 def test_foreign_script_runs_alone(script: Script, forks: Forks, tmp_path: Path) -> None:
     """As a group of one, where `python SCRIPT` would miss the variables of a launcher too."""

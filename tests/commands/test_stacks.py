@@ -148,6 +148,7 @@ import os, pathlib, signal, sys, time
 import torch.distributed as dist
 
 assert "train" not in sys.modules, "a script of that name imports itself"
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGUSR2, lambda *_: os._exit(3))  # its own: a batch system's warning, say
 assert "RANKUP_STACKS" not in os.environ
 assert os.environ["PYTHONPATH"] == os.environ["PATH_BEFORE"]
@@ -171,6 +172,9 @@ def test_script_of_the_users_shows_its_stacks_too(tmp_path: Path) -> None:
         process.send_signal(signal.SIGUSR2)
         wait_for("answer to the signal", lambda: f"are in {run / 'stacks'}" in output(), log=output)
         assert "rank 1: train.py" in output()
+        process.send_signal(signal.SIGTERM)
+        said = "after SIGTERM the script still runs: ranks 0, 2: barrier (train.py:"
+        wait_for("where it is", lambda: said in output(), log=output)
         assert process.poll() is None
 
 

@@ -187,9 +187,21 @@ def test_status_of_somebody_elses_script_while_it_runs(tmp_path: Path) -> None:
         text = status(tmp_path / "own").stdout
         assert re.search(r"^state +running$", text, re.MULTILINE)
         assert re.search(r"^1 +\S+ +script +now$", text, re.MULTILINE)
+        attempt = found["attempt"]
+        process_of_script(job.processes[0].pid).kill()
+        wait_for("another attempt", lambda: as_json(tmp_path / "own")["attempt"] != attempt)
         go.touch()
         assert job.wait() == [0], job.output
-    assert as_json("own", "--run-dir", tmp_path)["state"] == "finished"
+    found = as_json("own", "--run-dir", tmp_path)
+    assert (found["state"], found["goodput"], found["script"]["attempts"]) == ("finished", None, 2)
+    assert set(found["script"]["shares"]) == {"script", "start", "join", "waiting"}
+    text = status(tmp_path / "own").stdout
+    assert re.search(r"^script +\d+% of .* in 2 attempts: .*start \d+%", text, re.MULTILINE), text
+    assert re.search(r"after \d+ s of the script: SIGKILL: .*\(exit code 137\)", text), text
+
+
+def process_of_script(launcher: int) -> psutil.Process:
+    return psutil.Process(launcher).children()[-1]
 
 
 def both_in_the_script(folder: Path) -> Any:

@@ -117,15 +117,12 @@ def test_run_under_launch_ends_with_the_same_weights(
     assert not strangers.open_to_all, "a job on one machine needs no port that others reach"
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_launch_repeats_an_attempt_that_strangers_ended(
-    forks: Forks, tmp_path: Path, undisturbed: str, proof: Path, seed: int
-):
+def test_launch_repeats_an_attempt_that_strangers_ended(forks: Forks, tmp_path: Path, undisturbed: str, proof: Path):
     """They send what gloo's own connections begin with to ranks that wait for those, and so take their places."""
     (tmp_path / "slow.py").write_text(SLOW)
     line = (tmp_path / "slow.py", *LINE, "--run-dir", tmp_path, "--name", "run")
-    job = forks.start("launch", "--nproc=2", "--max-restarts=4", *line, env={"SLOW_RANKS": str(seed)})
-    strangers = disturbed(job, proof, seed=seed, only="gloo")
+    job = forks.start("launch", "--nproc=2", "--max-restarts=4", *line, env={"SLOW_RANKS": "1"})
+    strangers = disturbed(job, proof, seed=0, only="gloo")
     code = job.processes[0].code
     assert code is not None
     if code == 0:
@@ -135,8 +132,7 @@ def test_launch_repeats_an_attempt_that_strangers_ended(
         assert not (tmp_path / "run" / "result.json").exists()
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("only", ["", "gloo", "store"])
+@pytest.mark.parametrize(("only", "seed"), [("", 0), ("gloo", 1), ("store", 0)])
 def test_an_attempt_ends_well_or_with_a_code_that_is_tried_again(
     forks: Forks, tmp_path: Path, undisturbed: str, proof: Path, only: str, seed: int
 ):
