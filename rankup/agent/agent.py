@@ -46,7 +46,15 @@ from rankup.agent.protocol import Member
 from rankup.agent.record import Records
 from rankup.agent.script import Script
 from rankup.agent.script_env import rank_environment
-from rankup.agent.status import RunStatus, announce_stacks, new_job, stacks_environment, write_end
+from rankup.agent.status import (
+    REPORT_S,
+    RunStatus,
+    announce_stacks,
+    new_job,
+    stacks_environment,
+    write_end,
+    write_health,
+)
 from rankup.env.addresses import free_port
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED
@@ -104,6 +112,7 @@ class Rank:
         self.running = self.told = False
         self.pid = 0  # of a script that does not import rankup; the fork server knows those of others
         self.pump: Pump | None = None
+        self.started_s = 0.0
         self.stopped_since_s = 0.0  # in state T
 
 
@@ -239,7 +248,7 @@ class Agent:
             log.warning("%s", commit["why"])
         self._all_ended.clear()
         for rank in self.ranks:
-            rank.running, rank.told = True, False
+            rank.running, rank.told, rank.started_s = True, False, time.monotonic()
             self.records.clear(rank.local_rank)
             words = self.script.command(
                 local_rank=self.node.local_rank + rank.local_rank, option=self.options.pass_local_rank
@@ -451,11 +460,16 @@ class Agent:
 
     async def _tick(self) -> None:
         """What tells nobody: ranks that were stopped (SIGSTOP), and orphans that a container's first process reaps."""
+        reported_s = 0.0
         while True:
             await asyncio.sleep(TICK_S)
             pids = {rank: self._pid_of(rank) for rank in self.ranks if rank.running}
             reap_orphans({*pids.values(), self.server.pid if self.server is not None else 0})
             now_s = time.monotonic()
+            if not self.knows_us and now_s - reported_s >= REPORT_S:
+                reported_s = now_s
+                for rank, pid in pids.items():
+                    write_health(os.environ, rank.number, pid, rank.started_s)
             for rank, pid in pids.items():
                 if not pid or state_of(pid) != "T":
                     rank.stopped_since_s = now_s
@@ -501,10 +515,12 @@ class Lead:
             self.status.release()
 
     async def _tick(self) -> None:
+        reported_s = 0.0
         while True:
             await asyncio.sleep(TICK_S)
             self.leader.tick()
-            if self.status is not None and self.leader.running:
+            if self.status is not None and self.leader.running and time.monotonic() - reported_s >= REPORT_S:
+                reported_s = time.monotonic()
                 self.status.report()
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from rankup.agent.agent import REPEAT_S, _aside
-from tests.rigs.jobs import Job, ended, free_port, lives, start
+from tests.rigs.jobs import ROOT, Job, ended, free_port, lives, start
 
 TORCHRUN_SETS = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -133,6 +133,18 @@ def test_nobody_reads_what_is_printed_and_the_job_goes_on(tmp_path: Path) -> Non
         (tmp_path / "go").touch()
         assert job.processes[0].wait(240) == 0
     assert status(tmp_path)["attempt"].endswith("-1")
+
+
+def test_health_check_of_a_container_sees_the_script(tmp_path: Path) -> None:
+    env = {"RANKUP_HEALTH_DIR": str(tmp_path)}
+    with ended(Job()) as job:
+        add_node(job, tmp_path, WAITS, node=0, num_nodes=1, port=free_port(), env=env)
+        until((tmp_path / "rank-0.json").exists, "no report")
+        check = [sys.executable, "-I", ROOT / "train" / "process" / "health.py"]
+        done = subprocess.run(check, env=env, capture_output=True, text=True)
+        (tmp_path / "go").touch()
+        assert job.wait() == [0], job.output
+    assert (done.returncode, done.stdout[:15]) == (0, "rank 0: script ")
 
 
 # Ends and restarts ----------------------------------------------------------------------------------------------------
