@@ -22,7 +22,7 @@ import psutil
 
 PAUSE_S = 0.02  # between two looks at the ports
 CONNECT_S = 0.5
-MAX_HELD = 40  # connections that stay open: a job has 1,024 descriptors, and its supervisor is on the same machine
+MAX_HELD = 40  # connections that stay open: a job has 1,024 descriptors, and its agent is on the same machine
 
 
 class Evil:

@@ -47,7 +47,7 @@ def memory_left(root: Path = ROOT) -> int | None:
 
 def memory_available() -> int:
     """Bytes that this process can take without swapping, of the machine and of its container or job."""
-    import psutil  # 20 ms that a supervisor does without
+    import psutil  # 20 ms that others do without
 
     left, available = memory_left(), psutil.virtual_memory().available
     return available if left is None else min(available, left)
