@@ -196,7 +196,7 @@ def test_status_of_somebody_elses_script_while_it_runs(tmp_path: Path) -> None:
     assert (found["state"], found["goodput"], found["script"]["attempts"]) == ("finished", None, 2)
     assert set(found["script"]["shares"]) == {"script", "start", "join", "waiting"}
     text = status(tmp_path / "own").stdout
-    assert re.search(r"^script +\d+% of .* in 2 attempts: .*start \d+%", text, re.MULTILINE), text
+    assert re.search(r"^script +\d+% of .* in 2 attempts: .*waiting \d+%", text, re.MULTILINE), text
     assert re.search(r"after \d+ s of the script: SIGKILL: .*\(exit code 137\)", text), text
 
 
