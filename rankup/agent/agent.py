@@ -33,6 +33,7 @@ from rankup.agent.network import choose_interface, listen
 from rankup.agent.output import Pump, host_name, last_exception, open_log
 from rankup.agent.processes import (
     cpu_quota,
+    die_with_parent,
     explain_sigkill,
     has_handler,
     kill_session,
@@ -45,7 +46,7 @@ from rankup.agent.processes import (
 from rankup.agent.protocol import Member
 from rankup.agent.record import Records
 from rankup.agent.script import Script
-from rankup.agent.script_env import rank_environment
+from rankup.agent.script_env import PARENT, rank_environment
 from rankup.agent.status import (
     REPORT_S,
     RunStatus,
@@ -141,6 +142,8 @@ class Agent:
 
     async def run(self) -> Verdict:
         """Be one of the agents to the end. Returns its exit code and why. Raises JoinError and UserError."""
+        if (parent := os.environ.get(PARENT, "")).isdecimal():
+            die_with_parent(int(parent))
         self.script.check(os.environ, world_size=self.node.world_size)
         settings = self.script.must_match()
         me = Member(

@@ -58,12 +58,10 @@ def run_id(folder: Path) -> str:
     return str(json.loads((folder / "run" / "run.json").read_text())["run"])
 
 
-def launch(
-    folder: Path, *more: str, faults: Path, groups: places.Groups, max_restarts: int = 3
-) -> Job:
+def launch(folder: Path, *more: str, faults: Path, groups: places.Groups, max_restarts: int = 3) -> Job:
     return start(
         sys.executable, MAIN, "launch", "--nproc=2", f"--max-restarts={max_restarts}", MAIN, *train(folder, *more),
-        env=places.order(faults, groups)
+        env=places.order(faults, groups),
     )
 
 
