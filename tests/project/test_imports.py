@@ -139,8 +139,9 @@ def test_schedulers_are_named_in_env_alone() -> None:
 OWN_VARIABLE = re.compile(r"""environ(\.get\(|\[)["']RANKUP_|getenv\(["']RANKUP_""")
 
 
-def test_variables_of_our_own_are_read_in_env_and_process_alone() -> None:
-    others = [path for path in files() if folder_of(module_of(path)) not in ("rankup.env", "train.process")]
+def test_variables_of_our_own_are_read_in_env_agent_and_process_alone() -> None:
+    homes = {"rankup.env", "rankup.agent", "train.process"}
+    others = [path for path in files() if folder_of(module_of(path)) not in homes]
     assert len(others) > 30
     assert [str(path) for path in others if OWN_VARIABLE.search(path.read_text())] == []
     assert OWN_VARIABLE.search((ROOT / "rankup" / "env" / "rank_env.py").read_text())
