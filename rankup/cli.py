@@ -50,8 +50,8 @@ def parser() -> argparse.ArgumentParser:
     add("--name", default="", help="of the run (default: the script's)")
     add("--run-dir", default="runs", metavar="DIR", help="the folder of all runs (%(default)s)")
     add("--start", choices=["fork", "fresh", "spawn"], default="fork",
-        help="how ranks start whose script imports rankup: forked from a process that has imported torch, as fresh "
-        "interpreters, or by torch.multiprocessing (%(default)s)")
+        help="how ranks start whose script imports rankup: forked from a process that has imported torch, or as fresh "
+        "interpreters, which spawn means too (%(default)s)")
     add("--preload", default="", metavar="MODULES",
         help="import these too before ranks are forked, as torchvision,mine")
     add("--preflight", action="store_true", help="check this machine first; where it is not fit, nothing is started")
