@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.rigs.containers import rank_of
 from tests.rigs.foreign_scripts import (
     FOLDER,
     SCRIPTS,
@@ -22,6 +21,7 @@ from tests.rigs.foreign_scripts import (
     result_of,
 )
 from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import environ_of
 
 
 def some(*names: str) -> pytest.MarkDecorator:
@@ -68,8 +68,8 @@ def test_foreign_script_goes_on_from_its_own_checkpoint_after_a_killed_rank(
     line = ("launch", "--nproc=2", "--run-dir", tmp_path, *script.words(own))
     with forks.running(*line, "--seconds-per-step", "0.3", env=WARN) as job:
         job.wait_until((own / "step-000004" / ".metadata").exists, "the first checkpoint")
-        family = psutil.Process(job.processes[0].pid).children(recursive=True)
-        (victim,) = [process for process in family if rank_of(process) == 1]
+        ranks = psutil.Process(job.processes[0].pid).children()
+        (victim,) = [process for process in ranks if environ_of(process.pid).get("RANK") == "1"]
         victim.send_signal(signal.SIGKILL)
         assert job.wait() == [0], job.output
     assert "rank 0 goes on from step-" in job.output
