@@ -50,8 +50,8 @@ def parser() -> argparse.ArgumentParser:
     add("--name", default="", help="of the run (default: the script's)")
     add("--run-dir", default="runs", metavar="DIR", help="the folder of all runs (%(default)s)")
     add("--start", choices=["fork", "fresh", "spawn"], default="fork",
-        help="how ranks start whose script imports rankup: forked from a process that has imported torch, as fresh "
-        "interpreters, or by torch.multiprocessing (%(default)s)")
+        help="how ranks start whose script imports rankup: forked from a process that has imported torch, or as fresh "
+        "interpreters, which spawn means too (%(default)s)")
     add("--preload", default="", metavar="MODULES",
         help="import these too before ranks are forked, as torchvision,mine")
     add("--preflight", action="store_true", help="check this machine first; where it is not fit, nothing is started")
@@ -61,17 +61,16 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def _no_doctor() -> int:
-    """Raises ConfigError: the doctor belongs to the program, and this library does not know it."""
-    raise ConfigError("--preflight must be asked of `rankup launch` or `python -m train.main launch`, which have it.")
-
-
-def launch(words: Sequence[str], *, helpers: Helpers | None = None, preflight: Callable[[], int] = _no_doctor) -> int:
+def launch(
+    words: Sequence[str], *, helpers: Helpers | None = None,
+    preflight: Callable[[Script, str], int] | None = None,
+) -> int:
     """Be the agent of this node to the end of the job. Returns the exit code.
 
-    `preflight`: the doctor's code for this machine, 0 where it is fit.
+    `preflight`: the doctor's code for this machine, this script and the folder of its runs; 0 where all is well.
     """
     given = parser().parse_args(words)
+    helpers = helpers or Helpers()
     guard("stdout", "stderr")
     setup_logging()
     try:
@@ -88,20 +87,26 @@ def launch(words: Sequence[str], *, helpers: Helpers | None = None, preflight: C
         )
         for warning in node.warnings:
             log.warning("%s", warning)
-        if given.preflight and (unfit := preflight()):
+        if given.preflight and preflight is None:
+            raise ConfigError("--preflight must be used with the program's own doctor: python -m train.main launch ...")
+        if given.preflight and preflight and (unfit := preflight(script, given.run_dir)):
             return unfit
         name = given.name or node.run_name or Path(script.name.removeprefix("-m ")).stem
-        return asyncio.run(_run(node, script, options, Path(given.run_dir, name), helpers or Helpers()))
+        return asyncio.run(_run(node, script, options, Path(given.run_dir, name), helpers))
     except (UserError, JoinError) as error:
         log.error("%s", f"error: {error}" if error.code == USER_MISTAKE else f"{error} (exit code {error.code})")
+        helpers.tell(str(error), error.code)
         return error.code
 
 
 async def _run(node: NodeEnv, script: Script, options: Options, run_dir: Path, helpers: Helpers) -> int:
-    verdict = await Agent(node, script, options, run_dir=run_dir, helpers=helpers).run()
+    agent = Agent(node, script, options, run_dir=run_dir, helpers=helpers)
+    verdict = await agent.run()
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):
         log.error("%s (exit code %d)", verdict.text, code)
+    if not agent.knows_us:
+        helpers.tell(verdict.text, code)
     return code
 
 

@@ -45,16 +45,16 @@ def matrix() -> Iterator[Case]:
             (Fault("forward", 0, 17), Fault("forward", last, 17)),
         ))
         yield Case("wide", world_size, sequence(
-            Fault("forward", 1, 4, whom="supervisor"), Fault("backward", 0, 8, whom="node"),
+            Fault("forward", 1, 4, whom="agent"), Fault("backward", 0, 8, whom="node"),
             Fault("after the optimizer", last, 12, whom="server"), Fault("between buckets", 0, 16, "memory"),
         ))
     for world_size in (2, 3):  # each rank in a container of its own
         yield Case("wide", world_size, sequence(
             Fault("forward", 1, 4), Fault("backward", 0, 7), Fault("after the optimizer", 1, 10, whom="node"),
             Fault("in the optimizer", 0, 13, whom="node"), (Fault("backward", 0, 17), Fault("backward", 1, 17)),
-        ), launcher="supervise")
+        ), agents=world_size)
     yield Case("wide", 2, sequence(Fault("backward", 1, 3, "SIGSTOP"), Fault("in the optimizer", 0, 7, "SIGSTOP")))
-    yield Case("wide", 2, sequence(Fault("evaluating", 1, 5, "SIGTERM", "supervisor"), Fault("between the renames")))
+    yield Case("wide", 2, sequence(Fault("evaluating", 1, 5, "SIGTERM", "agent"), Fault("between the renames")))
     yield from rescue_cases()
     for number, profile in enumerate(PROFILES):
         for world_size in (2, 3):

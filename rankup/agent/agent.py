@@ -18,11 +18,12 @@ import logging
 import os
 import secrets
 import signal
+import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
@@ -32,7 +33,9 @@ from rankup.agent.network import choose_interface, listen
 from rankup.agent.output import Pump, host_name, last_exception, open_log
 from rankup.agent.processes import (
     cpu_quota,
+    die_with_parent,
     explain_sigkill,
+    has_handler,
     kill_session,
     oom_kills,
     reap_orphans,
@@ -43,13 +46,22 @@ from rankup.agent.processes import (
 from rankup.agent.protocol import Member
 from rankup.agent.record import Records
 from rankup.agent.script import Script
-from rankup.agent.script_env import rank_environment
-from rankup.agent.status import RunStatus, announce_stacks, new_job, stacks_environment, write_end
+from rankup.agent.script_env import PARENT, rank_environment
+from rankup.agent.status import (
+    REPORT_S,
+    RunStatus,
+    announce_stacks,
+    new_job,
+    stacks_environment,
+    write_end,
+    write_health,
+)
 from rankup.env.addresses import free_port
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED
 
 log = logging.getLogger("rankup")
+Found = TypeVar("Found")
 
 # Ranks notice within a second that a peer is gone, and leave with what they hold. One that still waits for a peer to
 # join does not: it is told to leave after this time.
@@ -60,6 +72,7 @@ SCRIPT_SETTLE_S = 5.0  # a script that knows nothing of us: it has only its own 
 KILL_S = 5.0  # how long a process may take to end once it is killed
 STOPPED_S = 10.0  # a rank in state T (SIGSTOP) answers nobody
 TICK_S = 0.25
+LOOK_S = 1.0  # between two looks for a request for stacks, which may come over a network disk
 SAY_S = 10.0  # between two lines that say where a script is that does not stop
 REPEAT_S = 5.0  # a signal that comes again so much later is meant: leave at once
 KILLED = 128 + signal.SIGKILL
@@ -84,11 +97,12 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Helpers:
-    """What the agent needs of layers above it. `advice`: on a script's last lines, or "". `where`: in which line each
-    of this node's ranks is, or ""."""
+    """What the agent needs of layers above it. `advice`: on a script's last lines, or "". `where`: asks these ranks of
+    a run for their stacks, and returns a line for each place where they are. `tell`: the platform, how a job ended."""
 
     advice: Callable[[str], str] = lambda tail: ""
-    where: Callable[[], str] = lambda: ""
+    where: Callable[[Path, Collection[int]], Sequence[str]] = lambda run_dir, ranks: ()
+    tell: Callable[[str, int], None] = lambda text, code: None
 
 
 class Rank:
@@ -99,6 +113,7 @@ class Rank:
         self.running = self.told = False
         self.pid = 0  # of a script that does not import rankup; the fork server knows those of others
         self.pump: Pump | None = None
+        self.started_s = 0.0
         self.stopped_since_s = 0.0  # in state T
 
 
@@ -127,6 +142,8 @@ class Agent:
 
     async def run(self) -> Verdict:
         """Be one of the agents to the end. Returns its exit code and why. Raises JoinError and UserError."""
+        if (parent := os.environ.get(PARENT, "")).isdecimal():
+            die_with_parent(int(parent))
         self.script.check(os.environ, world_size=self.node.world_size)
         settings = self.script.must_match()
         me = Member(
@@ -139,6 +156,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
+        loop.add_signal_handler(signal.SIGUSR2, lambda: self.begin(self._show_stacks()))
         try:
             if self.knows_us:
                 await self._start_server()
@@ -147,6 +165,8 @@ class Agent:
                 await self.lead.listen()
             self.begin(self._attend())
             self.begin(self._tick())
+            if not self.knows_us:
+                self.begin(self._watch_for_requests())
             return await self._over
         finally:
             for task in list(self._tasks):
@@ -234,7 +254,7 @@ class Agent:
             log.warning("%s", commit["why"])
         self._all_ended.clear()
         for rank in self.ranks:
-            rank.running, rank.told = True, False
+            rank.running, rank.told, rank.started_s = True, False, time.monotonic()
             self.records.clear(rank.local_rank)
             words = self.script.command(
                 local_rank=self.node.local_rank + rank.local_rank, option=self.options.pass_local_rank
@@ -410,19 +430,52 @@ class Agent:
         while (left_s := began_s + grace_s - time.monotonic()) > 0:
             if await self._ended_within(min(SAY_S, left_s)):
                 return
-            where = await asyncio.to_thread(self.helpers.where)
-            log.warning("%.0f s after %s the script still runs%s", time.monotonic() - began_s, name, where)
+            where = "; ".join(await self._where(timeout_s=began_s + grace_s - time.monotonic()))
+            said = f"{time.monotonic() - began_s:.0f} s after {name} the script still runs"
+            log.warning("%s", f"{said}: {where}" if where else said)
         log.warning("the script did not end within %g s of %s: killed (--stop-grace-s)", grace_s, name)
         for rank in self.ranks:
             self._kill(rank)
 
+    # Stacks ---------------------------------------------------------------------------------------------------------
+
+    async def _show_stacks(self) -> None:
+        """Somebody wants to know where the ranks are. Those that import rankup write it down themselves."""
+        if self.server is not None:
+            for local_rank, pid in self.server.pids.items():
+                if pid and has_handler(pid, signal.SIGUSR2):
+                    self.server.signal(local_rank, signal.SIGUSR2)
+            return
+        for line in await self._where(timeout_s=SAY_S):
+            log.info("%s", line)
+        log.info("the stacks of all threads are in %s", self.run_dir / "stacks")
+
+    async def _where(self, *, timeout_s: float) -> Sequence[str]:
+        running = [rank.number for rank in self.ranks if rank.running]
+        return await _aside(lambda: self.helpers.where(self.run_dir, running), timeout_s=timeout_s) or ()
+
+    async def _watch_for_requests(self) -> None:
+        """`stacks` on another machine touches a file, and so may anybody."""
+        request, seen = self.run_dir / "stacks" / "request", None
+        while True:
+            asked = await _aside(lambda: request.stat().st_mtime, timeout_s=LOOK_S) or 0.0
+            if seen is not None and asked > seen:
+                await self._show_stacks()
+            seen = asked
+            await asyncio.sleep(LOOK_S)
+
     async def _tick(self) -> None:
         """What tells nobody: ranks that were stopped (SIGSTOP), and orphans that a container's first process reaps."""
+        reported_s = 0.0
         while True:
             await asyncio.sleep(TICK_S)
             pids = {rank: self._pid_of(rank) for rank in self.ranks if rank.running}
             reap_orphans({*pids.values(), self.server.pid if self.server is not None else 0})
             now_s = time.monotonic()
+            if not self.knows_us and now_s - reported_s >= REPORT_S:
+                reported_s = now_s
+                for rank, pid in pids.items():
+                    write_health(os.environ, rank.number, pid, rank.started_s)
             for rank, pid in pids.items():
                 if not pid or state_of(pid) != "T":
                     rank.stopped_since_s = now_s
@@ -468,10 +521,12 @@ class Lead:
             self.status.release()
 
     async def _tick(self) -> None:
+        reported_s = 0.0
         while True:
             await asyncio.sleep(TICK_S)
             self.leader.tick()
-            if self.status is not None and self.leader.running:
+            if self.status is not None and self.leader.running and time.monotonic() - reported_s >= REPORT_S:
+                reported_s = time.monotonic()
                 self.status.report()
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
@@ -516,3 +571,22 @@ class Lead:
         if self.status is not None:
             self.status.end(verdict.code or 0, verdict.text, self.ends.latest)
         self.leader.tell("over", code=verdict.code, text=verdict.text)
+
+
+async def _aside(call: Callable[[], Found], *, timeout_s: float) -> Found | None:
+    """What `call` returns, in a thread of its own; None where it can't, or takes longer. A disk may hang: nobody waits
+    for that thread, not even the end of the agent."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Found | None] = loop.create_future()
+
+    def work() -> None:
+        found = None
+        with contextlib.suppress(OSError):
+            found = call()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(found))
+
+    threading.Thread(target=work, name="disk", daemon=True).start()
+    with contextlib.suppress(TimeoutError):
+        return await asyncio.wait_for(done, max(0.0, timeout_s))
+    return None

@@ -230,7 +230,8 @@ class Attendance:
             if ip == self.me.ip:
                 return
             self._listener.close()
-        at = "" if is_loopback(ip) else ip
+        alone = self.me.num_ranks == self.me.world_size  # nobody tries the way to it
+        at = "" if is_loopback(ip) and not alone else ip
         dual = not at and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual or ":" in at else socket.AF_INET
         port, self._listener, self._cannot_listen = 0, None, ""

@@ -15,6 +15,7 @@ from typing import Any
 # them
 FOR_THE_AGENT = ("RANKUP_", "PET_")
 AGENT = "RANKUP_AGENT"
+PARENT = "RANKUP_PARENT"  # the process without which the agent shall not go on
 
 
 def rank_environment(
@@ -30,7 +31,7 @@ def rank_environment(
     use; None: all that the machine has.
     """
     # A script that imports rankup may know our settings by the environment, as where its cache lies
-    hidden = FOR_THE_AGENT if agent is None else "PET_"
+    hidden = FOR_THE_AGENT if agent is None else ("PET_", PARENT)
     given = {name: value for name, value in environ.items() if not name.startswith(hidden)}
     by_default = {
         # torchrun takes one thread, whatever the machine has

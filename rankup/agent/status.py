@@ -23,6 +23,7 @@ from rankup.errors import FINISHED, STOPPED
 from rankup.places.files import write_atomically, write_json
 from rankup.places.lease import Lease
 
+REPORT_S = 2.0
 MOST_BYTES = 2**20  # of a file of stacks: nobody reads those of a hundred attempts ago
 
 
@@ -72,6 +73,17 @@ def announce_stacks(run_dir: Path, rank: int, world_size: int, pid: int) -> None
         large = path.exists() and path.stat().st_size > MOST_BYTES
         with path.open("w" if large else "a", encoding="utf-8") as file:
             file.write(f"# {json.dumps(writer)}\n")
+
+
+def write_health(environ: Mapping[str, str], rank: int, pid: int, since_s: float) -> None:
+    """For a container's health check (`train/process/health.py`): the script of this rank runs, and has no deadline."""
+    if folder := environ.get("RANKUP_HEALTH_DIR"):
+        state = {
+            "pid": pid, "written_s": time.monotonic(), "phase": "script", "step": 0, "entered_s": since_s,
+            "timeout_s": 0.0, "waiting": False,
+        }
+        with contextlib.suppress(OSError):
+            write_atomically(Path(folder) / f"rank-{rank}.json", json.dumps(state))
 
 
 class RunStatus:
@@ -126,7 +138,7 @@ class RunStatus:
             })
 
     def report(self, *, finished: bool = False) -> None:
-        """How the attempt goes, for `status`; call it every two seconds."""
+        """How the attempt goes, for `status`; call it every REPORT_S."""
         self.enter(self._kind)
         ranks: list[dict[str, Any]] = [
             {"rank": rank, "host": host, "phase": self._kind, "step": 0, "waiting": False, "for_s": 0.0, "place": "",

@@ -87,7 +87,7 @@ def read_node_env(
         if option is not None and option != number:
             raise LaunchError(f"{flag} must be {name}={number} (from {origins[name]}), got {option}. Leave {flag} out.")
     _refuse_multiplied(env, nproc)
-    own = variables.get("LOCAL_RANK") is not None or slurm.is_task(variables)
+    own = "LOCAL_RANK" in variables or ("RANK" not in variables and slurm.is_task(variables))
     return NodeEnv(
         local_rank=env.local_rank if nproc == 1 and own else 0, local_world_size=env.local_world_size if own else None,
         node_rank=env.rank, num_nodes=env.world_size, nproc=nproc, master_addr=env.master_addr,

@@ -52,12 +52,12 @@ class RankEnv:
     run_name: str | None = None  # named by the scheduler's job, so that a requeued job resumes the same run
     origins: dict[str, str] = field(default_factory=lambda: dict.fromkeys(FIVE, "default"))  # variable -> who set it
     warnings: tuple[str, ...] = ()
-    restart_count: int = 0  # restarts by torchrun or our supervisor; the requeues of a scheduler are not among them
+    restart_count: int = 0  # restarts by torchrun or our agents; the requeues of a scheduler are not among them
     record: Mapping[str, Any] | None = None  # of this rank, in memory of its agent: see `rankup.agent.record`
     agent_store: bool = False  # torch's agent already listens on master_port: rank 0 connects to it like the others
     file: str = ""  # where rank 0 writes its address, in place of master_addr and master_port
-    attempt: str = ""  # the id of this attempt where a supervisor gave one: it looks for it in status.json
-    numbers_attempts: bool = False  # by our supervisor, so that their ids tell which attempts belong together
+    attempt: str = ""  # the id of this attempt where an agent gave one: it looks for it in status.json
+    numbers_attempts: bool = False  # by our agents, so that their ids tell which attempts belong together
     start: str = ""  # names a start whose containers an engine restarts by itself
     parent_pid: int | None = None  # the process without which this one shall not go on
     has_horovod_rendezvous: bool = False  # the launcher already serves what Horovod's ranks meet by
@@ -78,7 +78,7 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     Beside it only /proc's port range and the parent's process id are read. Raises LaunchError with every mistake, one
     on a line.
     """
-    run_name, ours = slurm.run_name(environ), _of_supervisor(environ)
+    run_name, ours = slurm.run_name(environ), _of_agent(environ)
     del ours["launched"]
     file = ours.pop("file")
     found = _with_rank(environ) if "RANK" in environ else _without_rank(environ, file)
@@ -104,8 +104,8 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     )
 
 
-def _of_supervisor(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What our own launch files and supervisors give their ranks: the fields of RankEnv, and `launched`."""
+def _of_agent(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What our own launch files and agents give their ranks: the fields of RankEnv, and `launched`."""
 
     agent = json.loads(environ.get("RANKUP_AGENT", "{}"))
     parent = environ.get("RANKUP_PARENT", "")
@@ -125,7 +125,7 @@ def _of_supervisor(environ: Mapping[str, str]) -> dict[str, Any]:
 def who_set_rank(environ: Mapping[str, str]) -> str:
     """RANK is set: by launch or torchrun, which start a process for each rank, or by somebody else (environment)."""
     # `launch` goes first: its ranks inherit what is left of an earlier torchrun in the shell
-    if _of_supervisor(environ)["launched"]:
+    if _of_agent(environ)["launched"]:
         return "launch"
     return "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment"
 

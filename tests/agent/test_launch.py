@@ -3,21 +3,25 @@
 The scripts do not import torch, so that a test takes a second.
 """
 
+import asyncio
 import json
 import os
 import re
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.rigs.fake_launch import lives
-from tests.rigs.jobs import Job, ended, free_port, start
+from rankup.agent.agent import REPEAT_S, _aside
+from tests.rigs.jobs import ROOT, Job, ended, free_port, lives, start
 
 TORCHRUN_SETS = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -131,6 +135,18 @@ def test_nobody_reads_what_is_printed_and_the_job_goes_on(tmp_path: Path) -> Non
     assert status(tmp_path)["attempt"].endswith("-1")
 
 
+def test_health_check_of_a_container_sees_the_script(tmp_path: Path) -> None:
+    env = {"RANKUP_HEALTH_DIR": str(tmp_path)}
+    with ended(Job()) as job:
+        add_node(job, tmp_path, WAITS, node=0, num_nodes=1, port=free_port(), env=env)
+        until((tmp_path / "rank-0.json").exists, "no report")
+        check = [sys.executable, "-I", ROOT / "train" / "process" / "health.py"]
+        done = subprocess.run(check, env=env, capture_output=True, text=True)
+        (tmp_path / "go").touch()
+        assert job.wait() == [0], job.output
+    assert (done.returncode, done.stdout[:15]) == (0, "rank 0: script ")
+
+
 # Ends and restarts ----------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +195,38 @@ def test_lost_rank_is_started_again_with_all_others(code: int, tmp_path: Path) -
     assert "restarted (1 of 3 attempts without progress)" in job.output
     assert "restarted (2 of 3 attempts without progress)" in job.output
     assert {path.name for path in tmp_path.glob("here-*")} == {f"here-{r}-{n}" for r in TWO for n in range(3)}
+
+
+def test_rank_that_was_stopped_is_killed_and_started_again(tmp_path: Path) -> None:
+    with ended(launch(tmp_path, WAITS)) as job:
+        os.kill(pid_of(tmp_path, 1), signal.SIGSTOP)
+        for rank in TWO:
+            pid_of(tmp_path, rank, restart=1)
+        (tmp_path / "go").touch()
+        assert job.wait() == [0], job.output
+    assert "rank 1 has been stopped (SIGSTOP) for 10 s: killed" in job.output
+
+
+def test_rank_that_does_not_end_after_the_others_is_killed(tmp_path: Path) -> None:
+    text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS + "if rank: sys.exit(7)\nwait_for('never')"
+    with ended(launch(tmp_path, text)) as job:
+        for rank in TWO:
+            pid_of(tmp_path, rank)
+        (tmp_path / "go").touch()
+        assert job.wait() == [7], job.output
+    assert "rank 0 did not end within 5 s after the others: killed" in job.output
+
+
+def test_forked_ranks_go_on_after_their_server_was_killed(tmp_path: Path) -> None:
+    with ended(launch(tmp_path, "import rankup\n" + WAITS)) as job:
+        pids = [pid_of(tmp_path, rank) for rank in TWO]
+        psutil.Process(pids[0]).parent().kill()
+        for rank in TWO:
+            pid_of(tmp_path, rank, restart=1)
+        (tmp_path / "go").touch()
+        assert job.wait() == [0], job.output
+    assert "the process that forks the ranks was killed" in job.output
+    assert not any(map(lives, pids))
 
 
 def test_rank_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
@@ -251,6 +299,50 @@ def test_script_that_ignores_a_stop_is_killed(tmp_path: Path) -> None:
     assert "the script did not end within 0.5 s of SIGTERM: killed (--stop-grace-s)" in job.output
 
 
+def test_second_signal_some_seconds_later_ends_it_at_once(tmp_path: Path) -> None:
+    text = "signal.signal(signal.SIGINT, lambda *_: say('asked'))\nsay('here')\nwait_for('never')"
+    with ended(launch(tmp_path, text)) as job:
+        pids = [pid_of(tmp_path, rank) for rank in TWO]
+        job.processes[0].send_signal(signal.SIGINT)
+        for rank in TWO:
+            pid_of(tmp_path, rank, name="asked")
+        time.sleep(REPEAT_S + 0.2)
+        assert job.processes[0].poll() is None
+        job.processes[0].send_signal(signal.SIGINT)
+        assert job.wait() == [143], job.output
+    until(lambda: not any(map(lives, pids)), "ranks were left")
+
+
+def test_batch_system_that_signals_every_process_is_obeyed_once(tmp_path: Path) -> None:
+    text = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n" + WAITS
+    with ended(launch(tmp_path, text)) as job:
+        pids = [pid_of(tmp_path, rank) for rank in TWO]
+        for pid in [job.processes[0].pid, *pids]:
+            os.kill(pid, signal.SIGTERM)
+        assert job.wait() == [143], job.output
+    assert not list(tmp_path.glob("here-*-1"))
+
+
+def test_stop_follows_a_notice(tmp_path: Path) -> None:
+    text = "signal.signal(signal.SIGUSR1, lambda *_: say('noticed'))\n"
+    text += "signal.signal(signal.SIGTERM, lambda *_: (say('saved'), sys.exit(0)))\n"
+    with ended(launch(tmp_path, text + WAITS)) as job:
+        for name, after in (("SIGUSR1", "here"), ("SIGTERM", "noticed")):
+            for rank in TWO:
+                pid_of(tmp_path, rank, name=after)
+            job.processes[0].send_signal(getattr(signal, name))
+        assert job.wait() == [143], job.output
+    assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0-0", "saved-1-0"}
+
+
+def test_disk_that_hangs_holds_nobody() -> None:
+    """Not even the end of the event loop, which waits for the threads of its own pool."""
+    hangs = threading.Event()
+    assert asyncio.run(_aside(hangs.wait, timeout_s=0.05)) is None
+    assert not hangs.is_set()
+    hangs.set()
+
+
 def test_stop_before_the_ranks_are_there_ends_at_once(tmp_path: Path) -> None:
     with ended(Job()) as job:
         add_node(job, tmp_path, WAITS, node=0, num_nodes=2, port=free_port())
@@ -292,6 +384,24 @@ def test_stop_of_one_node_reaches_the_scripts_of_all(tmp_path: Path) -> None:
         for rank in TWO:
             pid_of(tmp_path / f"node{rank}", rank)
         job.processes[1].send_signal(signal.SIGTERM)
+        assert job.wait() == [143, 143], job.output
+
+
+def test_stop_of_another_node_is_not_this_nodes_own_first_signal(tmp_path: Path) -> None:
+    """Nodes are drained one after the other."""
+    with ended(nodes(tmp_path, HANDLES + WAITS)) as job:
+        folders = [tmp_path / f"node{node}" for node in TWO]
+        for rank in TWO:
+            pid_of(folders[rank], rank)
+        job.processes[0].send_signal(signal.SIGTERM)
+        for rank in TWO:
+            pid_of(folders[rank], rank, name="SIGTERM")
+        time.sleep(REPEAT_S + 0.2)
+        job.processes[1].send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.processes[1].wait(1)  # it would have ended by then
+        for rank in TWO:
+            (folders[rank] / f"saved-{rank}").touch()
         assert job.wait() == [143, 143], job.output
 
 
@@ -339,7 +449,16 @@ def test_nodes_with_different_scripts_are_refused(tmp_path: Path) -> None:
             add_node(job, tmp_path / f"node{node}", f"print({node})", node=node, num_nodes=2, port=port)
         assert job.wait() == [2, 2], job.output
     assert "script job.py must be the same on all ranks" in job.output
-    assert not list(tmp_path.glob("node*/here-*"))
+    assert not list(tmp_path.glob("node*/runs"))  # the status of an earlier run stays as it was
+
+
+def test_second_job_of_that_name_is_refused(tmp_path: Path) -> None:
+    with ended(launch(tmp_path, WAITS)) as first, ended(launch(tmp_path, WAITS)) as second:
+        codes = until(lambda: [job.processes[0].poll() for job in (first, second) if job.processes[0].poll()], "no end")
+        assert codes == [2]
+        (tmp_path / "go").touch()
+        assert sorted([*first.wait(), *second.wait()]) == [0, 2]
+    assert "is owned by a live attempt" in first.output + second.output
 
 
 def test_port_of_another_is_named(tmp_path: Path) -> None:

@@ -41,11 +41,14 @@ def test_variables_of_the_torch_that_is_installed_are_all_there() -> None:
 
 
 def test_what_was_meant_for_the_agent_stays_with_it() -> None:
-    outside = {"RANKUP_RUN": "x", "RANKUP_AGENT": "another's", "PET_NNODES": "2", "SLURM_PROCID": "7", "CARPET": "y"}
+    outside = {
+        "RANKUP_CACHE": "x", "RANKUP_PARENT": "7", "RANKUP_AGENT": "another's", "PET_NNODES": "2", "SLURM_PROCID": "7",
+        "CARPET": "y",
+    }
     assert rank_environment(outside, **FACTS).keys() & outside.keys() == {"SLURM_PROCID", "CARPET"}
     env = rank_environment(outside, **{**FACTS, "agent": {"fd": 3, "host": "é"}})
     assert json.loads(env["RANKUP_AGENT"]) == {"fd": 3, "host": "é"}
-    assert "RANKUP_RUN" not in env
+    assert env.keys() & outside.keys() == {"SLURM_PROCID", "CARPET", "RANKUP_AGENT", "RANKUP_CACHE"}
 
 
 @pytest.mark.parametrize(

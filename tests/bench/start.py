@@ -23,12 +23,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from train.process.fork_client import ForkServer
+from train.process.local_launcher import slow_modules
+
 from tests.bench.throughput import conditions
 from tests.rigs.jobs import ROOT, environment, free_port, rank_env
 from train.config import load_config
 from train.config.command_line import parse_args
-from train.process.fork_client import ForkServer
-from train.process.local_launcher import slow_modules
 from train.run.choices import CHOICES
 
 GOAL = 1.3  # cold over bare

@@ -11,7 +11,7 @@ import pytest
 
 from rankup.env.rank_env import read_rank_env
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import ROOT, environment
+from tests.rigs.jobs import MAIN, ROOT, environment
 from train.commands.doctor import link_speed
 from train.config import Config, load_config
 from train.process import findings, machine_checks
@@ -50,7 +50,7 @@ def test_result_that_a_full_disk_takes_is_no_success(forks: Forks, tmp_path: Pat
 
 
 def test_doctor_by_launch_gives_the_verdict_of_all_ranks(tmp_path: Path) -> None:
-    done = run("launch", "--command", "doctor", "--nproc", "2", "--run-dir", tmp_path, "--json", shell="ulimit -n 400")
+    done = run("launch", "--nproc=2", MAIN, "doctor", "--run-dir", tmp_path, "--json", shell="ulimit -n 400")
     assert done.returncode == 10, done.stderr
     (line,) = done.stdout.splitlines()  # the table and torch's words go elsewhere
     report = json.loads(line)

@@ -1,5 +1,6 @@
 """Runs of this program that failed, and what explain says of them."""
 
+import re
 from pathlib import Path
 
 from tests.rigs import jobs
@@ -69,6 +70,17 @@ def test_strange_fault_ends_with_its_traceback_alone(forks: Forks, tmp_path: Pat
     assert codes == [1], output
     assert output.splitlines()[-1] == "RuntimeError: no flux in the frobnicator"
     assert diagnose(output.splitlines())[0].seen == output.splitlines()[-1]
+
+
+def test_known_fault_of_a_script_ends_with_what_it_is_and_the_platform_is_told(forks: Forks, tmp_path: Path) -> None:
+    script, word = tmp_path / "job.py", tmp_path / "termination-log"
+    script.write_text("raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')")
+    word.touch()
+    env = {"RANKUP_LAST_WORD": str(word)}
+    codes, output = forks.run("launch", "--nproc=2", "--run-dir", tmp_path, script, env=env)
+    assert codes == [1], output
+    assert "this is: the GPU's memory was not enough" in output
+    assert re.search(r"^rank \d on \S+ ended with 1 \(RuntimeError: CUDA out of .*exit code 1\)$", word.read_text())
 
 
 def test_lost_rank_is_named_with_its_reason(tmp_path: Path) -> None:

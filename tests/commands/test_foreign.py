@@ -1,16 +1,15 @@
-"""Somebody's scripts, unchanged, under `run`: the weights that PyTorch's own launcher leads to.
+"""Somebody's scripts, unchanged, under `launch`: the weights that PyTorch's own launcher leads to.
 
-The scripts are in tests/rigs/foreign/. In containers and on Slurm: tests/launchers/. Failures: test_run_ranks.py.
+The scripts are in tests/rigs/foreign/. In containers and on Slurm: tests/launchers/. How they fail:
+tests/agent/test_launch.py.
 """
 
 import signal
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.rigs.containers import rank_of
 from tests.rigs.foreign_scripts import (
     FOLDER,
     SCRIPTS,
@@ -18,14 +17,11 @@ from tests.rigs.foreign_scripts import (
     Once,
     Script,
     again_if_aborted,
-    by_hand,
-    by_pytorch,
-    ddp_tcp,
     expected,
     result_of,
 )
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, Job, ended, free_port, rank_env, start
+from tests.rigs.jobs import environ_of
 
 
 def some(*names: str) -> pytest.MarkDecorator:
@@ -46,44 +42,22 @@ def test_foreign_scripts_are_all_in_the_table() -> None:
 def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
     script: Script, once: Once, forks: Forks, tmp_path: Path
 ) -> None:
-    line = ("launch", "--command", "run", "--nproc", "2", "--run-dir", tmp_path, *script.words(tmp_path / "own"))
+    line = ("launch", "--nproc=2", "--run-dir", tmp_path, *script.words(tmp_path / "own"))
     codes, output = forks.run(*line, env=WARN)
     assert codes == [0], output
     assert result_of(output) == expected(script, once, tmp_path)
 
 
-# The other scripts find the same under `launch`
-@some("ddp_local_rank")
-@again_if_aborted
-def test_foreign_script_under_torchs_launcher_comes_to_the_same_weights_with_run_and_without(
-    script: Script, once: Once, tmp_path: Path
-) -> None:
-    words = [MAIN, "run", "--run-dir", tmp_path, *script.words(tmp_path / "own")]
-    assert by_pytorch(words, launcher=script.launcher) == expected(script, once, tmp_path)
-
-
-# A group of one by env://, processes of its own, libraries that look for a launcher (bert_trainer by Accelerate)
-@some("ddp_env", "imagenet", "lightning_digits", "accelerate_loop")
+# A group of one by env://, processes of its own, a library that looks for a launcher
+@some("ddp_env", "imagenet", "lightning_digits")
 @again_if_aborted
 def test_foreign_script_runs_alone(script: Script, forks: Forks, tmp_path: Path) -> None:
     """As a group of one, where `python SCRIPT` would miss the variables of a launcher too."""
     words = script.words(tmp_path / "own", script.alone)
-    codes, output = forks.run("run", "--run-dir", tmp_path, *words, env=WARN)
+    codes, output = forks.run("launch", "--run-dir", tmp_path, *words, env=WARN)
     assert codes == [0], output
     spawned = "--multiprocessing-distributed" in words  # two workers, by the script itself
     assert result_of(output).startswith(f"world size {2 if spawned else 1},")
-
-
-@again_if_aborted
-def test_foreign_script_that_takes_all_by_arguments_meets_on_the_masters_port(once: Once, tmp_path: Path) -> None:
-    """The port on which its ranks have joined under `run`."""
-    job, port = Job(), free_port()
-    for rank, words in enumerate(ddp_tcp(port)):
-        env = {**WARN, **rank_env(rank, 2, port)}
-        start(sys.executable, MAIN, "run", "--run-dir", tmp_path, *words, env=env, job=job)
-    with ended(job):
-        assert job.wait() == [0, 0], job.output
-    assert result_of(job.output) == once("ddp_tcp", lambda: by_hand(*ddp_tcp(free_port())))
 
 
 @again_if_aborted
@@ -91,11 +65,11 @@ def test_foreign_script_goes_on_from_its_own_checkpoint_after_a_killed_rank(
     once: Once, forks: Forks, tmp_path: Path
 ) -> None:
     script, own = SCRIPTS["dcp_checkpoints"], tmp_path / "own"
-    line = ("launch", "--command", "run", "--nproc", "2", "--run-dir", tmp_path, *script.words(own))
+    line = ("launch", "--nproc=2", "--run-dir", tmp_path, *script.words(own))
     with forks.running(*line, "--seconds-per-step", "0.3", env=WARN) as job:
         job.wait_until((own / "step-000004" / ".metadata").exists, "the first checkpoint")
-        family = psutil.Process(job.processes[0].pid).children(recursive=True)
-        (victim,) = [process for process in family if rank_of(process) == 1]
+        ranks = psutil.Process(job.processes[0].pid).children()
+        (victim,) = [process for process in ranks if environ_of(process.pid).get("RANK") == "1"]
         victim.send_signal(signal.SIGKILL)
         assert job.wait() == [0], job.output
     assert "rank 0 goes on from step-" in job.output

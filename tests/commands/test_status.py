@@ -27,7 +27,7 @@ from train.process.status_file import StatusFile
 from train.run.goodput import read_reports
 
 LAUNCH = (
-    sys.executable, MAIN, "launch", "--nproc", "3", "--workload", "tests.rigs.faulting_workload:build",
+    sys.executable, MAIN, "launch", "--nproc=3", MAIN, "--workload", "tests.rigs.faulting_workload:build",
     "--batch-size", "9", "--epochs", "2", "--tensorboard=false", "--progress", "none", "--name", "run",
 )
 
@@ -179,8 +179,7 @@ def test_status_of_a_run_that_reports_no_steps(tmp_path: Path) -> None:
 def test_status_of_somebody_elses_script_while_it_runs(tmp_path: Path) -> None:
     script, go = tmp_path / "job.py", tmp_path / "go"
     script.write_text(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)\n")
-    command = (sys.executable, MAIN, "launch", "--nproc", "2", "--command", "run", "--run-dir", tmp_path, "--name",
-               "own", script)
+    command = (sys.executable, MAIN, "launch", "--nproc=2", "--run-dir", tmp_path, "--name=own", script)
     with ended(start(*command)) as job:
         found = wait_for("both ranks in the script", lambda: both_in_the_script(tmp_path))
         assert (found["state"], found["total_steps"], found["goodput"]) == ("running", None, None)
@@ -188,9 +187,21 @@ def test_status_of_somebody_elses_script_while_it_runs(tmp_path: Path) -> None:
         text = status(tmp_path / "own").stdout
         assert re.search(r"^state +running$", text, re.MULTILINE)
         assert re.search(r"^1 +\S+ +script +now$", text, re.MULTILINE)
+        attempt = found["attempt"]
+        process_of_script(job.processes[0].pid).kill()
+        wait_for("another attempt", lambda: as_json(tmp_path / "own")["attempt"] != attempt)
         go.touch()
         assert job.wait() == [0], job.output
-    assert as_json("own", "--run-dir", tmp_path)["state"] == "finished"
+    found = as_json("own", "--run-dir", tmp_path)
+    assert (found["state"], found["goodput"], found["script"]["attempts"]) == ("finished", None, 2)
+    assert set(found["script"]["shares"]) == {"script", "start", "join", "waiting"}
+    text = status(tmp_path / "own").stdout
+    assert re.search(r"^script +\d+% of .* in 2 attempts: .*waiting \d+%", text, re.MULTILINE), text
+    assert re.search(r"after \d+ s of the script: SIGKILL: .*\(exit code 137\)", text), text
+
+
+def process_of_script(launcher: int) -> psutil.Process:
+    return psutil.Process(launcher).children()[-1]
 
 
 def both_in_the_script(folder: Path) -> Any:

@@ -40,6 +40,7 @@ class Launch(Train):
     """Start processes."""
 
     nproc: int = setting(2, "Processes.", ge=1)
+    node_rank: int = setting(0, "Which node.")
 
 
 class Predict(Train):
@@ -186,14 +187,14 @@ def test_command_line_has_none_of_fires_own_flags(line, capsys):
 
 def test_command_line_names_an_option_that_begins_with_no():
     """Fire takes a leading "no" for False: --node-rank without a value would be de_rank=False."""
-    assert parse_args(["launch", "--nnodes=2", "--master-addr=a", "--node-rank"]).mistakes == [
+    assert parse("launch --node-rank").mistakes == [
         "--node-rank must be followed by a value. (One that begins with a dash: --node-rank=-x)"
     ]
-    assert parse_args(["launch", "--nnodes=2", "--master-addr=a", "--node-rank", "1"]).options.node_rank == 1
+    assert parse("launch --node-rank 1").options.node_rank == 1
 
 
 def test_command_line_of_a_request_gives_the_same_settings():
-    line = ["launch", "--nproc=2", "--json", "--lr", "0.5", "--no-tensorboard", "--options.a-b", "x", "--config=c.yaml"]
+    line = ["doctor", "--alone", "--json", "--lr", "0.5", "--no-tensorboard", "--options.a-b", "x", "--config=c.yaml"]
     words = parse_args(line).words(options=["json"])
     assert words == ["--config", "c.yaml", "--lr=0.5", "--tensorboard=false", "--options.a-b=x", "--json=true"]
     again = parse_args(["doctor", *words])

@@ -21,7 +21,7 @@ AGENT = {
     **FULL, "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
     "ROLE_RANK": "3", "ROLE_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "False",
 }
-LAUNCH = {**AGENT, "RANKUP_LAUNCH": "1"}
+LAUNCH = {**AGENT, "RANKUP_AGENT": '{"job": "j", "restarts": 1, "record": {"file": 7}}'}
 
 
 def refusal(env: Env) -> str:
@@ -183,22 +183,15 @@ def test_torchrun_tells_nodes_and_node_rank():
 
 
 def test_launch_is_known_by_its_mark_whatever_is_left_of_a_torchrun():
-    left = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
-    env = read_rank_env({**LAUNCH, **left, "RANKUP_RESTART": "1", "RANKUP_ATTEMPT": "a-1"})
+    env = read_rank_env({**LAUNCH, "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RESTART_COUNT": "3"})
     assert (env.launcher, env.origins["RANK"], env.num_nodes) == ("launch", "launch", 2)
-    assert (env.agent_store, env.restart_count) == (False, 1)
-    assert (env.numbers_attempts, env.attempt) == (True, "a-1")
+    assert (env.agent_store, env.restart_count, env.record) == (True, 1, {"file": 7})
+    assert (env.numbers_attempts, env.attempt) == (True, "j-1")
 
 
 def test_torchrun_counts_its_own_restarts():
-    env = read_rank_env({**AGENT, "TORCHELASTIC_RESTART_COUNT": "3", "RANKUP_RESTART": "1"})
+    env = read_rank_env({**AGENT, "TORCHELASTIC_RESTART_COUNT": "3"})
     assert (env.restart_count, env.numbers_attempts) == (3, False)
-
-
-def test_supervisor_tells_its_rank_what_it_replaces():
-    ours = {"RANKUP_START": "s", "RANKUP_PROGRESS": "/p", "RANKUP_MAX_RESTARTS": "3", "RANKUP_ENDED": "137"}
-    env = read_rank_env({**FULL, **ours})
-    assert (env.start, env.progress, env.max_restarts, env.predecessor) == ("s", "/p", 3, 137)
 
 
 def test_parent_is_who_would_leave_the_rank_behind():

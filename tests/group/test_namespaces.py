@@ -13,6 +13,7 @@ import pytest
 
 from tests.rigs import namespaces
 from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import MAIN
 from tests.rigs.namespaces import Node, Pair
 from tests.rigs.single_rank import NOISE, TINY, Rank, Starter, starting
 
@@ -189,7 +190,7 @@ def launched(case: Case) -> None:
     for number, node in enumerate(case.nodes):
         line = (
             "launch", "--nnodes", "2", "--nproc", "2", "--node-rank", str(number), "--master-addr", "node0",
-            "--master-port", str(PORT), *TINY,
+            "--master-port", str(PORT), str(MAIN), *TINY,
         )
         case.ranks.append(case.starter.command(line, case.name, env=node.env))
 

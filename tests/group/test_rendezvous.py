@@ -278,7 +278,7 @@ def test_a_signal_ends_a_join_at_once(begin: Starter):
 
 @pytest.mark.parametrize("run", range(RUNS))
 def test_ranks_killed_at_random_while_joining_meet_in_the_end(begin: Starter, run: int):
-    # Each is started again, as a supervisor would do
+    # Each is started again, as an agent would do
     chance, port = random.Random(run), free_port()
     blows = [(chance.uniform(0, 1.2), chance.randrange(3), chance.choice(["SIGKILL", "SIGTERM"])) for _ in range(2)]
 

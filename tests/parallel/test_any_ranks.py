@@ -198,7 +198,7 @@ def test_launch_of_three_that_loses_a_rank_ends_with_the_weights_of_ranks_starte
     jobs = [forks.start(*line, "--run-dir", tmp_path / "file", *url, "--rank", str(rank)) for rank in range(3)]
     assert [job.wait() for job in jobs] == [[0]] * 3, "".join(job.output for job in jobs)
     faults = places.order(tmp_path / "faults", [[Fault("backward", 1, 8)]])
-    words = ("launch", "--nproc", "3", *line[1:], "--run-dir", tmp_path / "launch")
+    words = ("launch", "--nproc=3", MAIN, *line, "--run-dir", tmp_path / "launch")
     with ended(start(sys.executable, MAIN, *words, env=faults)) as job:
         assert job.wait() == [0], job.output
     assert len(places.strikes(tmp_path / "faults")) == 1

@@ -2,7 +2,6 @@
 run that nobody disturbed. Kills at random moments, of ddp, are in test_resume.py."""
 
 import json
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -92,22 +91,6 @@ def test_ranks_that_met_by_a_url_are_killed_and_go_on(
         codes = [code for job in jobs for code in job.wait()]
         assert codes == expected, "\n".join(job.output for job in jobs)
     assert "resumed from step 7, rescued by rank 0 on " in jobs[0].output
-    assert outcome(tmp_path) == undisturbed
-
-
-@pytest.mark.timeout(900)  # twice two interpreters that import torch
-def test_spawn_goes_on_by_itself_after_a_kill(undisturbed: Any, tmp_path: Path) -> None:
-    """In step 9, after the save of the evaluation at 8; the second attempt has fewer steps left than that.
-
-    `launch` with its usual launcher is in test_resume.py.
-    """
-    command = (sys.executable, MAIN, "launch", "--launcher", "spawn", "--nproc", "2", *LINE[1:], "--run-dir", tmp_path)
-    with ended(start(*command, env=PATH | kill(1, 9))) as job:
-        assert job.wait(600) == [0], job.output
-    # Rank 1 after its kill, and rank 0, which lost it
-    assert job.output.count("restarted (0 of 3 attempts without progress)") == 2, job.output
-    # From rank 0's rescue, unless its checkpoint of that step was complete when it lost rank 1
-    assert re.search(r"resumed from step[- ]0*8\b", job.output), job.output
     assert outcome(tmp_path) == undisturbed
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED, USER_MISTAKE
 from tests.rigs.jobs import run
-from train.process.last_word import LONGEST, take_back, tell_platform
+from train.process.last_word import LONGEST, tell_platform
 
 
 @pytest.fixture
@@ -32,11 +32,10 @@ def test_last_word_of_a_rank_that_lost_another_hides_nothing(file: Path) -> None
     assert file.read_text() == "rank 1: out of memory (exit code 137)\n"
 
 
-def test_last_word_is_taken_back_by_a_restart_and_by_success(file: Path) -> None:
-    for forget in (take_back, lambda: tell_platform("finished", FINISHED)):
-        tell_platform("stopped", STOPPED)
-        forget()
-        assert file.read_text() == ""
+def test_last_word_is_taken_back_by_success(file: Path) -> None:
+    tell_platform("stopped", STOPPED)
+    tell_platform("finished", FINISHED)
+    assert file.read_text() == ""
 
 
 def test_last_word_goes_nowhere_without_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,9 +46,8 @@ def test_last_word_goes_nowhere_without_a_file(tmp_path: Path, monkeypatch: pyte
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["train", "supervise"])
-def test_last_word_of_the_program_is_its_error(file: Path, command: str) -> None:
-    job = run(command, "--lr", "-1", env={"RANKUP_LAST_WORD": str(file)})
+def test_last_word_of_the_program_is_its_error(file: Path) -> None:
+    job = run("train", "--lr", "-1", env={"RANKUP_LAST_WORD": str(file)})
     assert job.codes == [USER_MISTAKE]
     said = file.read_text()
     assert "lr must be" in said

@@ -1,11 +1,10 @@
-"""CPUs and memory as they are granted to the container, not as the machine has them."""
+"""CPUs and memory of the container, not those of the machine."""
 
-import os
 from pathlib import Path
 
 import pytest
 
-from train.process.limits import cpu_quota, cpu_time, memory_left, oom_kills
+from train.process.limits import cpu_time, memory_left
 
 
 def files(root: Path, contents: dict[str, str]) -> Path:
@@ -13,32 +12,6 @@ def files(root: Path, contents: dict[str, str]) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
-
-
-@pytest.mark.parametrize(
-    ("contents", "affinity", "expected"),
-    [
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 8, 1.5),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 8, 8.0),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "800000 100000\n"}, 2, 2.0),
-        ({"proc/self/cgroup": "0::/job/task\n", "sys/fs/cgroup/job/task/cpu.max": "max 100000\n",
-          "sys/fs/cgroup/job/cpu.max": "200000 100000\n"}, 8, 2.0),
-        ({"proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/x\n",
-          "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "50000\n",
-          "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n"}, 8, 0.5),
-        ({"proc/self/cgroup": "1:cpu:/on/the/host\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000\n",
-          "sys/fs/cgroup/cpu/cpu.cfs_period_us": "50000\n"}, 8, 2.0),
-        ({"proc/self/cgroup": "1:cpu:/\n0::/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-          "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, 3, 3.0),
-        ({}, 4, 4.0),
-    ],
-    ids=["v2", "v2-unlimited", "v2-affinity-less", "v2-parent", "v1", "v1-container", "v1-unlimited", "no-cgroup"],
-)
-def test_cpu_quota_is_the_least_granted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: dict[str, str], affinity: int, expected: float
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)))
-    assert cpu_quota(files(tmp_path, contents)) == expected
 
 
 @pytest.mark.parametrize(
@@ -60,29 +33,6 @@ def test_cpu_time_is_that_of_the_group_with_the_least_quota(
     tmp_path: Path, contents: dict[str, str], expected: tuple[float, float] | None
 ) -> None:
     assert cpu_time(files(tmp_path, contents)) == expected
-
-
-def test_cpu_quota_of_this_machine_is_positive():
-    quota = cpu_quota()
-    assert quota is None or quota > 0
-
-
-@pytest.mark.parametrize(
-    ("contents", "expected"),
-    [
-        ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "oom 5\noom_kill 3\n",
-          "sys/fs/cgroup/memory.events": "oom 9\noom_kill 9\n"}, 3),
-        # In a container: the path is the host's
-        ({"proc/self/cgroup": "4:memory:/docker/abc\n", "sys/fs/cgroup/memory/memory.oom_control":
-          "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}, 2),
-        ({"proc/self/cgroup": "0::/\n"}, None),
-        ({}, None),
-    ],
-)
-def test_memory_kills_are_counted_in_the_own_group(
-    tmp_path: Path, contents: dict[str, str], expected: int | None
-) -> None:
-    assert oom_kills(files(tmp_path, contents)) == expected
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
-from rankup import errors
+from rankup import cli, errors
 from tests.rigs import jobs
 from tests.rigs.jobs import ROOT
 from train.config import Config, load_config
@@ -74,11 +74,12 @@ def known_flags() -> set[str]:
     ours = {"--config", "--help", *(f"--{name.replace('_', '-')}" for name in [*Config.model_fields, *options])}
     switches = {f"--no-{name.replace('_', '-')}" for name in Config.model_fields}
     torchruns = {option for action in get_args_parser()._actions for option in action.option_strings}
+    of_launch = {option for action in cli.parser()._actions for option in action.option_strings}
     of_errors = {"--stopped", "--rest-stopped"}  # python -m rankup.errors, for shell files
     benchmarks = "".join(path.read_text() for path in [*ROOT.glob("tests/bench/*.py"), ROOT / "tests/soak.py"])
     of_benchmarks = set(re.findall(r'add_argument\("(--[a-z-]+)"', benchmarks))
     assert "--kills" in of_benchmarks
-    return ours | switches | torchruns | of_errors | of_benchmarks | FOREIGN_FLAGS
+    return ours | switches | torchruns | of_launch | of_errors | of_benchmarks | FOREIGN_FLAGS
 
 
 @pytest.mark.parametrize("document", documents())
@@ -122,6 +123,13 @@ def test_docs_name_commands_and_settings_that_the_program_understands(
 ) -> None:
     monkeypatch.chdir(ROOT)
     for words in program_lines(document):
+        if words[0] == "launch":
+            if words[1:] in ([], ["--help"]):
+                continue
+            given = cli.parser().parse_args(words[1:])
+            if given.script not in ("train/main.py", "train.main"):
+                continue
+            words = given.arguments or ["train"]
         parsed = parse_args(words)
         assert parsed.command in OPTIONS, words
         load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes, choices=CHOICES)

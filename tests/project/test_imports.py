@@ -14,7 +14,10 @@ from tests.rigs.jobs import ROOT, environment
 
 FOLDERS = ["config", "process", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "samples"]
 # What may import what: the later the earlier
-ORDER = ["rankup.errors", "rankup.env", *(f"train.{name}" for name in FOLDERS)]
+ORDER = [
+    *(f"rankup.{name}" for name in ("errors", "env", "places", "agent", "cli", "__main__")),
+    *(f"train.{name}" for name in FOLDERS),
+]
 
 
 def files() -> list[Path]:
@@ -83,7 +86,7 @@ def modules_after(code: str) -> set[str]:
 def test_imports_of_cheap_modules_leave_torch_out() -> None:
     loaded = modules_after(
         "from train import config, main; from train.commands.explain import explain; "
-        "from train.process import local_launcher, log, status, stop"
+        "from train.process import log, status, stop"
     )
     assert {"train", "pydantic"} <= loaded
     assert not loaded & {"torch", "numpy", "torchvision", "tensorboard"}
@@ -97,7 +100,7 @@ def test_imports_of_rank_env_are_the_standard_librarys() -> None:
 
 
 def test_imports_of_commands_that_do_not_train_leave_torch_out() -> None:
-    lines = [["show"], ["--help"], [], ["train", "--stpes", "3"], ["launch", "--nproc", "0"],
+    lines = [["show"], ["--help"], [], ["train", "--stpes", "3"], ["launch", "--nproc", "0", "x.py"],
              ["status", "--run-dir", "nowhere"], ["status", "none", "--run-dir", "nowhere"]]
     loaded = modules_after(f"from train.main import main\nfor line in {lines}: main(line)")
     assert {"train", "pydantic"} <= loaded
@@ -136,8 +139,9 @@ def test_schedulers_are_named_in_env_alone() -> None:
 OWN_VARIABLE = re.compile(r"""environ(\.get\(|\[)["']RANKUP_|getenv\(["']RANKUP_""")
 
 
-def test_variables_of_our_own_are_read_in_env_and_process_alone() -> None:
-    others = [path for path in files() if folder_of(module_of(path)) not in ("rankup.env", "train.process")]
+def test_variables_of_our_own_are_read_in_env_agent_and_process_alone() -> None:
+    homes = {"rankup.env", "rankup.agent", "train.process"}
+    others = [path for path in files() if folder_of(module_of(path)) not in homes]
     assert len(others) > 30
     assert [str(path) for path in others if OWN_VARIABLE.search(path.read_text())] == []
     assert OWN_VARIABLE.search((ROOT / "rankup" / "env" / "rank_env.py").read_text())

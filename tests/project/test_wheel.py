@@ -11,7 +11,6 @@ import pytest
 
 from tests.rigs.jobs import ROOT, Job, environment, result, start
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 OWN = "open('imported', 'a').close()\n" + (ROOT / "k8s" / "overlays" / "script" / "train.py").read_text()
 
 
@@ -47,10 +46,10 @@ def own(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rankup(installed: Path, own: Path, *words: str, launcher: tuple[str, ...] = ()) -> Job:
+def rankup(installed: Path, own: Path, *words: str | Path) -> Job:
     """The installed command to its end, in the user's folder."""
-    command = (*launcher, "--no-python", sys.executable) if launcher else (sys.executable,)
-    job = start(*command, installed / "bin" / "rankup", *words, cwd=own, env={"PYTHONPATH": str(installed)})
+    program = installed / "bin" / "rankup"
+    job = start(sys.executable, program, *words, cwd=own, env={"PYTHONPATH": str(installed)})
     job.wait()
     return job
 
@@ -72,7 +71,7 @@ def test_wheel_holds_every_file_but_the_pages(wheel: Path) -> None:
 
 def test_wheel_trains_and_explains_beside_an_own_train_py(installed: Path, own: Path) -> None:
     line = ("--dataset", "digits", "--model", "mlp", "--max-steps", "1", "--tensorboard=false", "--name", "run")
-    job = rankup(installed, own, "launch", "--nproc", "2", *line)
+    job = rankup(installed, own, "launch", "--nproc=2", installed / "train" / "main.py", *line)
     assert job.codes == [0], job.output
     assert result(own / "runs" / "run")["world_size"] == 2
     (own / "job.log").write_text("CUDA out of memory\n")
@@ -81,19 +80,8 @@ def test_wheel_trains_and_explains_beside_an_own_train_py(installed: Path, own: 
     assert not (own / "imported").exists()
 
 
-@pytest.mark.parametrize(
-    ("launcher", "words"),
-    [
-        ((), ("run",)),
-        ((), ("launch", "--nproc", "2", "--command", "run", "--")),
-        (TORCHRUN, ("run",)),
-    ],
-    ids=["alone", "launch", "torchrun"],
-)
-def test_wheel_runs_an_own_train_py(
-    installed: Path, own: Path, launcher: tuple[str, ...], words: tuple[str, ...]
-) -> None:
-    job = rankup(installed, own, *words, "train.py", "--epochs", "2", launcher=launcher)
+def test_wheel_starts_an_own_train_py(installed: Path, own: Path) -> None:
+    job = rankup(installed, own, "launch", "--nproc=2", "train.py", "--epochs", "2")
     assert job.codes == [0], job.output
     assert "epoch 2: loss" in job.output
     assert (own / "model.pt").exists()

@@ -79,7 +79,7 @@ def by_torchrun(*arguments: str) -> Job:
 
 
 def by_launch(*arguments: str) -> Job:
-    return start(sys.executable, "-m", "train.main", "launch", "--nproc", "2", *arguments[1:])
+    return start(sys.executable, "-m", "train.main", "launch", "--nproc=2", MAIN, *arguments)
 
 
 def by_hand(*arguments: str) -> Job:
@@ -95,18 +95,8 @@ def by_torch_distributed_launch(*arguments: str) -> Job:
                  str(free_port()), "-m", "train.main", *arguments, env={"PYTHONWARNINGS": ""})
 
 
-def by_torch_distributed_launch_use_env(*arguments: str) -> Job:
-    return start(sys.executable, "-m", "torch.distributed.launch", "--use-env", "--nproc-per-node", "2",
-                 "--master-port", str(free_port()), "-m", "train.main", *arguments, env={"PYTHONWARNINGS": ""})
-
-
 def by_spawn(*arguments: str) -> Job:
-    return start(sys.executable, "-m", "train.main", "launch", "--launcher", "spawn", "--nproc", "2", *arguments[1:])
-
-
-def by_spawn_and_a_file(*arguments: str) -> Job:
-    url = (Path(arguments[-1]) / "meeting").as_uri()
-    return start(sys.executable, MAIN, "launch", "--launcher=spawn", "--nproc=2", "--init-method", url, *arguments[1:])
+    return start(sys.executable, "-m", "train.main", "launch", "--start=spawn", "--nproc=2", MAIN, *arguments)
 
 
 def by_url(url: str, *arguments: str) -> Job:
@@ -141,22 +131,20 @@ def by_two_agents(*arguments: str) -> Job:
     return job
 
 
-def by_launch_in_pods(command: str, *arguments: str) -> Job:
-    """Kubeflow's variables count pods, so RANK and WORLD_SIZE fit one process a pod only: `launch` leaves them out."""
-    assert command == "train"
+def by_launch_in_pods(*arguments: str) -> Job:
+    """Kubeflow's variables count pods, and so agents."""
     job, port = Job(), str(free_port())
     for node in ("1", "0"):
         pod = {"RANK": node, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PET_NODE_RANK": node,
                "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
-        start(sys.executable, MAIN, "launch", "--nproc=1", "--nnodes=2", f"--node-rank={node}",
-              "--master-addr=127.0.0.1", f"--master-port={port}", *arguments, "--simulated-nodes", env=pod, job=job)
+        start(sys.executable, MAIN, "launch", MAIN, *arguments, "--simulated-nodes", env=pod, job=job)
     return job
 
 
 @pytest.mark.parametrize(
     "launcher",
-    [by_torchrun, by_launch, by_hand, by_torch_distributed_launch, by_torch_distributed_launch_use_env, by_two_agents,
-     by_launch_in_pods, by_spawn, by_spawn_and_a_file, by_file, by_tcp, by_mpirun],
+    [by_torchrun, by_launch, by_launch_in_pods, by_spawn, by_hand, by_torch_distributed_launch,
+     by_two_agents, by_file, by_tcp, by_mpirun],
     ids=lambda f: f.__name__,
 )
 def test_launcher_changes_no_bit(reference: str, tmp_path: Path, launcher: Callable[..., Job]) -> None:

@@ -44,9 +44,9 @@ def test_two_of_three_ranks_at_once_and_then_all(soak: Soak) -> None:
     )))
 
 
-def test_the_supervisor_and_what_forks_for_it(soak: Soak) -> None:
+def test_the_agent_and_what_forks_for_it(soak: Soak) -> None:
     check(soak, Case("wide", 2, sequence(
-        Fault("backward", 1, 4, whom="supervisor"), Fault("after the optimizer", 0, 8, whom="server"),
+        Fault("backward", 1, 4, whom="agent"), Fault("after the optimizer", 0, 8, whom="server"),
     )))
 
 

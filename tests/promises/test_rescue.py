@@ -58,9 +58,10 @@ def run_id(folder: Path) -> str:
     return str(json.loads((folder / "run" / "run.json").read_text())["run"])
 
 
-def launch(folder: Path, *more: str, faults: Path, groups: places.Groups) -> Job:
+def launch(folder: Path, *more: str, faults: Path, groups: places.Groups, max_restarts: int = 3) -> Job:
     return start(
-        sys.executable, MAIN, "launch", "--nproc=2", *train(folder, *more)[1:], env=places.order(faults, groups)
+        sys.executable, MAIN, "launch", "--nproc=2", f"--max-restarts={max_restarts}", MAIN, *train(folder, *more),
+        env=places.order(faults, groups),
     )
 
 
@@ -88,7 +89,7 @@ def test_fresh_goes_on_from_its_own_rescue_and_takes_none_of_an_earlier_run(
     tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     groups = [[Fault("backward", 1, 3)]]
-    with ended(launch(tmp_path, "--fresh", "--max-restarts=0", faults=tmp_path / "first", groups=groups)) as job:
+    with ended(launch(tmp_path, "--fresh", faults=tmp_path / "first", groups=groups, max_restarts=0)) as job:
         assert job.wait() == [137], job.output
     with ended(launch(tmp_path, "--fresh", faults=tmp_path / "second", groups=groups)) as job:
         assert job.wait() == [0], job.output
@@ -113,7 +114,7 @@ def test_all_ranks_at_once_leave_no_rescue(tmp_path: Path, undisturbed: dict[str
 @pytest.mark.usefixtures("left")
 def test_damaged_rescue_is_passed_over_and_said(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     groups = [[Fault("backward", 0, 8, saved=True)]]
-    with ended(launch(tmp_path, "--max-restarts=0", faults=tmp_path / "f", groups=groups)) as job:
+    with ended(launch(tmp_path, faults=tmp_path / "f", groups=groups, max_restarts=0)) as job:
         assert job.wait() == [137], job.output
     (path,) = (path for place in folders() for path in place.glob(f"rankup-*/{run_id(tmp_path)}/*/model.pt"))
     path.write_bytes(path.read_bytes()[:-1])

@@ -4,6 +4,7 @@ With dropout, augmentation and DataLoader workers, all of which draw random numb
 two numbers is the same in either order, so two ranks would not show that DDP sums in another order after a restart.
 """
 
+import json
 import os
 import random
 from collections.abc import Callable
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.rigs.faults import ByHand, Launched, Scene, deliver, random_kills
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import comparable_metrics, ended, free_port, rank_env, result
-from train.process.status import attempt_of, new_attempt
+from tests.rigs.jobs import comparable_metrics, ended, rank_env, result
+from train.process.status import new_attempt
 
 RUNS = int(os.environ.get("RANKUP_RUNS", "20"))
 # CI always draws the same kills, so that a failure can be repeated; with RANKUP_RUNS set, each run draws others
@@ -90,7 +92,8 @@ def test_launch_restarts_ranks_killed_at_random_and_ends_with_the_same_weights(
         kills = random_kills(rng, min(left, KILLS_PER_JOB), world_size)
         print(f"RANKUP_SEED={SEED}: {kills}")
         folder = tmp_path / str(left)
-        scene = Launched(folder / "run", world_size, f"--run-dir={folder}", *SETTINGS, "--max-restarts=20")
+        line = (f"--run-dir={folder}", *SETTINGS)
+        scene = Launched(folder / "run", world_size, *line, options=["--max-restarts=20"])
         with ended(scene.job):
             left -= deliver(kills, scene, world_size)
             assert scene.job.wait() == [0], scene.job.output
@@ -103,8 +106,9 @@ def test_fresh_that_was_killed_before_it_began_is_still_fresh_after_the_restart(
     line = ("train", f"--run-dir={tmp_path}", *SETTINGS, "--max-steps=6", "--fresh")
 
     def attempt(job: str, restart: int) -> str:
-        env = {**rank_env(0, 1, free_port()), "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-        env |= {"RANKUP_LAUNCH": "1", "RANKUP_ATTEMPT": attempt_of(job, restart), "RANKUP_RESTART": str(restart)}
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the agent's
+        env = {**rank_env(0, 1, store.port), "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+        env["RANKUP_AGENT"] = json.dumps({"job": job, "restarts": restart})
         codes, output = forks.run(*line, env=env)
         assert codes == [0], output
         return output

@@ -49,14 +49,14 @@ def holders(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["train", "script", "failing script"])
 def test_run_leaves_no_secret_in_files_outputs_or_command_lines(tmp_path: Path, kind: str) -> None:
-    words = ["launch", "--nproc", "2", "--run-dir", str(tmp_path / "runs")]
+    words = ["launch", "--nproc=2", "--run-dir", str(tmp_path / "runs")]
     if kind == "train":
-        words += TRAIN
+        words += [str(jobs.MAIN), "--run-dir", str(tmp_path / "runs"), *TRAIN]
     else:
         script = tmp_path / "script.py"
         script.write_text("import os\ntoken = os.environ['HF_TOKEN']\nprint('has it:', bool(token))\n"
                           + ("raise ValueError('it fails')\n" if "failing" in kind else ""))
-        words += ["--command", "run", str(script)]
+        words.append(str(script))
     code, output, lines = watch(*words, cwd=tmp_path)
     assert (code == 0) == ("failing" not in kind), output
     assert kind == "train" or "has it: True" in output

@@ -13,10 +13,9 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.rigs.faults import Launched, environ, lives, suspend
+from tests.rigs.faults import environ, lives
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, Job, ended, environment, free_port, result, start
-from train.process.stop import REPEAT_WINDOW_S
 
 PATH = str(ROOT)
 SETTINGS = (
@@ -107,26 +106,3 @@ def test_nothing_is_left_when_torchrun_dies_of_a_signal(name: str, tmp_path: Pat
         os.kill(job.processes[0].pid, getattr(signal, name))
         job.wait()
         assert psutil.wait_procs(family(mark), timeout=60)[1] == []
-
-
-def test_nothing_is_left_when_launch_is_told_twice_to_stop(tmp_path: Path) -> None:
-    """A rank that is stopped can't save: the second signal, more than 5 s later, ends launch at once."""
-    settings = (*SETTINGS, f"--run-dir={tmp_path}", "--name=run", "--max-steps=1000000")
-    scene = Launched(tmp_path / "run", 2, *settings, env={"PYTHONPATH": PATH})
-    with ended(scene.job):
-        wait_until(scene.checkpoints, scene.job)
-        suspended = scene.ranks()[1]
-        suspend(suspended)
-        scene.process.send_signal(signal.SIGINT)
-        wait_until(lambda: waits_for(suspended, signal.SIGTERM), scene.job)  # passed on: launch has read the first
-        time.sleep(REPEAT_WINDOW_S + 0.5)
-        assert scene.running()
-        scene.process.send_signal(signal.SIGINT)
-        assert scene.job.wait(60) == [143], scene.job.output
-    assert scene.left_after() == []
-
-
-def waits_for(process: psutil.Process, number: int) -> bool:
-    """Whether that signal waits for the process, which is suspended."""
-    pending = Path(f"/proc/{process.pid}/status").read_text().partition("ShdPnd:")[2].split()[0]
-    return bool(int(pending, 16) >> (number - 1) & 1)

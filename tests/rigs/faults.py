@@ -103,13 +103,16 @@ def suspend(process: psutil.Process) -> None:
 
 
 class Launched(Scene):
-    """A job under `launch`, which restarts it by itself."""
+    """A job under `launch`, which restarts it by itself. `options`: of `launch`."""
 
-    def __init__(self, run_dir: Path, world_size: int, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, world_size: int, *arguments: str, options: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(run_dir)
         # Children inherit it: a process that has it belongs to the job, even after its parent ended
         self.mark = secrets.token_hex(8)
-        command = [sys.executable, MAIN, "launch", f"--nproc={world_size}", *arguments]
+        command = [sys.executable, MAIN, "launch", f"--nproc={world_size}", *options, MAIN, *arguments]
         self.job = start(*command, env={"JOB_UNDER_TEST": self.mark, **(env or {})})
         self.process = self.job.processes[0]
 

@@ -137,6 +137,14 @@ def ended(job: Job) -> Iterator[Job]:
                 process.stdout.close()
 
 
+def lives(pid: int) -> bool:
+    """And is no zombie: one whose parent was killed waits for the first process of this machine to reap it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def result(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "result.json").read_text())  # type: ignore[no-any-return]
 

@@ -45,8 +45,7 @@ class Launch:
         stack.callback(lambda: self.process.kill())
 
     def start(self) -> None:
-        launch = [sys.executable, "-m", "rankup", "launch", "--nproc", "2"]
-        words = [*launch, MAIN, "train", "--run-dir", self.folder, *self.settings]
+        words = [sys.executable, MAIN, "launch", "--nproc=2", MAIN, "--run-dir", self.folder, *self.settings]
         with (self.folder / "output").open("a") as output:
             self.process = subprocess.Popen(words, env=environment(), cwd=ROOT, stdout=output, stderr=output)
 

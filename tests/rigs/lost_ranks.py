@@ -43,17 +43,16 @@ FROM_CHECKPOINT = ("fsdp",)
 
 @dataclass(frozen=True)
 class Case:
-    """One job and what it suffers. `launcher`: "launch", or "supervise": a supervisor for each rank, as in containers.
-    """
+    """One job and what it suffers. `agents`: how many start its ranks: one, or as in containers one for each rank."""
 
     profile: str
     world_size: int
     faults: tuple[tuple[Fault, ...], ...]
-    launcher: str = "launch"
+    agents: int = 1
 
     def __str__(self) -> str:
         text = "; ".join(" + ".join(_told(fault) for fault in group) for group in self.faults)
-        return f"{self.profile}, {self.launcher}, {self.world_size} ranks: {text}"
+        return f"{self.profile}, {self.world_size} ranks, {self.agents} agents: {text}"
 
 
 def _told(fault: Fault) -> str:
@@ -117,7 +116,7 @@ class Soak:
         """Digest and metrics of the run that nothing happens to."""
         if (profile, world_size) not in self.known:
             folder = self.folder / f"undisturbed-{profile}-{world_size}"
-            command = [sys.executable, str(MAIN), "launch", f"--nproc={world_size}", f"--run-dir={folder}"]
+            command = [sys.executable, MAIN, "launch", f"--nproc={world_size}", MAIN, f"--run-dir={folder}"]
             job = start(*command, *self.settings(profile))
             with ended(job):
                 assert job.wait(JOB_TIMEOUT_S) == [0], job.output
@@ -142,15 +141,13 @@ class _Job:
     def __init__(self, folder: Path, settings: Sequence[str], case: Case) -> None:
         self.mark = secrets.token_hex(8)  # children inherit it, also those whose parent has ended
         common = {**places.order(folder / "faults", case.faults), "JOB_UNDER_TEST": self.mark}
-        line = [f"--run-dir={folder}", *settings, "--max-restarts=20"]
+        nproc = case.world_size // case.agents
+        line = ["launch", f"--nproc={nproc}", "--max-restarts=20", str(MAIN), f"--run-dir={folder}", *settings]
         self.starts: list[tuple[list[str], dict[str, str]]] = []
-        if case.launcher == "launch":
-            self.starts.append((["launch", f"--nproc={case.world_size}", *line], common))
-        else:
-            port = free_port()
-            for rank in range(case.world_size):
-                self.starts.append((["supervise", *line], common | rank_env(rank, case.world_size, port)))
-        # A supervisor that was killed or asked to stop has nobody else to start it again
+        port = free_port()
+        for node in range(case.agents):
+            self.starts.append((line, common | (rank_env(node, case.agents, port) if case.agents > 1 else {})))
+        # An agent that was killed or asked to stop has nobody else to start it again
         self.left = sum(fault.whom != "self" or fault.how == "SIGTERM" for group in case.faults for fault in group)
         self.output_file = folder / "output.txt"
 

@@ -5,7 +5,7 @@ around functions of the program as they are imported, see `place_hooks`. Each is
 order stands in the variable FAULTS: JSON, a folder and a list of groups of faults. A group is armed when all faults of
 the group before it have struck, so that one job can suffer many, one after the other, also a second one while it
 recovers from the first. Each strikes once, whatever process gets there first: it makes a file in the folder. No torch
-here and nothing else that is slow: supervisors import it too.
+here and nothing else that is slow: fork servers import it too.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ class Fault:
     """What happens to one process, where. `rank` -1: whichever rank gets there first. `step`: not before that step.
 
     `how`: a signal's name, or "memory": the kernel ends it for want of memory. `whom`: the rank itself, the process
-    that forked it ("server"), the supervisor, or the whole "node", all three. `saved`: a save that is under way gets
+    that forked it ("server"), the "agent", or the whole "node", all three. `saved`: a save that is under way gets
     done first.
     """
 
@@ -168,10 +168,10 @@ def _strike(fault: Fault) -> None:
         _run_out_of_memory()
     number = getattr(signal, fault.how)
     server = os.getppid()
-    supervisor = _parent(server) if b"fork_server" in Path(f"/proc/{server}/cmdline").read_bytes() else server
+    agent = _parent(server) if b"fork_server" in Path(f"/proc/{server}/cmdline").read_bytes() else server
     victims = {
-        "self": [os.getpid()], "server": [server], "supervisor": [supervisor],
-        "node": [supervisor, server, os.getpid()],
+        "self": [os.getpid()], "server": [server], "agent": [agent],
+        "node": [agent, server, os.getpid()],
     }[fault.whom]
     if fault.how == "SIGSEGV" and fault.whom == "self":
         ctypes.string_at(0)  # a real one, in C

@@ -22,7 +22,7 @@ import psutil
 
 PAUSE_S = 0.02  # between two looks at the ports
 CONNECT_S = 0.5
-MAX_HELD = 40  # connections that stay open: a job has 1,024 descriptors, and its supervisor is on the same machine
+MAX_HELD = 40  # connections that stay open: a job has 1,024 descriptors, and its agent is on the same machine
 
 
 class Evil:
@@ -175,20 +175,6 @@ def form_slowly() -> None:
         real(*given, **more)
 
     dist.init_process_group = late
-
-
-def launch_slow_ranks() -> None:
-    """In the process of `launch`: the same for the ranks that it forks."""
-    from train.process import supervisor
-
-    supervisor.ENTRY = "tests.rigs.strangers:be_slow"
-
-
-def be_slow(stop: Any) -> None:
-    from train.main import entry
-
-    form_slowly()
-    entry(stop)
 
 
 def unpickle_nothing() -> None:

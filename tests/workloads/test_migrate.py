@@ -75,17 +75,15 @@ def net(name: str) -> torch.nn.Module:
 
 @again_if_aborted
 def script(forks: Forks, pair: Pair, folder: Path) -> str:
-    """What the script prints under `run`, unchanged."""
-    words = ("--run-dir", folder / "runs", f"before_{pair.name}.py", "--batch-size", str(SAMPLES // pair.world_size))
+    """What the script prints, unchanged: under `launch`, or started by horovodrun."""
+    words = (f"before_{pair.name}.py", "--batch-size", str(SAMPLES // pair.world_size))
     if pair.name == "horovod":  # only horovodrun tells Horovod's ranks of each other
         runner = Path(sys.executable).with_name("horovodrun")
-        line = (runner, "-np", "2", "--gloo", sys.executable, "-m", "train.main", "run", *words)
+        line = (runner, "-np", "2", "--gloo", sys.executable, *words)
         with ended(start(*line, env=WARN, cwd=folder)) as job:
             codes, output = job.wait(), job.output
     else:
-        several = ("launch", "--nproc", str(pair.world_size), "--command", "run")
-        line = (*(several if pair.world_size > 1 else ("run",)), *words)
-        codes, output = forks.run(*line, env=WARN, cwds=[folder])
+        codes, output = forks.run("launch", f"--nproc={pair.world_size}", *words, env=WARN, cwds=[folder])
     assert codes == [0], output
     return output
 

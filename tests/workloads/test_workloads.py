@@ -116,7 +116,7 @@ def by_module(project: Path) -> Job:
 
 def by_launch(project: Path) -> Job:
     """The program as a file, which starts its ranks as a file too."""
-    return start(sys.executable, MAIN, "launch", "--nproc", "2", *ONE_STEP[1:], cwd=project, env={"PYTHONPATH": ""})
+    return start(sys.executable, MAIN, "launch", "--nproc=2", MAIN, *ONE_STEP, cwd=project, env={"PYTHONPATH": ""})
 
 
 @pytest.mark.parametrize("started", [by_module, by_launch], ids=lambda f: f.__name__)

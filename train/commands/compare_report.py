@@ -9,10 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rankup.agent.processes import cpu_quota
 from train.commands.machine import cpu_model
 from train.commands.markdown import markdown_table
 from train.process.figures import draw_bars, new_figure
-from train.process.limits import cpu_quota
 from train.process.status import write_json
 
 

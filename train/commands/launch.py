@@ -3,22 +3,23 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rankup import cli
 from rankup.agent.agent import Helpers
+from rankup.agent.script import Script
 from rankup.errors import FINISHED
 from train.process.findings import CODES, VERDICTS, WARNING
 from train.process.last_word import tell_platform
 from train.process.log import host_name
 
-MAIN = str(Path(__file__).parents[1] / "main.py")
+MAIN = Path(__file__).parents[1] / "main.py"
 
 
 def launch(words: Sequence[str]) -> int:
     """Be the agent of this node. Returns the exit code."""
-    return cli.launch(words, helpers=Helpers(advice=_advice), preflight=_preflight)
+    return cli.launch(words, helpers=Helpers(advice=_advice, where=_where, tell=tell_platform), preflight=_preflight)
 
 
 def _advice(tail: str) -> str:
@@ -28,13 +29,23 @@ def _advice(tail: str) -> str:
     return advice(tail)
 
 
-def _preflight() -> int:
+def _where(run_dir: Path, ranks: Collection[int]) -> list[str]:
+    from train.process.stack_requests import ask, places
+
+    return places([answer for answer in ask(run_dir, ranks=ranks) if answer.writer.rank in ranks])
+
+
+def _preflight(script: Script, run_dir: str) -> int:
     """The doctor's exit code for this machine where it is not fit to train, else 0.
 
     Alone, without the other machines: a container that is replaced in the middle of a training finds the others at
     work, not at their doctor. Whether the machines reach each other is checked when they meet.
     """
-    words = [sys.executable, MAIN, "doctor", "--alone"]
+    words = [sys.executable, str(MAIN), "doctor", "--alone", "--run-dir", run_dir]
+    own = [*script.words[2 if script.words[0] == "-m" else 1 :], "--"]
+    of_training = own[0] == "train" or own[0].startswith("-")
+    if of_training and script.file is not None and script.file.resolve() == MAIN.resolve():
+        words += own[own[0] == "train" : -1]  # its settings, which say where it writes and reads
     code = subprocess.run(words, env={**os.environ, "RANKUP_PARENT": str(os.getpid())}, check=False).returncode
     if code in (FINISHED, CODES[WARNING]):
         return FINISHED

@@ -1,6 +1,6 @@
 """`stacks RUN`: where each rank of a run is now, which ranks are somewhere else than the others, and all their stacks.
 
-It asks the processes of this machine, and through a file the supervisors of the other machines that share the disk.
+It asks the processes of this machine, and through a file those of other machines that share the disk.
 """
 
 import time
@@ -13,10 +13,10 @@ from train.commands.logs.logs import find_logs
 from train.config.options import StacksOptions
 from train.process.context import Context, runs_folder
 from train.process.log import host_name
-from train.process.stack_requests import LOOK_S, POLITE_S, REQUEST, Answer, ask, places, read, written
-from train.process.stacks import FOLDER
+from train.process.stack_requests import POLITE_S, Answer, ask, places, read, written
+from train.process.stacks import FOLDER, LOOK_S, REQUEST
 
-# A supervisor elsewhere looks every LOOK_S, a network disk shows a new file later, and its ranks write within POLITE_S
+# Ranks elsewhere look every LOOK_S, a network disk shows a new file later, and they write within POLITE_S
 ELSEWHERE_S = LOOK_S + 3.0 + POLITE_S
 
 
@@ -29,7 +29,6 @@ def stacks(context: Context, given: StacksOptions) -> str:
             f"RUN must be a run whose ranks can be asked, got no {FOLDER}/rank-N.txt in {run_dir}: none has started."
         )
     elsewhere = [answer.path for answer in before if answer.writer.host != host_name()]
-    # First, and then the others: a supervisor of this machine that sees the request finds them asked already
     since = _request(run_dir) if elsewhere else 0.0
     answers = ask(run_dir)
     if elsewhere:
@@ -46,7 +45,7 @@ def stacks(context: Context, given: StacksOptions) -> str:
 
 
 def _request(run_dir: Path) -> float:
-    """Ask the supervisors that see this folder. Returns when, by the clock of the disk, which is the others' too."""
+    """Ask the ranks that see this folder. Returns when, by the clock of the disk, which is the others' too."""
     request = run_dir / FOLDER / REQUEST
     request.touch()
     return request.stat().st_mtime

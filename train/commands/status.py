@@ -26,7 +26,7 @@ from train.run.trackers.tracker import address_of
 
 # Five reports late: a network file system shows another machine's writes some seconds later
 SILENT_S = 10.0
-# A supervisor starts a lost rank again within a second: a run that has ended for so long stays so, for --watch
+# An agent starts lost ranks again within a second: a run that has ended for so long stays so, for --watch
 ENDED_S = 10.0
 TAIL = 2**20  # bytes of the metrics that are looked at: a line of a thousand ranks has a tenth of that
 STEP_TIME = re.compile(r"ranks/(\w+)_s/(\d+)")  # a name in the metrics

@@ -25,8 +25,3 @@ def tell_platform(text: str, code: int) -> None:
     with contextlib.suppress(OSError):  # it is no reason to end in another way
         if not (victim and path.read_text(encoding="utf-8", errors="ignore")):
             path.write_text("" if code == FINISHED else f"{line}\n", encoding="utf-8")
-
-
-def take_back() -> None:
-    """Forget the last word: a rank is started again."""
-    tell_platform("", FINISHED)

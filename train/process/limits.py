@@ -1,26 +1,14 @@
-"""What a container or a batch job grants: CPUs and memory, read from the control groups (v1 and v2) of this process.
+"""What a container or a batch job uses and grants, read from the control groups (v1 and v2) of this process.
 
-os.cpu_count() and psutil see the whole machine, not the container's share of it. `root` replaces the file system's root
-in each function, for tests.
+psutil sees the whole machine, not the container's share of it. What an agent needs too is in `rankup.agent.processes`.
+`root` replaces the file system's root in each function, for tests.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
-
-
-def cpu_quota(root: Path = ROOT) -> float | None:
-    """CPUs granted to this process (1.5 is possible): the least of its groups' quotas and its affinity.
-
-    None where neither is known.
-    """
-    grants = [cpus for cpus, _ in _cpu_quotas(root)]
-    if hasattr(os, "sched_getaffinity"):
-        grants.append(float(len(os.sched_getaffinity(0))))
-    return min(grants, default=None)
 
 
 def cpu_time(root: Path = ROOT) -> tuple[float, float] | None:
@@ -47,35 +35,10 @@ def memory_left(root: Path = ROOT) -> int | None:
 
 def memory_available() -> int:
     """Bytes that this process can take without swapping, of the machine and of its container or job."""
-    import psutil  # 20 ms that a supervisor does without
+    import psutil  # 20 ms that others do without
 
     left, available = memory_left(), psutil.virtual_memory().available
     return available if left is None else min(available, left)
-
-
-def oom_kills(root: Path = ROOT) -> int | None:
-    """How many processes of this container or job the kernel has killed for memory so far; None if it does not say."""
-    for folder, version in _groups("memory", root):
-        for line in read(folder / ("memory.events" if version == 2 else "memory.oom_control")).splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return None
-
-
-def explain_sigkill(before: int | None) -> str:
-    """Who may have sent it. `before`: the out-of-memory kills that were counted when the rank was started."""
-    now = oom_kills()
-    if now is None or before is None:
-        return "if nobody sent it, the memory was not enough, or the limit of the container or job"
-    if count := now - before:
-        were = "kills were" if count > 1 else "kill was"
-        return (
-            f"{count} out-of-memory {were} counted in this container or job meanwhile: give it more memory, or lower "
-            "--num-workers or --batch-size"
-        )
-    return (
-        "no out-of-memory kill was counted in this container or job: somebody sent it, or the machine itself ran out"
-    )
 
 
 def read(file: Path) -> str:

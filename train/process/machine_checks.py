@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rankup.agent.processes import cpu_quota, oom_kills
 from rankup.env.addresses import is_loopback
 from rankup.env.rank_env import RankEnv
 from train.config import Config
 from train.process.findings import NOTE, OK, UNFIT, WARNING, Finding
-from train.process.limits import cpu_quota, memory_limit, oom_kills
+from train.process.limits import memory_limit
 
 MIB = 2**20
 LEAST_CPU = 0.75  # of a CPU for each thread: a thread of ours waits now and then, so a little less is no loss

@@ -8,24 +8,19 @@ import contextlib
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from train.process.log import Log
 from train.process.places import Stack, compare, moment, place, stacks_in
 from train.process.proc import has_handler, start_of, state_of
 from train.process.stacks import FOLDER, Writer
 
-REQUEST = "request"  # `touch stacks/request` asks, where a file can be made and no process be signalled
 # A thread of Python needs its turn on a busy machine. After that the other signal is tried, see `stacks`.
 POLITE_S = 2.0
 ANSWER_S = 3.0
 TICK_S = 0.05
-LOOK_S = 1.0  # between two looks for a request, which may come over a network disk
 # By the letters that /proc has
 STATES = {
     "T": "it is stopped (SIGSTOP)", "D": "it waits for a disk or a driver", "R": "it computes, or waits for a CPU",
@@ -106,18 +101,16 @@ def written(run_dir: Path) -> list[Answer]:
     return sorted(found, key=lambda answer: answer.writer.rank)
 
 
-def ask(run_dir: Path, *, ranks: Collection[int] | None = None, since: float = 0.0) -> list[Answer]:
+def ask(run_dir: Path, *, ranks: Collection[int] | None = None) -> list[Answer]:
     """Have the ranks of this run that live on this machine write their stacks, and return what all have written.
 
-    `ranks`: only these. `since`: only those whose file is older, in seconds of `time.time()`, as others have been asked
-    by somebody else. Takes POLITE_S + ANSWER_S at most, beside what the disk takes.
+    `ranks`: only these. Takes POLITE_S + ANSWER_S at most, beside what the disk takes.
     """
     answers = {answer.path: answer for answer in written(run_dir)}
     sizes = {}
     for path, answer in answers.items():
-        about = path.stat()
-        if alive(answer.writer) and (ranks is None or answer.writer.rank in ranks) and not 0 < since <= about.st_mtime:
-            sizes[path] = about.st_size
+        if alive(answer.writer) and (ranks is None or answer.writer.rank in ranks):
+            sizes[path] = path.stat().st_size
     for try_number, patience_s in enumerate([POLITE_S, ANSWER_S]):
         for path in sizes:
             _signal(answers[path].writer, try_number)
@@ -189,42 +182,3 @@ def places(answers: list[Answer]) -> list[str]:
             if where != "idle":
                 lines.append(f"rank {answer.writer.rank} worker {number}: {where or 'does not answer'}")
     return lines
-
-
-class StackWatch:
-    """The supervisor's part: passes a request on to its ranks, which came as a signal or as a file."""
-
-    def __init__(self, run_dir: Path, ranks: Collection[int], log: Log) -> None:
-        """Watches from now on, in a thread: the disk of the run may hang, and the supervisor must not."""
-        self.run_dir, self.ranks, self.log = run_dir, ranks, log
-        self._asked = threading.Event()
-        threading.Thread(target=self._watch, name="stack-requests", daemon=True).start()
-
-    def ask(self, *_: Any) -> None:
-        """Pass a request on soon. It may be a signal's handler."""
-        self._asked.set()
-
-    def _requested(self) -> float:
-        try:
-            return (self.run_dir / FOLDER / REQUEST).stat().st_mtime
-        except OSError:
-            return 0.0
-
-    def _watch(self) -> None:
-        seen = self._requested()  # of an earlier attempt
-        while True:
-            signalled = self._asked.wait(LOOK_S)
-            self._asked.clear()
-            requested = self._requested()
-            if signalled or requested != seen:
-                since, seen = 0.0 if signalled else requested, requested
-                with contextlib.suppress(OSError):
-                    self._pass_on(since)
-
-    def _pass_on(self, since: float) -> None:
-        own = [a for a in ask(self.run_dir, ranks=self.ranks, since=since) if a.writer.rank in self.ranks]
-        for line in places(own):
-            self.log.info(line)
-        self.log.info(f"the stacks of all threads are in {self.run_dir / FOLDER}")
-
-

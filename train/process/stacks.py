@@ -29,6 +29,8 @@ from train.process.proc import start_of
 from train.process.worker_stacks import ask_workers
 
 FOLDER = "stacks"
+REQUEST = "request"  # `touch stacks/request` asks, where a file can be made and no process be signalled
+LOOK_S = 1.0  # between two looks for it, which may go over a network disk
 ASK, ASK_C = signal.SIGUSR2, getattr(signal, "SIGRTMAX", None)  # macOS has none of the second kind
 # A dump has some kilobytes, and nobody reads those of a hundred attempts ago
 MOST_BYTES = 2**20
@@ -107,6 +109,20 @@ def open_stacks(run_dir: Path, launch: RankEnv) -> None:
         _file = StacksFile(run_dir, writer)
         if ASK_C is not None:
             faulthandler.register(ASK_C, _file.file, all_threads=True)
+        request = run_dir / FOLDER / REQUEST
+        threading.Thread(target=_watch, args=(request,), name="stack-requests", daemon=True).start()
+
+
+def _watch(request: Path) -> None:
+    seen = None
+    while True:
+        asked = 0.0
+        with contextlib.suppress(OSError):
+            asked = request.stat().st_mtime
+        if seen is not None and asked > seen:
+            dump("asked")
+        seen = asked
+        time.sleep(LOOK_S)
 
 
 def dump(why: str, *, workers: bool = True) -> Path | None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankup.agent.processes import cpu_quota
 from rankup.errors import reason
 from train.config import Config
 from train.data.batch import num_bytes, repeated
@@ -27,7 +28,6 @@ from train.data.random_numbers import random_state_kept
 from train.group.group import Group
 from train.parallel.method import Method
 from train.parallel.model import autocast, has_bf16
-from train.process.limits import cpu_quota
 from train.run.metrics import Speed
 from train.workloads import Workload
 
