@@ -41,7 +41,7 @@ class Server:
                 start_new_session=True,
             )
         try:
-            until_s = time.monotonic() + 480
+            until_s = time.monotonic() + 120
             while not self._answers():
                 assert process.poll() is None, (self.folder / "server.log").read_text()
                 assert time.monotonic() < until_s, (self.folder / "server.log").read_text()
