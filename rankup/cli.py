@@ -52,8 +52,6 @@ def parser() -> argparse.ArgumentParser:
     add("--start", choices=["fork", "fresh", "spawn"], default="fork",
         help="how ranks start whose script imports rankup: forked from a process that has imported torch, or as fresh "
         "interpreters, which spawn means too (%(default)s)")
-    add("--preload", default="", metavar="MODULES",
-        help="import these too before ranks are forked, as torchvision,mine")
     add("--preflight", action="store_true", help="check this machine first; where it is not fit, nothing is started")
     add("-m", "--module", action="store_true", help="SCRIPT is a module")
     add("script", metavar="SCRIPT", help="what each rank runs")
@@ -83,7 +81,7 @@ def launch(
             join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
             restart_on=_codes(given.restart_on), restart_args=_words(given.restart_args),
             stop_grace_s=given.stop_grace_s, pass_local_rank=given.pass_local_rank, work_dir=_folder(given.work_dir),
-            start=given.start, preload=tuple(filter(None, given.preload.split(","))),
+            start=given.start,
         )
         for warning in node.warnings:
             log.warning("%s", warning)

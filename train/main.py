@@ -37,6 +37,8 @@ from train.process.log import Log, guard
 from train.process.status import tell_torchrun
 from train.run.choices import CHOICES
 
+__preload__ = ["train.loop"]  # imported once, by the process that forks the ranks of a node
+
 
 def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> int:
     """Understand the line, run its command, and return its exit code. `stop`: by default it is installed here."""

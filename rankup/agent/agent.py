@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
-from rankup.agent.fork_server import ForkServer, safe_imports
+from rankup.agent.fork_server import ForkServer
 from rankup.agent.meeting import Leader
 from rankup.agent.network import choose_interface, listen
 from rankup.agent.output import Pump, host_name, last_exception, open_log
@@ -45,7 +45,7 @@ from rankup.agent.processes import (
 )
 from rankup.agent.protocol import Member
 from rankup.agent.record import Records
-from rankup.agent.script import Script
+from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.script_env import PARENT, rank_environment
 from rankup.agent.status import (
     REPORT_S,
@@ -92,7 +92,6 @@ class Options:
     pass_local_rank: str = "auto"
     work_dir: str = ""
     start: str = "fork"  # or fresh, spawn: of a script that imports rankup
-    preload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,10 +229,11 @@ class Agent:
             on_end=self._ended, on_warning=lambda text: log.warning("%s", text),
             on_gone=self._forget_server,
         )
-        modules = safe_imports(self.script.file) if self.script.file is not None else []
+        file = self.script.file or ""
+        preload, folder = own_imports(file)
         await self.server.start(
-            ["torch._dynamo", *modules], env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
-            preload=self.options.preload, fork=self.options.start == "fork",
+            safe_imports(file), env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}, preload=preload, folder=folder,
+            fork=self.options.start == "fork",
         )
 
     def _forget_server(self) -> None:

@@ -19,7 +19,6 @@ imports nothing and starts fresh interpreters.
 A forked rank returns to the end of this file, and becomes the script there.
 """
 
-import ast
 import asyncio
 import atexit
 import builtins
@@ -60,58 +59,8 @@ KILLED = 128 + signal.SIGKILL
 MORE_LIKELY = 100
 END_S = 2.0  # within which the server ends by itself once its ranks are killed
 KILL_S = 5.0  # a process that waits for a dead disk ends when the disk answers
-# Installed packages that start no threads and open no device while they are imported
-SAFE = {
-    "PIL", "fire", "fsspec", "numpy", "psutil", "pydantic", "safetensors", "tensorboard", "tokenizers", "torch",
-    "torchvision", "tqdm", "transformers", "yaml",
-}
 
 # The agent's side ---------------------------------------------------------------------------------------------------
-
-
-def safe_imports(script: str | Path) -> list[str]:
-    """What the server may import in place of `script`: of its first imports, up to another statement, those of SAFE.
-
-    Nothing is imported here. A name may also be a class of a module. A package is left out where the script would find
-    one of the user's: in the script's folder, in the current one, or below them outside an environment.
-    """
-    try:
-        statements = ast.parse(Path(script).read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return []
-    names: list[str] = []
-    for statement in statements:
-        if isinstance(statement, ast.Import):
-            names += [alias.name for alias in statement.names]
-        elif isinstance(statement, ast.ImportFrom) and statement.level == 0:
-            names += [f"{statement.module}.{alias.name}".removesuffix(".*") for alias in statement.names]
-        elif not isinstance(statement, ast.ImportFrom) and not _is_boilerplate(statement):
-            break
-    folders = {str(Path(script).resolve().parent), os.getcwd()}
-    packages = SAFE & {name.partition(".")[0] for name in names}
-    installed = {package for package in packages if _installed(package, folders)}
-    return list(dict.fromkeys(name for name in names if name.partition(".")[0] in installed))
-
-
-def _is_boilerplate(statement: ast.stmt) -> bool:
-    """A text, or what is done where the script is no part of a package."""
-    if isinstance(statement, ast.Expr):
-        return isinstance(statement.value, ast.Constant)
-    return isinstance(statement, ast.If) and any(
-        isinstance(node, ast.Name) and node.id == "__package__" for node in ast.walk(statement.test)
-    )
-
-
-def _installed(package: str, folders: set[str]) -> bool:
-    path = [entry for entry in sys.path if os.path.realpath(entry) not in folders]
-    if importlib.machinery.PathFinder.find_spec(package, sorted(folders)) is not None:
-        return False
-    spec = importlib.machinery.PathFinder.find_spec(package, path)
-    if spec is None or spec.origin is None:
-        return False
-    place = Path(spec.origin).resolve()
-    of_an_environment = {"site-packages", "dist-packages"} & {*place.parts}
-    return bool(of_an_environment) or not any(place.is_relative_to(folder) for folder in folders)
 
 
 class ForkServer:
@@ -137,7 +86,7 @@ class ForkServer:
         """Start the server. It takes requests at once, and obeys once its imports are done.
 
         `modules`: to import, beside torch. What fails is left to the rank, which says it in its own words. `preload`:
-        modules that the user names, found in `folder` too. `env`: of the server; its OMP_NUM_THREADS and Python's own
+        modules that the script names, found in `folder` too. `env`: of the server; its OMP_NUM_THREADS and Python's own
         variables hold for the ranks. `fork`: False starts ranks as fresh interpreters.
         """
         self._env = dict(env)
@@ -333,7 +282,7 @@ class Server:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def prepare(self, order: Order) -> Iterator[str]:
-        """Import once what every rank would import. Yields what went wrong with the modules that the user named."""
+        """Import once what every rank would import. Yields what went wrong with the modules that the script names."""
         # Importing torch would trigger collections that walk 350,000 objects and find nothing: a fifth of the time
         gc.disable()
         with contextlib.suppress(Exception):

@@ -1,6 +1,7 @@
 """Which file a script is, what must be the same of it on all nodes, how its command line looks. No torch here."""
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -23,6 +24,12 @@ DECLARES_LOCAL_RANK = re.compile(r"""["']--(local[_-]rank)["']""")
 IMPORT = re.compile(
     rb"(?:^|[;:])[ \t]*(?:from[ \t]+(?P<module>[.\w]+)[ \t]+)?import[ \t]+(?P<names>\([^)]*\)|[^\n;#]+)", re.MULTILINE
 )
+
+# Installed packages that start no threads and open no device while they are imported
+SAFE = {
+    "PIL", "fire", "fsspec", "numpy", "psutil", "pydantic", "safetensors", "tensorboard", "tokenizers", "torch",
+    "torchvision", "tqdm", "transformers", "yaml",
+}
 
 
 @dataclass(frozen=True)
@@ -240,3 +247,61 @@ def _file_of(module: str) -> Path | None:
             if os.path.isfile(file):
                 return file
     return None
+
+
+def safe_imports(script: str | Path) -> list[str]:
+    """What the server may import in place of `script`: of its first imports, up to another statement, those of SAFE.
+
+    Nothing is imported here. A name may also be a class of a module. A package is left out where the script would find
+    one of the user's: in the script's folder, in the current one, or below them outside an environment.
+    """
+    names: list[str] = []
+    for statement in _body(Path(script)):
+        if isinstance(statement, ast.Import):
+            names += [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and statement.level == 0:
+            names += [f"{statement.module}.{alias.name}".removesuffix(".*") for alias in statement.names]
+        elif not isinstance(statement, ast.ImportFrom) and not _is_boilerplate(statement):
+            break
+    folders = {str(Path(script).resolve().parent), os.getcwd()}
+    packages = SAFE & {name.partition(".")[0] for name in names}
+    installed = {package for package in packages if _installed(package, folders)}
+    return list(dict.fromkeys(name for name in names if name.partition(".")[0] in installed))
+
+
+def own_imports(script: str | Path) -> tuple[list[str], str]:
+    """What the script itself lets the server import, by a line `__preload__ = ["package.module"]`; and their folder.
+
+    Such a module must neither start threads nor read who the rank is. The folder is that of the script, or of the
+    package that the script is part of.
+    """
+    names: list[str] = []
+    for statement in _body(Path(script)):
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__preload__":
+            with contextlib.suppress(ValueError):
+                names = [str(name) for name in ast.literal_eval(statement.value)]
+    folder = Path(script).resolve().parent
+    while (folder / "__init__.py").is_file():
+        folder = folder.parent
+    return names, str(folder)
+
+
+def _is_boilerplate(statement: ast.stmt) -> bool:
+    """A text, or what is done where the script is no part of a package."""
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant)
+    return isinstance(statement, ast.If) and any(
+        isinstance(node, ast.Name) and node.id == "__package__" for node in ast.walk(statement.test)
+    )
+
+
+def _installed(package: str, folders: set[str]) -> bool:
+    path = [entry for entry in sys.path if os.path.realpath(entry) not in folders]
+    if PathFinder.find_spec(package, sorted(folders)) is not None:
+        return False
+    spec = PathFinder.find_spec(package, path)
+    if spec is None or spec.origin is None:
+        return False
+    place = Path(spec.origin).resolve()
+    of_an_environment = {"site-packages", "dist-packages"} & {*place.parts}
+    return bool(of_an_environment) or not any(place.is_relative_to(folder) for folder in folders)

@@ -89,7 +89,8 @@ def read_node_env(
     _refuse_multiplied(env, nproc)
     own = "LOCAL_RANK" in variables or ("RANK" not in variables and slurm.is_task(variables))
     return NodeEnv(
-        local_rank=env.local_rank if nproc == 1 and own else 0, local_world_size=env.local_world_size if own else None,
+        local_rank=env.local_rank if nproc == 1 and own else 0,
+        local_world_size=env.local_world_size * nproc if own and env.local_world_size else None,
         node_rank=env.rank, num_nodes=env.world_size, nproc=nproc, master_addr=env.master_addr,
         master_port=env.master_port, run_name=env.run_name, origins=origins, warnings=env.warnings,
         hint=kubeflow.HINT if pods is not environ else env.hint or HOW_TO_LAUNCH.format("`launch`"),

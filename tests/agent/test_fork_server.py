@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from rankup.agent import fork_server
-from rankup.agent.fork_server import ForkServer, Server, obstacle, safe_imports
+from rankup.agent.fork_server import ForkServer, Server, obstacle
 from rankup.agent.processes import state_of
+from rankup.agent.script import own_imports, safe_imports
 from tests.rigs.jobs import ROOT, environment
 
 
@@ -612,3 +613,15 @@ def test_package_in_the_current_folder_is_imported_by_the_rank_alone(
         monkeypatch.syspath_prepend(str(tmp_path / folder))
     assert safe_imports(file) == ["torch", "fire"]
     assert safe_imports(tmp_path / "missing.py") == []
+
+
+def test_script_names_what_may_be_imported_before_it(tmp_path: Path) -> None:
+    """Found beside the script, or beside the package that it is part of."""
+    package = tmp_path / "mine" / "inner"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    file = script(package, "import os\n__preload__ = ['mine.loop', 'other']\nX = 3\n")
+    assert own_imports(file) == (["mine.loop", "other"], str(tmp_path))
+    assert own_imports(script(tmp_path, "__preload__ = X()")) == ([], str(tmp_path))
+    assert own_imports(tmp_path / "missing.py")[0] == []

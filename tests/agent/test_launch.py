@@ -493,9 +493,7 @@ def test_mistake_is_one_line(options: list[str], mistake: str, tmp_path: Path) -
 def test_launch_whose_fork_server_is_killed_before_it_is_ready_ends_with_137_and_says_so(tmp_path: Path) -> None:
     """As where the memory does not suffice for torch: another server would end in the same way."""
     (tmp_path / "killer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    line = ("-m", "rankup", "launch", f"--run-dir={tmp_path}/runs", "--preload", "killer")
-    script = write(tmp_path, "import rankup\n")
-    with ended(start(sys.executable, *line, script, env={"PYTHONPATH": path})) as job:
+    script = write(tmp_path, "import rankup\n__preload__ = ['killer']\n")
+    with ended(start(sys.executable, "-m", "rankup", "launch", f"--run-dir={tmp_path}/runs", script)) as job:
         assert job.wait() == [137], job.output
     assert "starting the ranks: SIGKILL" in job.output
