@@ -37,7 +37,10 @@ from train.process.log import Log, guard
 from train.process.status import tell_torchrun
 from train.run.choices import CHOICES
 
-__preload__ = ["train.loop"]  # imported once, by the process that forks the ranks of a node
+# Imported once, by the process that forks the ranks of a node
+__preload__ = [
+    "train.loop", "train.parallel.ddp", "train.workloads.images", "train.workloads.text", "torch.utils.tensorboard"
+]
 
 
 def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> int:

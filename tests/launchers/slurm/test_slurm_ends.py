@@ -8,7 +8,6 @@ import pytest
 
 from tests.rigs.containers import digest_by_forks, wait_for
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import ROOT
 from tests.rigs.slurm_cluster import Cluster, SlurmJob
 
 pytestmark = pytest.mark.timeout(1200)
@@ -168,8 +167,7 @@ def test_slurm_daemon_of_a_node_that_dies_alone_lets_nobody_train_twice(cluster:
 def test_slurm_job_leaves_a_node_that_was_suspected_twice(
     cluster: Cluster, undisturbed: str, tmp_path: Path
 ) -> None:
-    script = f"--max-restarts 0 {ROOT}/train/main.py train"
-    job = cluster.submit(tmp_path, RUN, "--nodes=1", "--ntasks-per-node=2", MAX_RESTARTS="0", SCRIPT=script)
+    job = cluster.submit(tmp_path, RUN, "--nodes=1", "--ntasks-per-node=2", MAX_RESTARTS="0")
     for step in (100, 300):  # a start without a new checkpoint would be the last
         job.wait_for_step(step)
         node = job.show()["NodeList"]
