@@ -136,11 +136,13 @@ class Attendance:
             if self._route is not None:
                 self._route.cancel()
             self._route = self._start(self._try_route(message["next"]))
+        elif kind == "preparing":
+            self._until_s = max(self._until_s, self._clock() + float(message["left_s"]))
         elif kind == "commit":
             self._in_membership, self._until_s = True, math.inf
         elif kind == "lost":
             self._leave_membership()
-        return kind not in ("alive", "call", "settings", "waiting")
+        return kind not in ("alive", "call", "settings", "waiting", "preparing")
 
     def _leave_membership(self) -> None:
         if self._in_membership:

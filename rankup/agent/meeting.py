@@ -15,6 +15,7 @@ from rankup.agent.protocol import (
     FROZEN_S,
     HELLO_S,
     NOTICE_S,
+    PREPARE_S,
     SILENT_S,
     VERSION,
     Link,
@@ -296,6 +297,9 @@ class Leader:
             first = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
             self.refuse(f"all ranks reached the master, but not each other: {first}. {HINT}")
             return
+        self.tell("preparing", left_s=PREPARE_S)
+        for seat in self._seats.values():
+            seat.until_s = max(seat.until_s, self._clock() + PREPARE_S)
         try:
             more = await self._prepare(n)
         except (UserError, JoinError, PeerLost) as error:
@@ -361,8 +365,10 @@ def describe_missing(
     """
     missing = sorted(set(range(of.world_size)) - {rank for member in present for rank in member.ranks})
     if not missing:
-        whose = _by_host(late) or "the one of rank 0"
-        return f"all {of.world_size} ranks have joined, but not each is ready after {waited_s:g} s (late: {whose})"
+        what = f"not each is ready after {waited_s:g} s (late: {_by_host(late)})"
+        if not late:
+            what = f"rank 0's process that imports torch and serves the store is not ready after {waited_s:g} s"
+        return f"all {of.world_size} ranks have joined, but {what}"
     which = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {ranges(missing)}"
     where = ""
     if 1 < of.num_ranks < of.world_size:

@@ -13,6 +13,8 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 | ready(n, problem): my ranks are gone, and the      | propose(n, ip, next=[ip, port, name, interface]): its own  |
 | route to the next member works if problem is ""    | address as others see it, the next member's listener       |
 | all else is for Leader's `hear`: end, stop, ...    | commit(n, hosts=[[host, ranks], ...], **more)              |
+|                                                    | preparing(left_s): all are ready, and the commit may take  |
+|                                                    | so long, whatever is left of the time to join              |
 |                                                    | lost(n, ranks, host, why): membership n is over            |
 |                                                    | waiting(text): who is missing                              |
 |                                                    | refused(code, text): there will be no membership           |
@@ -38,6 +40,7 @@ ALIVE_S = 1.0  # between two signs of life
 SILENT_S = 30.0  # without a sign of life; a machine with too much to do may look dead for a while
 FROZEN_S = 5.0  # between two looks at the clock: this process was stopped itself, and knows nothing of the others
 HELLO_S = 5.0  # for the first message of the other side; port scanners send none
+PREPARE_S = 300.0  # for the leader's side of a commit: importing torch from a busy network disk takes minutes
 NOTICE_S = 10.0  # between two lines that say what is waited for
 
 

@@ -62,8 +62,8 @@ class Puppet:
         self.link.send(kind, **values)
 
     async def hears(self, kind: str) -> dict[str, Any]:
-        """The next message, which must be of this kind."""
-        while (message := await self.link.receive())["is"] == "alive":
+        """The next message, which must be of this kind. That the leader prepares is heard where it is asked for."""
+        while (message := await self.link.receive())["is"] in {"alive", "preparing"} - {kind}:
             pass
         assert message["is"] == kind, message
         return message
@@ -741,6 +741,30 @@ async def test_the_time_to_join_begins_anew_after_a_loss():
             assert "rank 1 of 3 has not joined after 21 s" in (await puppet.hears("refused"))["text"]
 
 
+@asynchronous
+async def test_who_is_ready_does_not_run_out_of_time_while_the_leader_prepares():
+    """Nodes wait for each other so long. That torch is imported on the leader's side takes what it takes."""
+    async with room() as here:
+        go = asyncio.Event()
+
+        async def prepare(n: int) -> Mapping[str, Any]:
+            await go.wait()
+            return {}
+
+        here.prepared = prepare
+        puppets = await here.three(left_s=5.0)
+        for puppet in puppets:
+            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
+        for puppet in puppets:
+            assert (await puppet.hears("preparing"))["left_s"] == protocol.PREPARE_S
+        await here.pass_time(12.0, *puppets)
+        for puppet in puppets:
+            said = "rank 0's process that imports torch and serves the store is not ready after 10 s"
+            assert (await puppet.hears("waiting"))["text"] == f"all 3 ranks have joined, but {said}"
+        go.set()
+        assert [(await puppet.hears("commit"))["n"] for puppet in puppets] == [1, 1, 1]
+
+
 # A member's side ------------------------------------------------------------------------------------------------------
 
 
@@ -952,6 +976,26 @@ async def test_the_time_to_join_begins_when_a_membership_is_lost(loss: str, monk
         clock.now_s += 121.0
         with pytest.raises(JoinError):
             await anext(events)
+
+
+@asynchronous
+async def test_the_time_to_join_is_longer_while_the_leader_prepares(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attendance, "LAST_WORD_S", 0.01)
+    clock = Steps(monkeypatch)
+    async with fake_leader() as (port, links):
+        one = Attendance(member(1), {}, lambda: find(port), notice=print, clock=clock)
+        event = asyncio.ensure_future(anext(one.events()))
+        link, _ = await greeted(links)
+        link.send("preparing", left_s=300.0)
+        for _ in range(50):
+            assert (await link.receive())["is"] == "alive"
+        clock.now_s += 299.0
+        for _ in range(50):
+            assert (await link.receive())["is"] == "alive"
+        assert not event.done()
+        clock.now_s += 2.0
+        with pytest.raises(JoinError):
+            await event
 
 
 @asynchronous
