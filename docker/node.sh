@@ -10,4 +10,4 @@ if [ "$(id -u)" = 0 ]; then
 fi
 RANKUP_START=$(cat runs/.start 2> /dev/null) # prepare.sh wrote it
 export RANKUP_START
-exec python -m rankup launch --nproc "${NPROC:-1}" "$@"
+exec python /app/train/main.py launch --nproc "${NPROC:-1}" "$@"

@@ -20,7 +20,7 @@ export PYTHONPATH=$RANKUP${PYTHONPATH:+:$PYTHONPATH}
 
 trap 'stopped=yes' TERM USR1 INT # Slurm signals every process of a step: the agent acts on it, and this shell waits
 for ((restart = 0; ; restart++)); do
-  "${in_image[@]}" "$PYTHON" -m rankup launch --max-restarts "${MAX_RESTARTS:-3}" "$@"
+  "${in_image[@]}" "$PYTHON" "$RANKUP/train/main.py" launch --max-restarts "${MAX_RESTARTS:-3}" "$@"
   code=$?
   # The agents of a job end with one code. From 128 on, except for 143, it is worth another try: the others wait for an
   # agent that was killed, and all meet again where they gave up

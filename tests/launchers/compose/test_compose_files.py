@@ -154,7 +154,7 @@ def test_a_node_that_starts_as_root_goes_on_as_the_owner_of_runs(
 
 def test_a_node_is_the_agent_of_the_script_that_it_is_given(tmp_path: Path) -> None:
     said = node(tmp_path, {"id": "echo 1000", "python": 'echo "$@"'}, NPROC="2")
-    assert said == "-m rankup launch --nproc 2 train.py --name a\n"
+    assert said == "/app/train/main.py launch --nproc 2 train.py --name a\n"
 
 
 def test_compose_has_none_of_the_known_traps() -> None:

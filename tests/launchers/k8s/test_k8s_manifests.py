@@ -56,8 +56,8 @@ def test_k8s_pods_run_what_the_program_understands(what: str, monkeypatch: pytes
             for count in range(least, most + 1):
                 check_world_size(config, count)
             continue
-        assert words[:4] == ["python", "-m", "rankup", "launch"]
-        given = cli.parser().parse_args(words[4:])
+        assert words[:3] == ["python", "train/main.py", "launch"]
+        given = cli.parser().parse_args(words[3:])
         node = read_node_env(values, nproc=given.nproc)
         assert (node.node_rank, node.num_nodes, given.join_timeout_s) == (rank, len(pods), 900)
         assert node.nproc == (2 if what == "overlays/gpu" else 1)

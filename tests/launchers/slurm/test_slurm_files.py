@@ -100,7 +100,7 @@ def test_slurm_files_to_copy_are_short() -> None:
 
 def test_slurm_simple_file_is_one_srun(tmp_path: Path) -> None:
     (call,) = render(tmp_path, SIMPLE, "--epochs", "9", SLURM_CPUS_PER_TASK="4")
-    assert " ".join(call) == "srun --wait=30 python3 -m rankup launch -m train.main train --epochs 9"
+    assert " ".join(call) == "srun --wait=30 python3 -m train.main launch -m train.main train --epochs 9"
 
 
 def test_slurm_counts_come_from_the_allocation(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_slurm_apptainer_runs_the_agent_in_each_task(gpus: bool, tmp_path: Path)
     (call,) = render(tmp_path, TASK, "train.py", "--epochs", "2", **more, IMAGE="rankup.sif", PYTHON="")
     assert call == [
         "apptainer", "exec", *(["--nv"] if gpus else []), "--bind", f"{ROOT},{tmp_path},/tmp", "--pwd", str(tmp_path),
-        "rankup.sif", "python3", "-m", "rankup", "launch", "train.py", "--epochs", "2",
+        "rankup.sif", "python3", f"{ROOT}/train/main.py", "launch", "--max-restarts", "3", "train.py", "--epochs", "2",
     ]
 
 
