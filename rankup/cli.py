@@ -70,12 +70,13 @@ def launch(
     given = parser().parse_args(words)
     helpers = helpers or Helpers()
     guard("stdout", "stderr")
-    setup_logging()
+    setup_logging(rank=None)
     try:
         node = read_node_env(
             os.environ, nnodes=given.nnodes, nproc=given.nproc, node_rank=given.node_rank,
             master_addr=given.master_addr, master_port=given.master_port,
         )
+        setup_logging(rank=None, world_size=node.num_nodes)
         script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
         options = Options(
             join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,

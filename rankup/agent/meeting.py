@@ -49,6 +49,7 @@ class _Seat:
     problem: str = ""  # with the route to the next member
     call: int = 0  # that it has to answer, because somebody else claims its ranks
     called_s: float = 0.0
+    gave_up: str = ""  # its time to join was over, and who was missing
     finished: set[int] = field(default_factory=set)  # those of its ranks that have ended with 0
 
 
@@ -209,7 +210,7 @@ class Leader:
         if self._over:
             return
         if not self.running:
-            self._gone[seat.member.first_rank] = (seat.member, why)
+            self._gone[seat.member.first_rank] = (seat.member, seat.gave_up or why)
             self._void()
         elif len(seat.finished) < seat.member.num_ranks:
             self.lose(seat.member, why)
@@ -232,7 +233,8 @@ class Leader:
                     self._say(f"{seat.member.who} gives no answer: it was replaced by {by[0]}")
                     self._leave(seat.link, f"was replaced by {by[0]}")
             elif now_s > seat.until_s and not self.running and not self._over:
-                seat.until_s, how = float("inf"), "with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
+                seat.until_s, seat.gave_up = float("inf"), f"it gave up: {self._missing()}"
+                how = "with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
                 too_late = too_late or f"{self._missing()}. Was every process started, {how}?"
                 if seat.member.token == self._me.token:  # the leader goes with it
                     self.refuse(too_late)

@@ -171,9 +171,10 @@ def open_log(path: Path) -> Output:
         ) from None
 
 
-def setup_logging(*, rank: int = 0, world_size: int = 1, host: str = "", file: Output | None = None) -> None:
+def setup_logging(*, rank: int | None = 0, world_size: int = 1, host: str = "", file: Output | None = None) -> None:
     """Send records to the terminal and to `file`, each line of a text with its host and rank. See the table above.
 
+    An agent's `rank` is None, and its `world_size` the number of nodes.
     Call it again after a fork, or where the world size has changed. Where the user has configured logging before, only
     our own records are printed here.
     """
@@ -182,7 +183,7 @@ def setup_logging(*, rank: int = 0, world_size: int = 1, host: str = "", file: O
     root, ours = logging.getLogger(), logging.getLogger("rankup")
     for logger in (root, ours):
         logger.handlers = [handler for handler in logger.handlers if not isinstance(handler, _Handler)]
-    terminal = _Handler(_terminal_head(rank, world_size, host), prints_info=rank == 0)
+    terminal = _Handler(_terminal_head(rank, world_size, host), prints_info=not rank)
     files = [_Handler(_file_head(rank, host), file)] if file is not None else []
     ours.handlers += [terminal, *files]
     ours.propagate = False
@@ -194,11 +195,12 @@ def setup_logging(*, rank: int = 0, world_size: int = 1, host: str = "", file: O
     root.handlers += files
 
 
-def _terminal_head(rank: int, world_size: int, host: str) -> str:
-    return f"[{host or host_name()} r{rank}/{world_size}] " if world_size > 1 else ""
+def _terminal_head(rank: int | None, world_size: int, host: str) -> str:
+    who = "" if rank is None else f" r{rank}/{world_size}"
+    return f"[{host or host_name()}{who}] " if world_size > 1 else ""
 
 
-def _file_head(rank: int, host: str) -> str:
+def _file_head(rank: int | None, host: str) -> str:
     return f"%Y-%m-%dT%H:%M:%S {host or host_name()} r{rank} "
 
 

@@ -434,7 +434,7 @@ def test_node_that_does_not_come_is_named_on_each_node(tmp_path: Path) -> None:
         for node in TWO:
             (tmp_path / f"node{node}").mkdir()
             add_node(
-                job, tmp_path / f"node{node}", WAITS, "--join-timeout-s=2", node=node, num_nodes=3, port=port
+                job, tmp_path / f"node{node}", WAITS, "--join-timeout-s=8", node=node, num_nodes=3, port=port
             )
         assert job.wait() == [170, 170], job.output
     for output in job.outputs:

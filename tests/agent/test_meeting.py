@@ -712,6 +712,11 @@ async def test_a_member_whose_time_is_over_learns_who_is_missing():
         assert said["text"] == f"{text}. Was every process started, with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
         assert said["code"] == JOIN_FAILED
         await here.nothing_is_said_to(first)
+        brief.vanish()
+        await until(lambda: len(here.leader.members) == 1)
+        await here.pass_time(10.0, first)
+        gave_up = f"; rank 2 on node2 (pid 1002) had joined, but it gave up: {text}"
+        assert (await first.hears("waiting"))["text"].endswith(gave_up)
 
 
 @asynchronous
