@@ -81,7 +81,7 @@ def by_torchrun(port: int, conf: str = RENDEZVOUS) -> Words:
 
 
 def by_launch(port: int) -> Words:
-    where = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    where = ["--master-addr", "127.0.0.1", "--master-port", str(port), str(MAIN), "train"]
     return lambda node, of: [str(MAIN), "launch", "--nnodes", str(of), "--node-rank", str(node), *where]
 
 

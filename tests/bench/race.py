@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.bench.racers import shared
 from tests.bench.racers.report import ADVISED, ENTRANTS, Entrant, Lap, conditions, draw, table
 from tests.bench.racers.shared import Task
-from tests.rigs.jobs import ROOT, environment
+from tests.rigs.jobs import MAIN, ROOT, environment
 from train.data.sources import fashion_mnist, mnist_family
 from train.data.sources.idx import write_idx
 
@@ -74,8 +74,8 @@ def run_rankup(task: Task, processes: int, advice: Sequence[str]) -> tuple[dict[
     ]
     flags += ["--options.data", task.data] if task.data else []
     flags += ["--compile"] if task.compile else []
-    start = ["launch", "--nproc", processes, "--max-restarts", 0] if processes > 1 else ["train"]
-    output, seconds = run([sys.executable, "-m", "train.main", *start, *flags, *advice])
+    several = ["launch", "--nproc", processes, "--max-restarts", 0, MAIN] if processes > 1 else []
+    output, seconds = run([sys.executable, MAIN, *several, "train", *flags, *advice])
     lines = [json.loads(line) for line in (runs / "race/metrics.jsonl").read_text().splitlines()]
     # A line is made at the same place of each step: the time between two is that of the steps between them
     ended_s = {line["step"]: line["time"] for line in lines if "train/loss" in line}

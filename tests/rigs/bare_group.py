@@ -10,7 +10,7 @@ from train.group.group import Group
 
 
 def group_of(rank: int, world_size: int) -> Group:
-    launch = SimpleNamespace(rank=rank, world_size=world_size, restart_count=0, progress="")
+    launch = SimpleNamespace(rank=rank, world_size=world_size, restart_count=0, record=None)
     ends = SimpleNamespace(status=SimpleNamespace(run_dir=Path()))
     watch = SimpleNamespace(wait_for_others=lambda waiting: None)
     parts: dict[str, Any] = {"watch": watch, "stop": None, "ends": ends, "log": SimpleNamespace(host="here")}
