@@ -4,12 +4,13 @@
 
 `bare` is a script of ten lines: it imports torch, and takes one optimizer step with a batch of zeros. `cold` is
 `python -m train.main train` with the same model, from the command to the end of its first step. `forked` are ranks that
-are forked from the process that `launch` and `supervise` fork them from, from the request to the end of their first
-step. All take turns, so that a machine that is busy for a while slows all of them. Prints a table of medians with its
-conditions. Nothing is asserted here.
+are forked from the process that an agent forks them from, from the request to the end of their first step. All take
+turns, so that a machine that is busy for a while slows all of them. Prints a table of medians with its conditions.
+Nothing is asserted here.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -19,18 +20,14 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from train.process.fork_client import ForkServer
-from train.process.local_launcher import slow_modules
-
+from rankup.agent.fork_server import ForkServer
+from rankup.agent.script import own_imports, safe_imports
 from tests.bench.throughput import conditions
-from tests.rigs.jobs import ROOT, environment, free_port, rank_env
-from train.config import load_config
-from train.config.command_line import parse_args
-from train.run.choices import CHOICES
+from tests.rigs.jobs import MAIN, ROOT, environment, free_port, rank_env
 
 GOAL = 1.3  # cold over bare
 WORLDS = (1, 2)
@@ -85,34 +82,45 @@ def cold_s(run_dir: Path, line: tuple[str, ...]) -> float:
 
 
 class Forks:
-    """Ranks of one training, forked from a server of their own."""
+    """Ranks of one training, forked from a server as an agent has it."""
 
     def __init__(self, run_dir: Path, line: tuple[str, ...]) -> None:
         self.run = run_dir / "run"
-        self.arguments = ["train", *line, *COMMON, "--run-dir", str(run_dir), "--name", self.run.name]
-        config = load_config(parse_args(self.arguments).settings, choices=CHOICES)
-        terminal = os.dup(1)
-        with open(os.devnull, "w") as nowhere:  # what the ranks print would stand between the lines of the table
-            os.dup2(nowhere.fileno(), 1)
-            self.server = ForkServer("fork", slow_modules(config, "train"), "train.main:entry", self.arguments)
-            os.dup2(terminal, 1)
-        os.close(terminal)
+        self.words = [str(MAIN), "train", *line, *COMMON, "--run-dir", str(run_dir), "--name", self.run.name]
+        self.loop = asyncio.new_event_loop()
+        self.codes: list[int] = []
+        self.loop.run_until_complete(self.start())
         self.seconds(1)  # answered once the server has imported everything
+
+    async def start(self) -> None:
+        self.server = ForkServer(on_end=lambda _, code: self.codes.append(code), on_warning=refuse, on_gone=refuse)
+        preload, folder = own_imports(MAIN)
+        await self.server.start(safe_imports(MAIN), env=environment(), preload=preload, folder=folder)
 
     def seconds(self, world_size: int) -> float:
         """From the request to the end of the first step."""
-        port, ended = free_port(), 0
+        return self.loop.run_until_complete(self.measure(world_size))
+
+    async def measure(self, world_size: int) -> float:
+        port = free_port()
+        self.codes.clear()
         began_s = time.time()
-        for rank in range(world_size):
-            env = rank_env(rank, world_size, port) if world_size > 1 else {}
-            self.server.ask(start=rank, name=f"rank {rank}", arguments=self.arguments, env=env)
-        while ended < world_size:
-            for news in self.server.news():
-                assert "warning" not in news, news
-                assert news.get("code", 0) == 0, news
-                ended += "ended" in news
-            assert self.server.alive
+        with open(os.devnull, "w") as nowhere:  # what the ranks print would stand between the lines of the table
+            for rank in range(world_size):
+                env = {**environment(), **(rank_env(rank, world_size, port) if world_size > 1 else {})}
+                outputs = [nowhere.fileno()] * 2
+                self.server.start_rank(rank, self.words, env=env, name=f"rank {rank}", outputs=outputs)
+        while len(self.codes) < world_size:
+            await asyncio.sleep(0.01)
+        assert self.codes == [0] * world_size
         return first_step_at(self.run) - began_s
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.server.close())
+
+
+def refuse(warning: str = "the server is gone") -> NoReturn:
+    raise AssertionError(warning)
 
 
 def first_step_at(run: Path) -> float:
@@ -142,7 +150,7 @@ def main() -> None:
                 for world in WORLDS:
                     case.forked[world].append(forks[case.name].seconds(world))
         for each in forks.values():
-            each.server.close()
+            each.close()
     print(table(cases, about, load_after=os.getloadavg()[0]))
 
 
