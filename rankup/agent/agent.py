@@ -359,9 +359,10 @@ class Agent:
             self._leaving = self.begin(self._end_ranks(settle_s=SETTLE_S if self.knows_us else SCRIPT_SETTLE_S))
 
     async def _end_ranks(self, *, settle_s: float) -> None:
-        """Return once all ranks have ended. They get a moment to find out by themselves, then SIGTERM, then SIGKILL."""
+        """Return once all ranks have ended. They get a moment to find out by themselves, then SIGTERM, then SIGKILL.
+        Without `settle_s` they are killed at once."""
         if self._passed_on in ("SIGTERM", "SIGINT"):
-            settle_s += 0.0 if self.knows_us else self.options.stop_grace_s
+            settle_s += self.options.stop_grace_s if settle_s and not self.knows_us else 0.0
         elif not await self._ended_within(min(NOTICE_S, settle_s)):
             self._signal("SIGTERM", told=True)
         if await self._ended_within(settle_s):

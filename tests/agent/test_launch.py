@@ -301,7 +301,7 @@ def test_script_that_ignores_a_stop_is_killed(tmp_path: Path) -> None:
 
 def test_second_signal_some_seconds_later_ends_it_at_once(tmp_path: Path) -> None:
     text = "signal.signal(signal.SIGINT, lambda *_: say('asked'))\nsay('here')\nwait_for('never')"
-    with ended(launch(tmp_path, text)) as job:
+    with ended(launch(tmp_path, text, "--stop-grace-s=100000")) as job:
         pids = [pid_of(tmp_path, rank) for rank in TWO]
         job.processes[0].send_signal(signal.SIGINT)
         for rank in TWO:
