@@ -97,6 +97,12 @@ class Leader:
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """The life of one connection, for `asyncio.start_server(leader.attend, ..., limit=LONGEST)`."""
         link = Link(reader, writer)
+        try:
+            await self._attend(link)
+        except asyncio.CancelledError:  # the event loop ends. Python 3.11 prints a traceback where this is passed on
+            link.close()
+
+    async def _attend(self, link: Link) -> None:
         link.send("leader", version=VERSION, over=self._over)
         try:
             async with asyncio.timeout(HELLO_S):

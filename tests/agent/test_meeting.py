@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -388,6 +389,26 @@ async def test_who_sends_nonsense_is_cut_off_and_changes_nothing(data: bytes):
         link.write(data)
         await Puppet(link, member(1)).is_cut()
         await here.agree([first, await here.enter(member(1)), await here.enter(member(2))])
+
+
+def test_loop_that_ends_with_a_connection_says_nothing() -> None:
+    """Python 3.11 prints a traceback where the task of a connection is cancelled."""
+    text = """
+        import asyncio, socket
+        from rankup.agent.meeting import Leader
+        from rankup.agent.protocol import Member
+        async def leave():
+            me = Member("t", 0, 1, 2, "here", 1, "d", 9.0)
+            leader = Leader(me, say=print, prepare=None, hear=None)
+            server = await asyncio.start_server(leader.attend, "127.0.0.1", 0)
+            with socket.create_connection(server.sockets[0].getsockname()) as client:
+                client.setblocking(False)
+                await asyncio.get_running_loop().sock_recv(client, 10)
+        asyncio.run(leave())
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(text)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""
 
 
 @asynchronous
