@@ -139,6 +139,12 @@ def stores(rig: Rig) -> list[psutil.Process]:
     return [child for child in psutil.Process(rig.server.pid).children() if not gone(child.pid)]
 
 
+def the_store(rig: Rig) -> psutil.Process:
+    """The one that is left once an earlier one, which was killed, is gone."""
+    rig.until(lambda: len(stores(rig)) == 1)
+    return stores(rig)[0]
+
+
 def script(folder: Path, text: str, name: str = "script.py") -> Path:
     (folder / name).write_text(text)
     return folder / name
@@ -523,7 +529,7 @@ def test_store_is_served_until_another_one_replaces_it(rig: Rig, tmp_path: Path)
 @pytest.mark.parametrize("loopback", [False, True])
 def test_store_listens_where_it_was_asked_to(loopback: bool, rig: Rig) -> None:
     port = rig.run(rig.server.serve_store(10 + loopback, loopback=loopback))
-    (store,) = stores(rig)
+    store = the_store(rig)
     assert store.name() == "store"
     (listens,) = [each.laddr for each in store.net_connections() if each.status == psutil.CONN_LISTEN]
     assert listens.port == port
@@ -533,8 +539,7 @@ def test_store_listens_where_it_was_asked_to(loopback: bool, rig: Rig) -> None:
 
 def test_store_that_was_killed_is_told(rig: Rig) -> None:
     rig.run(rig.server.serve_store(20))
-    (store,) = stores(rig)
-    store.kill()
+    the_store(rig).kill()
     rig.until(lambda: "the process that serves the store ended with 137" in rig.warnings)
     assert rig.run(rig.server.serve_store(21))
     rig.warnings.clear()
