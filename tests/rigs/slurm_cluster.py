@@ -158,8 +158,11 @@ class SlurmJob:
         Slurm's clock counts whole seconds: a start in the second of the requeue finds its credential revoked, or gets
         no step on a node that came back.
         """
-        requeued = time.mktime(time.strptime(self.show()["SubmitTime"], "%Y-%m-%dT%H:%M:%S"))
-        if time.time() - requeued > 4 and not self.cluster.processes() and not self.daemons():
+        shown = self.show()
+        requeued = time.mktime(time.strptime(shown["SubmitTime"], "%Y-%m-%dT%H:%M:%S"))
+        if shown["JobState"] != "PENDING" or time.time() - requeued < 4:
+            return  # before the requeue the time is that of the first start
+        if not self.cluster.processes() and not self.daemons():
             self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False)
 
     def daemons(self) -> list[psutil.Process]:
