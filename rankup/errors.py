@@ -66,14 +66,6 @@ class PeerLost(RuntimeError):
         self.printed_elsewhere = printed_elsewhere
 
 
-class ScriptFailed(RuntimeError):
-    """The script that `run` started has failed: its own exit code, 128 and the signal's number after a signal."""
-
-    def __init__(self, text: str, *, code: int) -> None:
-        super().__init__(text)
-        self.code = code
-
-
 class Stopped(Exception):
     """Stopped on request with a checkpoint; the same command goes on from it, exit code 143."""
 
@@ -110,7 +102,7 @@ def worth_restarting(code: int) -> bool:
     return code >= 128 and code != STOPPED
 
 
-OURS = (UserError, JoinError, PeerLost, ScriptFailed, Stopped)  # their text needs no traceback
+OURS = (UserError, JoinError, PeerLost, Stopped)  # their text needs no traceback
 
 
 def exit_code(error: BaseException) -> int:

@@ -88,7 +88,7 @@ def tell_torchrun(error: BaseException) -> None:
         with contextlib.suppress(OSError):  # a full disk must not hide the error itself
             get_error_handler().record_exception(error)
             victim = isinstance(error, errors.JoinError | errors.PeerLost)
-            if victim or isinstance(error, errors.ScriptFailed) or error.__traceback__ is None:
+            if victim or error.__traceback__ is None:
                 # The summary shall show our text, which names the lost rank or says how the script failed, in place of
                 # what torch has recorded: where in this program that was noticed
                 record = json.loads(Path(path).read_text(encoding="utf-8"))
