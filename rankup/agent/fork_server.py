@@ -438,6 +438,10 @@ class Server:
         """In the child. All signals but SIGKILL stay blocked: whoever stops a whole job stops the ranks first."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+        # torch asks for the name of each client, in the one thread of the store, only to print it: all ranks would wait
+        # for a resolver that does not answer. With glibc the files of this machine can be told to answer alone
+        if (configure := getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)) is not None:
+            configure(b"hosts", b"files")
         if host or not socket.has_dualstack_ipv6():
             listener = socket.create_server((host, 0), backlog=4096)
         else:

@@ -136,13 +136,17 @@ def ports_that_are_open(case: Case) -> None:
 
 @case
 def silent_resolver(case: Case) -> None:
-    # No file has the machines' addresses, as in most clusters, and each question is counted on its way to nowhere
+    know_no_names(case)
+    case.both()
+
+
+def know_no_names(case: Case) -> None:
+    """No file has the machines' addresses, as in most clusters, and each question is counted on its way to nowhere."""
     for node in case.nodes:
         node.hosts_file.write_text("127.0.0.1 localhost\n")
         node.lookup_file.write_text("hosts: files dns\n")
         node.mount("nameserver 192.168.77.9\noptions timeout:30\n", "/etc/resolv.conf")
         node.run("iptables -w -A OUTPUT -p udp --dport 53 -j DROP")
-    case.both()
 
 
 @case
@@ -177,8 +181,9 @@ def test_two_machines_train(cases: dict[str, Case], name: Callable[[Case], None]
         assert not NOISE.search(said), said
 
 
-def test_no_name_is_looked_up_where_an_address_is_known(cases: dict[str, Case]):
-    case = cases["silent_resolver"]
+@pytest.mark.parametrize("name", ["silent_resolver", "launched_with_a_silent_resolver"])
+def test_no_name_is_looked_up_where_an_address_is_known(cases: dict[str, Case], name: str):
+    case = cases[name]
     case.said(0)
     for node in case.nodes:
         (rule,) = [line.split() for line in node.run("iptables -w -nvxL OUTPUT").splitlines() if "udp dpt:53" in line]
@@ -186,10 +191,16 @@ def test_no_name_is_looked_up_where_an_address_is_known(cases: dict[str, Case]):
 
 
 @case
-def launched(case: Case) -> None:
+def launched_with_a_silent_resolver(case: Case) -> None:
+    know_no_names(case)
+    launched(case, master_addr="192.168.77.1")
+
+
+@case
+def launched(case: Case, *, master_addr: str = "node0") -> None:
     for number, node in enumerate(case.nodes):
         line = (
-            "launch", "--nnodes", "2", "--nproc", "2", "--node-rank", str(number), "--master-addr", "node0",
+            "launch", "--nnodes", "2", "--nproc", "2", "--node-rank", str(number), "--master-addr", master_addr,
             "--master-port", str(PORT), str(MAIN), *TINY,
         )
         case.ranks.append(case.starter.command(line, case.name, env=node.env))
