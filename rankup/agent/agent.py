@@ -28,8 +28,9 @@ from typing import Any, TypeVar
 from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
 from rankup.agent.fork_server import ForkServer
+from rankup.agent.links import Links
 from rankup.agent.meeting import Leader
-from rankup.agent.network import choose_interface, listen
+from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen
 from rankup.agent.output import Pump, host_name, last_exception, open_log
 from rankup.agent.processes import (
     cpu_quota,
@@ -43,7 +44,7 @@ from rankup.agent.processes import (
     start_fresh,
     state_of,
 )
-from rankup.agent.protocol import Member
+from rankup.agent.protocol import KILLED, Member
 from rankup.agent.record import Records
 from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.script_env import PARENT, rank_environment
@@ -75,8 +76,8 @@ TICK_S = 0.25
 LOOK_S = 1.0  # between two looks for a request for stacks, which may come over a network disk
 SAY_S = 10.0  # between two lines that say where a script is that does not stop
 REPEAT_S = 5.0  # a signal that comes again so much later is meant: leave at once
-KILLED = 128 + signal.SIGKILL
 DRAIN_S = 2.0  # processes that a script left behind may hold its output open
+ENDING = ("rank", "code", "cause", "suspect")  # what a rank says of its end
 FAREWELL_S = 5.0  # how long the leader stays for the others to hear how the job ends
 
 
@@ -110,6 +111,7 @@ class Rank:
     def __init__(self, local_rank: int, number: int) -> None:
         self.local_rank, self.number = local_rank, number
         self.running = self.told = False
+        self.cause = ""  # as it said itself
         self.pid = 0  # of a script that does not import rankup; the fork server knows those of others
         self.pump: Pump | None = None
         self.started_s = 0.0
@@ -127,6 +129,7 @@ class Agent:
         self.ranks = [Rank(local_rank, node.first_rank + local_rank) for local_rank in range(node.nproc)]
         self.records = Records(node.nproc)
         self.host = host_name()
+        self.links = Links(self._hear_rank)
         self.server: ForkServer | None = None
         self.lead: Lead | None = None
         self._commit: dict[str, Any] = {}
@@ -149,15 +152,18 @@ class Agent:
             token=secrets.token_hex(8), first_rank=self.node.first_rank, num_ranks=self.node.nproc,
             world_size=self.node.world_size, host=self.host, pid=os.getpid(),
             digest=hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16],
-            left_s=self.options.join_timeout_s,
+            left_s=self.options.join_timeout_s, ip=chosen_address(os.environ) if self.node.num_nodes > 1 else "",
         )
-        self.attendance = Attendance(me, settings, self._find_leader, notice=functools.partial(log.warning, "%s"))
+        self.attendance = Attendance(
+            me, settings, self._find_leader, notice=functools.partial(log.warning, "%s"), signs=self._signs
+        )
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
         loop.add_signal_handler(signal.SIGUSR2, lambda: self.begin(self._show_stacks()))
         try:
             if self.knows_us:
+                await self.links.open()
                 await self._start_server()
             if self.node.node_rank == 0:
                 self.lead = Lead(self, me)
@@ -175,6 +181,7 @@ class Agent:
                 await self.lead.close()
             if self.server is not None:
                 await self.server.close()
+            self.links.close()
 
     async def _find_leader(self) -> tuple[str, int]:
         if self.lead is not None:
@@ -201,8 +208,10 @@ class Agent:
                 self.begin(self._get_ready(event))
             elif event["is"] == "commit":
                 self._start_ranks(event)
-            elif event["is"] in ("lost", "gone"):
-                self._leave_soon()
+            elif event["is"] in ("lost", "gone", "ranks"):
+                self.links.tell(event["is"], **{name: value for name, value in event.items() if name != "is"})
+                if event["is"] != "ranks":
+                    self._leave_soon()
             elif event["is"] == "stop":
                 self._pass_on(event["signal"])
             elif event["is"] in ("over", "refused"):
@@ -215,11 +224,10 @@ class Agent:
 
     async def _get_ready(self, event: Mapping[str, Any]) -> None:
         """Answer a proposal once no rank of an earlier membership runs."""
-        if self.node.num_nodes > 1:
-            choose_interface(os.environ, event["ip"])
         self._leave_soon()
         await self._all_ended.wait()
-        self.attendance.ready(event["n"])
+        mistake = choose_interface(os.environ, event["ip"]) if self.node.num_nodes > 1 else ""
+        self.attendance.ready(event["n"], mistake=mistake)
 
     # This node's ranks ----------------------------------------------------------------------------------------------
 
@@ -254,7 +262,7 @@ class Agent:
             log.warning("%s", commit["why"])
         self._all_ended.clear()
         for rank in self.ranks:
-            rank.running, rank.told, rank.started_s = True, False, time.monotonic()
+            rank.running, rank.told, rank.cause, rank.started_s = True, False, "", time.monotonic()
             self.records.clear(rank.local_rank)
             words = self.script.command(
                 local_rank=self.node.local_rank + rank.local_rank, option=self.options.pass_local_rank
@@ -282,8 +290,8 @@ class Agent:
     def _environment(self, rank: Rank) -> dict[str, str]:
         commit, node = self._commit, self.node
         agent = {
-            "pid": os.getpid(), "job": commit["job"], "restarts": commit["restarts"],
-            "max_restarts": self.options.max_restarts, "n": commit["n"], "record": self.records.place(rank.local_rank),
+            "commit": commit, "record": self.records.place(rank.local_rank), "socket": self.links.address,
+            "local_rank": rank.local_rank,
         }
         return rank_environment(
             os.environ, rank=rank.number, local_rank=node.local_rank + rank.local_rank, world_size=node.world_size,
@@ -322,6 +330,24 @@ class Agent:
 
         self.begin(read())
 
+    def _hear_rank(self, local_rank: int, message: Mapping[str, Any]) -> None:
+        """What a rank says that imports rankup."""
+        rank = self.ranks[local_rank]
+        if message["is"] == "end" and rank.running:
+            # At once: its process may take a while to end, and the others wait for it
+            rank.cause = str(message["cause"])
+            if message["code"] != FINISHED:
+                self.attendance.say("ending", n=self._commit["n"], **{name: message[name] for name in ENDING})
+        elif message["is"] == "ask":
+            self.attendance.say("ask")
+        elif message["is"] == "stop":
+            self._hear_signal(str(message["signal"]))
+
+    def _signs(self) -> list[dict[str, Any]]:
+        """Where this node's ranks are, as their records say."""
+        running = [(rank.number, self.records.read(rank.local_rank)) for rank in self.ranks if rank.running]
+        return [record.sign(number) for number, record in running]
+
     def _ended(self, local_rank: int, code: int) -> None:
         rank, record = self.ranks[local_rank], self.records.read(local_rank)
         if not rank.running:
@@ -330,7 +356,7 @@ class Agent:
         if code == FINISHED and self.knows_us and record.phase != "start" and not record.finished:
             log.warning("rank %d ended with 0, but it did not say that it finished", rank.number)
             code = FAULT
-        cause = ""
+        cause = rank.cause
         if code == KILLED:
             cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
         elif rank.pump is not None and code != FINISHED:
@@ -510,6 +536,12 @@ class Lead:
         )
         self.port = self._server.sockets[0].getsockname()[1]
         self.agent.begin(self._tick())
+        if not alone:
+            self.agent.begin(self._check_address())
+
+    async def _check_address(self) -> None:
+        if warning := await foreign_address(self.agent.node.master_addr):
+            log.warning("%s", warning)
 
     async def close(self) -> None:
         """Leave once the others have heard how the job ends."""
@@ -553,13 +585,15 @@ class Lead:
         }
 
     def _hear(self, member: Member, message: Mapping[str, Any]) -> None:
-        if message["is"] == "end":
+        if message["is"] == "ending":
+            self.leader.lose_by(member, message)
+        elif message["is"] == "end":
             end = End.read(message, member.host)
             if self.ends.add(end) and self.leader.running:
                 if self.ends.all_finished:
                     self._end(self.ends.judge())
                 else:
-                    self.leader.lose(member, str(end), ranks=[end.rank])
+                    self.leader.lose(member, end.cause or f"ended with {end.code}", ranks=[end.rank], code=end.code)
         elif message["is"] == "lost":
             self.ends.lose(member.ranks, member.host, message["why"])
         elif message["is"] == "stop":

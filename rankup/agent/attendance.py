@@ -14,6 +14,7 @@ from rankup.agent.protocol import (
     ALIVE_S,
     FROZEN_S,
     HELLO_S,
+    KILLED,
     NOTICE_S,
     SILENT_S,
     VERSION,
@@ -25,9 +26,11 @@ from rankup.env.addresses import is_loopback
 from rankup.errors import JoinError
 
 TRY_S = 4.0  # for the route to the next member: a packet that a firewall drops is sent again after 1 s and 3 s
+SAID_NOTHING_S = 3.0  # so long it may be busy
 LAST_WORD_S = 2.0  # that the leader has to say who is missing, when this member's time to join is over
 EARLY_S, EARLY_PAUSE_S, PAUSE_S = 3.0, 0.01, 0.1  # between two tries to connect; all members start within seconds
 CROWD = 64  # a job with more ranks tries less often: one machine takes all connections
+HINT = "MASTER_ADDR and MASTER_PORT have to name the machine and port of rank 0 on all ranks."
 NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
 
 
@@ -40,30 +43,37 @@ class Attendance:
     def __init__(
         self, me: Member, settings: Mapping[str, str], find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
         notice: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
+        signs: Callable[[], list[dict[str, Any]]] = list, hint: str = HINT,
     ) -> None:
         """`find_leader`: host and port, which may change from one call to the next; an OSError says why there is none
-        yet. `notice`: prints a line, every NOTICE_S, that says what is waited for."""
+        yet. `notice`: prints a line, every NOTICE_S, that says what is waited for. `signs`: where this member's ranks
+        are, see `protocol`. `hint`: what has to be right, for the message of a failure."""
+        self._signs, self._hint = signs, hint
         self.me, self._settings, self._find_leader, self._notice, self._clock = me, settings, find_leader, notice, clock
         self.problem, self.n = "nothing was heard from rank 0", 0
+        self._stage = ""  # of JoinError, while that is the problem
         self._in_membership = False
         self._until_s = math.inf  # when the time to join is over; endless in a membership
         self._heard_s = self._noticed_s = clock()
         self._link: Link | None = None
+        self._leader = ""  # where it was found
         self._chosen_ip, self._cannot_listen = me.ip, ""
         self._listener: socket.socket | None = None
         self._route: asyncio.Task[str] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def say(self, kind: str, **values: Any) -> None:
-        """To the leader, if there is one just now."""
+    def say(self, kind: str, **values: Any) -> bool:
+        """To the leader. Returns False where there is none just now."""
         if self._link is not None:
             self._link.send(kind, **values)
+        return self._link is not None
 
-    def ready(self, n: int) -> None:
+    def ready(self, n: int, *, mistake: str = "") -> None:
         """This member's ranks are gone, and it can be in membership `n`. Returns at once; the leader is told when the
-        route to the next member has been tried, which began when the proposal came."""
+        route to the next member has been tried, which began when the proposal came. `mistake`: of the user, why it
+        can't be in any."""
         if self._link is not None and self._route is not None and n == self.n:
-            self._start(self._say_ready(self._link, n, self._route))
+            self._start(self._say_ready(self._link, n, self._route, mistake))
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """What the leader decides: propose, commit, lost, refused, and all that its `tell` says; "gone" (with `why`)
@@ -94,15 +104,20 @@ class Attendance:
                         if self._take(link, message):
                             put(message)
                 except ConnectionError:
-                    why = watch.result() if watch.done() else "its process has ended"
+                    lost = {"why": watch.result()} if watch.done() else {"why": "its process has ended", "code": KILLED}
                 finally:
                     watch.cancel()
                     self._link = None
                     link.close()
                 if self._clock() > self._until_s:
+                    if (silent_s := self._clock() - self._heard_s) > SAID_NOTHING_S:
+                        self.problem = (
+                            f"rank 0 at {self._leader} has said nothing for {silent_s:.0f} s: its process is stopped, "
+                            "or the network between is cut"
+                        )
                     raise self._failure()
                 self._leave_membership()
-                put({"is": "gone", "why": why})
+                put({"is": "gone", **lost})
                 await asyncio.sleep(PAUSE_S)
         except Exception as error:
             put(error)
@@ -154,10 +169,8 @@ class Attendance:
 
     def _failure(self) -> JoinError:
         who = self.me.name.replace(" on ", f" of {self.me.world_size} on ", 1)
-        return JoinError(
-            f"{who} could not join within {self.me.left_s:g} s: {self.problem}. MASTER_ADDR and MASTER_PORT have to "
-            "name the machine and port of rank 0 on all ranks."
-        )
+        text = f"{who} could not join within {self.me.left_s:g} s: {self.problem}. {self._hint}"
+        return JoinError(text, stage=self._stage)
 
     # The connection -----------------------------------------------------------------------------------------------
 
@@ -169,10 +182,11 @@ class Attendance:
             except OSError as error:
                 self.problem = str(error)
             else:
+                self._stage = ""
                 try:
                     return await self._introduce(host, port)
                 except _NoLeaderError as error:
-                    self.problem = str(error)
+                    self.problem, self._stage = str(error), "store"
                 except OSError as error:
                     now = explain(error, host, port)
                     # When rank 0 gives up, its container goes, and with it the name: the refusal was the cause
@@ -204,14 +218,15 @@ class Attendance:
         waited_s = self.me.left_s - (self._until_s - self._clock())
         link.send("hello", **asdict(self.me), version=VERSION, waited_s=waited_s, n=self.n)
         self._link, self._heard_s = link, self._clock()
-        self.problem = f"rank 0 at {host}:{port} is still waiting for others"
+        self._leader = f"{host}:{port}"
+        self.problem = f"rank 0 at {self._leader} is still waiting for others"
         return link
 
     async def _watch(self, link: Link) -> str:
         """Give signs of life, until the leader gives none or the time to join is over. Returns why it is given up."""
         looked_s = self._clock()
         while True:
-            link.send("alive")
+            link.send("alive", ranks=self._signs())
             await asyncio.sleep(ALIVE_S)
             now_s = self._clock()
             if now_s - looked_s > FROZEN_S:
@@ -267,8 +282,8 @@ class Attendance:
         there = f" (interface {interface} there)" if interface else ""
         return f"{self.me.name} {what} {name} at {ip}:{port}{there}"
 
-    async def _say_ready(self, link: Link, n: int, route: "asyncio.Task[str]") -> None:
-        link.send("ready", n=n, problem=await route)
+    async def _say_ready(self, link: Link, n: int, route: "asyncio.Task[str]", mistake: str) -> None:
+        link.send("ready", n=n, **({"problem": "", "mistake": mistake} if mistake else {"problem": await route}))
 
 
 class _NoLeaderError(OSError):

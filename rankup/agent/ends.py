@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rankup.agent.protocol import KILLED
 from rankup.errors import FINISHED, PEER_LOST, STOPPED, root_cause, worth_restarting
 
-KILLED = 137  # 128 and SIGKILL
 # What a collective says when the other side is gone. gloo has no class of its own for it: a plain RuntimeError of C++.
 LOST_PEER = re.compile(
     r"gloo/transport/|closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|"

@@ -51,10 +51,11 @@ if not __package__:
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parents[1]), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
 
+from rankup.agent.network import open_port
 from rankup.agent.processes import die_with_parent, end_of, kill_session, send_signal, spawn, state_of
+from rankup.agent.protocol import KILLED
 from rankup.errors import FAULT, FINISHED, USER_MISTAKE
 
-KILLED = 128 + signal.SIGKILL
 # When memory runs out, the kernel shall end a rank, which is forked anew, before the agent or the server
 MORE_LIKELY = 100
 END_S = 2.0  # within which the server ends by itself once its ranks are killed
@@ -442,10 +443,7 @@ class Server:
         # for a resolver that does not answer. With glibc the files of this machine can be told to answer alone
         if (configure := getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)) is not None:
             configure(b"hosts", b"files")
-        if host or not socket.has_dualstack_ipv6():
-            listener = socket.create_server((host, 0), backlog=4096)
-        else:
-            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+        listener = open_port(host, 0)
         port = listener.getsockname()[1]
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         self.tell(store=number, port=port)

@@ -5,6 +5,7 @@ off is found by its silence. The messages are in `protocol`, a member's side of 
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from rankup.agent.protocol import (
     ALIVE_S,
     FROZEN_S,
     HELLO_S,
+    KILLED,
     NOTICE_S,
     PREPARE_S,
     SILENT_S,
@@ -50,6 +52,7 @@ class _Seat:
     call: int = 0  # that it has to answer, because somebody else claims its ranks
     called_s: float = 0.0
     gave_up: str = ""  # its time to join was over, and who was missing
+    signs: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, as it said last
     finished: set[int] = field(default_factory=set)  # those of its ranks that have ended with 0
 
 
@@ -91,6 +94,16 @@ class Leader:
     def members(self) -> list[Member]:
         """Those that are here, by rank."""
         return sorted((seat.member for seat in self._seats.values()), key=lambda member: member.first_rank)
+
+    def signs(self) -> list[dict[str, Any]]:
+        """Where each rank was when its member last said so, by rank: what it said, `host`, and `seen` in seconds of
+        `time.time()`."""
+        now, now_s = time.time(), self._clock()
+        rows = [
+            {**sign, "host": seat.member.host, "seen": now - (now_s - seat.heard_s)}
+            for seat in self._seats.values() for sign in seat.signs
+        ]
+        return sorted(rows, key=lambda row: int(row["rank"]))
 
     # Connections --------------------------------------------------------------------------------------------------
 
@@ -177,15 +190,29 @@ class Leader:
             if message["n"] == self._proposed > 0 and not seat.ready:
                 seat.ready, seat.problem = True, str(message["problem"])
                 self._num_ready += 1
+                if mistake := str(message.get("mistake", "")):
+                    self.refuse(mistake, code=USER_MISTAKE)
                 self._judge()
         elif kind == "settings":
             said = dict(message["settings"])
             self._settings[seat.member.digest] = {str(name): str(value) for name, value in said.items()}
             self._judge()
-        elif kind not in ("alive", "lost") and link in self._seats and message.get("n", self._formed) == self._formed:
+        elif kind == "alive":
+            seat.signs = [dict(sign) for sign in message.get("ranks", [])]
+        elif kind == "ask":
+            link.send("ranks", ranks=self.signs())
+        elif kind != "lost" and link in self._seats and message.get("n", self._formed) == self._formed:
             if kind == "end" and message["code"] == 0:
                 seat.finished.add(message["rank"])
             self._hear(seat.member, message)
+
+    def take(self, kind: str, **values: Any) -> bool:
+        """The member beside the leader says something. It is heard before this returns, where the process of both may
+        be about to end. Returns False where that member has left."""
+        beside = [link for link, seat in self._seats.items() if seat.member.token == self._me.token]
+        for link in beside:
+            self._take(link, {"is": kind, **values})
+        return bool(beside)
 
     def _keep(self, seat: _Seat) -> None:
         """It lives, so whoever claims its ranks is one too many."""
@@ -219,7 +246,8 @@ class Leader:
             self._gone[seat.member.first_rank] = (seat.member, seat.gave_up or why)
             self._void()
         elif len(seat.finished) < seat.member.num_ranks:
-            self.lose(seat.member, why)
+            more = {"code": KILLED} if why == ENDED else {}
+            self.lose(seat.member, why, ranks=None, **more)
             self._hear(seat.member, {"is": "lost", "n": self._formed, "why": why})
 
     def tick(self) -> None:
@@ -245,7 +273,7 @@ class Leader:
                 if seat.member.token == self._me.token:  # the leader goes with it
                     self.refuse(too_late)
                 else:
-                    seat.link.send("refused", code=JOIN_FAILED, text=too_late)
+                    seat.link.send("refused", code=JOIN_FAILED, text=too_late, quiet=self._is_quiet(seat))
         if now_s - self._beat_s >= ALIVE_S:
             self._beat_s = now_s
             self.tell("alive")
@@ -324,7 +352,9 @@ class Leader:
         self._gone.clear()
         for seat in self._seats.values():
             seat.finished.clear()
-        self.tell("commit", n=n, hosts=[[member.host, member.num_ranks] for member in self.members], **more)
+        on_hosts = itertools.groupby(self.members, key=lambda member: member.host)
+        hosts = [[host, sum(member.num_ranks for member in members)] for host, members in on_hosts]
+        self.tell("commit", n=n, ip=self.members[0].ip, hosts=hosts, **more)
 
     def lose(self, member: Member, why: str, *, ranks: Iterable[int] | None = None, **more: Any) -> None:
         """The membership is over, because of these ranks (else all) of a member: every member ends its ranks, and is
@@ -339,11 +369,27 @@ class Leader:
         self.tell("lost", n=self._formed, ranks=lost, host=member.host, why=why, **more)
         self._judge()
 
+    def lose_by(self, member: Member, end: Mapping[str, Any]) -> None:
+        """The membership is over because a rank says that it ends badly. `end`: its rank, code, cause and suspect."""
+        rank, suspect = int(end["rank"]), end.get("suspect")
+        if suspect is None:
+            self.lose(member, str(end["cause"]), ranks=[rank], code=int(end["code"]))
+        else:
+            why = "says that the others wait for it" if suspect == rank else f"is suspected by rank {rank}"
+            self.lose(member, why, ranks=[int(suspect)], alive=True)
+
     def refuse(self, text: str, *, code: int = JOIN_FAILED) -> None:
         """There will be no membership."""
         if not self._over:
-            self.tell("refused", code=code, text=text)
+            for seat in self._seats.values():
+                seat.link.send("refused", code=code, text=text, quiet=self._is_quiet(seat))
             self._over = text
+
+    def _is_quiet(self, seat: _Seat) -> bool:
+        """Whether another member of its host says what all hear."""
+        me = seat.member
+        others = (each.member for each in self._seats.values())
+        return any(other.host == me.host and other.first_rank < me.first_rank for other in others)
 
     def tell(self, kind: str, **values: Any) -> None:
         """Tell all members something; after "over" they may go without being lost, and nobody else is taken."""
@@ -379,9 +425,10 @@ def describe_missing(
         return f"all {of.world_size} ranks have joined, but {what}"
     which = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {ranges(missing)}"
     where = ""
-    if 1 < of.num_ranks < of.world_size:
-        nodes = sorted({rank // of.num_ranks for rank in missing})[:MOST_HOSTS]
-        where = f" (on {', '.join(f'node {node} of {-(-of.world_size // of.num_ranks)}' for node in nodes)})"
+    each = max(of.num_ranks, of.local_world_size)
+    if 1 < each < of.world_size:
+        nodes = sorted({rank // each for rank in missing})[:MOST_HOSTS]
+        where = f" (on {', '.join(f'node {node} of {-(-of.world_size // each)}' for node in nodes)})"
     verb = "has" if len(missing) == 1 else "have"
     left = [f"; {member.who} had joined, but {why}" for member, why in gone if member.first_rank in missing]
     joined = f"(joined: {_by_host(present) or 'none'}){''.join(left[:4])}"

@@ -5,12 +5,13 @@ import errno
 import os
 import socket
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import psutil
 
-from rankup.agent.protocol import interface_of
+from rankup.agent.protocol import LONGEST, addresses_of, interface_of
+from rankup.env.addresses import is_loopback
 from rankup.errors import JoinError, LaunchError
 
 PATIENCE_S = 5.0  # how long the end of an earlier job's process may take to free the port
@@ -25,8 +26,7 @@ async def listen(attend: Any, *, ip: str, port: int) -> asyncio.Server:
     until_s = time.monotonic() + PATIENCE_S
     while True:
         try:
-            # The backlog is for a large job, whose agents all come at once
-            return await asyncio.start_server(attend, ip or None, port, backlog=4096, limit=1 << 20)
+            return await asyncio.start_server(attend, sock=open_port(ip, port), limit=LONGEST)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 why = os.strerror(error.errno or 0)
@@ -37,9 +37,21 @@ async def listen(attend: Any, *, ip: str, port: int) -> asyncio.Server:
             raise JoinError(
                 f"MASTER_PORT={port} is in use on {socket.gethostname()}{f' by {holder}' if holder else ''}: another "
                 "job, one that has not ended, or a second process with RANK=0. End it, or set another MASTER_PORT on "
-                "all nodes."
+                "all nodes.",
+                stage="port",
             )
         await asyncio.sleep(RETRY_S)
+
+
+def open_port(ip: str, port: int) -> socket.socket:
+    """A listener; "" and 0 as in `listen`. Raises OSError.
+
+    One for both families: asyncio would open two, with two ports where the system picks them. The backlog is for a
+    large job, whose members all come at once.
+    """
+    dual = not ip and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ":" in ip else socket.AF_INET
+    return socket.create_server((ip, port), family=family, backlog=4096, dualstack_ipv6=dual)
 
 
 def port_holder(port: int) -> str:
@@ -69,17 +81,37 @@ def address_of(interface: str) -> str:
     return ""
 
 
-def choose_interface(environ: MutableMapping[str, str], own_ip: str) -> None:
+def chosen_address(environ: Mapping[str, str]) -> str:
+    """The address of the interface that the user has named; "" where none is."""
+    named = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    return address_of(named) if named else ""
+
+
+async def foreign_address(host: str) -> str:
+    """What to say where MASTER_ADDR=`host` is no address of this machine, where rank 0 runs; else ""."""
+    try:
+        found = await addresses_of(host)
+    except OSError:
+        return ""  # nobody can say
+    if any(is_loopback(ip) or interface_of(ip) for ip in found):
+        return ""
+    return (
+        f"MASTER_ADDR={host} is no address of this machine ({socket.gethostname()}), where rank 0 runs and listens. "
+        "Right behind a Service or NAT, a mistake elsewhere."
+    )
+
+
+def choose_interface(environ: MutableMapping[str, str], own_ip: str) -> str:
     """Have gloo, nccl and tensorpipe use the interface of `own_ip`, which routes to the others, unless one is named.
 
     By default gloo takes the address that the host's own name resolves to: 127.0.1.1 on a Debian machine, where no
-    other node can reach it. Raises LaunchError where the user's choice has no address here.
+    other node can reach it. Returns what is wrong where the user's choice has no address here, else "".
     """
     named = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if named and not address_of(named):
         known = psutil.net_if_addrs()
         problem = "that has an address" if named in known else "that exists"
-        raise LaunchError(
+        return (
             f"GLOO_SOCKET_IFNAME must name an interface {problem} on {socket.gethostname()}, got {named}. There are: "
             f"{', '.join(name for name in known if address_of(name))}. "
             "Unset, the one that routes to the master is taken."
@@ -90,3 +122,4 @@ def choose_interface(environ: MutableMapping[str, str], own_ip: str) -> None:
             ("GLOO_SOCKET_IFNAME", routed), ("NCCL_SOCKET_IFNAME", f"={routed}"), ("TP_SOCKET_IFNAME", routed),
         ):
             environ[name] = environ.get(name) or value
+    return ""

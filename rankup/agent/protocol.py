@@ -7,17 +7,20 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
 | hello: a Member, version, waited_s, n (last known) | leader(version, over): it speaks first                     |
-| alive                                              | alive                                                      |
+| alive(ranks): where each of its ranks is, a Sign   | alive                                                      |
+| ask: where is everybody?                           | ranks(ranks): the newest Sign of each, with host and seen  |
 | here(call): the answer to a call                   | call(call): another process claims your ranks, so answer   |
 | settings(settings): those with my digest           | settings: send them, they differ from others'              |
-| ready(n, problem): my ranks are gone, and the      | propose(n, ip, next=[ip, port, name, interface]): its own  |
-| route to the next member works if problem is ""    | address as others see it, the next member's listener       |
-| all else is for Leader's `hear`: end, stop, ...    | commit(n, hosts=[[host, ranks], ...], **more)              |
+| ready(n, problem, mistake): my ranks are gone, the | propose(n, ip, next=[ip, port, name, interface]): its own  |
+| route works if problem is ""; a mistake: of a user | address as others see it, the next member's listener       |
+| all else is for Leader's `hear`: end, stop, ...    | commit(n, ip, hosts=[[host, ranks], ...], **more): `ip` is |
+|                                                    | rank 0's, where the store listens                          |
 |                                                    | preparing(left_s): all are ready, and the commit may take  |
 |                                                    | so long, whatever is left of the time to join              |
 |                                                    | lost(n, ranks, host, why): membership n is over            |
 |                                                    | waiting(text): who is missing                              |
-|                                                    | refused(code, text): there will be no membership           |
+|                                                    | refused(code, text, quiet): there will be no membership;   |
+|                                                    | quiet: another member of this host prints that             |
 |                                                    | all else is from Leader.tell: over, stop, ...              |
 
 Nothing that arrives is unpickled or executed. Whoever sends something else is disconnected.
@@ -25,14 +28,17 @@ Nothing that arrives is unpickled or executed. Whoever sends something else is d
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import psutil
 
+KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes it
 VERSION = 1  # of the messages; hello and refused stay as they are
 LONGEST = 1 << 20  # bytes of one message; the longest is a commit, which names every host
 CONNECT_S = 2.0  # for the resolver, and for each address that it names; a lost packet is sent again after a second
@@ -49,26 +55,19 @@ class Link:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self.local_ip, self.remote_ip = (
-            _plain((writer.get_extra_info(name) or [""])[0]) for name in ("sockname", "peername")
-        )
+        names = (writer.get_extra_info(name) for name in ("sockname", "peername"))
+        # A local socket's name is no pair
+        self.local_ip, self.remote_ip = (_plain(name[0]) if isinstance(name, tuple) else "" for name in names)
 
     @classmethod
     async def connect(cls, host: str, port: int, *, timeout_s: float = CONNECT_S) -> "Link":
         """Try each address of `host` for `timeout_s`. Raises the last one's OSError: gaierror where the name does not
         resolve, TimeoutError, ConnectionRefusedError, ..."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except TimeoutError:
-            raise socket.gaierror(socket.EAI_AGAIN, "the resolver gives no answer") from None
-        except UnicodeError as error:
-            raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
         last: OSError = TimeoutError()
-        for *_, address in found:
+        for ip in await addresses_of(host, timeout_s=timeout_s):
             try:
                 async with asyncio.timeout(timeout_s):
-                    reader, writer = await asyncio.open_connection(str(address[0]), port, limit=LONGEST)
+                    reader, writer = await asyncio.open_connection(ip, port, limit=LONGEST)
             except OSError as error:
                 last = error
                 continue
@@ -130,6 +129,7 @@ class Member:
     ip: str = ""  # given where the user chose an interface, else its own address on the route to the leader
     port: int = 0
     interface: str = ""
+    local_world_size: int = 0  # ranks of its node in all, where it knows; they may have members of their own
 
     @property
     def ranks(self) -> range:
@@ -161,6 +161,41 @@ class Member:
 
 
 # Addresses ------------------------------------------------------------------------------------------------------------
+
+
+async def addresses_of(host: str, *, timeout_s: float = CONNECT_S) -> list[str]:
+    """The addresses that `host` resolves to, each once. Raises socket.gaierror."""
+    with contextlib.suppress(ValueError):
+        return [str(ipaddress.ip_address(host))]
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[list[str]] = loop.create_future()
+
+    def put(found: list[str] | OSError) -> None:
+        if answer.done():
+            return  # nobody waits any more
+        if isinstance(found, OSError):
+            answer.set_exception(found)
+        else:
+            answer.set_result(found)
+
+    def ask() -> None:
+        found: list[str] | OSError
+        try:
+            found = list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None)))
+        except OSError as error:
+            found = error
+        except UnicodeError as error:
+            found = socket.gaierror(socket.EAI_NONAME, str(error))
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(put, found)
+
+    # Not asyncio's own: the end of the process would wait for a resolver that never answers
+    threading.Thread(target=ask, name="resolver", daemon=True).start()
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await answer
+    except TimeoutError:
+        raise socket.gaierror(socket.EAI_AGAIN, "the resolver gives no answer") from None
 
 
 def interface_of(ip: str) -> str:

@@ -47,6 +47,13 @@ class Record:
     stop_step: int
     finished: bool
 
+    def sign(self, rank: int) -> dict[str, Any]:
+        """Where the rank is, for others: `for_s` is how long it has been there."""
+        return {
+            "rank": rank, "phase": self.phase, "step": self.step, "waiting": self.waiting,
+            "for_s": round(time.monotonic() - self.entered_s, 1), "place": self.place,
+        }
+
 
 class Records:
     """The agent's side."""
@@ -69,19 +76,7 @@ class Records:
         return {"path": f"/proc/{os.getpid()}/fd/{self._file}", "offset": SIZE * local_rank}
 
     def read(self, local_rank: int) -> Record:
-        memory, offset = self._memory, SIZE * local_rank
-        for _ in range(TRIES):
-            (before,) = SEQUENCE.unpack_from(memory, offset + SEQUENCE_AT)
-            entered_s, timeout_s, phase = PHASE.unpack_from(memory, offset + PHASES_AT[before % 2])
-            if SEQUENCE.unpack_from(memory, offset + SEQUENCE_AT)[0] == before:
-                break
-        step, began_s = STEP.unpack_from(memory, offset + STEP_AT)
-        return Record(
-            phase=phase.decode(errors="replace"), step=step, entered_s=max(entered_s, began_s), timeout_s=timeout_s,
-            place=PLACE.unpack_from(memory, offset + PLACE_AT)[0].decode(errors="replace"),
-            waiting=memory[offset + WAITING_AT] != 0, finished=memory[offset + FINISHED_AT] != 0,
-            stop_step=STOP.unpack_from(memory, offset + STOP_AT)[0],
-        )
+        return _read(self._memory, SIZE * local_rank)
 
     def stop_at(self, local_rank: int, step: int) -> None:
         """Let the rank find this `stop_step`; NO_STOP takes it back."""
@@ -118,12 +113,13 @@ class RecordWriter:
         step: int = STOP.unpack_from(self._memory, self._offset + STOP_AT)[0]
         return step
 
-    def enter(self, phase: str, timeout_s: float = NO_LIMIT) -> None:
-        """Begin another phase, or the same one anew. One thread at a time."""
+    def enter(self, phase: str, timeout_s: float = NO_LIMIT, *, since_s: float | None = None) -> None:
+        """Begin another phase, or the same one anew. One thread at a time. `since_s`: it began then."""
         memory, offset = self._memory, self._offset
         sequence = SEQUENCE.unpack_from(memory, offset + SEQUENCE_AT)[0] + 1
         where = offset + PHASES_AT[sequence % 2]
-        PHASE.pack_into(memory, where, time.monotonic(), timeout_s, phase.encode(errors="replace"))
+        entered_s = time.monotonic() if since_s is None else since_s
+        PHASE.pack_into(memory, where, entered_s, timeout_s, phase.encode(errors="replace"))
         SEQUENCE.pack_into(memory, offset + SEQUENCE_AT, sequence)
 
     def set_place(self, text: str) -> None:
@@ -134,8 +130,26 @@ class RecordWriter:
         """Say whether this rank waits for others."""
         FLAG.pack_into(self._memory, self._offset + WAITING_AT, waiting)
 
+    def read(self) -> Record:
+        return _read(self._memory, self._offset)
+
     def finish(self, finished: bool = True) -> None:
         FLAG.pack_into(self._memory, self._offset + FINISHED_AT, finished)
+
+
+def _read(memory: mmap.mmap, offset: int) -> Record:
+    for _ in range(TRIES):
+        (before,) = SEQUENCE.unpack_from(memory, offset + SEQUENCE_AT)
+        entered_s, timeout_s, phase = PHASE.unpack_from(memory, offset + PHASES_AT[before % 2])
+        if SEQUENCE.unpack_from(memory, offset + SEQUENCE_AT)[0] == before:
+            break
+    step, began_s = STEP.unpack_from(memory, offset + STEP_AT)
+    return Record(
+        phase=phase.decode(errors="replace"), step=step, entered_s=max(entered_s, began_s), timeout_s=timeout_s,
+        place=PLACE.unpack_from(memory, offset + PLACE_AT)[0].decode(errors="replace"),
+        waiting=memory[offset + WAITING_AT] != 0, finished=memory[offset + FINISHED_AT] != 0,
+        stop_step=STOP.unpack_from(memory, offset + STOP_AT)[0],
+    )
 
 
 def _map(place: Mapping[str, Any]) -> mmap.mmap | None:

@@ -53,7 +53,7 @@ class RankEnv:
     origins: dict[str, str] = field(default_factory=lambda: dict.fromkeys(FIVE, "default"))  # variable -> who set it
     warnings: tuple[str, ...] = ()
     restart_count: int = 0  # restarts by torchrun or our agents; the requeues of a scheduler are not among them
-    record: Mapping[str, Any] | None = None  # of this rank, in memory of its agent: see `rankup.agent.record`
+    agent: Mapping[str, Any] | None = None  # how this rank reaches its agent, and what that says of the others
     agent_store: bool = False  # torch's agent already listens on master_port: rank 0 connects to it like the others
     file: str = ""  # where rank 0 writes its address, in place of master_addr and master_port
     attempt: str = ""  # the id of this attempt where an agent gave one: it looks for it in status.json
@@ -108,15 +108,16 @@ def _of_agent(environ: Mapping[str, str]) -> dict[str, Any]:
     """What our own launch files and agents give their ranks: the fields of RankEnv, and `launched`."""
 
     agent = json.loads(environ.get("RANKUP_AGENT", "{}"))
+    commit = agent.get("commit", {})
     parent = environ.get("RANKUP_PARENT", "")
     return {
         "launched": bool(agent),
         "file": environ.get("RANKUP_FILE", ""),
-        "attempt": f"{agent['job']}-{agent['restarts']}" if agent else environ.get("RANKUP_ATTEMPT", ""),
+        "attempt": f"{commit['job']}-{commit['restarts']}" if agent else environ.get("RANKUP_ATTEMPT", ""),
         "numbers_attempts": bool(agent),
         "start": environ.get("RANKUP_START", ""),
-        "record": agent.get("record"),
-        "restart_count": agent.get("restarts", 0),
+        "restart_count": commit.get("restarts", 0),
+        "agent": agent or None,
         "agent_store": bool(agent),
         "parent_pid": int(parent) if parent.isdecimal() else None,
     }

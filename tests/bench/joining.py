@@ -1,13 +1,13 @@
 """How the time to join grows with the number of ranks, with the machine's resolver and with a slow one.
 
-Starts light ranks on this machine: threads of a few processes, each with its own connections to one store. They join
-through the program's own functions.
+Starts light ranks on this machine: threads of a few processes, each a member of one meeting. They join through the
+program's own functions.
 
     python tests/bench/joining.py 2 64 256 1024
     python tests/bench/joining.py --slow-resolver 2 64 256 1024
 
-Prints, for each size, the seconds until the last rank has met the others, and until the last one has tried its route to
-the next. Each size may take 300 s at most. Everything stays on loopback.
+Prints, for each size, the seconds until the last rank has met the others, its route to the next one tried. Each size
+may take 300 s at most. Everything stays on loopback.
 
 `--slow-resolver` does the same on a machine of its own, made of namespaces (Linux, root), whose resolver takes 5 s to
 say that it does not know a name. (One that never answers costs less: after its first silence torch asks no more.)
@@ -30,9 +30,7 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # before torch: it prints a thousan
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rankup.env.rank_env import RankEnv, read_rank_env
-from train.group.connectivity import check_connectivity
-from train.group.peer_watch import PeerWatch
-from train.group.rendezvous import meet
+from train.group.meeting import meet
 from train.process.log import Log
 
 THREADS = 64  # ranks of one process
@@ -55,26 +53,18 @@ class Quiet(Log):
         del text
 
 
-def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[int, float, float, str]]") -> None:
-    """Join as each of `ranks`, and put (rank, met at, tried at, error) in the queue. All processes share the clock.
-
-    The process with rank 0 stays until the others have ended, since it holds the store.
-    """
+def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[int, float, str]]") -> None:
+    """Join as each of `ranks`, and put (rank, met at, error) in the queue. All processes share the clock."""
 
     def one(rank: int) -> None:
-        met_s = 0.0
         try:
             log = Quiet(rank=rank, world_size=world_size)
             launch = launch_of(rank, world_size, port)
-            meeting = meet(launch, fingerprint={"torch": "x"}, attempt="a", timeout_s=TIMEOUT_S, log=log)
-            met_s = time.monotonic()
-            peer_watch = PeerWatch(meeting.beat_store, rank, world_size, log=log)
-            check_connectivity(meeting, rank, peer_watch=peer_watch, log=log)
-            ends.put((rank, met_s, time.monotonic(), ""))
+            meet(launch, settings={"torch": "x"}, attempt="a", timeout_s=TIMEOUT_S, log=log, sign=dict)
+            ends.put((rank, time.monotonic(), ""))
         except Exception as error:
-            ends.put((rank, met_s, time.monotonic(), f"{type(error).__name__}: {error}"[:300]))
-        if rank == 0:
-            time.sleep(TIMEOUT_S)
+            ends.put((rank, time.monotonic(), f"{type(error).__name__}: {error}"[:300]))
+        time.sleep(TIMEOUT_S)  # whoever goes is lost, and all others with it
 
     threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in ranks]
     for thread in threads:
@@ -83,13 +73,13 @@ def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[
         thread.join()
 
 
-def measure(world_size: int) -> tuple[float, float, list[str]]:
-    """Seconds until the last rank has met the others and until it has tried its route, and what failed."""
+def measure(world_size: int) -> tuple[float, list[str]]:
+    """Seconds until the last rank has met the others, and what failed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    ends: SimpleQueue[tuple[int, float, float, str]] = context.SimpleQueue()
+    ends: SimpleQueue[tuple[int, float, str]] = context.SimpleQueue()
     groups = [range(1), *(range(first, min(world_size, first + THREADS)) for first in range(1, world_size, THREADS))]
     began_s = time.monotonic()
     common = (world_size, port, ends)
@@ -100,8 +90,7 @@ def measure(world_size: int) -> tuple[float, float, list[str]]:
     for process in processes:
         process.kill()
         process.join()
-    met_s, tried_s = (max(end[place] for end in reported) - began_s for place in (1, 2))
-    return met_s, tried_s, [end[3] for end in reported if end[3]]
+    return max(end[1] for end in reported) - began_s, [end[2] for end in reported if end[2]]
 
 
 def be_slow_resolver() -> None:
@@ -141,13 +130,13 @@ def main() -> int:
     # Every light rank has several connections, and all those of 64 ranks are open in one process
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    print("| ranks | all have met | every route tried |\n|---|---|---|")
+    print("| ranks | all have met |\n|---|---|")
     for size in sizes:
-        met_s, tried_s, wrong = measure(size)
+        met_s, wrong = measure(size)
         if wrong:
             print(f"{len(wrong)} of {size} ranks failed, the first: {wrong[0]}")
             return 1
-        print(f"| {size} | {met_s:.2f} s | {tried_s:.2f} s |", flush=True)
+        print(f"| {size} | {met_s:.2f} s |", flush=True)
     return 0
 
 

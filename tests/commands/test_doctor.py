@@ -159,7 +159,7 @@ def no_resolver(case: Case) -> None:
         ("no_route", "route", "no route to 192.0.2.1 (Network is unreachable)"),
         ("nobody_listens", "port",
          f"192.168.77.1:{PORT} refuses the connection: the machine answers, but nothing listens"),
-        ("no_resolver", "names", 'the name "no-answer.example" gets no answer from the resolver'),
+        ("no_resolver", "names", 'the name "no-answer.example" does not resolve here (the resolver gives no answer)'),
     ],
 )
 def test_doctor_tells_reasons_to_miss_the_master_apart(
@@ -191,7 +191,6 @@ def dropped_ports(case: Case) -> None:
 
 def test_doctor_names_ports_that_a_firewall_drops(cases: dict[str, Case]) -> None:
     first, _ = cases["dropped_ports"].said(20, 20)
-    assert "ok joined all 2 ranks: 0 on node0; 1 on node1" in first
     assert "NOT FIT connectivity all ranks reached the master, but not each other: " in first
     assert "rank 1 on node1 got no answer from rank 0 on node0 at 192.168.77.1:" in first
     assert "mend: gloo and nccl use any high port between the nodes" in first
@@ -405,8 +404,8 @@ def test_doctor_finds_a_healthy_pair_fit_and_warns_of_nothing(
         case.both()
         first, second = case.said(0, 0)
     assert not any(word in first + second for word in ("WARNING", "NOT FIT", "NOT DONE")), first
-    stages = ["environment", "names", "limits", "memory", "devices", "storage", "store", "joined", "versions",
-              "connectivity", "group", "collective", "links", "ranks", "clocks", "storage"]
+    stages = ["environment", "names", "limits", "memory", "devices", "storage", "store", "joined", "connectivity",
+              "group", "versions", "collective", "links", "ranks", "clocks", "storage"]
     places = [first.index(f"ok {stage} " if stage != "names" else f"note {stage} ") for stage in stages[:-1]]
     assert places == sorted(places), first
     assert "ok links between nodes: slowest ranks 0 on node0 and 1 on node1 " in first

@@ -1,6 +1,7 @@
 """A rank by the variables that torchrun sets: complete, absent, or refused in one line per mistake with the way out."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -21,7 +22,8 @@ AGENT = {
     **FULL, "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
     "ROLE_RANK": "3", "ROLE_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "False",
 }
-LAUNCH = {**AGENT, "RANKUP_AGENT": '{"job": "j", "restarts": 1, "record": {"file": 7}}'}
+OF_AGENT = {"commit": {"job": "j", "restarts": 1}, "socket": "@agent"}
+LAUNCH = {**AGENT, "RANKUP_AGENT": json.dumps(OF_AGENT)}
 
 
 def refusal(env: Env) -> str:
@@ -185,7 +187,7 @@ def test_torchrun_tells_nodes_and_node_rank():
 def test_launch_is_known_by_its_mark_whatever_is_left_of_a_torchrun():
     env = read_rank_env({**LAUNCH, "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RESTART_COUNT": "3"})
     assert (env.launcher, env.origins["RANK"], env.num_nodes) == ("launch", "launch", 2)
-    assert (env.agent_store, env.restart_count, env.record) == (True, 1, {"file": 7})
+    assert (env.agent_store, env.restart_count, env.agent) == (True, 1, OF_AGENT)
     assert (env.numbers_attempts, env.attempt) == (True, "j-1")
 
 

@@ -7,12 +7,8 @@ from typing import Any
 
 import pytest
 
-from rankup.env.rank_env import RankEnv
 from tests.rigs.fork_server import Forks, Job
-from train.group.file_rendezvous import Endpoint, publish_endpoint, read_endpoint, remove_endpoint
-from train.group.store import open_port, serve_store
-from train.group.waiting import Wait
-from train.process.log import Log
+from train.group.meeting import read_place
 
 LINE = ("train", "--dataset", "digits", "--model", "mlp", "--max-steps", "3", "--tensorboard=false", "--name", "run")
 
@@ -51,31 +47,17 @@ def test_file_of_a_killed_run_is_replaced_and_named(forks: Forks, tmp_path: Path
     killed = start(forks, file, 0)
     wait_until(file.exists, killed)
     killed.kill()
-    assert read_endpoint(file) is not None
+    assert read_place(file) is not None
     assert f"{file} was left by an earlier run that did not come together: replaced" in finish(forks, file)
 
 
-def test_file_that_leads_to_another_store_is_replaced(forks: Forks, tmp_path: Path) -> None:
-    """The port of the earlier run may be another job's by now."""
-    listener = open_port(0)
-    assert listener is not None
-    port = listener.getsockname()[1]
-    wait = Wait(RankEnv(), timeout_s=60, log=Log())
-    store = serve_store(listener, wait)
-    wait.no_lookups.close()
-    publish_endpoint(tmp_path / "meeting", Endpoint("old", "elsewhere", ["127.0.0.1"], port))
-    finish(forks, tmp_path / "meeting")
-    assert not store.check(["rankup/generation"])  # nobody introduced itself there
-
-
 def test_file_of_an_earlier_run_is_no_endless_wait(forks: Forks, tmp_path: Path) -> None:
-    publish_endpoint(tmp_path / "meeting", Endpoint("old", "elsewhere", ["127.0.0.1"], 1))
+    (tmp_path / "meeting").write_text('{"rankup": ["127.0.0.1", 1]}')
     job = start(forks, tmp_path / "meeting", 1, "--join-timeout-s", "2")
     assert job.wait() == [170]
     position = 0
     for part in (
-        "rank 1 of 2 on ", " could not join within 2 s: rank 0 has not left its address in ",
-        " what is there was left on elsewhere",
+        "rank 1 of 2 on ", " could not join within 2 s: 127.0.0.1:1 refuses the connection",
     ):
         position = job.output.find(part, position)
         assert position >= 0, job.output
@@ -96,7 +78,7 @@ def test_file_of_two_jobs_at_once_is_refused(forks: Forks, tmp_path: Path) -> No
         second = start(forks, file, 0, "--name", "second")
         assert second.wait() == [170]
         assert f"{file} is in use by another job" in second.output
-        assert read_endpoint(file) is not None
+        assert read_place(file) is not None
     finally:
         first.kill()
 
@@ -116,15 +98,6 @@ def test_file_of_somebody_else_is_left_alone(forks: Forks, tmp_path: Path, conte
 def test_file_that_is_empty_is_taken(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "meeting").touch()  # as mktemp makes it
     finish(forks, tmp_path / "meeting")
-
-
-def test_notice_of_another_is_not_removed(tmp_path: Path) -> None:
-    own, other = Endpoint("a", "host", [], 1), Endpoint("b", "host", ["10.0.0.1"], 2)
-    publish_endpoint(tmp_path / "meeting", other)
-    remove_endpoint(tmp_path / "meeting", own)
-    assert read_endpoint(tmp_path / "meeting") == other
-    remove_endpoint(tmp_path / "meeting", other)
-    assert read_endpoint(tmp_path / "meeting") is None
 
 
 @pytest.mark.parametrize(

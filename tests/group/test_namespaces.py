@@ -5,6 +5,7 @@ The cases run side by side, each on a pair of machines of its own.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -316,7 +317,7 @@ def no_resolver(case: Case) -> None:
         ("no_route", "no route to 192.0.2.1 (Network is unreachable)"),
         ("no_such_name", 'the name "no-such-host.example" does not resolve here'),
         ("no_listener", f"192.168.77.1:{PORT} refuses the connection: the machine answers, but nothing listens"),
-        ("no_resolver", 'the name "no-answer.example" gets no answer from the resolver'),
+        ("no_resolver", 'the name "no-answer.example" does not resolve here (the resolver gives no answer)'),
     ],
 )
 def test_each_cause_has_its_own_diagnosis(cases: dict[str, Case], name: str, what: str):
@@ -360,7 +361,7 @@ def three_of_four(case: Case) -> None:
 
 def test_the_host_of_a_missing_rank_is_named(cases: dict[str, Case]):
     for said in cases["three_of_four"].said(170):
-        assert "rank 3 of 4 (on node1) has not joined after 10 s (joined: 0-1 on node0; 2 on node1)" in said
+        assert "rank 3 of 4 (on node 1 of 2) has not joined after 10 s (joined: 0-1 on node0; 2 on node1)" in said
 
 
 # The cable ----------------------------------------------------------------------------------------------------
@@ -373,7 +374,5 @@ def cable(case: Case) -> None:
 
 def test_a_pulled_cable_ends_both_sides_and_names_the_other(cases: dict[str, Case]):
     first, second = cases["cable"].said(171)
-    assert "waited in vain" in first
-    assert "waited in vain" in second
-    assert "suspected: rank 1 on node1 (gave no sign of life)" in first
-    assert "the store of rank 0 on node0 does not answer" in second
+    for said, other in ((first, "rank 1 on node1"), (second, "rank 0 on node0")):
+        assert re.search(rf"lost a peer at step \d+: suspected: {other} \(gave no sign of life for 3\d s\)", said)

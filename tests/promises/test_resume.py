@@ -71,7 +71,8 @@ def test_ranks_killed_at_random_and_started_again_by_hand_end_with_the_same_weig
     while left > 0:
         kills = random_kills(rng, min(left, KILLS_PER_JOB), world_size)
         print(f"RANKUP_SEED={SEED}: {kills}")
-        folder = tmp_path / str(left)
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))  # a job may end before its first kill,
+        assert int(folder.name) < 2 * RUNS  # but not each
         scene = ByHand(folder / "run", forks, world_size, f"--run-dir={folder}", *SETTINGS)
         try:
             left -= deliver(kills, scene, world_size)
@@ -91,7 +92,8 @@ def test_launch_restarts_ranks_killed_at_random_and_ends_with_the_same_weights(
     while left > 0:
         kills = random_kills(rng, min(left, KILLS_PER_JOB), world_size)
         print(f"RANKUP_SEED={SEED}: {kills}")
-        folder = tmp_path / str(left)
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))  # a job may end before its first kill,
+        assert int(folder.name) < 2 * RUNS  # but not each
         line = (f"--run-dir={folder}", *SETTINGS)
         scene = Launched(folder / "run", world_size, *line, options=["--max-restarts=20"])
         with ended(scene.job):
@@ -108,7 +110,7 @@ def test_fresh_that_was_killed_before_it_began_is_still_fresh_after_the_restart(
     def attempt(job: str, restart: int) -> str:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the agent's
         env = {**rank_env(0, 1, store.port), "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-        env["RANKUP_AGENT"] = json.dumps({"job": job, "restarts": restart})
+        env["RANKUP_AGENT"] = json.dumps({"commit": {"job": job, "restarts": restart}, "record": None})
         codes, output = forks.run(*line, env=env)
         assert codes == [0], output
         return output

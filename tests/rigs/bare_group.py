@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from rankup.agent.record import RecordWriter
 from train.group.group import Group
 
 
 def group_of(rank: int, world_size: int) -> Group:
-    launch = SimpleNamespace(rank=rank, world_size=world_size, restart_count=0, record=None)
+    launch = SimpleNamespace(rank=rank, world_size=world_size, restart_count=0)
     ends = SimpleNamespace(status=SimpleNamespace(run_dir=Path()))
-    watch = SimpleNamespace(wait_for_others=lambda waiting: None)
+    watch = SimpleNamespace(wait_for_others=lambda waiting: None, record=RecordWriter(None))
     parts: dict[str, Any] = {"watch": watch, "stop": None, "ends": ends, "log": SimpleNamespace(host="here")}
     return Group(launch, torch.device("cpu"), **parts)  # type: ignore[arg-type]

@@ -48,8 +48,8 @@ class Scene:
     # What it wrote --------------------------------------------------------------------------------------------
 
     def said(self) -> str:
-        """What rank 0 has written to its log since its present incarnation began to join; "" before."""
-        parts = self.log.read_text().split("waiting for ") if self.log.exists() else [""]
+        """What rank 0 has written to its log since its present incarnation said who it is; "" before."""
+        parts = self.log.read_text().split(" r0 rank 0 of ") if self.log.exists() else [""]
         return parts[-1] if len(parts) - 1 > self.joined_before else ""
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ class Scene:
         while lives(ranks[0]):
             self.running()
             time.sleep(0.01)
-        self.joined_before = self.log.read_text().count("waiting for ") if self.log.exists() else 0
+        self.joined_before = self.log.read_text().count(" r0 rank 0 of ") if self.log.exists() else 0
         while any(lives(process) for process in ranks.values()):
             self.running()
             time.sleep(0.01)
@@ -81,10 +81,10 @@ class Scene:
     def log_sizes(self) -> dict[Path, int]:
         return {path: path.stat().st_size for path in self.log.parent.glob("rank-*.log")}
 
-    def blamed_since(self, sizes: dict[Path, int]) -> set[int]:
-        """Which ranks the logs suspect, in what was written after they had those sizes."""
-        new = [path.read_bytes()[sizes.get(path, 0) :].decode() for path in self.log.parent.glob("rank-*.log")]
-        return {int(rank) for text in new for rank in re.findall(r": rank (\d+) on", text)}
+    def written_since(self, sizes: dict[Path, int]) -> str:
+        """To the logs, after they had those sizes."""
+        paths = sorted(self.log.parent.glob("rank-*.log"))
+        return "\n".join(path.read_bytes()[sizes.get(path, 0) :].decode() for path in paths)
 
 
 def lives(process: psutil.Process) -> bool:
@@ -277,7 +277,8 @@ def deliver(kills: Sequence[Kill], scene: Scene, world_size: int) -> int:
             # Looking costs time that the ranks need
             time.sleep(0.003 if kill.moment == "saving" else 0.02)
         scene.next_incarnation(ranks)
-        assert scene.blamed_since(sizes) <= {kill.rank}, kill
+        said = scene.written_since(sizes)
+        assert {int(rank) for rank in re.findall(r": rank (\d+) on", said)} <= {kill.rank}, f"{kill}\n{said}"
     return len(kills)
 
 

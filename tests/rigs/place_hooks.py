@@ -69,7 +69,6 @@ def _wrap(owner: Any, name: str, *, before: str = "", after: str = "") -> None:
 
 def _hook_join(join: Any) -> None:
     _wrap(join, "meet", before="before joining", after="met")
-    _wrap(join, "try_routes", after="routes known")
     _wrap(join.dist, "init_process_group", before="before forming", after="formed")
 
 

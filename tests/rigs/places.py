@@ -26,7 +26,7 @@ TOGETHER_S = 5.0
 OUT_OF_MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
 MIB = 2**20
 
-JOINING = ("before joining", "met", "routes known", "before forming", "formed")
+JOINING = ("before joining", "met", "before forming", "formed")
 PREPARING = ("before building", "data loaded", "warming up", "ready")
 STEPPING = (
     "forward", "backward", "between buckets", "reducing the loss", "before the optimizer", "in the optimizer",

@@ -12,12 +12,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv
 from rankup.errors import PeerLost, UserError
 from train.group.ends import EndReporter
 from train.group.host_link import HostLink
-from train.group.members import Meeting
+from train.group.meeting import Meeting
 from train.group.watchdog import Watchdog
 from train.process.log import Log
 from train.process.stop import StopRequest
@@ -46,7 +45,7 @@ class Group:
         self.meeting: Meeting | None = None
         self.link: HostLink | None = None  # where all ranks are on one host
         self.all_done = False  # all ranks are known to have come to their end
-        self.record = RecordWriter(launch.record)
+        self.record = watch.record
 
     @property
     def is_rank0(self) -> bool:

@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from rankup.agent.meeting import HINT, describe_differences
+from rankup.agent.protocol import Member
+from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv
-from rankup.errors import FINISHED, PEER_LOST, JoinError, LaunchError, PeerLost, Stopped, exit_code, reason
+from rankup.errors import FINISHED, PEER_LOST, JoinError, LaunchError, PeerLost, Stopped, UserError, exit_code, reason
 from train.config import Config
-from train.group import rendezvous
-from train.group.connectivity import HINT, check_connectivity
+from train.group import meeting
 from train.group.device import pick_backend, pick_device
 from train.group.ends import EndReporter
-from train.group.failure_detector import Suspect, describe, root_exit_code
 from train.group.group import BEHIND_OURS_S, Group
 from train.group.host_link import open_link
-from train.group.members import Hosts
-from train.group.peer_watch import PeerWatch
+from train.group.losses import Losses, Suspect, describe, root_exit_code
 from train.group.watchdog import Watchdog
 from train.process import flight_recorder
 from train.process.log import Log
@@ -41,8 +41,6 @@ from train.process.stop import StopRequest
 WATCHDOG_LATER_S = 10.0
 # How long ranks that reach each other may take to connect; more where there are many.
 FORM_S = 20.0
-# After success the others need no more than their teardown until they report their end.
-FINISH_LINGER_S = 10.0
 # What a collective says when the other side is gone. gloo has no class of its own for it: a plain RuntimeError of C++.
 LOST = re.compile(
     r"gloo/transport/|closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|"
@@ -65,8 +63,8 @@ def join(
     with starting(config, launch, stop=stop, ends=EndReporter(status, log), log=log) as group:
         if launch.world_size > 1:
             meet(config, group)
-            try_routes(group)
             form(config, group)
+            check_settings(config, group)
             check_devices(group)
         elif needs_process_group:  # with a store in memory, which reaches nobody and needs no port
             backend = pick_backend(config.backend, group.device)
@@ -76,11 +74,12 @@ def join(
 
 @contextlib.contextmanager
 def starting(config: Config, launch: RankEnv, *, stop: StopRequest, ends: EndReporter, log: Log) -> Iterator[Group]:
-    """A group of which only this rank is known yet; the block takes the steps `meet`, `try_routes` and `form` itself.
+    """A group of which only this rank is known yet; the block takes the steps `meet` and `form` itself.
 
     However the block ends, that end is explained, reported to the ranks that have been met by then, and bounded.
     """
-    watch = Watchdog(ends, stop, log=log)
+    record = RecordWriter(launch.agent["record"] if launch.agent else None)
+    watch = Watchdog(ends, stop, record=record, log=log)
     # DataParallel wants the module on the first of its devices
     wanted = f"cuda:{config.device_ids.split(',')[0]}" if config.device_ids else config.device
     device = pick_device(wanted, launch.local_rank, distributed=launch.world_size > 1)
@@ -95,8 +94,8 @@ def starting(config: Config, launch: RankEnv, *, stop: StopRequest, ends: EndRep
         watch.exit_within(exit_code(failure))
         tell_torchrun(failure)
         # Report before leaving: the others look here for the cause when their collectives break
-        suspect, alone = getattr(failure, "suspect", None), getattr(failure, "alone", False)
-        ends.report(exit_code(failure), reason(failure), suspect, alone=alone)
+        stopped = isinstance(error, Stopped)  # all ranks come to the same step
+        ends.report(exit_code(failure), reason(failure), getattr(failure, "suspect", None), together=stopped)
         watch.end()
         if failure is error:
             raise
@@ -115,20 +114,14 @@ def meet(config: Config, group: Group) -> None:
     launch = group.launch
     group.watch.enter("join", config.join_timeout_s + WATCHDOG_LATER_S)
     same = fingerprint(config, pick_backend(config.backend, group.device))
-    meeting = rendezvous.meet(
-        launch, fingerprint=same, attempt=group.attempt, timeout_s=config.join_timeout_s, log=group.log
+    met = meeting.meet(
+        launch, settings=same, attempt=group.attempt, timeout_s=config.join_timeout_s, log=group.log,
+        sign=lambda: group.record.read().sign(group.rank),
     )
-    group.meeting, group.status.attempt = meeting, meeting.attempt
-    group.hosts, group.restarted = Hosts(meeting.members), meeting.restarted
-    group.ends.connect(meeting.beat_store, hosts_store=meeting.hosts_store)
-    group.watch.connect(meeting.beat_store, group.hosts, agent_store=launch.agent_store)
-
-
-def try_routes(group: Group) -> None:
-    """Second step: see that the ranks reach each other's ports. Raises JoinError naming those that do not."""
-    assert group.meeting is not None, "the ranks have to meet first"
-    peer_watch = PeerWatch(group.meeting.beat_store, group.rank, group.world_size, log=group.log)
-    check_connectivity(group.meeting, group.rank, peer_watch=peer_watch, log=group.log)
+    group.meeting, group.status.attempt = met, met.attempt
+    group.hosts, group.restarted = met.hosts, met.restarted
+    group.ends.connect(met.line, met.hosts)
+    group.watch.watch(Losses(met.line, group.rank), group.hosts)
 
 
 def form(config: Config, group: Group) -> None:
@@ -152,7 +145,7 @@ def form(config: Config, group: Group) -> None:
         # peer that it waits for; a peer whose place is taken waits in vain, and that has to be here, not in a step
         dist.barrier() if backend == "gloo" else group.barrier()
         group.link = open_link(group.rank, group.world_size, gather=group.gather)
-        group.meeting.no_lookups.close()  # all connections to the store stand
+        group.meeting.until_formed.close()
     except (RuntimeError, ValueError) as error:
         group.log.debug(f"{type(error).__name__}: {error}")
         suspects = group.watch.suspects()
@@ -162,6 +155,21 @@ def form(config: Config, group: Group) -> None:
             f"all ranks reached each other, but could not form a group: {str(error).splitlines()[0][:300]}; "
             f"{describe(suspects, group.hosts)}. {HINT}"
         ) from None
+
+
+def check_settings(config: Config, group: Group) -> None:
+    """Raises UserError where ranks differ in code or settings. Without an agent their meeting has seen to that."""
+    if group.launch.agent is None:
+        return
+    same = fingerprint(config, pick_backend(config.backend, group.device))
+    digests = group.gather(meeting.digest(same))
+    if len(set(digests)) > 1:
+        members = [
+            Member("", rank, 1, group.world_size, host, 0, digest, 0.0)
+            for rank, (host, digest) in enumerate(zip(group.hosts, digests, strict=True))
+        ]
+        settings = dict(zip(digests, group.gather(same), strict=True))
+        raise UserError(describe_differences(members, settings), printed_elsewhere=not group.is_rank0)
 
 
 def check_devices(group: Group) -> None:
@@ -219,10 +227,11 @@ def _part(group: Group) -> None:
     """
     if not group.all_done:
         group.barrier()
-    group.watch.end_beats()
+    group.watch.all_done()
     if dist.is_initialized():
         dist.destroy_process_group()
-    group.ends.report(FINISHED, "finished", linger_s=FINISH_LINGER_S)
+    group.ends.report(FINISHED, "finished", together=True)
+    group.record.finish()
     group.watch.end()
 
 
@@ -232,10 +241,9 @@ def _explain(group: Group, error: BaseException) -> BaseException:
         return error
     suspects = group.watch.suspects()
     group.log.debug(f"{type(error).__name__}: {error}")
-    end = suspects[0].end if suspects else None
-    if end is not None and end.code == Stopped.code:
+    if suspects and suspects[0].code == Stopped.code:
         # It did not wait to save; somebody asked it to stop, which is no reason to start again
-        return Stopped(f"rank {end.rank} on {end.host} left: {end.why}")
+        return Stopped(f"rank {suspects[0].rank} on {group.hosts[suspects[0].rank]} left: {suspects[0].why}")
     return _peer_lost(group, suspects)
 
 

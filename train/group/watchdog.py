@@ -1,33 +1,31 @@
 """Deadlines and signs of life: a hang always turns into an exit that names the suspect, and so does a lost rank.
 
-Three threads run beside the loop. One waits until another rank reports a loss. One sends and hears signs of life
-(`Beats`). One looks at the clock, and uses nothing that could block it: a store in a process that is stopped, or behind
-a cable that is pulled, keeps the other two waiting without end. A process that is stopped itself (SIGSTOP, a frozen
-node) does none of that: the other ranks find it.
+One thread runs beside the loop. It looks at the clock, and at what the line to the others has said (`Losses`); it uses
+nothing that could block it. A process that is stopped itself (SIGSTOP, a frozen node) does none of that: the others
+find it by its silence.
 """
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from torch.distributed import Store  # type: ignore[attr-defined]
-
+from rankup.agent.record import NO_LIMIT, RecordWriter
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
-from train.group.beats import Beats, Sign
 from train.group.ends import EndReporter
-from train.group.failure_detector import LOOK_S, FailureDetector, Suspect, describe, root_exit_code
-from train.group.last_stacks import LAST_STACKS_S, take_stacks
+from train.group.losses import Losses, Suspect, describe, root_exit_code
 from train.process import flight_recorder, health, stacks
 from train.process.exit import clear_hard_deadline, leave, set_hard_deadline, within
 from train.process.log import Log
 from train.process.phase_clock import PhaseClock
-from train.process.places import moment, own_place
+from train.process.places import compare, moment, own_place
 from train.process.status import tell_torchrun
 from train.process.stop import FAREWELL_S, StopRequest
 
 TICK_S = 0.2
+PLACE_S = 1.0  # so often the record says anew where in the program this rank is
 # How long the loop gets to notice by itself that another rank's process is gone. It does so within milliseconds where a
 # collective of gloo breaks. NCCL's do not break, nor does one whose other side is a third rank that is alive.
 NOTICE_S = 0.05
@@ -35,11 +33,9 @@ NOTICE_S = 0.05
 # user shows on all ranks), and then says more about it than this rank's end for a lost peer would.
 UNNOTICED_S = 10.0
 UNNOTICED_WAITING_S = 1.0  # in a collective
-# gloo was seen to wait without end for a rank that was killed while something was being sent to it. So while a rank
-# waits in a collective, or gets no further, it does not accept that the next rank or the store is silent for longer
-# than this. Long, because a machine with too much to do may look dead for a while. A rank that works for minutes (rank
-# 0 writes to a slow disk) goes on beating.
-NO_SIGN_S = 30.0
+LINGER_S = 1.0  # of a rank whose deadline has passed: the others write where they stand before it ends them
+LOOK_S = 7.0  # how long the line has to say who was lost, where a collective has broken
+DUMP_S = 5.0  # the disk of the run may be the very thing that hangs
 # How long a last word may take: the store may be the very thing that hangs, or be in use by the thread that hangs.
 LAST_WORD_S = 5.0
 # How long a rank that failed may take to find the cause, to report it and to leave.
@@ -63,9 +59,9 @@ class Keeper(Protocol):
 class Watchdog:
     """The phase this rank is in, its deadline, and what the other ranks last reported."""
 
-    def __init__(self, ends: EndReporter, stop: StopRequest, *, log: Log) -> None:
+    def __init__(self, ends: EndReporter, stop: StopRequest, *, record: RecordWriter, log: Log) -> None:
         """Starts the clock; from now on a stop request that cannot wait for the loop is carried out here."""
-        self.ends, self.stop, self.log = ends, stop, log
+        self.ends, self.stop, self.record, self.log = ends, stop, record, log
         self.rank, self.world_size = ends.rank, ends.world_size
         self.hosts: Sequence[str] = [log.host] * self.world_size
         self.phase = "start"
@@ -73,10 +69,9 @@ class Watchdog:
         self._entered_s = time.monotonic()
         self._timeout_s = 0.0
         self._ended = threading.Event()
-        self._detector: FailureDetector | None = None  # once the ranks have met
-        self._beats: Beats | None = None  # likewise
-        self._quiet = threading.Event()
-        self.peer_gone = False  # also of a peer that went after `end_beats`
+        self._losses: Losses | None = None  # once the ranks have met
+        self._woken = threading.Event()  # by a loss, or the end
+        self._quiet = False  # all ranks are done
         self._waiting = False  # inside a collective: the others are to blame, not this rank
         self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
         self._leave_lock = threading.Lock()
@@ -94,22 +89,16 @@ class Watchdog:
             "timeout_s": self._timeout_s,
         }
 
-    def signs_of_life(self) -> list[Sign]:
-        """Where each rank stood when this one last heard of it, in the order of the ranks.
+    def signs_of_life(self) -> list[dict[str, Any]]:
+        """Where each rank stood when it last said so, in the order of the ranks.
 
         Keys: rank, host, phase, step, waiting, for_s, which is how long it had been there, place, in the program, and
-        seen, in seconds of `time.time()`. Rank 0 knows all ranks from their first beat on, others only themselves.
-        Callable from any thread; asks nobody.
+        seen, in seconds of `time.time()`. Any thread may call it.
         """
-        others = self._beats.others if self._beats else {}
-        signs = others | {self.rank: {**self._sign(), "rank": self.rank, "seen": time.time()}}
-        return [signs[rank] for rank in sorted(signs)]
-
-    def _sign(self) -> Sign:
-        return {
-            "host": self.log.host, "phase": self.phase, "step": self.ends.step, "waiting": self._waiting,
-            "for_s": round(time.monotonic() - self._entered_s, 1), "place": self._place(),
-        }
+        self.record.set_place(self._place())
+        own = {**self.record.read().sign(self.rank), "host": self.log.host, "seen": time.time()}
+        others = self._losses.signs() if self._losses is not None else []
+        return sorted([own, *(sign for sign in others if sign["rank"] != self.rank)], key=lambda sign: sign["rank"])
 
     def enter(
         self, phase: str, timeout_s: float, *, step: int | None = None, since_s: float | None = None
@@ -129,8 +118,11 @@ class Watchdog:
         if since_s is not None:
             self._entered_s = since_s
         self._waiting = False
+        self.record.wait(False)
+        self.record.enter(phase, timeout_s or NO_LIMIT, since_s=since_s)
         if step is not None:
             self.ends.step = step
+            self.record.begin(step)
         stacks.note(phase, self.ends.step)
 
     @property
@@ -141,25 +133,21 @@ class Watchdog:
     def wait_for_others(self, waiting: bool) -> None:
         """Say that this rank is about to wait in a collective, or has left it."""
         self._waiting = waiting
+        self.record.wait(waiting)
 
-    def connect(self, store: Store, hosts: Sequence[str], *, agent_store: bool) -> None:
-        """Begin to beat, and to wait for losses. `store` must be a connection of its own: a collective's set-up blocks
-        the one it uses."""
-        self.hosts = hosts
-        holder = "the launcher's agent on node 0" if agent_store else f"rank 0 on {hosts[0]}"
-        self._detector = FailureDetector(store, self.rank, self.world_size, holder=holder)
-        threading.Thread(target=self._await_loss, args=(self._detector,), name="losses", daemon=True).start()
-        self._beats = Beats(store, self.rank, self.world_size, self._sign)
-        threading.Thread(target=self._beats.send, args=(self._quiet,), name="beats", daemon=True).start()
+    def watch(self, losses: Losses, hosts: Sequence[str]) -> None:
+        """Begin to look for losses."""
+        self.hosts, self._losses = hosts, losses
+        losses.notify(self._woken)
 
     def protect(self, keeper: Keeper, *, timeout_s: float) -> None:
         """From now on call `keeper.keep()` before this process ends because of a lost peer or a deadline. It gets
         `timeout_s` seconds."""
         self._keeper, self._keep_timeout_s = keeper, timeout_s
 
-    def end_beats(self) -> None:
-        """All ranks are done: no more beats, and a rank or the store that goes is no loss from now on."""
-        self._quiet.set()
+    def all_done(self) -> None:
+        """All ranks are done: one that goes is no loss from now on."""
+        self._quiet = True
 
     def exit_within(self, code: int) -> None:
         """This rank is about to end with `code`: LEAVING_S later it ends, however long its teardown takes."""
@@ -167,72 +155,74 @@ class Watchdog:
         self._extend(LEAVING_S)
 
     def _extend(self, timeout_s: float) -> None:
-        """A new deadline for the same phase: the others read from the beats what this rank was doing."""
+        """A new deadline for the same phase: the others still see what this rank was doing."""
         set_hard_deadline(timeout_s + LOCKED_GRACE_S)
         self._entered_s, self._timeout_s = time.monotonic(), timeout_s
 
     def end(self) -> None:
-        """No more deadlines and beats."""
-        self._quiet.set()
-        self.stop.guarded = False
+        """No more deadlines."""
+        self._quiet, self.stop.guarded = True, False
         self._ended.set()
+        self._woken.set()
         clear_hard_deadline()
 
-    # Threads --------------------------------------------------------------------------------------------------
-
-    def _await_loss(self, detector: FailureDetector) -> None:
-        """Leave soon after another rank has failed, unless the loop notices that by itself."""
-        detector.wait_for_failure()
-        since_s = time.monotonic()
-        while True:
-            gone = self.peer_gone = detector.look()
-            if self._quiet.wait(NOTICE_S):
-                break
-            waiting = self._waiting or self.phase == "join"
-            patience_s = UNNOTICED_WAITING_S if waiting else UNNOTICED_S
-            # Without a keeper the checkpoint that this rank writes is all that will be left
-            if gone and (waiting or self.phase != "save" or self._keeper is not None):
-                patience_s = 0.0
-            if time.monotonic() - since_s > patience_s:
-                self._leave(f"lost a peer{self.at_step}", hung=False)
+    # The thread -----------------------------------------------------------------------------------------------
 
     def _watch_clock(self) -> None:
-        armed_s = silent_s = 0.0
-        heard = -1
-        while not self._ended.wait(TICK_S):
+        armed_s = placed_s = lost_s = 0.0
+        while True:
+            if lost_s:
+                self._ended.wait(NOTICE_S)
+            else:
+                self._woken.wait(TICK_S)
+            if self._ended.is_set():
+                return
+            now_s = time.monotonic()
             if why := self.stop.leave_now:
                 leave(STOPPED, functools.partial(self.ends.report_stop, why), timeout_s=FAREWELL_S)
-            # Counted by ticks: a process that was stopped itself and goes on has missed the others' beats meanwhile
-            heard_before, heard = heard, self._beats.heard if self._beats else -1
-            silent_s = silent_s + TICK_S if heard == heard_before >= 0 else 0.0
-            now_s = time.monotonic()
-            # Collectives that torch begins by itself (fsdp's forward) are not announced: a rank that gets no further
-            # may be in one. But rank 0 shall get to the end of what it writes in a save
-            stuck = self._waiting or (self.phase != "save" and now_s - self._entered_s > NO_SIGN_S)
-            if stuck and silent_s > NO_SIGN_S and self._leaving is None and not self._quiet.is_set():
-                self._leave(f"waited in vain{self.at_step}")
+            if now_s - placed_s > PLACE_S:
+                self.record.set_place(self._place())
+                placed_s = now_s
+            if self._woken.is_set():
+                lost_s = lost_s or now_s
+                if self._losses is not None and now_s - lost_s > self._patience_s(self._losses):
+                    self._leave(f"lost a peer{self.at_step}", hung=self._losses.hang)
             if self._timeout_s <= 0:
                 continue
             if now_s - armed_s > REARM_S:
                 set_hard_deadline(self._timeout_s + LOCKED_GRACE_S)
                 armed_s = now_s
-            if now_s - self._entered_s > self._timeout_s and not self._ended.is_set():
+            if self._overdue and not self._ended.is_set():
                 if self._leaving is not None:
                     leave(self._leaving)
-                what = f"{self.phase} (step {self.ends.step}) took longer than {self._timeout_s:g} s"
-                self._leave(what, overdue=True)
+                self._leave("")
 
-    def _leave(self, what: str, *, overdue: bool = False, hung: bool = True) -> None:
+    def _patience_s(self, losses: Losses) -> float:
+        """How long after a loss this rank's loop may take to notice it by itself."""
+        if self._quiet:
+            return math.inf
+        waiting = self._waiting or self.phase == "join"
+        # Without a keeper the checkpoint that this rank writes is all that will be left
+        if losses.hang or (losses.gone and (waiting or self.phase != "save" or self._keeper is not None)):
+            return 0.0
+        return UNNOTICED_WAITING_S if waiting else UNNOTICED_S
+
+    @property
+    def _overdue(self) -> bool:
+        return 0 < self._timeout_s < time.monotonic() - self._entered_s
+
+    def _leave(self, what: str, *, hung: bool = True) -> None:
         """Dump the stacks, name the suspect, tell the others, and end this process at once.
 
-        `hung`: as far as this rank knows no process has ended.
+        `what`: has happened, unless the deadline has passed. `hung`: as far as this rank knows no process has ended.
         """
         with self._leave_lock:  # two threads may find a reason; the second never gets here
-            set_hard_deadline(LAST_STACKS_S + LOOK_S + LAST_WORD_S + LOCKED_GRACE_S)
+            set_hard_deadline(DUMP_S + LAST_WORD_S + LOCKED_GRACE_S)
+            overdue = self._overdue and self._leaving is None
+            if overdue:
+                what = f"{self.phase} (step {self.ends.step}) took longer than {self._timeout_s:g} s"
             otherwise = JOIN_FAILED if overdue and self.phase == "join" else PEER_LOST
-            said = []
-            if self._leaving is None:
-                said = take_stacks(what, self.rank, self._place(), self._detector, hung=hung)
+            said = self._take_stacks(what, hung=hung or overdue) if self._leaving is None else []
             suspects = self.suspects(overdue=overdue) if self._leaving is None else []
             if self._leaving is not None:
                 return  # the loop noticed by itself, and may know more
@@ -244,23 +234,40 @@ class Watchdog:
             def last_word() -> int:
                 tell_torchrun(PeerLost(why) if suspect and suspect.rank != self.rank else TimeoutError(why))
                 told = self.ends.report_from_outside(code, why, suspect)
+                if overdue and self.world_size > 1:
+                    time.sleep(LINGER_S)
                 flight_recorder.dump(self.rank)  # last: while NCCL hangs, this may hang too
                 return told
 
             leave(code, last_word, timeout_s=LAST_WORD_S)
+
+    def _take_stacks(self, why: str, *, hung: bool) -> list[str]:
+        """Write the stacks of this rank. Returns lines for its log: where all ranks are, and which files say more.
+
+        `hung`: no process has ended as far as this rank knows; if one has, the others wait for its successor, and this
+        one makes haste.
+        """
+        file = within(DUMP_S, lambda: stacks.dump(why, workers=hung))  # first: an answer of the others takes longer
+        lines = ["; ".join(compare({sign["rank"]: sign["place"] for sign in self.signs_of_life()}))] if hung else []
+        if file:
+            lines.append(f"the stacks of all threads are in {file}")
+        return lines + flight_recorder.lines(self.rank)
 
     def _place(self) -> str:
         """Where the main thread is: "all_reduce (loop.py:213 step) of step 413"."""
         return own_place() + moment(self.phase, self.ends.step)
 
     def suspects(self, *, overdue: bool = False) -> list[Suspect]:
-        """Report that this rank lost a peer, keep what it holds, and find out which; the most likely suspect first.
+        """Keep what this rank holds, and find out which rank was lost; the most likely suspect first.
 
-        `overdue`: this rank's own deadline has passed.
+        `overdue`: this rank's own deadline has passed. Else the line may be about to say it.
         """
-        self.ends.report_loss()  # first: who has not noticed yet wakes up while this rank writes
         self._keep()
-        return self._detector.suspects(waiting=self._waiting, overdue=overdue) if self._detector else []
+        if self._losses is None:
+            return []
+        if not overdue:
+            self._losses.wait(LOOK_S)
+        return self._losses.suspects(waiting=self._waiting, overdue=overdue)
 
     def _keep(self) -> None:
         """Have the keeper write, once. A second caller waits for the first: the process must not end meanwhile."""

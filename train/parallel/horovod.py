@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankup.agent.network import address_of
 from rankup.errors import ConfigError, JoinError
 from train.group.group import BEHIND_OURS_S, Group
-from train.group.network import address_of
 from train.parallel.method import Method
 
 INSTALL = "`make horovod` builds and installs it; ddp, which is recommended, needs nothing."

@@ -32,8 +32,8 @@ KNOWN = (
     ("torch/distributed/distributed_c10d.py", ""),  # all_reduce, barrier, init_process_group
     ("train/group/host_link.py", "agreement"),
     ("train/parallel/shared_gradients.py", "all_reduce"),
-    ("train/group/store.py", "waiting for the store"),
-    ("train/group/rendezvous.py", "join"),
+    ("rankup/group/line.py", "join"),
+    ("train/group/store.py", "join"),
     ("train/data/worker_loader.py", "data: loader.next"),
     ("train/data/loader.py", "data: loader.next"),
     ("torch/utils/data/dataloader.py", "data: next of a DataLoader"),

@@ -4,26 +4,30 @@ Runs alone on a node, or under any launcher over all ranks, with the settings of
 collects what every rank found. If the ranks can't join, each rank prints its own findings.
 """
 
+import asyncio
 import contextlib
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from rankup.agent.attendance import NO_ROUTE, explain
+from rankup.agent.meeting import HINT
+from rankup.agent.network import foreign_address
+from rankup.agent.protocol import Link, interface_of
 from rankup.env.rank_env import check_loopback, describe, how_to_start, ranges
 from rankup.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, reason
 from train.commands.doctor import gpu_health, group_checks
 from train.commands.doctor.report import Report
 from train.config import check_world_size
 from train.config.options import DoctorOptions
-from train.group.connectivity import HINT
 from train.group.ends import EndReporter
-from train.group.failure_detector import Suspect
 from train.group.group import Group
-from train.group.join import check_devices, form, meet, starting, try_routes
-from train.group.network import explain_connection, interface_of, is_own_address, try_connect
+from train.group.join import check_devices, check_settings, form, meet, starting
+from train.group.losses import Suspect
 from train.process import machine_checks
 from train.process.context import Context
 from train.process.exit import within
@@ -118,27 +122,24 @@ class _Doctor:
             return
         if launch.rank == 0 and not launch.agent_store:
             # Rank 0 is the master itself: nothing listens there yet
-            if within(NAME_S, lambda: is_own_address(host)) is False:
-                seen = f"MASTER_ADDR={host} is no address of this machine, where rank 0 runs and listens"
-                why = "this is right behind a service or NAT; otherwise the others look for rank 0 elsewhere."
+            if seen := asyncio.run(foreign_address(host)):
                 remedy = "Set MASTER_ADDR to a name or address of rank 0's machine on all ranks."
-                self.report.add(Finding("route", WARNING, seen, why, remedy))
+                self.report.add(Finding("route", WARNING, seen, "the others may look for rank 0 elsewhere.", remedy))
             return
         deadline_s = time.monotonic() + self.config.join_timeout_s
         while True:
-            tried = within(NAME_S, lambda: try_connect(host, port, timeout_s=2.0))
-            if tried is not None and tried.problem is None:
+            tried = _connect(host, port)
+            if isinstance(tried, tuple):
                 break
             if time.monotonic() > deadline_s:
-                if tried is None:
-                    self.stage = "names"
-                    raise JoinError(f'the name "{host}" gets no answer from the resolver')
-                self.stage = {"name": "names", "route": "route"}.get(tried.problem or "", "port")
-                raise JoinError(explain_connection(tried, host, port))
+                unreached = tried.errno in NO_ROUTE
+                self.stage = "names" if isinstance(tried, socket.gaierror) else "route" if unreached else "port"
+                raise JoinError(explain(tried, host, port))
             time.sleep(0.2)
+        local_ip, master_ip = tried
         self.report.add(
-            Finding("names", OK, f"MASTER_ADDR {host} leads to {tried.master_ip}"),
-            Finding("route", OK, f"{interface_of(tried.local_ip) or '?'} ({tried.local_ip}) leads there"),
+            Finding("names", OK, f"MASTER_ADDR {host} leads to {master_ip}"),
+            Finding("route", OK, f"{interface_of(local_ip) or '?'} ({local_ip}) leads there"),
             Finding("port", OK, f"{host}:{port} accepts connections"),
         )
 
@@ -155,14 +156,14 @@ class _Doctor:
         places = "; ".join(f"{ranges(found)} on {host}" for host, found in ranks_by_host.items())
         add(Finding("store", OK, "the rendezvous answers as ours"))
         add(Finding("joined", OK, f"all {group.world_size} ranks: {places}"))
-        add(Finding("versions", OK, f"torch {torch.__version__}, program and settings are the same on all"))
-        self.stage = "connectivity"
-        try_routes(group)
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or "by host name"
         add(Finding("connectivity", OK, f"each rank reaches the next over high ports ({interface})"))
         self.stage = "group"
         form(self.config, group)
         add(Finding("group", OK, f"the process group is formed ({torch.distributed.get_backend()})"))
+        self.stage = "versions"
+        check_settings(self.config, group)
+        add(Finding("versions", OK, f"torch {torch.__version__}, program and settings are the same on all"))
         self.stage = "devices"
         check_devices(group)
 
@@ -195,6 +196,8 @@ class _Doctor:
         if stage == "joined" and isinstance(error, UserError):
             # Two mistakes of the user show while ranks meet: a port that can't be used, and ranks that differ
             stage = "port" if isinstance(error, LaunchError) else "versions"
+        if stage == "joined" and HINT in text:
+            stage = "connectivity"
         why = "without it the ranks wait for each other until their time to join is over."
         remedy = how_to_start(self.launch) if stage in ("joined", "names", "port", "store") else ""
         if stage == "versions":
@@ -202,6 +205,19 @@ class _Doctor:
         elif stage == "connectivity":
             why, remedy = "gloo and nccl connect the ranks to each other, not only to the master.", HINT
         return Finding(stage, UNFIT, text, why, remedy)
+
+
+def _connect(host: str, port: int) -> tuple[str, str] | OSError:
+    """Connect once and close. Returns both addresses, or why that failed."""
+    async def connect() -> tuple[str, str]:
+        link = await Link.connect(host, port)
+        link.close()
+        return link.local_ip, link.remote_ip
+
+    try:
+        return asyncio.run(connect())
+    except OSError as error:
+        return error
 
 
 class _EndReporter(EndReporter):
@@ -213,8 +229,8 @@ class _EndReporter(EndReporter):
 
     def report_from_outside(self, code: int, why: str, suspect: Suspect | None) -> int:
         """The watchdog ends this rank. Returns the code to leave with."""
-        del code
-        gone = suspect is not None and suspect.gone
+        super().report_from_outside(code, why, suspect)
+        gone = suspect is not None and not suspect.alive
         self._doctor.report.add((_death if gone else _hang)(self._doctor.stage, why))
         return self._doctor.report.end_alone()
 

@@ -87,7 +87,7 @@ def versions(group: Group) -> Iterator[Finding]:
 
 def collective(group: Group) -> Iterator[Finding]:
     """Whether each collective that training uses gives the right numbers."""
-    wrong = link_speed.check_collectives(group.rank, group.world_size, group.device)
+    wrong = link_speed.check_collectives(group)
     if wrong:
         yield Finding(
             "collective", UNFIT, f"wrong result: {', '.join(wrong)}",

@@ -5,6 +5,7 @@ the pairs follow the circle method of a tournament. So no two measurements share
 measured between its ranks in the same manner.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,8 @@ from itertools import chain, islice, zip_longest
 
 import torch
 import torch.distributed as dist
+
+from train.group.group import Group
 
 PINGS, PING_BYTES = 20, 8  # latency: round trips of this size
 FIRST_BYTES, MAX_BYTES, GROWTH = 64 * 2**10, 16 * 2**20, 4  # bandwidth: larger and larger messages,
@@ -31,25 +34,27 @@ class LinkSpeed:
     between_nodes: bool
 
 
-def check_collectives(rank: int, world_size: int, device: torch.device) -> list[str]:
+def check_collectives(group: Group) -> list[str]:
     """Each collective that training uses and that gave a wrong result on this rank; empty if all are right.
 
     The numbers are integers that float32 holds exactly, so that the results must be equal to the bit.
     """
+    rank, world_size, device = group.rank, group.world_size, group.device
     wrong = []
     for length in (1, 1000, 2**18 + 1):
         base = torch.arange(length, device=device, dtype=torch.float32) % 997
         summed = base + rank
-        dist.all_reduce(summed)
+        group.collective(functools.partial(dist.all_reduce, summed))
         if not torch.equal(summed, base * world_size + world_size * (world_size - 1) / 2):
             wrong.append(f"all_reduce of {length} numbers")
         for source in {0, world_size - 1}:
             sent = base + rank
-            dist.broadcast(sent, src=source)
+            group.collective(functools.partial(dist.broadcast, sent, src=source))
             if not torch.equal(sent, base + source):
                 wrong.append(f"broadcast of {length} numbers from rank {source}")
     parts = [torch.zeros(3, device=device) for _ in range(world_size)]
-    dist.all_gather(parts, torch.full((3,), float(rank), device=device))
+    own = torch.full((3,), float(rank), device=device)
+    group.collective(lambda: dist.all_gather(parts, own))
     if [part[0].item() for part in parts] != [float(r) for r in range(world_size)]:
         wrong.append("all_gather")
     return wrong

@@ -1,0 +1,144 @@
+"""The local socket between an agent and its ranks: who may connect, and what goes over it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import pytest
+
+from rankup.agent.links import Links, path_of
+from rankup.group.line import AgentLine
+
+Heard = list[tuple[int, Mapping[str, Any]]]
+COMMIT = {"hosts": [["node0", 2]]}
+
+
+def run(scene: Callable[[Links, Heard], Awaitable[None]]) -> None:
+    """The scene beside an agent's links that listen, and what was heard over them."""
+
+    async def whole() -> None:
+        heard: Heard = []
+        agents = Links(lambda rank, message: heard.append((rank, message)))
+        await agents.open()
+        try:
+            async with asyncio.timeout(30):
+                await scene(agents, heard)
+        finally:
+            agents.close()
+
+    asyncio.run(whole())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def line_of(agents: Links, local_rank: int) -> AgentLine:
+    return AgentLine({"socket": agents.address, "commit": COMMIT}, local_rank)
+
+
+def test_a_rank_is_heard_and_told_by_its_number() -> None:
+    async def scene(agents: Links, heard: Heard) -> None:
+        lines = [line_of(agents, local_rank) for local_rank in (0, 1)]
+        told: dict[int, list[Mapping[str, Any]]] = {0: [], 1: []}
+        for rank, line in enumerate(lines):
+            line.listen(told[rank].append)
+            assert line.join() == COMMIT
+            assert line.say("stop", signal="SIGTERM")
+        await until(lambda: len(heard) == 2)
+        assert sorted(rank for rank, _ in heard) == [0, 1]
+        assert heard[0][1] == {"is": "stop", "signal": "SIGTERM"}
+        agents.tell("lost", n=1, ranks=[1])
+        agents.tell("ranks", local_rank=1, ranks=[])
+        await until(lambda: len(told[0] + told[1]) == 3)
+        assert told == {
+            0: [{"is": "lost", "n": 1, "ranks": [1]}],
+            1: [{"is": "lost", "n": 1, "ranks": [1]}, {"is": "ranks", "ranks": []}],
+        }
+        for line in lines:
+            line.close()
+
+    run(scene)
+
+
+def test_a_rank_that_is_started_again_takes_the_place_of_the_one_before() -> None:
+    async def scene(agents: Links, heard: Heard) -> None:
+        first = line_of(agents, 0)
+        first.say("ask")
+        await until(lambda: heard)
+        second, told = line_of(agents, 0), list[Mapping[str, Any]]()
+        second.listen(told.append)
+        second.say("ask")
+        await until(lambda: len(heard) == 2)
+        first.close()
+        while not told:
+            agents.tell("ranks", local_rank=0, ranks=[])
+            await asyncio.sleep(0.01)
+        second.close()
+
+    run(scene)
+
+
+@pytest.mark.parametrize("sent", [b"no json\n", b"[]\n", b'{"is": "rank"}\n', b'{"is": "rank", "local_rank": "x"}\n'])
+def test_who_sends_something_else_is_disconnected(sent: bytes) -> None:
+    async def scene(agents: Links, heard: Heard) -> None:
+        reader, writer = await asyncio.open_unix_connection(path_of(agents.address))
+        writer.write(sent)
+        assert await reader.read() == b""
+        writer.close()
+        assert heard == []
+
+    run(scene)
+
+
+def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(agents: Links, heard: Heard) -> None:
+        reader, writer = await asyncio.open_unix_connection(path_of(agents.address))
+        writer.write(b'{"is": "rank", "local_rank": 0}\n{"is": "stop", "signal": "SIGTERM"}\n')
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+        assert heard == []
+
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    run(scene)
+
+
+def test_an_agent_that_reads_nothing_does_not_keep_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankup.group.line.SAY_S", 0.2)
+    name = f"@rankup-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path_of(name))
+        listener.listen(1)
+        line = AgentLine({"socket": name, "commit": COMMIT}, 0)
+        filler = threading.Thread(target=lambda: line.say("end", cause="x" * 10_000_000), daemon=True)
+        filler.start()  # it fills the socket, and waits
+        while line._lock.acquire(blocking=False):
+            line._lock.release()
+            time.sleep(0.01)
+        assert not line.say("end", cause=json.dumps(1))
+        line.close()
+        filler.join(30)
+        assert not filler.is_alive()
+
+
+def test_a_rank_whose_agent_has_gone_says_so() -> None:
+    async def scene(agents: Links, heard: Heard) -> None:
+        line = line_of(agents, 0)
+        line.say("ask")
+        await until(lambda: heard)
+        for link in agents._links.values():
+            link.close()
+        await until(lambda: not agents._links)
+        await until(lambda: not line.say("ask"))
+        line.close()
+
+    run(scene)

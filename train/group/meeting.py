@@ -1,0 +1,180 @@
+"""Meeting the others: who belongs to the group, torch's store for its set-up, and the line over which losses come."""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from rankup.agent.attendance import HINT
+from rankup.agent.network import address_of, chosen_address
+from rankup.agent.protocol import Member
+from rankup.env.addresses import is_loopback
+from rankup.env.rank_env import RankEnv
+from rankup.errors import JoinError, LaunchError
+from rankup.group.line import AgentLine, Line, MemberLine
+from train.group.network import allow_connections
+from train.group.store import connect_store, start_store
+from train.process.atomic_file import write_atomically
+from train.process.log import Log
+
+LEADER = "rankup/leader"  # in the launcher's store: the port where the leader listens
+GRACE_S = 2.0  # how long a launcher's store may take to answer
+
+
+@dataclass
+class Meeting:
+    """What comes of it. `hosts`: by rank. `attempt`: rank 0's. `restarted`: whether any rank's process is.
+    `until_formed`: to be closed when the process group has been formed."""
+
+    line: Line
+    store: Store
+    hosts: Sequence[str]
+    attempt: str
+    restarted: bool
+    until_formed: contextlib.ExitStack
+
+
+def meet(
+    launch: RankEnv, *, settings: Mapping[str, str], attempt: str, timeout_s: float, log: Log,
+    sign: Callable[[], dict[str, Any]],
+) -> Meeting:
+    """Meet the other ranks. `settings`: what must be the same on all ranks, by name. `sign`: where this rank is.
+
+    Raises JoinError (code 170) where they do not come together within `timeout_s`, naming who or what is missing, and
+    UserError where they differ.
+    """
+    line: Line
+    store: Store
+    until_formed = contextlib.ExitStack()
+    if launch.agent:
+        line = AgentLine(launch.agent, launch.agent["local_rank"])
+        commit = line.join()
+        store = connect_store(commit["ip"], launch.master_port, timeout_s=timeout_s)
+    else:
+        if launch.rank == 0:
+            log.info(f"waiting for {launch.world_size} ranks at {_address(launch)}")
+        allow_connections(2 * launch.world_size)
+        own = _Place(launch, attempt, timeout_s, log, until_formed)
+        member = _member(launch, settings, timeout_s, log.host)
+        line = MemberLine(member, settings, own, say=log.warning, sign=sign)
+        commit = line.join()
+        own.withdraw()
+        store = own.open(commit)
+    hosts = [host for host, count in commit["hosts"] for _ in range(count)]
+    return Meeting(line, store, hosts, commit.get("attempt") or attempt, commit["restarts"] > 0, until_formed)
+
+
+def _member(launch: RankEnv, settings: Mapping[str, str], timeout_s: float, host: str) -> Member:
+    return Member(
+        token=secrets.token_hex(8), first_rank=launch.rank, num_ranks=1, world_size=launch.world_size, host=host,
+        pid=os.getpid(), digest=digest(settings), left_s=timeout_s, restarts=launch.restart_count,
+        ip=chosen_address(os.environ), local_world_size=launch.local_world_size or 0,
+    )
+
+
+def digest(settings: Mapping[str, str]) -> str:
+    """Of what must be the same on all ranks."""
+    return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _address(launch: RankEnv) -> str:
+    return launch.file or f"{launch.master_addr}:{launch.master_port}"
+
+
+class _Place:
+    """Where ranks without an agent meet: at the master's port, or where the launcher's store or a file says."""
+
+    def __init__(
+        self, launch: RankEnv, attempt: str, timeout_s: float, log: Log, until_formed: contextlib.ExitStack
+    ) -> None:
+        self.until_formed = until_formed
+        self.launch, self.attempt, self.timeout_s, self.log = launch, attempt, timeout_s, log
+        self._store: Store | None = None  # torch's, where this rank serves it
+        self.file = Path(launch.file) if launch.file else None
+        self._board: Store | None = None  # the launcher's store
+        self._published = ""
+        if launch.agent_store:
+            # It outlives its ranks, whose agents may count restarts differently: the newest leader stands there
+            self._board = connect_store(launch.master_addr, launch.master_port, timeout_s=timeout_s)
+        self.port = 0 if self.file or self._board else launch.master_port
+        # With all ranks on this machine nobody else needs to come in
+        alone = launch.master_addr == "127.0.0.1" and launch.local_world_size == launch.world_size
+        self.ip = "127.0.0.1" if alone and not self.file else ""
+        self.master = launch.master_addr if self.port else ""
+        self.hint = "All ranks have to name the same file." if self.file else HINT
+
+    def find(self) -> tuple[str, int]:
+        """Raises OSError where the leader has not said where it is, and LaunchError for a file of somebody else."""
+        if self.file:
+            found = read_place(self.file)
+            if found is None:
+                raise ConnectionError(f"rank 0 has not left its address in {self.file}")
+            return found
+        if self._board is not None:
+            try:
+                self._board.wait([LEADER], timedelta(seconds=GRACE_S))
+                return self.launch.master_addr, int(self._board.get(LEADER))
+            except RuntimeError:
+                raise ConnectionError(f"nothing was heard from rank 0 at {_address(self.launch)}") from None
+        return self.launch.master_addr, self.launch.master_port
+
+    def publish(self, port: int) -> None:
+        """On rank 0. Raises LaunchError for a file of somebody else, JoinError for one in use."""
+        if self._board is not None:
+            self._board.set(LEADER, str(port))
+        elif self.file:
+            if (found := read_place(self.file)) is not None:
+                with contextlib.suppress(OSError), socket.create_connection(found, timeout=GRACE_S):
+                    raise JoinError(f"{self.file} is in use by another job. Name another file, or end that job.")
+                self.log.info(f"{self.file} was left by an earlier run that did not come together: replaced")
+            reached = [ip for name in psutil.net_if_addrs() if (ip := address_of(name)) and not is_loopback(ip)]
+            self._published = json.dumps({"rankup": [(reached or ["127.0.0.1"])[0], port]})
+            write_atomically(self.file, self._published)
+
+    def withdraw(self) -> None:
+        """All have met: nobody needs the file any more."""
+        with contextlib.suppress(OSError):
+            if self.file and self._published and self.file.read_text() == self._published:
+                self.file.unlink()
+
+    def serve(self) -> Mapping[str, Any]:
+        """On rank 0: start torch's store where no launcher has one. Returns what all ranks need to know."""
+        port = 0
+        if self._board is None:
+            self._store = self.until_formed.enter_context(start_store(self.ip, timeout_s=self.timeout_s))
+            port = self._store.port
+        return {"store": port, "token": secrets.token_hex(8), "attempt": self.attempt}
+
+    def open(self, commit: Mapping[str, Any]) -> Store:
+        """The store that the commit names."""
+        if self._board is not None:
+            return PrefixStore(f"rankup/{commit['token']}", self._board)
+        return self._store or connect_store(commit["ip"], commit["store"], timeout_s=self.timeout_s)
+
+
+def read_place(file: Path) -> tuple[str, int] | None:
+    """What rank 0 left there; None for no file, and for an empty one, as mktemp makes it. Raises LaunchError where it
+    is somebody else's, OSError where it can't be read."""
+    try:
+        text = file.read_text(errors="replace")
+    except FileNotFoundError:
+        return None
+    try:
+        ip, port = json.loads(text)["rankup"]
+        return str(ip), int(port)
+    except (KeyError, TypeError, ValueError):
+        if not text:
+            return None
+        raise LaunchError(
+            f"--init-method: {file} must be a new file, got one that holds something else. Name another."
+        ) from None
