@@ -28,14 +28,16 @@ class Line:
     def say(self, kind: str, **values: Any) -> bool:
         assert (kind, values) == ("ask", {})
         if self.signs is not None:
-            self.deliver({"is": "ranks", "ranks": self.signs})
+            now = time.time()
+            self.deliver({"is": "ranks", "ranks": [{**sign, "seen": now - sign["silent_s"]} for sign in self.signs]})
         return self.signs is not None
 
     def close(self) -> None: ...
 
 
 def sign(rank: int, *, waiting: bool = False, silent_s: float = 0.0) -> dict[str, Any]:
-    return {"rank": rank, "phase": "step", "step": 7, "waiting": waiting, "seen": time.time() - silent_s}
+    """As it stands before the test begins: `silent_s` counts from its question."""
+    return {"rank": rank, "phase": "step", "step": 7, "waiting": waiting, "silent_s": silent_s}
 
 
 def found(
