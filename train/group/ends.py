@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rankup.errors import STOPPED
 from rankup.group.line import Line
-from train.group.losses import Suspect
+from train.group.losses import Losses, Suspect
 from train.process.log import Log
 from train.process.status import End, state_of
 from train.process.status_file import StatusFile
@@ -22,10 +22,11 @@ class EndReporter:
         self.step = 0  # the last one that this rank finished
         self._line: Line | None = None
         self._hosts: Sequence[str] = [log.host] * self.world_size
+        self._losses: Losses | None = None
 
-    def connect(self, line: Line, hosts: Sequence[str]) -> None:
-        """From now on report to the other ranks too. `hosts`: by rank."""
-        self._line, self._hosts = line, hosts
+    def connect(self, line: Line, hosts: Sequence[str], losses: Losses) -> None:
+        """From now on report to the other ranks too. `hosts`: by rank. `losses`: what others report."""
+        self._line, self._hosts, self._losses = line, hosts, losses
 
     def report(self, code: int, why: str, suspect: int | None = None, *, together: bool = False) -> None:
         """Say that this rank ends with `code`, and `why`. `suspect`: the rank that this one lost, where it knows.
@@ -35,6 +36,11 @@ class EndReporter:
             self._line.say("end", rank=self.rank, code=code, cause=why, suspect=suspect)
         self.status.write_end(end)
         ends = [end]
+        if self._losses is not None:
+            ends += [
+                End(each.rank, self._hosts[each.rank], state_of(each.code), each.code, each.why, self.step)
+                for each in self._losses.reported() if each.code is not None and each.rank != self.rank
+            ]
         if together:
             ends = [End(rank, host, end.state, code, why, self.step) for rank, host in enumerate(self._hosts)]
         self.status.write_summary(end.state, ends)

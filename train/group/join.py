@@ -120,8 +120,9 @@ def meet(config: Config, group: Group) -> None:
     )
     group.meeting, group.status.attempt = met, met.attempt
     group.hosts, group.restarted = met.hosts, met.restarted
-    group.ends.connect(met.line, met.hosts)
-    group.watch.watch(Losses(met.line, group.rank), group.hosts)
+    losses = Losses(met.line, group.rank)
+    group.ends.connect(met.line, met.hosts, losses)
+    group.watch.watch(losses, group.hosts)
 
 
 def form(config: Config, group: Group) -> None:

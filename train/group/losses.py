@@ -73,6 +73,13 @@ class Losses:
         """Whether somebody is late, and nobody has ended."""
         return bool(self._lost.get("alive"))
 
+    def reported(self) -> list[Suspect]:
+        """Who has said itself how it ends."""
+        lost = self._lost
+        if lost.get("code") in (None, KILLED):
+            return []
+        return [Suspect(rank, lost["why"], code=lost["code"]) for rank in lost["ranks"]]
+
     def suspects(self, *, waiting: bool, overdue: bool) -> list[Suspect]:
         """The most likely first; empty where all ranks wait for each other. `waiting`: this rank waits in a collective
         itself. `overdue`: its own deadline has passed."""
