@@ -167,7 +167,7 @@ def test_folder_that_cannot_hold_copies_is_named(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(place, "staged", full)
-    with pytest.raises(DataError, match=rf"{own_cache}/shards: can't hold the shards \(No space left.*Set RANKUP_CACHE"):
+    with pytest.raises(DataError, match=rf"{own_cache}/shards: can't hold the shards \(No space.*Set RANKUP_CACHE"):
         copied(blob, own_cache)
 
 
