@@ -62,13 +62,6 @@ def _export(context: Context, given: options.ExportOptions) -> None:
     export(context, given)
 
 
-def _compare(context: Context, given: options.CompareOptions) -> None:
-    from train.commands.compare import compare
-
-    _refuse_ranks(context)
-    compare(context, given)
-
-
 def _refuse_ranks(context: Context) -> None:
     if context.launch.distributed:
         raise LaunchError(f"{context.request.command} must be started by hand, once, "
@@ -135,5 +128,4 @@ def print_whole(text: str) -> bool:
 COMMANDS: dict[str, Callable[[Context, Any], int | None]] = {
     "train": _train, "evaluate": _evaluate, "predict": _predict, "export": _export,
     "show": _show, "doctor": _doctor, "explain": _explain, "logs": _logs, "stacks": _stacks, "status": _status,
-    "compare": _compare,
 }
