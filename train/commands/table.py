@@ -92,9 +92,9 @@ def _explain(context: Context, given: options.ExplainOptions) -> int:
 
 
 def _logs(context: Context, given: options.LogsOptions) -> None:
-    from train.commands.logs.logs import logs
+    from rankup.observe.logs import logs
 
-    logs(context, given)
+    logs(runs_folder(context.config), given.run, rank=given.rank, since=given.since, follow=given.follow)
 
 
 def _stacks(context: Context, given: options.StacksOptions) -> None:
