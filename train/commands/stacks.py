@@ -10,7 +10,7 @@ from pathlib import Path
 from rankup.agent.logs import host_name
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
-from train.commands.logs.logs import find_logs
+from rankup.observe.logs import find_logs
 from train.config.options import StacksOptions
 from train.process.context import Context, runs_folder
 from train.process.stack_requests import POLITE_S, Answer, ask, places, read, written

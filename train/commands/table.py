@@ -65,13 +65,6 @@ def _export(context: Context, given: options.ExportOptions) -> None:
     export(context, given)
 
 
-def _compare(context: Context, given: options.CompareOptions) -> None:
-    from train.commands.compare import compare
-
-    _refuse_ranks(context)
-    compare(context, given)
-
-
 def _refuse_ranks(context: Context) -> None:
     if context.launch.distributed:
         raise LaunchError(f"{context.request.command} must be started by hand, once, "
@@ -102,9 +95,9 @@ def _explain(context: Context, given: options.ExplainOptions) -> int:
 
 
 def _logs(context: Context, given: options.LogsOptions) -> None:
-    from train.commands.logs.logs import logs
+    from rankup.observe.logs import logs
 
-    logs(context, given)
+    logs(runs_folder(context.config), given.run, rank=given.rank, since=given.since, follow=given.follow)
 
 
 def _stacks(context: Context, given: options.StacksOptions) -> None:
@@ -138,5 +131,4 @@ def print_whole(text: str) -> bool:
 COMMANDS: dict[str, Callable[[Context, Any], int | None]] = {
     "train": _train, "evaluate": _evaluate, "predict": _predict, "export": _export,
     "show": _show, "doctor": _doctor, "explain": _explain, "logs": _logs, "stacks": _stacks, "status": _status,
-    "compare": _compare,
 }
