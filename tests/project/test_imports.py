@@ -15,7 +15,9 @@ from tests.rigs.jobs import ROOT, environment
 FOLDERS = ["config", "process", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "samples"]
 # What may import what: the later the earlier
 ORDER = [
-    *(f"rankup.{name}" for name in ("errors", "env", "places", "agent", "group", "explain", "cli", "__main__")),
+    *(f"rankup.{name}" for name in (
+        "errors", "env", "places", "agent", "group", "observe", "explain", "cli", "__main__",
+    )),
     *(f"train.{name}" for name in FOLDERS),
 ]
 
@@ -86,7 +88,7 @@ def modules_after(code: str) -> set[str]:
 def test_imports_of_cheap_modules_leave_torch_out() -> None:
     loaded = modules_after(
         "from train import config, main; import rankup.explain; "
-        "from train.process import log, status, stop"
+        "from train.process import status, stop"
     )
     assert {"train", "pydantic"} <= loaded
     assert not loaded & {"torch", "numpy", "torchvision", "tensorboard"}

@@ -1,6 +1,5 @@
 """The wheel holds what the program reads, and what it installs works in any folder, also beside a user's train.py."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -85,14 +84,6 @@ def test_wheel_starts_an_own_train_py(installed: Path, own: Path) -> None:
     assert job.codes == [0], job.output
     assert "epoch 2: loss" in job.output
     assert (own / "model.pt").exists()
-
-
-def test_wheel_compares_beside_an_own_train_py(installed: Path, own: Path) -> None:
-    line = ("--dataset", "digits", "--model", "mlp", "--max-steps", "4", "--repeats", "1")
-    job = rankup(installed, own, "compare", "--only", "none,ddp-torchrun", *line)
-    assert job.codes == [0], job.output
-    assert json.loads((own / "runs" / "compare" / "compare.json").read_text())["missing"] == {}
-    assert not (own / "imported").exists()
 
 
 def test_wheel_is_not_what_python_m_finds_beside_an_own_train_py(installed: Path, own: Path) -> None:

@@ -126,17 +126,8 @@ class StatusOptions(Options):
     as_json: bool = setting(False, "As JSON, on one line.", alias="json")
 
 
-class CompareOptions(Options):
-    """Train with each method and launcher that can run here, several times, and set them side by side."""
-
-    processes: int = setting(2, "Processes of each variant that takes several.", ge=2)
-    only: str = setting("", "Which variants to compare, as none,ddp; by default all.", metavar="LIST")
-    repeats: int = setting(3, "Runs of each variant.", ge=1)
-
-
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "evaluate": EvaluateOptions, "predict": PredictOptions,
     "export": ExportOptions, "show": ShowOptions, "doctor": DoctorOptions,
     "explain": ExplainOptions, "logs": LogsOptions, "stacks": StacksOptions, "status": StatusOptions,
-    "compare": CompareOptions,
 }

@@ -1,6 +1,7 @@
 """The command logs: all ranks' lines by time, equal ones folded, from any time on, and as they come."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from rankup.errors import UserError
+from rankup.observe import logs
+from rankup.observe.logs import first_stamp
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment
-from train.commands.logs import rank_log
-from train.commands.logs.logs import first_stamp, wanted_ranks
-from train.commands.logs.merge import merge
 from train.main import main
 
 TINY = ["train", "--dataset", "digits", "--model", "mlp", "--progress", "none", "--no-tensorboard"]
@@ -85,18 +84,11 @@ def test_equal_lines_far_apart_are_not_folded(write, tmp_path, capfd) -> None:
         (["", "a"], ["1:a"]),
     ],
 )
-def test_lines_of_one_second_keep_each_ranks_order(ranks: list[str], expected: list[str]) -> None:
-    logs = [
-        iter([rank_log.Block(b"2026-11-22T10:00:00", b"vm", rank, [bytes([char]) for char in text.encode()])])
-        for rank, text in enumerate(ranks) if text
-    ]
-    numbers = [rank for rank, text in enumerate(ranks) if text]
-    found = list(merge(logs))
-    for rank in numbers:
-        own = "".join(line.text.decode() for line in found if rank in [number for number, _ in line.who])
-        assert own == ranks[rank]
-    shown = [(f"{line.who[0][0]}" + (f"-{line.who[-1][0]}" if len(line.who) > 1 else "")) for line in found]
-    assert [f"{who}:{line.text.decode()}" for who, line in zip(shown, found, strict=True)] == expected
+def test_lines_of_one_second_keep_each_ranks_order(write, tmp_path, capfd, ranks, expected) -> None:
+    for rank, text in enumerate(ranks):
+        write(rank, *(f"00 {char}" for char in text))
+    shown = [re.fullmatch(r"00 ranks? (\S+) on vm: (.)", line) for line in printed(capfd, str(tmp_path / "run"))]
+    assert [f"{line[1]}:{line[2]}" if line else line for line in shown] == expected
 
 
 def test_lines_without_a_time_belong_to_the_line_before(write, tmp_path, capfd) -> None:
@@ -148,8 +140,7 @@ def test_ranks_are_chosen(write, tmp_path, capfd) -> None:
     assert printed(capfd, str(tmp_path / "run"), "--rank", "0-2,10") == ["01 ranks 0-2, 10 on vm: here"]
     assert main(["logs", str(tmp_path / "run"), "--rank", "3-1"]) == 2
     assert "--rank must be ranks such as 3 or 0-3,7, got 3-1." in capfd.readouterr().err
-    with pytest.raises(UserError):
-        wanted_ranks("all")
+    assert main(["logs", str(tmp_path / "run"), "--rank", "all"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -262,3 +253,62 @@ def test_logs_needs_no_torch(write, tmp_path: Path) -> None:
     code = f"import sys; from train.main import main; main(['logs', '--run-dir', '{tmp_path}']); "
     code += "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL)
+
+
+# Size -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("second", [0, 1, 777, 1999, 2500])
+def test_since_finds_the_first_line_in_a_long_file(tmp_path, monkeypatch, capfd, second: int) -> None:
+    monkeypatch.setattr(logs, "CHUNK", 4000)
+
+    def stamp(number: int) -> str:
+        return datetime.fromtimestamp(1_700_000_000 + number).isoformat()
+
+    path = tmp_path / "rank-0.log"
+    with path.open("w") as file:
+        for number in range(2000):
+            file.write(f"{stamp(number)} vm r0 {number}\n")
+            file.write("without a time\n" * (number % 7))
+            file.write("x" * 9000 + "\n" if number == 800 else "")
+    lines = [line.split(": ")[1] for line in printed(capfd, str(tmp_path), "--since", stamp(second))]
+    assert [int(line) for line in lines if line.isdigit()] == list(range(second, 2000))
+
+
+def test_lines_are_the_same_however_the_files_are_cut_into_pieces(write, tmp_path, monkeypatch, capfd) -> None:
+    for rank in (0, 1):
+        stamped = [f"{second:02} line {number}" for second in range(20) for number in range(second % (5 - rank))]
+        write(rank, "before", *stamped, "", "rest", "end")
+    whole = printed(capfd, str(tmp_path / "run"))
+    assert len(whole) > 40
+    for size in (1, 7, 64, 333):
+        monkeypatch.setattr(logs, "CHUNK", size)
+        assert printed(capfd, str(tmp_path / "run")) == whole
+
+
+MEASURE = """
+import resource, sys
+from train.main import main
+main(["logs", "--run-dir", sys.argv[1]])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("kind", ["lines", "one second", "no times", "no line ends"])
+def test_memory_does_not_depend_on_the_size(tmp_path: Path, kind: str) -> None:
+    def peak_kb(megabytes: int) -> int:
+        logs = tmp_path / str(megabytes) / "run" / "logs"
+        logs.mkdir(parents=True)
+        for rank in range(4):
+            with (logs / f"rank-{rank}.log").open("w") as file:
+                for number in range(megabytes * 2500):
+                    second = 1_700_000_000 + (number // 10 if kind == "lines" else 0)
+                    head = "" if kind.startswith("no") else f"{datetime.fromtimestamp(second).isoformat()} vm r{rank} "
+                    line_end = "" if kind == "no line ends" else "\n"
+                    file.write(f"{head}line {number} {'x' * 60}{line_end}")
+        words = [sys.executable, "-c", MEASURE, str(tmp_path / str(megabytes))]
+        done = subprocess.run(words, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        return int(done.stderr)
+
+    small, large = peak_kb(4), peak_kb(24)
+    assert large < small + 8000, (small, large)  # the files have 14 MB more, or with times 20 MB
