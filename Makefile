@@ -50,7 +50,7 @@ soak: $(TESTED) ## The tests with random faults, a hundred runs of each, and a r
 	RANKUP_RUNS=100 $(RUN)python -m pytest --timeout 0 $(or $(ARGS),$(shell grep -rl RANKUP_RUNS tests --include="test_*.py"))
 	$(RUN)python -m tests.soak --random 100
 
-compare: $(READY) ; $(RUN)python -m train.main compare $(ARGS) ## Methods and launchers side by side (ARGS: settings)
+compare: $(TESTED) ; $(RUN)python tests/bench/compare.py $(ARGS) ## Methods and launchers side by side (ARGS: --only, settings)
 doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Is this machine fit to train? (ARGS: settings)
 throughput: $(TESTED) ; $(RUN)python tests/bench/throughput.py $(ARGS) ## Measure images/s, start, save and load here
 race: $(TESTED) ## Race the tutorial's loop, Accelerate, Lightning and a loop tuned by hand (ARGS: --repeats 3)

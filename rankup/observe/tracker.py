@@ -7,13 +7,14 @@ here, and none of the trackers' packages.
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import rankup
 from rankup.errors import UserError
@@ -52,14 +53,6 @@ class Facts:
     settings: dict[str, Any]
 
 
-class Log(Protocol):
-    """Where the sender's lines go, such as a `logging.Logger`."""
-
-    def info(self, text: str, /) -> None: ...
-
-    def warning(self, text: str, /) -> None: ...
-
-
 def check(name: str) -> None:
     """Raises UserError where the tracker `name` can't work here. It asks nobody over the network."""
     if importlib.util.find_spec(name) is None:
@@ -84,7 +77,7 @@ def address_of(run_dir: Path, run: str) -> str:
 class Tracker:
     """The sender of one attempt, from `start` to `end`."""
 
-    def __init__(self, facts: Facts, log: Log) -> None:
+    def __init__(self, facts: Facts, log: logging.Logger) -> None:
         self.facts, self.log = facts, log
         self._process: subprocess.Popen[str] | None = None
         self._listener = threading.Thread(target=self._listen, name="tracker", daemon=True)
