@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankup.agent.agent import Agent, Helpers, Options
-from rankup.agent.output import guard, setup_logging
+from rankup.agent.logs import guard, setup_logging
 from rankup.agent.script import Script
 from rankup.env.node_env import NodeEnv, read_node_env
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, ConfigError, JoinError, UserError

@@ -86,7 +86,7 @@ def modules_after(code: str) -> set[str]:
 def test_imports_of_cheap_modules_leave_torch_out() -> None:
     loaded = modules_after(
         "from train import config, main; from train.commands.explain import explain; "
-        "from train.process import log, status, stop"
+        "from train.process import status, stop"
     )
     assert {"train", "pydantic"} <= loaded
     assert not loaded & {"torch", "numpy", "torchvision", "tensorboard"}

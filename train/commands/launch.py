@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rankup import cli
 from rankup.agent.agent import Helpers
+from rankup.agent.logs import host_name
 from rankup.agent.script import Script
 from rankup.errors import FINISHED
 from train.process.findings import CODES, VERDICTS, WARNING
 from train.process.last_word import tell_platform
-from train.process.log import host_name
 
 MAIN = Path(__file__).parents[1] / "main.py"
 

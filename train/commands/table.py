@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rankup.agent.logs import open_log, setup_logging
 from rankup.env.rank_env import check_loopback, describe
 from rankup.errors import FINISHED, LaunchError
 from train.config import check_world_size, options, to_yaml
@@ -48,11 +49,13 @@ def _predict(context: Context, given: options.PredictOptions) -> None:
 
 def _start_rank(context: Context) -> None:
     check_loopback(context.launch, context.config.simulated_nodes)
-    context.log.open(context.run_dir)
-    for warning in context.launch.warnings:
+    launch = context.launch
+    file = open_log(context.run_dir / "logs" / f"rank-{launch.rank}.log")
+    setup_logging(rank=launch.rank, world_size=launch.world_size, file=file)
+    for warning in launch.warnings:
         context.log.warning(warning)
-    if context.launch.distributed:
-        context.log.info(describe(context.launch))
+    if launch.distributed:
+        context.log.info(describe(launch))
 
 
 def _export(context: Context, given: options.ExportOptions) -> None:

@@ -5,6 +5,7 @@ Rank 0 never talks to the tracker, and never waits for it but in the end, when t
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -12,7 +13,6 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 
-from train.process.log import Log
 from train.process.status import read_json
 from train.run.trackers.tracked_run import Facts
 
@@ -34,7 +34,7 @@ FOR_PACKAGES = {
 class Tracker:
     """The sender of one attempt, from `start` to `end`."""
 
-    def __init__(self, facts: Facts, log: Log) -> None:
+    def __init__(self, facts: Facts, log: logging.Logger) -> None:
         self.facts, self.log = facts, log
         self._process: subprocess.Popen[str] | None = None
         self._listener = threading.Thread(target=self._listen, name="tracker", daemon=True)
