@@ -1,4 +1,4 @@
-"""The lines of a log: who wrote each of them, and when. No torch here."""
+"""The lines of a log: who wrote each of them, and when."""
 
 import re
 from dataclasses import dataclass
