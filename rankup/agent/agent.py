@@ -29,9 +29,10 @@ from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.links import Links
+from rankup.agent.logs import host_name, open_log
 from rankup.agent.meeting import Leader
 from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen, open_port
-from rankup.agent.output import Pump, host_name, last_exception, open_log
+from rankup.agent.output import Pump, last_exception
 from rankup.agent.processes import (
     cpu_quota,
     die_with_parent,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup.agent.ends import End
-from rankup.agent.output import host_name
+from rankup.agent.logs import host_name
 from rankup.agent.processes import start_of
 from rankup.agent.protocol import Member
 from rankup.errors import FINISHED, STOPPED

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from rankup.explain import advice, diagnose_files
+from rankup.explain.diagnosis import MAX_SEEN, MAX_UNKNOWN, Diagnosis, diagnose
+from rankup.explain.faults import FOLLOWED, HARMLESS, Fault, known_faults
+from rankup.explain.lines import split_prefixes
+from rankup.explain.report import format_report
 from tests.rigs import jobs
 from tests.rigs.jobs import ROOT, environment
-from train.commands.explain.diagnosis import MAX_SEEN, MAX_UNKNOWN, Diagnosis, diagnose
-from train.commands.explain.explain import advice, diagnose_files
-from train.commands.explain.faults import FOLLOWED, HARMLESS, Fault, known_faults
-from train.commands.explain.log_lines import split_prefixes
-from train.commands.explain.report import format_report
 
 LOGS = Path(__file__).parent / "logs"
 
@@ -294,7 +294,7 @@ def test_advice_is_one_line_and_only_on_what_is_known() -> None:
 
 
 def test_explain_needs_no_torch() -> None:
-    code = "import sys; from train.commands.explain.explain import diagnose; diagnose(['x']); "
+    code = "import sys; from rankup.explain import diagnose; diagnose(['x']); "
     code += "print('torch' in sys.modules)"
     ran = jobs.start(sys.executable, "-c", code, cwd=ROOT)
     assert ran.wait(60) == [0]

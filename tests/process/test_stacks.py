@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from rankup.agent.logs import host_name
 from rankup.env.rank_env import RankEnv
 from train.process import flight_recorder, stack_requests, stacks
-from train.process.log import host_name
 from train.process.places import Frame, Stack, compare, moment, own_place, place
 from train.process.proc import start_of
 from train.process.stacks import Writer

@@ -8,25 +8,18 @@ from pathlib import Path
 
 from rankup import cli
 from rankup.agent.agent import Helpers
+from rankup.agent.logs import host_name
 from rankup.agent.script import Script
 from rankup.errors import FINISHED
 from train.process.findings import CODES, VERDICTS, WARNING
 from train.process.last_word import tell_platform
-from train.process.log import host_name
 
 MAIN = Path(__file__).parents[1] / "main.py"
 
 
 def launch(words: Sequence[str]) -> int:
     """Be the agent of this node. Returns the exit code."""
-    return cli.launch(words, helpers=Helpers(advice=_advice, where=_where, tell=tell_platform), preflight=_preflight)
-
-
-def _advice(tail: str) -> str:
-    # Imported where it is needed: it compiles the patterns of all known faults, a twentieth of a second
-    from train.commands.explain.explain import advice
-
-    return advice(tail)
+    return cli.launch(words, helpers=Helpers(advice=cli.advice, where=_where, tell=tell_platform), preflight=_preflight)
 
 
 def _where(run_dir: Path, ranks: Collection[int]) -> list[str]:

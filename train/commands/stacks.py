@@ -7,12 +7,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from rankup.agent.logs import host_name
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
-from train.commands.logs.logs import find_logs
+from rankup.observe.logs import find_logs
 from train.config.options import StacksOptions
 from train.process.context import Context, runs_folder
-from train.process.log import host_name
 from train.process.stack_requests import POLITE_S, Answer, ask, places, read, written
 from train.process.stacks import FOLDER, LOOK_S, REQUEST
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rankup.agent.logs import open_log, setup_logging
 from rankup.env.rank_env import check_loopback, describe
 from rankup.errors import FINISHED, LaunchError
 from train.config import check_world_size, options, to_yaml
@@ -48,11 +49,13 @@ def _predict(context: Context, given: options.PredictOptions) -> None:
 
 def _start_rank(context: Context) -> None:
     check_loopback(context.launch, context.config.simulated_nodes)
-    context.log.open(context.run_dir)
-    for warning in context.launch.warnings:
+    launch = context.launch
+    file = open_log(context.run_dir / "logs" / f"rank-{launch.rank}.log")
+    setup_logging(rank=launch.rank, world_size=launch.world_size, file=file)
+    for warning in launch.warnings:
         context.log.warning(warning)
-    if context.launch.distributed:
-        context.log.info(describe(context.launch))
+    if launch.distributed:
+        context.log.info(describe(launch))
 
 
 def _export(context: Context, given: options.ExportOptions) -> None:
@@ -60,13 +63,6 @@ def _export(context: Context, given: options.ExportOptions) -> None:
 
     _refuse_ranks(context)
     export(context, given)
-
-
-def _compare(context: Context, given: options.CompareOptions) -> None:
-    from train.commands.compare import compare
-
-    _refuse_ranks(context)
-    compare(context, given)
 
 
 def _refuse_ranks(context: Context) -> None:
@@ -83,15 +79,10 @@ def _doctor(context: Context, given: options.DoctorOptions) -> int:
 
 def _explain(context: Context, given: options.ExplainOptions) -> int:
     """Say what logs show: 20 if they show a fault, 0 if nothing is wrong with them."""
-    from train.commands.explain.explain import explain_logs
-    from train.commands.explain.faults import language_of
+    from rankup.explain import explain_logs
 
-    # What a program reads does not depend on the locale of whoever starts it
-    by_locale = "en" if given.as_json else language_of(os.environ)
-    text, faulty = explain_logs(
-        [Path(path) for path in given.paths], as_json=given.as_json, run_dir=runs_folder(context.config),
-        language=by_locale if given.lang == "auto" else given.lang,
-    )
+    paths = [Path(path) for path in given.paths]
+    text, faulty = explain_logs(paths, as_json=given.as_json, run_dir=runs_folder(context.config))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a log may have letters that this locale can't show
     print_whole(f"{text}\n")
@@ -99,9 +90,9 @@ def _explain(context: Context, given: options.ExplainOptions) -> int:
 
 
 def _logs(context: Context, given: options.LogsOptions) -> None:
-    from train.commands.logs.logs import logs
+    from rankup.observe.logs import logs
 
-    logs(context, given)
+    logs(runs_folder(context.config), given.run, rank=given.rank, since=given.since, follow=given.follow)
 
 
 def _stacks(context: Context, given: options.StacksOptions) -> None:
@@ -135,5 +126,4 @@ def print_whole(text: str) -> bool:
 COMMANDS: dict[str, Callable[[Context, Any], int | None]] = {
     "train": _train, "evaluate": _evaluate, "predict": _predict, "export": _export,
     "show": _show, "doctor": _doctor, "explain": _explain, "logs": _logs, "stacks": _stacks, "status": _status,
-    "compare": _compare,
 }

@@ -9,6 +9,7 @@ import dis
 import hashlib
 import importlib.util
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -32,7 +33,6 @@ from train.group.host_link import open_link
 from train.group.losses import Losses, Suspect, describe, root_exit_code
 from train.group.watchdog import Watchdog
 from train.process import flight_recorder
-from train.process.log import Log
 from train.process.status import tell_torchrun
 from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
@@ -52,7 +52,7 @@ LOST = re.compile(
 
 @contextlib.contextmanager
 def join(
-    config: Config, launch: RankEnv, *, log: Log, stop: StopRequest, status: StatusFile,
+    config: Config, launch: RankEnv, *, log: logging.Logger, stop: StopRequest, status: StatusFile,
     needs_process_group: bool = False,
 ) -> Iterator[Group]:
     """Be one of the group for the length of the block. `needs_process_group`: even a rank alone gets torch's group.
@@ -73,7 +73,9 @@ def join(
 
 
 @contextlib.contextmanager
-def starting(config: Config, launch: RankEnv, *, stop: StopRequest, ends: EndReporter, log: Log) -> Iterator[Group]:
+def starting(
+    config: Config, launch: RankEnv, *, stop: StopRequest, ends: EndReporter, log: logging.Logger
+) -> Iterator[Group]:
     """A group of which only this rank is known yet; the block takes the steps `meet` and `form` itself.
 
     However the block ends, that end is explained, reported to the ranks that have been met by then, and bounded.

@@ -23,8 +23,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, TextIO
 
+from rankup.agent.logs import host_name
 from rankup.env.rank_env import RankEnv
-from train.process.log import host_name
 from train.process.proc import start_of
 from train.process.worker_stacks import ask_workers
 
