@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import UserError, root_cause
+from rankup.observe.tracker import address_of
 from train.commands.status_screen import overview, screen
 from train.config.options import StatusOptions
 from train.config.schema import nearest
 from train.process.context import Context, runs_folder
 from train.process.status import read_json
 from train.run.goodput import Report, goodput, read_reports
-from train.run.trackers.tracker import address_of
 
 # Five reports late: a network file system shows another machine's writes some seconds later
 SILENT_S = 10.0

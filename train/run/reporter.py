@@ -13,11 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rankup.errors import Stopped
+from rankup.observe.tracker import Facts, Tracker
 from train.group.group import Group
 from train.process.phase_clock import process_began
 from train.run.goodput import KIND_OF_PHASE, REPORT_S, Report, goodput, read_reports
-from train.run.trackers.tracked_run import Facts
-from train.run.trackers.tracker import Tracker
 
 if TYPE_CHECKING:  # `run` reports too, and needs nothing of a training
     from train.run.run_directory import RunDirectory

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rankup.errors import disk_error
+from rankup.observe.tracker import address_of
 from train.config import Config
 from train.data.order import Order
 from train.group.group import Group
@@ -19,7 +20,6 @@ from train.run.evaluation import Result
 from train.run.goodput import one_line
 from train.run.reporter import Reporter
 from train.run.shown_settings import shown_settings
-from train.run.trackers.tracker import address_of
 from train.run.training import Training
 from train.run.training_state import versions
 from train.workloads import Workload
