@@ -102,9 +102,13 @@ def _stacks(context: Context, given: options.StacksOptions) -> None:
 
 
 def _status(context: Context, given: options.StatusOptions) -> None:
-    from train.commands.status import status
+    from rankup.observe.status import status
 
-    for text in status(context, given):
+    found = status(
+        runs_folder(context.config), given.run or context.config.name, watch=given.watch, interval_s=given.interval_s,
+        as_json=given.as_json,
+    )
+    for text in found:
         if not print_whole(text):
             break
 
