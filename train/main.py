@@ -116,7 +116,7 @@ def _report(error: BaseException, head: str) -> int:
         log.warning(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
     else:
         # Imported where it is needed: it compiles the patterns of all known faults, a twentieth of a second
-        from train.commands.explain.explain import advice
+        from rankup.explain import advice
 
         # The rank and host stand before each line: in a heap of logs this is the one to find
         text = "".join(traceback.format_exception(error)).rstrip()

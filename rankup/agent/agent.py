@@ -31,7 +31,7 @@ from rankup.agent.fork_server import ForkServer
 from rankup.agent.links import Links
 from rankup.agent.logs import host_name, open_log
 from rankup.agent.meeting import Leader
-from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen
+from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen, open_port
 from rankup.agent.output import Pump, last_exception
 from rankup.agent.processes import (
     cpu_quota,
@@ -165,7 +165,7 @@ class Agent:
         try:
             if self.knows_us:
                 await self.links.open()
-                await self._start_server()
+                self._start_server()
             if self.node.node_rank == 0:
                 self.lead = Lead(self, me)
                 await self.lead.listen()
@@ -232,7 +232,7 @@ class Agent:
 
     # This node's ranks ----------------------------------------------------------------------------------------------
 
-    async def _start_server(self) -> None:
+    def _start_server(self) -> None:
         """It imports torch while the agents meet."""
         self.server = ForkServer(
             on_end=self._ended, on_warning=lambda text: log.warning("%s", text),
@@ -240,7 +240,7 @@ class Agent:
         )
         file = self.script.file or ""
         preload, folder = own_imports(file)
-        await self.server.start(
+        self.server.start(
             safe_imports(file), env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}, preload=preload, folder=folder,
             fork=self.options.start == "fork",
         )
@@ -255,7 +255,7 @@ class Agent:
         log.warning("the process that forks the ranks was killed, and they with it")
         if self.server is not None:
             await self.server.close()
-        await self._start_server()
+        self._start_server()
 
     def _start_ranks(self, commit: dict[str, Any]) -> None:
         self._commit, self._oom_kills = commit, oom_kills()
@@ -424,7 +424,7 @@ class Agent:
         if rank.running:
             rank.told = True
             if self.server is not None:
-                self.server.kill(rank.local_rank)
+                self.server.signal(rank.local_rank, signal.SIGKILL)
             elif rank.pid:
                 kill_session(rank.pid)
 
@@ -565,13 +565,13 @@ class Lead:
         if verdict.code is not None:
             self._end(verdict)
             await asyncio.Event().wait()
-        server = self.agent.server
-        try:
-            port = await server.serve_store(n, loopback=self.agent.node.num_nodes == 1) if server else free_port()
-        except ConnectionError:
-            if n > 1:
-                raise
-            await asyncio.Event().wait()  # the server was killed before it was ready: the agent ends, and says why
+        if (server := self.agent.server) is not None:
+            await server.ready.wait()
+            with open_port("127.0.0.1" if self.agent.node.num_nodes == 1 else "", 0) as listener:
+                server.start_store(listener)
+                port = listener.getsockname()[1]
+        else:
+            port = free_port()
         if self.status is not None:
             if n == 1:
                 await asyncio.to_thread(self.status.take)

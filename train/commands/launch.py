@@ -20,14 +20,7 @@ MAIN = Path(__file__).parents[1] / "main.py"
 
 def launch(words: Sequence[str]) -> int:
     """Be the agent of this node. Returns the exit code."""
-    return cli.launch(words, helpers=Helpers(advice=_advice, where=where, tell=tell_platform), preflight=_preflight)
-
-
-def _advice(tail: str) -> str:
-    # Imported where it is needed: it compiles the patterns of all known faults, a twentieth of a second
-    from train.commands.explain.explain import advice
-
-    return advice(tail)
+    return cli.launch(words, helpers=Helpers(advice=cli.advice, where=where, tell=tell_platform), preflight=_preflight)
 
 
 def _preflight(script: Script, run_dir: str) -> int:

@@ -79,15 +79,10 @@ def _doctor(context: Context, given: options.DoctorOptions) -> int:
 
 def _explain(context: Context, given: options.ExplainOptions) -> int:
     """Say what logs show: 20 if they show a fault, 0 if nothing is wrong with them."""
-    from train.commands.explain.explain import explain_logs
-    from train.commands.explain.faults import language_of
+    from rankup.explain import explain_logs
 
-    # What a program reads does not depend on the locale of whoever starts it
-    by_locale = "en" if given.as_json else language_of(os.environ)
-    text, faulty = explain_logs(
-        [Path(path) for path in given.paths], as_json=given.as_json, run_dir=runs_folder(context.config),
-        language=by_locale if given.lang == "auto" else given.lang,
-    )
+    paths = [Path(path) for path in given.paths]
+    text, faulty = explain_logs(paths, as_json=given.as_json, run_dir=runs_folder(context.config))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a log may have letters that this locale can't show
     print_whole(f"{text}\n")
@@ -109,9 +104,13 @@ def _stacks(context: Context, given: options.StacksOptions) -> None:
 
 
 def _status(context: Context, given: options.StatusOptions) -> None:
-    from train.commands.status import status
+    from rankup.observe.status import status
 
-    for text in status(context, given):
+    found = status(
+        runs_folder(context.config), given.run or context.config.name, watch=given.watch, interval_s=given.interval_s,
+        as_json=given.as_json,
+    )
+    for text in found:
         if not print_whole(text):
             break
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -88,8 +88,6 @@ class ExplainOptions(JsonOptions):
     paths: tuple[str, ...] = setting(
         (), "Logs of a failed job, whoever started it: files, folders, a run's directory, or - for standard input.",
         metavar="PATH...")
-    lang: Literal["auto", "en", "zh"] = setting(
-        "auto", "Language of the answer; auto: Chinese where LC_ALL, LC_MESSAGES or LANG is, but --json is English.")
 
     def mistakes(self) -> Iterator[str]:
         if not self.paths:

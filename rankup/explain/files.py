@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import ConfigError
-from train.process.status import read_json
+from rankup.places.files import read_json
 
 MAX_FILES = 10_000
 STDIN = "-"
