@@ -214,7 +214,7 @@ def _ends(stack: Stack, end: str) -> bool:
 def own_place() -> str:
     """Where the main thread of this process is now. Takes some 20 microseconds."""
     # Python 3.11 may collect garbage inside this call, under a lock that other threads need as they start and end. What
-    # it collects may let go of the interpreter's lock; then the whole process stands still (CPython's issue 106883)
+    # it collects may let go of the interpreter's lock; then the whole process stands still (python/cpython#106883)
     collects = gc.isenabled()
     gc.disable()
     try:
