@@ -35,7 +35,6 @@ push: ; @docker/host/push.sh ## Push the image to REPOSITORY
 
 slurm-local: ; @slurm/local.sh up ## Start a real Slurm of two nodes on this machine (root; NODES=3 CPUS=8)
 slurm-local-down: ; @slurm/local.sh down ## Remove it again
-sif: ; @slurm/sif.sh ## Make rankup.sif, for Apptainer, of the image that make image builds
 
 test: lint types unit ## All checks: lint, types, tests. This is what CI runs
 lint: $(TESTED) ; $(RUN)ruff check . ## ruff: mistakes and import order
@@ -75,4 +74,4 @@ $(VENV)/.ready-for-tests: $(VENV)/.ready $(LOCKS:%=docker/requirements%.lock) te
 	@$(INSTALL) tests $(PYTHON)
 	@touch $@
 
-.PHONY: venv-tests doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down sif engine help venv demo up down image wheels push test lint types unit soak throughput race lock clean
+.PHONY: venv-tests doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down engine help venv demo up down image wheels push test lint types unit soak throughput race lock clean

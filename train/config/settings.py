@@ -180,7 +180,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                            "Trace these steps with torch.profiler, as 10:20: from the end of step 10 to that of 20.",
                            pattern=r"^(\d{1,9}:\d{1,9})?$", rule="FIRST:LAST, such as 10:20")
     tensorboard: bool = setting(True, "Write TensorBoard files.")
-    # Its choices are the table in train/run/trackers/, given in the same way.
+    # Its choices are in rankup/observe/tracker.py, given in the same way.
     tracker: str = setting("none", "Also send metrics, settings, pictures and result to a tracker, one run for all "
                                    "attempts.", rule="the name of a tracker")
     progress: Literal["auto", "bar", "lines", "none"] = setting("auto", "auto: a bar on a terminal, lines elsewhere.")

@@ -1,0 +1,308 @@
+"""Numbers and pictures of a run, read back as a program and as TensorBoard would: each step once, whatever happened."""
+
+import io
+import json
+import math
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from rankup.agent.logs import host_name
+from rankup.errors import UserError
+from rankup.observe.metrics import Metrics, cut_after
+from tests.rigs.fork_server import Forks
+from train.run.metrics import Progress
+
+DIGITS = ("train", "--dataset", "digits", "--model", "mlp", "--epochs", "2", "--log-every-steps", "10")
+# 8 steps an epoch, 32 in all
+MADE_UP = (
+    "train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4",
+    "--log-every-steps", "1",
+    "--eval-batch-size", "4", "--join-timeout-s", "30",
+)
+SCALARS = {"train/loss", "train/lr", "train/images_per_s", "eval/loss", "eval/accuracy", "eval/accuracy_top5"}
+
+
+HOST = host_name()
+
+
+def at(run: Path) -> tuple[str, ...]:
+    return ("--run-dir", str(run.parent), "--name", run.name)
+
+
+def test_metrics_hide_no_error_of_the_user_s_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda failure: shown.append(failure.exc_type))
+    start = Progress()
+    metrics = Metrics(tmp_path, start, saved=start, tensorboard=True)
+    thread = threading.Thread(target=Path(tmp_path / "none").read_text)
+    thread.start()
+    thread.join()
+    metrics.close()
+    assert shown == [FileNotFoundError]
+
+
+def events(run: Path) -> EventAccumulator:
+    found = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0, "images": 0})
+    found.Reload()
+    return found
+
+
+def scalars(run: Path) -> dict[str, dict[int, float]]:
+    """Tag -> step -> value, of tags with a point that is shown. A step that is there twice is a failure."""
+    found = events(run)
+    values: dict[str, dict[int, float]] = {}
+    for tag in found.Tags()["scalars"]:
+        points = [(event.step, event.value) for event in found.Scalars(tag)]
+        if not points:  # all were of a killed attempt: a node whose clock has not ticked yet has no cpu_percent since
+            continue
+        values[tag] = dict(points)
+        assert len(values[tag]) == len(points), f"{tag} has a step twice: {points}"
+    return values
+
+
+def lines(run: Path) -> dict[str, dict[int, float]]:
+    """The same of metrics.jsonl."""
+    values: dict[str, dict[int, float]] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        for name in entry.keys() - {"step", "time"}:
+            assert entry["step"] not in values.setdefault(name, {}), f"{name} has step {entry['step']} twice"
+            values[name][entry["step"]] = entry[name]
+    return values
+
+
+def assert_same(run: Path) -> dict[str, dict[int, float]]:
+    """Curves of ranks and nodes begin with their second point in TensorBoard, where one point is no chart."""
+    shown, written = scalars(run), lines(run)
+    written = {name: points for name, points in written.items() if not name.startswith(("ranks/", "nodes/"))}
+    assert {name for name in shown if not name.startswith(("ranks/", "nodes/"))} == written.keys()
+    for name, points in written.items():
+        assert shown[name].keys() == points.keys()
+        for step, value in points.items():
+            assert math.isclose(shown[name][step], value, rel_tol=1e-6), (name, step)
+    return written
+
+
+@pytest.fixture(scope="module")
+def digits(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("digits") / "run"
+    codes, output = forks.run(*DIGITS, *at(run), world_size=2)
+    assert codes == [0, 0], output
+    return run
+
+
+def test_scalars_are_those_of_the_run(digits: Path) -> None:
+    written = assert_same(digits)
+    assert written.keys() == SCALARS
+    assert list(written["train/loss"]) == [10, 20, 30, 40, 44]
+    assert list(written["eval/accuracy"]) == [22, 44]
+    result = json.loads((digits / "result.json").read_text())
+    assert result["metrics"] == {name: written[f"eval/{name}"][44] for name in ("loss", "accuracy", "accuracy_top5")}
+    assert 0.5 < result["metrics"]["accuracy"] < result["metrics"]["accuracy_top5"] <= 1.0
+
+
+def test_ranks_and_their_node_are_measured(digits: Path) -> None:
+    """At the first report, and then every few seconds."""
+    written = lines(digits)
+    ranks = {name for name in written if name.startswith("ranks/")}
+    assert ranks == {f"ranks/{part}_s/{rank}" for part in ("data", "compute", "waiting") for rank in (0, 1)}
+    assert all(written[name][10] > 0 for name in ranks)
+    own = f"nodes/{HOST}/"
+    found = {name.removeprefix(own): points[10] for name, points in written.items() if name.startswith(own)}
+    assert found.keys() >= {"cpu_percent", "memory_percent", "disk_free_gb"}
+    assert found["cpu_percent"] > 0
+    assert 0 < found["memory_percent"] < 100
+    assert found["disk_free_gb"] > 0
+
+
+def test_one_writer_a_run(digits: Path) -> None:
+    assert len(list(digits.rglob("metrics*.jsonl"))) == 1
+    found = digits.rglob("events.out.tfevents.*")
+    assert [path.parent.name for path in found] == ["tensorboard"]  # each folder is a run in TensorBoard's list
+
+
+def session(run: Path) -> dict[str, Any]:
+    """The settings that TensorBoard's HPARAMS tab shows of a run."""
+    content = events(run).summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    start = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in start.hparams.items()}
+
+
+def test_hyperparameters_are_those_that_matter_or_differ(digits: Path) -> None:
+    assert session(digits) == {
+        "workload": "images", "dataset": "digits", "model": "mlp", "batch_size": 64, "epochs": 2, "max_steps": 0,
+        "optimizer": "sgd", "lr": 0.08, "seed": 0, "parallel": "ddp", "world_size": 2,
+        "log_every_steps": 10,  # not the default
+    }
+
+
+def test_list_of_columns_is_in_no_run(digits: Path) -> None:
+    """TensorBoard would take the first run's for all of them."""
+    assert "_hparams_/experiment" not in events(digits).summary_metadata
+
+
+@pytest.mark.parametrize("tag", ["eval/confusion", "eval/misclassified"])
+def test_pictures_are_there_and_not_blank(digits: Path, tag: str) -> None:
+    (event,) = events(digits).Images(tag)
+    assert event.step == 44
+    picture = Image.open(io.BytesIO(event.encoded_image_string))
+    assert (picture.width, picture.height) == (event.width, event.height)
+    assert picture.width > 300
+    assert len(picture.getcolors(2**24)) > 20
+
+
+def test_few_classes_have_no_top5(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fake = ("--dataset", "fake", "--fake-classes", "5", "--fake-samples", "64", "--batch-size", "32", "--epochs", "1")
+    codes, output = forks.run("train", "--model", "mlp", *fake, *at(run))
+    assert codes == [0], output
+    assert "eval/accuracy_top5" not in scalars(run)
+    assert scalars(run)["eval/accuracy"].keys() == {2}
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("where", ["loss", "evaluate"])
+def test_each_step_is_there_once_after_a_stop_and_a_kill(forks: Forks, tmp_path: Path, name: str, where: str) -> None:
+    run = tmp_path / "run"
+    call = 15 if where == "loss" else 8  # in step 12, or in the second evaluation, of step 16
+    env = {"PROBE": json.dumps({"where": where, "call": call, "signal": name})}
+    codes, output = forks.run(*MADE_UP, *at(run), env=env)
+    assert codes == [143 if name == "SIGTERM" else -9], output
+    codes, output = forks.run(*MADE_UP, *at(run))
+    assert codes == [0], output
+    written = assert_same(run)
+    assert list(written["train/loss"]) == list(range(1, 33))
+    assert list(written["eval/loss"]) == [8, 16, 24, 32]
+    assert len(list(run.rglob("metrics*.jsonl"))) == 1
+
+
+def test_longer_run_goes_on_in_the_same_curves(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for epochs in ("1", "2"):
+        codes, output = forks.run(*MADE_UP, "--schedule", "constant", "--epochs", epochs, *at(run))
+        assert codes == [0], output
+    written = assert_same(run)
+    assert list(written["train/loss"]) == list(range(1, 17))
+    assert session(run).keys() == {  # of a workload of one's own: no data set or model of images
+        "workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed", "parallel", "world_size",
+        "schedule", "log_every_steps", "eval_batch_size", "join_timeout_s",
+    }
+
+
+def test_tensorboard_can_be_left_out(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*MADE_UP, "--tensorboard=false", *at(tmp_path / "run"))
+    assert codes == [0], output
+    assert not (tmp_path / "run" / "tensorboard").exists()
+    assert lines(tmp_path / "run")["train/loss"].keys() == set(range(1, 33))
+
+
+# Units --------------------------------------------------------------------------------------------------------
+
+
+def test_lines_past_the_checkpoint_and_half_ones_are_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = [{"step": step, "train/loss": 1.0} for step in (1, 2, 3)] + [{"step": 2, "eval/loss": 2.0}]
+    path.write_bytes("".join(json.dumps(line) + "\n" for line in whole).encode() + b'[1]\n\xff\n{"step": 1, "tra')
+    cut_after(path, 2, 2)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [whole[0], whole[1], whole[3]]
+    cut_after(path, 2, 0)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == whole[:2]
+    cut_after(tmp_path / "missing.jsonl", 2, 2)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step": 60001, "tra', b"\0\0\n\n", b'{"step": 60000, "train/loss": 1.0}'])
+def test_restart_reads_and_writes_the_end_of_the_lines_alone(tmp_path: Path, torn: bytes) -> None:
+    """The outcome is that of a look at each line: two attempts may have written at once, and a kill tears a line."""
+    draw = random.Random(len(torn))
+    lines = [made_up_line(step, "train" if step % 100 else "eval") for step in range(1, 60_001)]
+    lines += [made_up_line(draw.randint(60_000, 60_200), draw.choice(("train", "eval"))) for _ in range(300)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes("".join(lines).encode() + torn)
+    entries = [json.loads(line) for line in lines]
+    bounds = [60_050 if "eval/loss" in entry else 60_100 for entry in entries]
+    expected = [entry for entry, bound in zip(entries, bounds, strict=True) if entry["step"] <= bound]
+    expected += [{"step": 60_000, "train/loss": 1.0}] if torn.endswith(b"}") else []
+    before = moved_bytes()
+    found = cut_after(path, 60_100, 60_050, since=60_000)
+    assert moved_bytes() - before < path.stat().st_size / 5
+    assert found == expected[-len(found) :]
+    assert found[0]["step"] < 60_000
+    assert [json.loads(line) for line in path.read_text().splitlines()] == expected
+
+
+def made_up_line(step: int, kind: str) -> str:
+    return json.dumps({"step": step, "time": 1.0, f"{kind}/loss": 1 / step}) + "\n"
+
+
+def moved_bytes() -> int:
+    """What this process has read and written so far."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"]) + int(counts["wchar"])
+
+
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_line_before_the_checkpoint_is_not_written_again(tmp_path: Path, kind: str) -> None:
+    """The last one of its kind may be long ago, and then a restart does not look at it."""
+    other = "eval" if kind == "train" else "train"
+    lines = made_up_line(1, kind) + "".join(made_up_line(step, other) for step in range(2, 4001))
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    newest = {kind: 1, other: 4000}
+    progress = Progress(4000, newest["eval"], {"loss": 1.0}, json.loads(made_up_line(newest["train"], "train")))
+    Metrics(tmp_path, progress, saved=progress, tensorboard=False).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == lines
+
+
+def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, Progress(), saved=Progress(), tensorboard=False)
+    metrics.training(metrics.training_entry(1, math.nan, math.inf, 3.0))
+    metrics.close()
+    entry = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert (entry["train/loss"], entry["train/lr"], entry["train/images_per_s"]) == (None, None, 3.0)
+
+
+def test_without_a_directory_it_only_remembers() -> None:
+    metrics = Metrics(None, Progress(), saved=Progress(), tensorboard=True)
+    assert metrics.line(3, 9) == "step 3/9"
+    metrics.training(metrics.training_entry(4, 0.5, 0.1, 1234.0))
+    assert metrics.line(4, 9) == "step 4/9  loss 0.5000  1,234 images/s"
+    metrics.flush()
+    metrics.close()
+
+
+def test_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    metrics = Metrics(tmp_path, Progress(), saved=Progress(), tensorboard=False)
+    assert metrics._file is not None
+    metrics._file.close()
+    metrics._file = Full()  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"metrics: .* has no space left, .* MiB free"):
+        metrics.training(metrics.training_entry(1, 1.0, 1.0, 1.0))
+
+
+def test_sums_of_a_run_are_those_of_its_lines(digits: Path) -> None:
+    entries: list[Any] = [json.loads(line) for line in (digits / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries] == sorted(entry["step"] for entry in entries)
+    assert all(entry["time"] > 1.7e9 for entry in entries)
+
+
+def test_curves_of_ranks_begin_with_their_second_point_in_tensorboard(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, Progress(), saved=Progress(), tensorboard=True)
+    for step in (1, 2, 3):
+        once = {"nodes/n/cpu_percent": 5.0} if step == 2 else {}
+        metrics.training({**metrics.training_entry(step, 1.0, 0.1, 9.0), "ranks/data_s/0": 0.1 * step, **once})
+    metrics.close()
+    shown = scalars(tmp_path)
+    assert list(shown["ranks/data_s/0"]) == list(shown["train/loss"]) == [1, 2, 3]
+    assert "nodes/n/cpu_percent" not in shown
+    assert lines(tmp_path)["nodes/n/cpu_percent"] == {2: 5.0}
