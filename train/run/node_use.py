@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from train.process.limits import cpu_time, memory_available, memory_limit
+from rankup.agent.limits import cpu_time, memory_available, memory_limit
 
 NAMES = ("cpu_percent", "memory_percent", "disk_free_gb", "disk_read_mb_per_s", "disk_write_mb_per_s")
 GPU_NAMES = ("gpu_percent", "gpu_memory_percent")
