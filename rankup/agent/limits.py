@@ -1,4 +1,4 @@
-"""What a container or a batch job grants and uses, as the control groups (v1 and v2) of this process say. No torch here.
+"""What a container or a batch job grants and uses: the control groups (v1 and v2) of this process say it. No torch.
 
 os.cpu_count() and psutil see the whole machine. `root` replaces the file system's root in each function, for tests.
 """
