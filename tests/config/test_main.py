@@ -42,7 +42,7 @@ def ended(
 @pytest.mark.parametrize(
     ("line", "words"),
     [("--help", OPTIONS), ("-h", OPTIONS), ("train --help", ["--dataset", "--init-method"]),
-     ("--help explain --lr nonsense", ["PATH...", "explain slurm-7.out"])],
+     ("--help explain --lr nonsense", ["PATH...", "explain job.log"])],
 )
 def test_help_is_shown_and_is_success(
     folder: Path, capsys: pytest.CaptureFixture[str], line: str, words: Sequence[str]

@@ -29,7 +29,7 @@ EXAMPLES = {
     "export": ("export --name mine --output model.pt",),
     "show": ("show", "show --config mine.yaml --lr 0.1 > full.yaml"),
     "doctor": ("doctor", "doctor --alone --json"),
-    "explain": ("explain slurm-7.out", "explain runs/mine --json"),
+    "explain": ("explain job.log", "explain runs/mine --json"),
     "logs": ("logs mine --follow", "logs mine --rank 0-3 --since 10m"),
     "stacks": ("stacks mine", "stacks mine --full"),
     "status": ("status", "status mine --watch"),
