@@ -50,7 +50,6 @@ from rankup.agent.record import Records
 from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.script_env import PARENT, rank_environment
 from rankup.agent.status import (
-    REPORT_S,
     RunStatus,
     announce_stacks,
     new_job,
@@ -61,25 +60,26 @@ from rankup.agent.status import (
 from rankup.env.addresses import free_port
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED
+from rankup.timing import (
+    FAREWELL_S,
+    KILL_S,
+    LAST_WORD_S,
+    LEAVE_S,
+    LOOK_S,
+    NOTICE_S,
+    POLL_S,
+    REPEAT_S,
+    REPORT_S,
+    SCRIPT_LEAVE_S,
+    STOPPED_S,
+    TICK_S,
+    UNNOTICED_S,
+)
 
 log = logging.getLogger("rankup")
 Found = TypeVar("Found")
 
-# Ranks notice within a second that a peer is gone, and leave with what they hold. One that still waits for a peer to
-# join does not: it is told to leave after this time.
-NOTICE_S = 2.0
-# The ranks of a job end together. After one has ended the rest have this long to leave.
-SETTLE_S = 15.0
-SCRIPT_SETTLE_S = 5.0  # a script that knows nothing of us: it has only its own state to write
-KILL_S = 5.0  # how long a process may take to end once it is killed
-STOPPED_S = 10.0  # a rank in state T (SIGSTOP) answers nobody
-TICK_S = 0.25
-LOOK_S = 1.0  # between two looks for a request for stacks, which may come over a network disk
-SAY_S = 10.0  # between two lines that say where a script is that does not stop
-REPEAT_S = 5.0  # a signal that comes again so much later is meant: leave at once
-DRAIN_S = 2.0  # processes that a script left behind may hold its output open
 ENDING = ("rank", "code", "cause", "suspect")  # what a rank says of its end
-FAREWELL_S = 5.0  # how long the leader stays for the others to hear how the job ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +326,7 @@ class Agent:
 
         async def read() -> None:
             assert rank.pump is not None
-            await rank.pump.drained(DRAIN_S)
+            await rank.pump.drained(LAST_WORD_S)  # what it left behind may hold its output open
             self._ended(rank.local_rank, code)
 
         self.begin(read())
@@ -383,14 +383,14 @@ class Agent:
 
     def _leave_soon(self) -> None:
         if self._leaving is None or self._leaving.done():
-            self._leaving = self.begin(self._end_ranks(settle_s=SETTLE_S if self.knows_us else SCRIPT_SETTLE_S))
+            self._leaving = self.begin(self._end_ranks(settle_s=LEAVE_S if self.knows_us else SCRIPT_LEAVE_S))
 
     async def _end_ranks(self, *, settle_s: float) -> None:
         """Return once all ranks have ended. They get a moment to find out by themselves, then SIGTERM, then SIGKILL.
         Without `settle_s` they are killed at once."""
         if self._passed_on in ("SIGTERM", "SIGINT"):
             settle_s += self.options.stop_grace_s if settle_s and not self.knows_us else 0.0
-        elif not await self._ended_within(min(NOTICE_S, settle_s)):
+        elif not await self._ended_within(min(UNNOTICED_S, settle_s)):
             self._signal("SIGTERM", told=True)
         if await self._ended_within(settle_s):
             return
@@ -453,10 +453,10 @@ class Agent:
             self.begin(self._oversee_stop(name))
 
     async def _oversee_stop(self, name: str) -> None:
-        """Say every SAY_S where the script's ranks are that do not end; kill them once their grace is over."""
+        """Say every NOTICE_S where the script's ranks are that do not end; kill them once their grace is over."""
         began_s, grace_s = time.monotonic(), self.options.stop_grace_s
         while (left_s := began_s + grace_s - time.monotonic()) > 0:
-            if await self._ended_within(min(SAY_S, left_s)):
+            if await self._ended_within(min(NOTICE_S, left_s)):
                 return
             where = "; ".join(await self._where(timeout_s=began_s + grace_s - time.monotonic()))
             said = f"{time.monotonic() - began_s:.0f} s after {name} the script still runs"
@@ -474,7 +474,7 @@ class Agent:
                 if pid and has_handler(pid, signal.SIGUSR2):
                     self.server.signal(local_rank, signal.SIGUSR2)
             return
-        for line in await self._where(timeout_s=SAY_S):
+        for line in await self._where(timeout_s=NOTICE_S):
             log.info("%s", line)
         log.info("the stacks of all threads are in %s", self.run_dir / "stacks")
 
@@ -548,7 +548,7 @@ class Lead:
         """Leave once the others have heard how the job ends."""
         until_s = time.monotonic() + FAREWELL_S
         while len(self.leader.members) > 1 and time.monotonic() < until_s:
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(POLL_S)
         if self._server is not None:
             self._server.close()
         if self.status is not None:

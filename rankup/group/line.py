@@ -20,9 +20,8 @@ from rankup.agent.meeting import Leader
 from rankup.agent.network import choose_interface, foreign_address, listen
 from rankup.agent.protocol import Member
 from rankup.errors import FINISHED, JOIN_FAILED, USER_MISTAKE, JoinError, UserError
+from rankup.timing import SAY_S, TICK_S
 
-SAY_S = 2.0  # how long a message may take: an agent that is stopped reads nothing
-TICK_S = 0.25
 Deliver = Callable[[Mapping[str, Any]], None]
 
 

@@ -20,7 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rankup.agent.agent import REPEAT_S, _aside
+from rankup.agent.agent import _aside
+from rankup.timing import REPEAT_S
 from tests.rigs.jobs import ROOT, Job, ended, free_port, lives, start
 
 TORCHRUN_SETS = {
