@@ -46,7 +46,7 @@ from rankup.agent.processes import (
     state_of,
 )
 from rankup.agent.protocol import KILLED, Member
-from rankup.agent.record import Records
+from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.script_env import PARENT, rank_environment
 from rankup.agent.status import (
@@ -156,7 +156,7 @@ class Agent:
             left_s=self.options.join_timeout_s, ip=chosen_address(os.environ) if self.node.num_nodes > 1 else "",
         )
         self.attendance = Attendance(
-            me, settings, self._find_leader, notice=functools.partial(log.warning, "%s"), signs=self._signs
+            me, settings, self._find_leader, notice=functools.partial(log.warning, "%s"), records=self._records
         )
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
@@ -209,9 +209,9 @@ class Agent:
                 self.begin(self._get_ready(event))
             elif event["is"] == "commit":
                 self._start_ranks(event)
-            elif event["is"] in ("lost", "gone", "ranks"):
+            elif event["is"] in ("lost", "gone", "ranks", "leave"):
                 self.links.tell(event["is"], **{name: value for name, value in event.items() if name != "is"})
-                if event["is"] != "ranks":
+                if event["is"] in ("lost", "gone"):
                     self._leave_soon()
             elif event["is"] == "stop":
                 self._pass_on(event["signal"])
@@ -341,13 +341,12 @@ class Agent:
                 self.attendance.say("ending", n=self._commit["n"], **{name: message[name] for name in ENDING})
         elif message["is"] == "ask":
             self.attendance.say("ask")
-        elif message["is"] == "stop":
+        elif message["is"] == "stop" and not self._passed_on:
             self._hear_signal(str(message["signal"]))
 
-    def _signs(self) -> list[dict[str, Any]]:
-        """Where this node's ranks are, as their records say."""
-        running = [(rank.number, self.records.read(rank.local_rank)) for rank in self.ranks if rank.running]
-        return [record.sign(number) for number, record in running]
+    def _records(self) -> Mapping[int, RecordWriter]:
+        """Of this node's ranks that run."""
+        return {rank.number: self.records.of(rank.local_rank) for rank in self.ranks if rank.running}
 
     def _ended(self, local_rank: int, code: int) -> None:
         rank, record = self.ranks[local_rank], self.records.read(local_rank)
@@ -389,7 +388,7 @@ class Agent:
         """Return once all ranks have ended. They get a moment to find out by themselves, then SIGTERM, then SIGKILL.
         Without `settle_s` they are killed at once."""
         if self._passed_on in ("SIGTERM", "SIGINT"):
-            settle_s += self.options.stop_grace_s if settle_s and not self.knows_us else 0.0
+            settle_s += self.options.stop_grace_s if settle_s else 0.0
         elif not await self._ended_within(min(UNNOTICED_S, settle_s)):
             self._signal("SIGTERM", told=True)
         if await self._ended_within(settle_s):
@@ -599,7 +598,7 @@ class Lead:
             self.ends.lose(member.ranks, member.host, message["why"])
         elif message["is"] == "stop":
             self.ends.stopped_by = self.ends.stopped_by or str(message["signal"])
-            self.leader.tell("stop", signal=message["signal"])
+            self.leader.stop(str(message["signal"]))
             if not self.leader.running:
                 self._end(Verdict(STOPPED, self.ends.stopped_by))
 

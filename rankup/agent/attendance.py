@@ -22,6 +22,8 @@ from rankup.agent.protocol import (
     Member,
     interface_of,
 )
+from rankup.agent.record import RecordWriter
+from rankup.agent.stop import REACH_S
 from rankup.env.addresses import is_loopback
 from rankup.errors import JoinError
 
@@ -43,12 +45,12 @@ class Attendance:
     def __init__(
         self, me: Member, settings: Mapping[str, str], find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
         notice: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
-        signs: Callable[[], list[dict[str, Any]]] = list, hint: str = HINT,
+        records: Callable[[], Mapping[int, RecordWriter]] = dict, hint: str = HINT,
     ) -> None:
         """`find_leader`: host and port, which may change from one call to the next; an OSError says why there is none
-        yet. `notice`: prints a line, every NOTICE_S, that says what is waited for. `signs`: where this member's ranks
-        are, see `protocol`. `hint`: what has to be right, for the message of a failure."""
-        self._signs, self._hint = signs, hint
+        yet. `notice`: prints a line, every NOTICE_S, that says what is waited for. `records`: of those of
+        this member's ranks that run, by rank. `hint`: what has to be right, for the message of a failure."""
+        self._records, self._hint = records, hint
         self.me, self._settings, self._find_leader, self._notice, self._clock = me, settings, find_leader, notice, clock
         self.problem, self.n = "nothing was heard from rank 0", 0
         self._stage = ""  # of JoinError, while that is the problem
@@ -157,7 +159,20 @@ class Attendance:
             self._in_membership, self._until_s = True, math.inf
         elif kind == "lost":
             self._leave_membership()
-        return kind not in ("alive", "call", "settings", "waiting", "preparing")
+        elif kind == "prepare":
+            begun = [record.ask_to_stop(message["stop"]) for record in self._records().values()]
+            link.send("standing", n=message["n"], stop=message["stop"], step=max(begun, default=-1))
+        elif kind == "confirm":
+            for record in self._records().values():
+                record.confirm_stop(message["stop"])
+            self._start(self._look_at_stop(link, message["n"]))
+        return kind not in ("alive", "call", "settings", "waiting", "preparing", "prepare", "confirm")
+
+    async def _look_at_stop(self, link: Link, n: int) -> None:
+        """Say so where a rank does not come to where all are to stop."""
+        await asyncio.sleep(REACH_S)
+        if not all(record.read().settled for record in self._records().values()):
+            link.send("late", n=n)
 
     def _leave_membership(self) -> None:
         if self._in_membership:
@@ -226,7 +241,7 @@ class Attendance:
         """Give signs of life, until the leader gives none or the time to join is over. Returns why it is given up."""
         looked_s = self._clock()
         while True:
-            link.send("alive", ranks=self._signs())
+            link.send("alive", ranks=[record.read().sign(rank) for rank, record in self._records().items()])
             await asyncio.sleep(ALIVE_S)
             now_s = self._clock()
             if now_s - looked_s > FROZEN_S:

@@ -25,6 +25,7 @@ from rankup.agent.protocol import (
     encode,
     interface_of,
 )
+from rankup.agent.stop import StopAgreement
 from rankup.env.addresses import is_loopback
 from rankup.env.rank_env import ranges
 from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserError
@@ -80,6 +81,7 @@ class Leader:
         self._formed = 0  # the last membership that was committed
         self._proposed, self._num_ready = 0, 0  # the membership that is, or 0, and how many are ready for it
         self._preparing: asyncio.Task[None] | None = None
+        self._stop: StopAgreement | None = None  # in the membership that runs
         self._over = ""  # why there will be no membership any more
         self._seats: dict[Link, _Seat] = {}
         self._seat_of: dict[int, _Seat] = {}  # by rank
@@ -201,6 +203,9 @@ class Leader:
             seat.signs = [dict(sign) for sign in message.get("ranks", [])]
         elif kind == "ask":
             link.send("ranks", ranks=self.signs())
+        elif kind in ("standing", "late"):
+            if self._stop is not None and message["n"] == self._formed:
+                self._agree_on_stop(link, self._stop, message)
         elif kind != "lost" and link in self._seats and message.get("n", self._formed) == self._formed:
             if kind == "end" and message["code"] == 0:
                 seat.finished.add(message["rank"])
@@ -356,12 +361,25 @@ class Leader:
         hosts = [[host, sum(member.num_ranks for member in members)] for host, members in on_hosts]
         self.tell("commit", n=n, ip=self.members[0].ip, hosts=hosts, **more)
 
+    def stop(self, name: str) -> None:
+        """Somebody asks the job to stop, by the signal `name`: all are told, and agree on the step to stop at."""
+        self.tell("stop", signal=name)
+        if self.running and self._stop is None:
+            self._stop = StopAgreement(self._seats)
+            self.tell("prepare", n=self._formed, stop=self._stop.step)
+
+    def _agree_on_stop(self, link: Link, stop: StopAgreement, message: Mapping[str, Any]) -> None:
+        if message["is"] == "late":
+            self.tell("leave", n=self._formed)
+        elif stop.hear(link, stop=message["stop"], step=int(message["step"])):
+            self.tell("confirm" if stop.confirmed else "prepare", n=self._formed, stop=stop.step)
+
     def lose(self, member: Member, why: str, *, ranks: Iterable[int] | None = None, **more: Any) -> None:
         """The membership is over, because of these ranks (else all) of a member: every member ends its ranks, and is
         then ready for the next one. Does nothing where no membership runs."""
         if not self.running:
             return
-        self.running = False
+        self.running, self._stop = False, None
         self._begun_s = self._noticed_s = self._clock()
         for seat in self._seats.values():
             seat.until_s = self._begun_s + seat.member.left_s

@@ -13,6 +13,7 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 | settings(settings): those with my digest           | settings: send them, they differ from others'              |
 | ready(n, problem, mistake): my ranks are gone, the | propose(n, ip, next=[ip, port, name, interface]): its own  |
 | route works if problem is ""; a mistake: of a user | address as others see it, the next member's listener       |
+| standing, late: see `rankup.agent.stop`            | prepare, confirm, leave                                    |
 | all else is for Leader's `hear`: end, stop, ...    | commit(n, ip, hosts=[[host, ranks], ...], **more): `ip` is |
 |                                                    | rank 0's, where the store listens                          |
 |                                                    | preparing(left_s): all are ready, and the commit may take  |

@@ -91,6 +91,7 @@ def starting(
         yield group
         _part(group)
     except BaseException as error:
+        watch.wait_if_leaving()
         watch.exit_within(PEER_LOST)  # the phase that failed is over, its deadline must not cut this short
         failure = _explain(group, error)
         watch.exit_within(exit_code(failure))
@@ -118,11 +119,12 @@ def meet(config: Config, group: Group) -> None:
     same = fingerprint(config, pick_backend(config.backend, group.device))
     met = meeting.meet(
         launch, settings=same, attempt=group.attempt, timeout_s=config.join_timeout_s, log=group.log,
-        sign=lambda: group.record.read().sign(group.rank),
+        record=group.record,
     )
     group.meeting, group.status.attempt = met, met.attempt
     group.hosts, group.restarted = met.hosts, met.restarted
-    losses = Losses(met.line, group.rank)
+    losses = Losses(met.line, group.rank, ask=group.stop.ask)
+    group.stop.tell_others(lambda name: met.line.say("stop", signal=name))
     group.ends.connect(met.line, met.hosts, losses)
     group.watch.watch(losses, group.hosts)
 
