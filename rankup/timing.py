@@ -24,7 +24,8 @@ ALIVE_S = 1.0  # between two signs of life
 SILENT_S = 30.0  # without a sign of life; a machine with too much to do may look dead for a while
 FROZEN_S = 5.0  # between two looks at the clock: this process was stopped itself, and knows nothing of the others
 BUSY_S = 3.0  # a leader that was silent for so long may only be busy
-ANSWER_S = 1.5  # to a call. A machine that lost its power holds its connection for long, and its successor waits
+# A machine that lost its power holds its connection for long, and its successor waits: so long without a sign of life
+ANSWER_S = ALIVE_S + 1.5
 ENDING_S = 0.5  # a member that was not reached may be ending, which its connection to the leader says in a moment
 STOPPED_S = 10.0  # a rank in state T (SIGSTOP) answers nobody
 
@@ -34,6 +35,7 @@ SAY_S = 2.0  # how long a message to the agent may take: one that is stopped rea
 UNNOTICED_S = 2.0  # ranks notice within a second that a peer is gone; one that waits for it to join is told after this
 LEAVE_S = 15.0  # the ranks of a job end together: after one has ended, the rest have this long
 SCRIPT_LEAVE_S = 5.0  # the same for a script that knows nothing of us: it has only its own state to write
+REACH_S = 5.0  # from the agreement on a step to stop at: a rank that waits for data, or evaluates, does not come there
 REPEAT_S = 5.0  # a signal that comes again so much later is meant: leave at once
 FAREWELL_S = 5.0  # how long the leader stays for the others to hear how the job ends
 KILL_S = 5.0  # how long a killed process may take to end; one that waits for a dead disk ends when the disk answers

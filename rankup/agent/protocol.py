@@ -6,11 +6,10 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
-| hello: a Member, version, waited_s, n (last known) | leader(version, over): it speaks first                     |
+| hello: a Member, version, waited_s, n (last known),| leader(version, over): it speaks first                     |
+|   settings: what must be the same for all          |                                                            |
 | alive(ranks): where each of its ranks is, a Sign   | alive                                                      |
 | ask: where is everybody?                           | ranks(ranks): the newest Sign of each, with host and seen  |
-| here(call): the answer to a call                   | call(call): another process claims your ranks, so answer   |
-| settings(settings): those with my digest           | settings: send them, they differ from others'              |
 | ready(n, problem, mistake): my ranks are gone, the | propose(n, ip, next=[ip, port, name, interface]): its own  |
 | route works if problem is ""; a mistake: of a user | address as others see it, the next member's listener       |
 | standing, late: see `rankup.agent.stop`            | prepare, confirm, leave                                    |
@@ -39,16 +38,12 @@ from typing import Any
 
 import psutil
 
+from rankup.timing import CONNECT_S
+
 KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes it
-VERSION = 1  # of the messages; hello and refused stay as they are
-LONGEST = 1 << 20  # bytes of one message; the longest is a commit, which names every host
-CONNECT_S = 2.0  # for the resolver, and for each address that it names; a lost packet is sent again after a second
-ALIVE_S = 1.0  # between two signs of life
-SILENT_S = 30.0  # without a sign of life; a machine with too much to do may look dead for a while
-FROZEN_S = 5.0  # between two looks at the clock: this process was stopped itself, and knows nothing of the others
-HELLO_S = 5.0  # for the first message of the other side; port scanners send none
-PREPARE_S = 300.0  # for the leader's side of a commit: importing torch from a busy network disk takes minutes
-NOTICE_S = 10.0  # between two lines that say what is waited for
+VERSION = 2  # of the messages; hello and refused stay as they are
+LONGEST = 1 << 20  # bytes of one message; the longest is a commit, which names every host,
+# or a hello, which names every file of the script's own
 
 
 class Link:

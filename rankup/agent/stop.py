@@ -12,7 +12,6 @@ member writes the latter, then reads the former (`RecordWriter.ask_to_stop`). So
 
 from collections.abc import Iterable
 
-REACH_S = 5.0  # from the confirmation on
 MARGIN = 2  # steps beyond the furthest rank; doubled at each refusal
 
 
