@@ -134,7 +134,8 @@ class Leader:
             self._turn_away(link, f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}")
             return
         self.membership = max(self.membership, int(hello["n"]))  # this leader may be a successor
-        self._settings.setdefault(member.digest, {str(name): str(text) for name, text in dict(hello["settings"]).items()})
+        settings = {str(name): str(text) for name, text in dict(hello["settings"]).items()}
+        self._settings.setdefault(member.digest, settings)
         self._claims[link] = _Seat(link, member, now_s, now_s, now_s + member.left_s - float(hello["waited_s"]))
 
     def _turn_away(self, link: Link, text: str, *, code: int = JOIN_FAILED) -> None:
