@@ -18,12 +18,11 @@ import logging
 import os
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
@@ -45,7 +44,7 @@ from rankup.agent.processes import (
     start_fresh,
     state_of,
 )
-from rankup.agent.protocol import KILLED, Member
+from rankup.agent.protocol import KILLED, Member, in_thread
 from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.script_env import PARENT, rank_environment
@@ -77,7 +76,6 @@ from rankup.timing import (
 )
 
 log = logging.getLogger("rankup")
-Found = TypeVar("Found")
 
 ENDING = ("rank", "code", "cause", "suspect")  # what a rank says of its end
 
@@ -479,13 +477,17 @@ class Agent:
 
     async def _where(self, *, timeout_s: float) -> Sequence[str]:
         running = [rank.number for rank in self.ranks if rank.running]
-        return await _aside(lambda: self.helpers.where(self.run_dir, running), timeout_s=timeout_s) or ()
+        with contextlib.suppress(OSError):  # a TimeoutError too
+            return await in_thread(lambda: self.helpers.where(self.run_dir, running), timeout_s=timeout_s)
+        return ()
 
     async def _watch_for_requests(self) -> None:
         """`stacks` on another machine touches a file, and so may anybody."""
         request, seen = self.run_dir / "stacks" / "request", None
         while True:
-            asked = await _aside(lambda: request.stat().st_mtime, timeout_s=LOOK_S) or 0.0
+            asked = 0.0
+            with contextlib.suppress(OSError):
+                asked = await in_thread(lambda: request.stat().st_mtime, timeout_s=LOOK_S)
             if seen is not None and asked > seen:
                 await self._show_stacks()
             seen = asked
@@ -606,22 +608,3 @@ class Lead:
         if self.status is not None:
             self.status.end(verdict.code or 0, verdict.text, self.ends.latest)
         self.leader.tell("over", code=verdict.code, text=verdict.text)
-
-
-async def _aside(call: Callable[[], Found], *, timeout_s: float) -> Found | None:
-    """What `call` returns, in a thread of its own; None where it can't, or takes longer. A disk may hang: nobody waits
-    for that thread, not even the end of the agent."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Found | None] = loop.create_future()
-
-    def work() -> None:
-        found = None
-        with contextlib.suppress(OSError):
-            found = call()
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(found))
-
-    threading.Thread(target=work, name="disk", daemon=True).start()
-    with contextlib.suppress(TimeoutError):
-        return await asyncio.wait_for(done, max(0.0, timeout_s))
-    return None

@@ -32,14 +32,15 @@ import ipaddress
 import json
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from rankup.timing import CONNECT_S
 
+Found = TypeVar("Found")
 KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes it
 VERSION = 2  # of the messages; hello and refused stay as they are
 LONGEST = 1 << 20  # bytes of one message; the longest is a commit, which names every host,
@@ -159,39 +160,41 @@ class Member:
 # Addresses ------------------------------------------------------------------------------------------------------------
 
 
+async def in_thread(call: Callable[[], Found], *, timeout_s: float) -> Found:
+    """What `call` returns or raises, in a thread of its own. Raises TimeoutError where it takes longer.
+
+    A disk or a resolver may hang, and nobody waits for that thread, not even the end of the process; asyncio's own
+    threads would hold that.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Found] = loop.create_future()
+
+    def put(set_it: Callable[[Any], None], value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(lambda: None if done.done() else set_it(value))
+
+    def work() -> None:
+        try:
+            put(done.set_result, call())
+        except Exception as error:
+            put(done.set_exception, error)
+
+    threading.Thread(target=work, name="waits", daemon=True).start()
+    async with asyncio.timeout(max(0.0, timeout_s)):
+        return await done
+
+
 async def addresses_of(host: str, *, timeout_s: float = CONNECT_S) -> list[str]:
     """The addresses that `host` resolves to, each once. Raises socket.gaierror."""
     with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(host))]
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[list[str]] = loop.create_future()
-
-    def put(found: list[str] | OSError) -> None:
-        if answer.done():
-            return  # nobody waits any more
-        if isinstance(found, OSError):
-            answer.set_exception(found)
-        else:
-            answer.set_result(found)
-
-    def ask() -> None:
-        found: list[str] | OSError
-        try:
-            found = list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None)))
-        except OSError as error:
-            found = error
-        except UnicodeError as error:
-            found = socket.gaierror(socket.EAI_NONAME, str(error))
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(put, found)
-
-    # Not asyncio's own: the end of the process would wait for a resolver that never answers
-    threading.Thread(target=ask, name="resolver", daemon=True).start()
     try:
-        async with asyncio.timeout(timeout_s):
-            return await answer
+        found = await in_thread(lambda: socket.getaddrinfo(host, None), timeout_s=timeout_s)
     except TimeoutError:
         raise socket.gaierror(socket.EAI_AGAIN, "the resolver gives no answer") from None
+    except UnicodeError as error:
+        raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
+    return list(dict.fromkeys(str(info[4][0]) for info in found))
 
 
 def interface_of(ip: str) -> str:

@@ -10,7 +10,6 @@ import hashlib
 import importlib.util
 import json
 import logging
-import re
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from rankup.agent.ends import LOST_PEER
 from rankup.agent.meeting import HINT, describe_differences
 from rankup.agent.protocol import Member
 from rankup.agent.record import RecordWriter
@@ -41,13 +41,6 @@ from train.process.stop import StopRequest
 WATCHDOG_LATER_S = 10.0
 # How long ranks that reach each other may take to connect; more where there are many.
 FORM_S = 20.0
-# What a collective says when the other side is gone. gloo has no class of its own for it: a plain RuntimeError of C++.
-LOST = re.compile(
-    r"gloo/transport/|closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|"
-    r"recvValue|sendBytes|Connection was likely closed|NCCL (error|communicator)|Application timeout|"
-    r"Horovod has been shut down",
-    re.IGNORECASE,
-)
 
 
 @contextlib.contextmanager
@@ -264,7 +257,7 @@ def broke_collective(error: BaseException) -> bool:
     if _raised_by_python(error) and not type(error).__module__.startswith("horovod."):
         return False  # the user's own code may say "Connection reset by peer", in a DataLoader's worker too
     # A failed check inside gloo (of sizes that differ, say) is a fault, although it carries the path of the connection
-    return bool(LOST.search(str(error))) and "enforce fail" not in str(error)
+    return bool(LOST_PEER.search(str(error))) and "enforce fail" not in str(error)
 
 
 def _raised_by_python(error: BaseException) -> bool:
