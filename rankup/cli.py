@@ -19,6 +19,7 @@ from rankup.agent.logs import guard, setup_logging
 from rankup.agent.script import Script
 from rankup.env.node_env import NodeEnv, read_node_env
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, ConfigError, JoinError, UserError
+from rankup.observe.stacks import where
 
 log = logging.getLogger("rankup")
 
@@ -68,7 +69,7 @@ def launch(
     `preflight`: the doctor's code for this machine, this script and the folder of its runs; 0 where all is well.
     """
     given = parser().parse_args(words)
-    helpers = helpers or Helpers(advice=advice)
+    helpers = helpers or Helpers(advice=advice, where=where)
     guard("stdout", "stderr")
     setup_logging(rank=None)
     try:

@@ -49,6 +49,7 @@ from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.script_env import PARENT, rank_environment
 from rankup.agent.status import (
+    STACKS,
     RunStatus,
     announce_stacks,
     new_job,
@@ -64,7 +65,6 @@ from rankup.timing import (
     KILL_S,
     LAST_WORD_S,
     LEAVE_S,
-    LOOK_S,
     NOTICE_S,
     POLL_S,
     REPEAT_S,
@@ -159,7 +159,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
-        loop.add_signal_handler(signal.SIGUSR2, lambda: self.begin(self._show_stacks()))
+        loop.add_signal_handler(signal.SIGUSR2, self._ask_for_stacks)
         try:
             if self.knows_us:
                 await self.links.open()
@@ -169,8 +169,6 @@ class Agent:
                 await self.lead.listen()
             self.begin(self._attend())
             self.begin(self._tick())
-            if not self.knows_us:
-                self.begin(self._watch_for_requests())
             return await self._over
         finally:
             for task in list(self._tasks):
@@ -213,6 +211,8 @@ class Agent:
                     self._leave_soon()
             elif event["is"] == "stop":
                 self._pass_on(event["signal"])
+            elif event["is"] == "stacks":
+                self.begin(self._show_stacks())
             elif event["is"] in ("over", "refused"):
                 self.finish(Verdict(event["code"], event["text"]))
 
@@ -316,7 +316,8 @@ class Agent:
         )
         os.close(ours)
         os.close(ours_too)
-        announce_stacks(self.run_dir, rank.number, self.node.world_size, rank.pid)
+        with contextlib.suppress(OSError):  # it costs only that nobody can ask
+            announce_stacks(self.run_dir, rank.number, self.node.world_size, rank.pid)
 
     def _read_rest(self, rank: Rank, code: int) -> None:
         """Its process has ended; its last words may not be read yet."""
@@ -464,8 +465,13 @@ class Agent:
 
     # Stacks ---------------------------------------------------------------------------------------------------------
 
+    def _ask_for_stacks(self) -> None:
+        """Somebody wants to know where the ranks are, those of all nodes."""
+        if not self.attendance.say("stacks"):
+            self.begin(self._show_stacks())
+
     async def _show_stacks(self) -> None:
-        """Somebody wants to know where the ranks are. Those that import rankup write it down themselves."""
+        """Those that import rankup write it down themselves."""
         if self.server is not None:
             for local_rank, pid in self.server.pids.items():
                 if pid and has_handler(pid, signal.SIGUSR2):
@@ -473,25 +479,13 @@ class Agent:
             return
         for line in await self._where(timeout_s=NOTICE_S):
             log.info("%s", line)
-        log.info("the stacks of all threads are in %s", self.run_dir / "stacks")
+        log.info("the stacks of all threads are in %s", self.run_dir / STACKS)
 
     async def _where(self, *, timeout_s: float) -> Sequence[str]:
         running = [rank.number for rank in self.ranks if rank.running]
         with contextlib.suppress(OSError):  # a TimeoutError too
             return await in_thread(lambda: self.helpers.where(self.run_dir, running), timeout_s=timeout_s)
         return ()
-
-    async def _watch_for_requests(self) -> None:
-        """`stacks` on another machine touches a file, and so may anybody."""
-        request, seen = self.run_dir / "stacks" / "request", None
-        while True:
-            asked = 0.0
-            with contextlib.suppress(OSError):
-                asked = await in_thread(lambda: request.stat().st_mtime, timeout_s=LOOK_S)
-            if seen is not None and asked > seen:
-                await self._show_stacks()
-            seen = asked
-            await asyncio.sleep(LOOK_S)
 
     async def _tick(self) -> None:
         """What tells nobody: ranks that were stopped (SIGSTOP), and orphans that a container's first process reaps."""
@@ -598,6 +592,8 @@ class Lead:
                     self.leader.lose(member, end.cause or f"ended with {end.code}", ranks=[end.rank], code=end.code)
         elif message["is"] == "lost":
             self.ends.lose(member.ranks, member.host, message["why"])
+        elif message["is"] == "stacks":
+            self.leader.tell("stacks")
         elif message["is"] == "stop":
             self.ends.stopped_by = self.ends.stopped_by or str(message["signal"])
             self.leader.stop(str(message["signal"]))

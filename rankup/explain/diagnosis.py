@@ -53,7 +53,10 @@ UNFINISHED = Fault(
     proof=True,
 )
 
-BEGIN = re.compile(r"(?:Original )?Traceback \(most recent call last\):|Fatal Python error: ")
+# Some loggers write words before it, and rich draws a box around it
+BEGIN = re.compile(r"(?:.*\W)?Traceback \(most recent call last\)(?::\s*$| ─)|Fatal Python error: ")
+CODE = ("  ", "│")  # what source code in a traceback begins with
+WHAT = "  what():  "  # an exception of C++ that nobody caught
 # The next exception stands for the last one: both are of one failure. The last form is a DataLoader worker's
 CHAIN = re.compile(r"During handling of the above|The above exception was the direct|Original Traceback ")
 # Python prints these tracebacks and goes on
@@ -61,13 +64,16 @@ IGNORED = re.compile(r"Exception ignored in|--- Logging error ---|Error in atexi
 EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|\w*(?:error|timeout))(?::|$)")
 # Not torch's notes and warnings, "[I1121 ..." and "[W1121 ...": healthy jobs print them too
 LOOKS_BAD = re.compile(
-    r"(?!\[[IW]\d{4} )(?=.*(?:\b(?i:error|fatal|panic|exception)\b\s*[:\]](?! *[\d.])|\bFAILED\b|\bcore dumped\b))"
+    r"(?!\[[IW]\d{3,4} )(?=.*(?:\b(?i:error|fatal|panic|exception)\b\s*[:\]](?! *[\d.])|\bFAILED\b|\bcore dumped\b))"
 )
 INTERRUPTED = re.compile(r"KeyboardInterrupt|SystemExit")
 # A line of that level says itself that its process goes on. Kubernetes' events have "Warning" and several spaces
 LEVEL_OF_A_NOTE = re.compile(r"(?<!=)\b(?:DEBUG|INFO|WARNING|[Ww]arning)\b(?!  )")
 # Launchers and libraries print these after the end of a rank, too
-NOISE = re.compile(r"\s*$|\W{5}|frame #|wandb: |srun: |slurmstepd: |\[?[IWEF]\d{4} |\S+:\d+:\d+ |.*NCCL INFO|  \w+ *: ")
+NOISE = re.compile(
+    r"\s*$|\W{5}|frame #|wandb: |srun: |slurmstepd: |\[?[IWEF]\d{3,4} |\S+:\d+:\d+ |.*NCCL INFO|  \w+ *: |"
+    r"Error executing job with overrides"
+)
 PROGRESS = re.compile(r"(?i)\b(?:steps?|epochs?|iter(?:ation)?s?|batch(?:es)?|loss)\b\W{0,4}\d")
 # "step 30/100", "Epoch: [3][ 40/100]", and the bar of tqdm
 COUNTER = re.compile(
@@ -225,14 +231,15 @@ class Search:
             self._findings.remove(source.newest)
             source.newest = None
         # An indented line in a traceback is source code: it may name errors that did not happen
-        known = None if source.inside and text.startswith("  ") else self._known(line, source)
+        known = None if source.inside and text.startswith(CODE) else self._known(line, source)
         if BEGIN.match(text):
             source.inside = True
             source.traceback.clear()
-        elif source.inside and EXCEPTION.match(text) and not COUNTER.match(text):
-            self._raise(known, line, source)
+        elif (source.inside and EXCEPTION.match(text) and not COUNTER.match(text)) or text.startswith(WHAT):
+            self._raise(known, replace(line, text=text.removeprefix(WHAT)), source)
         elif source.inside:
-            source.traceback.append(text[:MAX_SEEN])
+            if not text.startswith("╰"):
+                source.traceback.append(text[:MAX_SEEN])
         elif IGNORED.match(text):
             source.ignored = True
         elif known is None and LOOKS_BAD.match(text):

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 # The orders of the table
-ROOT, NAMED, DIED, WAITED, FOLLOWED, HARMLESS = 1, 2, 3, 4, 5, 9
+ROOT, NAMED, DIED, WAITED, FOLLOWED, SUMMARY, HARMLESS = 1, 2, 3, 4, 5, 6, 9
 
 
 @dataclass(frozen=True, slots=True)

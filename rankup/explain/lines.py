@@ -32,6 +32,9 @@ PREFIXES = [
         ("", r"(?P<host>[\w.-]{1,80})\s*\| "),  # docker compose
         (DIGITS, r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[.,\d]*(?:Z|[+-]\d\d:?\d\d) "),  # time stamps of docker and kubectl
         (DIGITS + " ", r"\s{0,3}(?P<rank>\d{1,5}): "),  # srun --label
+        ("[", r"\[\d+,(?P<rank>\d+)\]<std(?:err|out)>:\s?"),  # mpirun --tag-output
+        ("MTWFS", r"\w{3} \w{3} [ \d]\d [\d:]{8} \d{4}\[(?P<rank>\d+)\]<std(?:err|out)>:\s?"),  # horovodrun
+        ("(", r"\(\w+ pid=\d+(?:, ip=(?P<host>[\w.:]+))?\) "),  # Ray
     )
 ]
 CLOCK = re.compile(r"\d\d:\d\d:\d\d")
@@ -40,7 +43,7 @@ TIMES = (
     r"(?P<year>\d{4})[-/](?P<month>\d\d)[-/](?P<day>\d\d)[T _](?P<clock>\d\d:\d\d:\d\d)(?P<part>[.,]\d{1,6})?\d*"
     r"(?P<zone>Z|[+-]\d\d:?\d\d)?",
     r"(?P<month>\d\d)/(?P<day>\d\d)/(?P<year>\d{4}) (?P<clock>\d\d:\d\d:\d\d)(?P<part>(?P<zone>))",  # transformers
-    r"\b[IWEF](?P<month>\d\d)(?P<day>\d\d) (?P<clock>\d\d:\d\d:\d\d)(?P<part>\.\d{1,6})?\d*(?P<year>)(?P<zone>)",
+    r"\b[IWEF](?P<month>\d\d?)(?P<day>\d\d) (?P<clock>\d\d:\d\d:\d\d)(?P<part>\.\d{1,6})?\d*(?P<year>)(?P<zone>)",
 )
 TIME_PATTERNS = [re.compile(pattern) for pattern in TIMES]
 

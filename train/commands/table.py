@@ -13,11 +13,11 @@ from typing import Any
 from rankup.agent.logs import open_log, setup_logging
 from rankup.env.rank_env import check_loopback, describe
 from rankup.errors import FINISHED, LaunchError
+from rankup.group.stacks import open_stacks
 from train.config import check_world_size, options, to_yaml
 from train.process import findings
 from train.process.context import Context, runs_folder
 from train.process.imports import without_collections
-from train.process.stacks import open_stacks
 from train.run.choices import CHOICES
 
 
@@ -27,7 +27,7 @@ def _train(context: Context, given: options.TrainOptions) -> None:
 
     check_world_size(context.config, context.launch.world_size)
     _start_rank(context)
-    open_stacks(context.run_dir, context.launch)
+    open_stacks(context.run_dir, rank=context.launch.rank, world_size=context.launch.world_size)
     train(context.config, context.launch, run_dir=context.run_dir, log=context.log, stop=context.stop)
 
 
@@ -96,15 +96,21 @@ def _logs(context: Context, given: options.LogsOptions) -> None:
 
 
 def _stacks(context: Context, given: options.StacksOptions) -> None:
-    from train.commands.stacks import stacks
+    from rankup.observe.logs import find_logs
+    from rankup.observe.stacks import report
 
-    print_whole(f"{stacks(context, given)}\n")
+    run_dir = find_logs(runs_folder(context.config), given.run).parent
+    print_whole(f"{report(run_dir, full=given.full)}\n")
 
 
 def _status(context: Context, given: options.StatusOptions) -> None:
-    from train.commands.status import status
+    from rankup.observe.status import status
 
-    for text in status(context, given):
+    found = status(
+        runs_folder(context.config), given.run or context.config.name, watch=given.watch, interval_s=given.interval_s,
+        as_json=given.as_json,
+    )
+    for text in found:
         if not print_whole(text):
             break
 

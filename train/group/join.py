@@ -24,6 +24,7 @@ from rankup.agent.protocol import Member
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, LaunchError, PeerLost, Stopped, UserError, exit_code, reason
+from rankup.group.stacks import record_collectives
 from train.config import Config
 from train.group import meeting
 from train.group.device import pick_backend, pick_device
@@ -32,7 +33,6 @@ from train.group.group import BEHIND_OURS_S, Group
 from train.group.host_link import open_link
 from train.group.losses import Losses, Suspect, describe, root_exit_code
 from train.group.watchdog import Watchdog
-from train.process import flight_recorder
 from train.process.status import tell_torchrun
 from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
@@ -134,7 +134,7 @@ def form(config: Config, group: Group) -> None:
     # So far it was what was left of the time to join; nccl waits with it for the id that it exchanges at the first step
     group.meeting.store.set_timeout(timeout)
     if "nccl" in backend:
-        flight_recorder.switch_on(group.run_dir)
+        record_collectives(group.run_dir)
     try:
         dist.init_process_group(
             backend, store=group.meeting.store, rank=group.rank, world_size=group.world_size, timeout=timeout

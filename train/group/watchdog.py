@@ -16,12 +16,13 @@ from typing import Any, Protocol
 from rankup.agent.logs import host_name
 from rankup.agent.record import NO_LIMIT, RecordWriter
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
+from rankup.group import stacks
+from rankup.group.stacks import COMPARE, compare, moment, own_place
 from train.group.ends import EndReporter
 from train.group.losses import Losses, Suspect, describe, root_exit_code
-from train.process import flight_recorder, health, stacks
+from train.process import health
 from train.process.exit import clear_hard_deadline, leave, set_hard_deadline, within
 from train.process.phase_clock import PhaseClock
-from train.process.places import compare, moment, own_place
 from train.process.status import tell_torchrun
 from train.process.stop import FAREWELL_S, StopRequest
 
@@ -278,7 +279,7 @@ class Watchdog:
                 told = self.ends.report_from_outside(code, why, suspect)
                 if overdue and self.world_size > 1:
                     time.sleep(LINGER_S)
-                flight_recorder.dump(self.rank)  # last: while NCCL hangs, this may hang too
+                stacks.dump_collectives(self.rank)  # last: while NCCL hangs, this may hang too
                 return told
 
             leave(code, last_word, timeout_s=LAST_WORD_S)
@@ -293,7 +294,11 @@ class Watchdog:
         lines = ["; ".join(compare({sign["rank"]: sign["place"] for sign in self.signs_of_life()}))] if hung else []
         if file:
             lines.append(f"the stacks of all threads are in {file}")
-        return lines + flight_recorder.lines(self.rank)
+        if file := stacks.recorded(self.rank):
+            lines.append(
+                f"The last collectives of NCCL are in {file}; `{COMPARE} {file.parent}` compares those of all ranks"
+            )
+        return lines
 
     def _place(self) -> str:
         """Where the main thread is: "all_reduce (loop.py:213 step) of step 413"."""

@@ -1,6 +1,6 @@
 """The stop request: SIGTERM, SIGINT and SIGUSR1 set a flag that the loop looks at; they never interrupt a step.
 
-SIGUSR2 comes the same way, and asks for the stacks of all threads (`train.process.stacks`).
+SIGUSR2 comes the same way, and asks for the stacks of all threads (`rankup.group.stacks`).
 
 No torch: the handlers are installed before torch is imported, so that a container stopped while it starts ends at once
 instead of being killed after its grace period. (The kernel ignores SIGTERM for a container's first process unless that
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 
 from rankup.errors import STOPPED
-from train.process import stacks
+from rankup.group import stacks
 from train.process.exit import leave
 
 # torchrun passes each signal on to its workers, and they may also get it from their process group: twice within

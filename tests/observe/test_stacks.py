@@ -1,4 +1,4 @@
-"""A run of three ranks hangs: `stacks`, a signal and a file each say which rank is somewhere else, and where."""
+"""A run of three ranks hangs: `stacks`, and a signal to any agent, say which rank is somewhere else, and where."""
 
 import json
 import os
@@ -13,13 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rankup.agent import status
+from rankup.agent.status import announce_stacks
+from rankup.observe import stacks
 from tests.rigs import jobs
 from tests.rigs.containers import wait_for
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, ROOT, environment
-from train.commands import stacks
+from tests.rigs.jobs import MAIN, ROOT, environment, free_port
 from train.main import main
-from train.process import stack_requests
 
 WORLD = 3
 SETTINGS = (
@@ -101,40 +102,48 @@ def test_signal_to_a_whole_job_that_is_well_changes_nothing(forks: Forks, tmp_pa
 
 @contextmanager
 def launched(
-    run: Path, words: Sequence[str], env: dict[str, str]
+    run: Path, words: Sequence[str], env: dict[str, str], *, nodes: int = 1
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
-    """`launch` with three ranks, and what it has printed so far."""
-    words = [sys.executable, str(MAIN), "launch", f"--nproc={WORLD}", *words]
-    file = run.parent / "output"
+    """`launch` with three ranks: the last node's agent, and what all have printed so far."""
+    port, file = free_port(), run.parent / "output"
+    processes = []
     with file.open("w") as output:
-        process = subprocess.Popen(words, env=environment(env), cwd=ROOT, stdout=output, stderr=output)
+        for node in range(nodes):
+            where = [f"--nnodes={nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+            line = [sys.executable, str(MAIN), "launch", f"--nproc={WORLD // nodes}", *where, *words]
+            processes.append(subprocess.Popen(line, env=environment(env), cwd=ROOT, stdout=output, stderr=output))
     try:
-        yield process, file.read_text
+        yield processes[-1], file.read_text
     finally:
-        below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.kill()
-        process.wait()
+        below = []
+        for process in processes:
+            below += psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            process.kill()
+            process.wait()
         psutil.wait_procs(below, timeout=60)
 
 
-def test_launcher_passes_a_request_on_that_comes_as_a_signal_or_as_a_file(
+def test_signal_to_one_agent_asks_the_ranks_of_all_and_any_machine_reads_the_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, arrived = tmp_path / "run", tmp_path / "arrived"
-    with launched(run, [str(MAIN), *settings(run)], probe("data", arrived, sleep_s=1000)) as (process, output):
+    order = probe("data", arrived, sleep_s=1000)
+    with launched(run, [str(MAIN), *settings(run), "--simulated-nodes"], order, nodes=3) as (process, output):
         wait_for("hang", lambda: arrived.exists() or process.poll() is not None, log=output)
         shown_at_last(run, AGREEMENT)
         before = answers(run)
         process.send_signal(signal.SIGUSR2)
         wait_for("answers", lambda: all(n > old for n, old in zip(answers(run), before, strict=True)), log=output)
 
-        # From a machine that shares the disk and sees none of the processes
+        # On a machine that shares the disk and sees none of the processes
         monkeypatch.setattr(stacks, "host_name", lambda: "login")
-        monkeypatch.setattr(stack_requests, "alive", lambda writer: False)
+        monkeypatch.setattr(stacks.Writer, "alive", False)
         assert main(["stacks", str(run)]) == 0
         said = capsys.readouterr().out
-        assert re.search(AGREEMENT, said), said
-        assert "rank 1 worker 0: faulting_workload.py" in said
+        asked = r"is asked there, or by kill -USR2 to any agent of its job; last stacks, at \S+ \(asked\): "
+        there = rf"rank {{}} on \S+ {asked}"
+        for rank, place in ((0, "agreement"), (1, "data: loader"), (2, "agreement")):
+            assert re.search(there.format(rank) + place, said), said
         assert process.poll() is None
 
 
@@ -189,25 +198,54 @@ def test_run_that_nobody_has_started_is_a_mistake(tmp_path: Path, capsys: pytest
     assert "RUN must be a run whose ranks can be asked, got no stacks/rank-N.txt in" in capsys.readouterr().err
 
 
-def test_ranks_of_another_machine_are_asked_through_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody answers here: the last stacks are shown, and the ranks without any are named."""
-    monkeypatch.setattr(stacks, "ELSEWHERE_S", 0.5)
-    facts = {
-        "rank": 1, "world_size": 3, "host": "node1", "pid": os.getpid(), "started": "1", "thread": os.getpid(),
-        "main": "0x7f", "signals": [int(signal.SIGTERM)],
-    }
-    dump = {"time": "2026-01-01T00:00:00", "why": "asked", "phase": "step", "step": 4}
-    thread = 'Thread 0x7f (most recent call first):\n  File "/me/a.py", line 3 in f\n'
-    file = tmp_path / "stacks" / "rank-1.txt"
-    file.parent.mkdir()
-    with_a_log(tmp_path)
-    file.write_text(f"# {json.dumps(facts)}\n# {json.dumps(dump)}\n{thread}")
-    os.utime(file, (1, 1))
-    assert main(["stacks", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "rank 1 on node1 has not answered" in said
-    assert "last stacks, at 2026-01-01T00:00:00 (asked): a.py:3 f of step 5" in said
-    assert "ranks 0, 2 of 3: no file here" in said
-    assert (tmp_path / "stacks" / "request").exists()
+# Whom a request may reach -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def sleeper(first: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A process that sleeps, once it has done what comes `first`."""
+    code = f"{first}\nimport time\nprint(1, flush=True)\ntime.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+
+
+def test_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has not come so far as yet, or has taken its handler away."""
+    monkeypatch.setattr(stacks, "PATIENCE_S", (0.2, 0.2))
+    with sleeper() as process:
+        announce_stacks(tmp_path, 0, 1, process.pid, signals=[signal.SIGUSR2])
+        (answer,) = stacks.ask(tmp_path)
+        assert answer.place.startswith("does not answer: it waits")
+        assert process.poll() is None
+
+
+def test_another_process_with_that_number_is_not_signalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sleeper("import signal; signal.signal(signal.SIGTERM, lambda *_: exit(3))") as stranger:
+        monkeypatch.setattr(status, "start_of", lambda pid: "12345")
+        announce_stacks(tmp_path, 0, 1, stranger.pid, signals=[signal.SIGTERM])
+        (answer,) = stacks.ask(tmp_path)
+        assert not answer.fresh
+        assert stranger.poll() is None
+
+
+# What is read -----------------------------------------------------------------------------------------------------
+
+
+def test_files_of_an_attempt_with_more_ranks_are_not_read(tmp_path: Path) -> None:
+    for rank in range(4):
+        os.utime(announce_stacks(tmp_path, rank, 4, os.getpid()), (1, 1))
+    announce_stacks(tmp_path, 0, 2, os.getpid())
+    assert [answer.writer.rank for answer in stacks.written(tmp_path)] == [0, 1]
+
+
+def test_what_is_no_file_of_stacks_is_passed_over_and_its_rank_is_missed(tmp_path: Path) -> None:
+    with announce_stacks(tmp_path, 1, 3, 2**22 + 1).open("a") as file:
+        file.write("Thread")
+    (tmp_path / "stacks" / "rank-0.txt").write_text("# {\n")
+    said = stacks.report(tmp_path)
+    assert re.match(r"rank 1 on \S+ does not run any more\nranks 0, 2 of 3: no file here\.", said), said

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from rankup.observe.goodput import KINDS, Report, duration, goodput, one_line, read_reports
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.process.status import write_json
-from train.run.goodput import KINDS, Report, duration, goodput, one_line, read_reports
 from train.run.reporter import Reporter
 
 SETTINGS = (
@@ -138,7 +138,7 @@ def report_often_and_die_at_step_13() -> None:
 
 def test_goodput_of_a_run_that_was_killed_without_a_word_and_resumed(forks: Forks, tmp_path: Path) -> None:
     words, run = (*SETTINGS, "--run-dir", str(tmp_path)), tmp_path / "run"
-    codes, output = forks.run(*words, preload="tests.run.test_goodput:report_often_and_die_at_step_13")
+    codes, output = forks.run(*words, preload="tests.observe.test_goodput:report_often_and_die_at_step_13")
     assert codes == [-signal.SIGKILL], output
     codes, output = forks.run(*words)
     assert codes == [0], output

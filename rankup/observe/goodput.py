@@ -1,8 +1,8 @@
 """Where the time of a run went, over all its attempts: which share went into steps that counted. No torch here.
 
-Rank 0 of each attempt keeps one small file up to date, `status/<attempt>/progress-<token>.json`. It replaces the file
-every REPORT_S, so that after a kill -9 the last report is at most that old, and no attempt writes into the file of
-another. Goodput is computed from these files when somebody asks for it.
+Rank 0 of each attempt, or the agent of node 0, keeps one small file up to date: `status/<attempt>/progress-*.json`. It
+replaces the file every REPORT_S, so that after a kill -9 the last report is at most that old, and no attempt writes
+into the file of another. Goodput is computed from these files when somebody asks for it.
 """
 
 import json
@@ -11,16 +11,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from train.process.atomic_file import write_atomically
-from train.process.status import read_json
-from train.run.lineage import FILE as RUN_FILE
+from rankup.places.files import read_json, write_atomically
 
 REPORT_S = 2.0
-# Which kind of time a phase of the watchdog's clock is; all others, set-up and imports among them, are "start"
-KIND_OF_PHASE = {
-    "step": "steps", "data": "data", "evaluation": "evaluation", "save": "saves", "end": "saves", "join": "join",
-    "script": "script",
-}
 KINDS = ("steps", "data", "evaluation", "saves", "lost steps", "start", "join", "waiting")
 KINDS_OF_SCRIPT = ("script", "start", "join", "waiting")
 
@@ -31,7 +24,7 @@ class Report:
 
     `run`: its id. `began`: when the process of rank 0 began. `time`: when this was written. `total_steps`: None where
     nobody knows, as yet or at all. `seconds`: of the whole attempt so far, by kind. `finished`: the run ended with
-    this attempt. `remaining_s`: estimated; None before the first step. `ranks`: see `Watchdog.signs_of_life`.
+    this attempt. `remaining_s`: estimated; None before the first step. `ranks`: what rank 0 last heard of each.
     `metrics`: the newest values of training and evaluation by name. `open_s`: for how long rank 0 had been in a step by
     then, or in its wait for data.
     """
@@ -73,7 +66,7 @@ def read_reports(run_dir: Path) -> list[Report]:
     reports = sorted(whole, key=lambda report: report.began)
     # A user's own script leaves no file that names the run: there it is the newest
     newest = reports[-1].run if reports else ""
-    run = (read_json(run_dir / RUN_FILE) or {}).get("run", newest)
+    run = (read_json(run_dir / "run.json") or {}).get("run", newest)
     return [report for report in reports if report.run == run]
 
 
@@ -111,10 +104,8 @@ def goodput(reports: list[Report]) -> dict[str, Any]:
     wall_s = max(sum(seconds.values()), 1e-9)
     kinds = KINDS_OF_SCRIPT if seconds["script"] else KINDS
     shares = {kind: round(seconds[kind] / wall_s, 4) for kind in kinds}
-    return {
-        "share": shares.get("script", shares.get("steps")), "wall_s": round(wall_s, 1), "attempts": len(reports),
-        "shares": shares,
-    }
+    share = shares.get("script", shares.get("steps"))
+    return {"share": share, "wall_s": round(wall_s, 1), "attempts": len(reports), "shares": shares}
 
 
 def one_line(found: dict[str, Any]) -> str:

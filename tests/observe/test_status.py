@@ -17,19 +17,28 @@ import psutil
 import pytest
 
 from rankup.env.rank_env import RankEnv
+from rankup.observe.goodput import read_reports
+from rankup.observe.status import as_text, look, look_at_all
+from rankup.observe.status import overview as _overview
+from rankup.observe.status import screen as _screen
+from tests.observe.test_goodput import report
 from tests.rigs.containers import rank_of, wait_for
 from tests.rigs.jobs import MAIN, ROOT, ended, environment, start
-from tests.run.test_goodput import report
-from train.commands.status import look, look_at_all
-from train.commands.status_screen import overview, screen
 from train.process.status import End, write_json
 from train.process.status_file import StatusFile
-from train.run.goodput import read_reports
 
 LAUNCH = (
     sys.executable, MAIN, "launch", "--nproc=3", MAIN, "--workload", "tests.rigs.faulting_workload:build",
     "--batch-size", "9", "--epochs", "2", "--tensorboard=false", "--progress", "none", "--name", "run",
 )
+
+
+def screen(run: dict[str, Any], *, now: float) -> str:
+    return as_text(_screen(run, now=now))
+
+
+def overview(runs: list[dict[str, Any]], *, where: str) -> str:
+    return as_text(_overview(runs, where=where))
 
 
 def status(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -232,6 +241,32 @@ def test_status_of_a_run_that_is_not_there_names_those_that_are(tmp_path: Path) 
         f"error: status: RUN must be a run in {tmp_path}/ or its folder, got digits-cn. Did you mean digits-cnn?\n"
     )
     assert "unexpected argument" in status("digits-cnn", "more", "--run-dir", tmp_path).stderr
+
+
+def test_status_fits_the_terminal_and_has_colours_there_alone(tmp_path: Path) -> None:
+    now = stage(tmp_path / "run")
+    ranks = [{"rank": rank, "host": f"node-{rank}", "phase": "step", "step": 12, "waiting": True, "for_s": 75.0,
+              "place": "agreement (loop.py:202 step) of step 13", "seen": now} for rank in range(3)]
+    replace(read_reports(tmp_path / "run")[0], ranks=ranks).write(tmp_path / "run", "0")
+
+    def shown(**variables: str) -> bytes:
+        ours, theirs = pty.openpty()
+        env = environment({"COLUMNS": "60", "LINES": "40", **variables})
+        command = [sys.executable, MAIN, "status", tmp_path / "run"]
+        subprocess.run(command, env=env, cwd=ROOT, stdout=theirs, check=True, timeout=300)
+        os.close(theirs)
+        text = os.read(ours, 65536)
+        os.close(ours)
+        return text
+
+    plain = shown(NO_COLOR="1")
+    assert b"\x1b" not in plain
+    assert max(len(line) for line in plain.splitlines()) <= 60
+    assert [name for name in (b"node-0", b"node-1", b"node-2") if name not in plain] == []
+    coloured = shown()
+    assert b"\x1b[1m" in coloured
+    assert re.sub(rb"\x1b\[\d*m", b"", coloured).split()[:4] == plain.split()[:4]
+    assert "\x1b" not in status(tmp_path / "run").stdout
 
 
 def test_status_watch_redraws_a_terminal_until_the_run_has_finished(tmp_path: Path) -> None:
