@@ -7,7 +7,6 @@ A constant that follows from another one is written as that. Tests change a cons
 POLL_S = 0.01  # between two looks at a process of this machine; each takes a microsecond
 PAUSE_S = 0.1  # between two tries to open a port or to connect
 TICK_S = 0.25  # between two looks at deadlines and at silent members
-LOOK_S = 1.0  # between two looks at a file, which may lie on a network disk
 REPORT_S = 2.0  # between two reports of how a run goes
 NOTICE_S = 10.0  # between two lines that say what is waited for
 

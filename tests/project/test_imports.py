@@ -101,6 +101,12 @@ def test_imports_of_rank_env_are_the_standard_librarys() -> None:
     assert loaded - modules_after("") <= {*sys.stdlib_module_names, "rankup"}
 
 
+def test_imports_of_rankup_leave_torch_and_the_program_out() -> None:
+    loaded = modules_after("import rankup.cli, rankup.agent.fork_server")
+    assert "rankup" in loaded
+    assert not loaded & {"torch", "numpy", "train"}
+
+
 def test_imports_of_commands_that_do_not_train_leave_torch_out() -> None:
     lines = [["show"], ["--help"], [], ["train", "--stpes", "3"], ["launch", "--nproc", "0", "x.py"],
              ["status", "--run-dir", "nowhere"], ["status", "none", "--run-dir", "nowhere"]]
