@@ -11,9 +11,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from rankup.places.lineage import FILE as RUN_FILE
 from train.process.atomic_file import write_atomically
 from train.process.status import read_json
-from train.run.lineage import FILE as RUN_FILE
 
 REPORT_S = 2.0
 # Which kind of time a phase of the watchdog's clock is; all others, set-up and imports among them, are "start"

@@ -13,8 +13,8 @@ from typing import Any, Self
 import torch
 
 from rankup.errors import UserError
+from rankup.places.lineage import RUN_ID
 from train.group.group import pack, unpack
-from train.run.lineage import RUN_ID
 
 # Raise it when a field is added, removed or changes its meaning. A checkpoint of another format is refused, because
 # guessing what a missing field was would change the weights of the resumed run without a word.

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from train.config.urls import is_url
+from rankup.places.urls import is_url
 from train.process.status import read_json, write_json
 from train.run.trackers.table import open_run
 from train.run.trackers.tracked_run import KINDS, Facts, Point, TrackedRun

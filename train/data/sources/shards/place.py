@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar
 
 from rankup.errors import DataError
-from train.config.urls import is_url, must_hold_no_secrets, secrets_in
+from rankup.places.urls import is_url, must_hold_no_secrets, secrets_in
 from train.data.sources.shards.remote import explained, filesystem
 
 LIST = "shards.json"  # may lie beside shards: their names, and those of the classes

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rankup.errors import DataError, UserError
-from train.process.filesystem import open_filesystem
+from rankup.places.place import open_filesystem
 
 # Before another try. 20 minutes in all, longer than a step may take: a store that stays away ends a training by the
 # step's deadline, with a code after which it is started again. Only commands without a deadline come to the end of it
