@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from rankup.agent.logs import host_name
 from rankup.errors import UserError
 from rankup.places.lineage import FILE, Lineage
 from tests.rigs.checkpoints import SETTINGS, flip, save, steps, training_state
@@ -21,7 +22,6 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, result
 from tests.run.test_rescue import Ranks
 from train.config import Config
-from train.process.log import host_name
 from train.run import copies, publish
 from train.run.checkpoint import Checkpoint, load_checkpoint
 from train.run.copier import Copier, fingerprint_tensors

@@ -1,7 +1,7 @@
 """What a run leaves behind: `runs/<name>/` with settings, checkpoints, metrics, pictures and the result. Rank 0 writes.
 
 The same command goes on from what it finds there, or refuses: nothing in the directory is overwritten that a user could
-miss, and one live attempt owns it (see `train.run.lease`).
+miss, and one live attempt owns it (see `rankup.places.lease`).
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rankup.errors import Stopped, UserError, disk_error
+from rankup.observe import tracker
 from rankup.places import lineage
 from rankup.places.lease import Lease
 from rankup.places.lineage import Lineage
@@ -31,7 +32,6 @@ from train.run.on_disk import OnDisk, find_earlier, find_run, go_on, is_wanted, 
 from train.run.origin import Origin, find_origin
 from train.run.publish import remove_unfinished
 from train.run.saver import Saver
-from train.run.trackers import table
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,7 +153,7 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
                 shutil.rmtree(group.run_dir / HELD, ignore_errors=True)
                 claim()
                 if config.tracker != "none":
-                    table.check(config.tracker)
+                    tracker.check(config.tracker)
                 if config.mirror:
                     group.watch.enter("setup", config.setup_timeout_s)  # a checkpoint may have to be fetched
                 begun = find_run(config, group)

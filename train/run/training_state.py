@@ -53,7 +53,7 @@ class TrainingState:
     world_size: int
     versions: dict[str, str] = field(default_factory=versions)
     random: str = RANDOM_SCHEME
-    # Who wrote it: the run and the mark of the attempt, see `train.run.lineage`, and which rank on which host.
+    # Who wrote it: the run and the mark of the attempt, see `rankup.places.lineage`, and which rank on which host.
     run: str
     attempt: str
     written_by: str

@@ -1,0 +1,134 @@
+"""Where the time of this rank's steps goes: waiting for its batch, computing, waiting for the other ranks.
+
+All ranks end a step together, so the length of a step does not tell who is slow. What tells is when each rank arrives
+where it waits for the others: at the agreement before the step, and at the exchange of gradients. Backward does both,
+it computes and then waits, and the moment between the two is seen by a callback of autograd's engine: it is called when
+backward has nothing left to compute. DDP waits for the exchange in a callback that it adds later.
+
+FSDP, Horovod and a batch norm over all ranks wait elsewhere too (in forward, in the optimizer): that counts as
+computing here, on all ranks alike. With them a rank that is slow to get its data shows, one that computes slowly does
+not.
+"""
+
+import time
+from collections import deque
+from typing import Protocol
+
+import torch
+from torch.autograd import Variable
+
+from rankup.observe.stragglers import COMPUTE, WAITING
+
+MOST_EVENTS = 1000  # of a GPU that are kept between two reports
+
+
+class Link(Protocol):
+    """What two ranks of one host exchange gradients through. `waited_s`: how long this rank waited there so far."""
+
+    waited_s: float
+
+
+class StepClock:
+    """Adds up the seconds of each part. The loop says when a part ends; it costs about 5 µs a step.
+
+    On the CPU everything is done when the call returns, so the host's clock is right.
+    """
+
+    def __init__(self, link: Link | None) -> None:
+        """`link`: through it two ranks of one host exchange gradients in the middle of backward, and wait there."""
+        self._link = link
+        self._seconds = [0.0, 0.0, 0.0]
+        self._lap_s = self._linked_s = 0.0
+
+    def start(self) -> None:
+        """A step begins. What was between the steps (evaluation, saves, reports) counts nowhere."""
+        self._lap_s = time.perf_counter()
+
+    def lap(self, part: int) -> None:
+        """What the host did since the last call was `part`."""
+        now_s = time.perf_counter()
+        took_s, self._lap_s = now_s - self._lap_s, now_s
+        if self._link is not None:
+            linked_s = self._link.waited_s - self._linked_s
+            self._linked_s = self._link.waited_s
+            if part == COMPUTE:
+                took_s -= linked_s
+                self._seconds[WAITING] += linked_s
+        self._seconds[part] += took_s
+
+    def agreed(self) -> None:
+        """All ranks go on with this step: the wait for them is over, and computing begins."""
+        self.lap(WAITING)
+
+    def mark(self, part: int) -> None:
+        """The work that was given to the device since the last mark was `part`."""
+        self.lap(part)
+
+    def split_backward(self, loss: torch.Tensor) -> None:
+        """Call it before backward of this loss, and `mark(WAITING)` after it."""
+        # The engine takes callbacks only while it runs, and calls them in the order in which they came. The gradient
+        # of the loss is the first of all, so DDP's callback comes later
+        loss.register_hook(self._backward_began)  # type: ignore[no-untyped-call]
+
+    def _backward_began(self, gradient: torch.Tensor) -> None:
+        Variable._execution_engine.queue_callback(self._computed)
+
+    def _computed(self) -> None:
+        self.mark(COMPUTE)
+
+    def take(self) -> list[float]:
+        """Seconds of DATA, COMPUTE and WAITING since the last call. On a GPU: of what it is done with."""
+        taken, self._seconds = self._seconds, [0.0, 0.0, 0.0]
+        return taken
+
+
+class NoClock(StepClock):
+    """One process waits for nobody, and is compared with nobody."""
+
+    def lap(self, part: int) -> None: ...
+
+    def split_backward(self, loss: torch.Tensor) -> None: ...
+
+
+class DeviceClock(StepClock):
+    """For a GPU: the host only queues work, and goes on. Marks are events in that queue, and nothing waits for them.
+
+    `take` reads them at a report, which has waited for the GPU anyway.
+    """
+
+    def __init__(self, link: Link | None, device: torch.device) -> None:
+        super().__init__(link)
+        self._device = device
+        self._events: deque[tuple[int | None, torch.Event]] = deque()  # with the part that each one ends
+
+    def agreed(self) -> None:
+        super().agreed()
+        self._record(None)
+
+    def mark(self, part: int) -> None:
+        self._record(part)
+        if len(self._events) > MOST_EVENTS:
+            self._read()
+
+    def take(self) -> list[float]:
+        self._read()
+        return super().take()
+
+    def _record(self, part: int | None) -> None:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        self._events.append((part, event))
+
+    def _read(self) -> None:
+        while len(self._events) > 1 and self._events[1][1].query():
+            _, began = self._events.popleft()
+            part, ended = self._events[0]
+            if part is not None:  # None: before the step, which is no work
+                self._seconds[part] += began.elapsed_time(ended) / 1000
+
+
+def open_clock(device: torch.device, link: Link | None, *, world_size: int) -> StepClock:
+    """The clock for the steps of this rank."""
+    if world_size == 1:
+        return NoClock(None)
+    return DeviceClock(link, device) if device.type == "cuda" else StepClock(link)

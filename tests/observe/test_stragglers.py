@@ -1,0 +1,164 @@
+"""Which rank is called slow, and when: from numbers alone. And in a real run of three ranks the slow one is named."""
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rankup.observe.stragglers import QUIET_WINDOWS, ROW, Stragglers, Window
+from tests.rigs.fork_server import Forks
+from train.data.order import Order
+
+STEPS = 50  # of a window
+RECORDED = Path(__file__).parent / "recorded_windows.jsonl"  # by tests/bench/stragglers.py
+HOSTS = ["node0", "node0", "node1", "node1"]
+
+
+def windows(*ranks: tuple[float, float], first: int = 1, count: int = 1) -> Iterator[Window]:
+    """Windows of steps in which each rank takes (data, compute) seconds, and waits for the slowest."""
+    longest = max(sum(rank) for rank in ranks)
+    seconds = [[data, compute, round(longest - data - compute, 9)] for data, compute in ranks]
+    for number in range(count):
+        begin = first + number * STEPS
+        yield Window(begin, begin + STEPS - 1, seconds)
+
+
+def said(stragglers: Stragglers, found: Iterator[Window]) -> list[str]:
+    return [line for window in found for line in stragglers.look(window)]
+
+
+USUAL = (0.002, 0.05)
+
+
+def test_lasting_slowness_is_said_once_with_its_reason_and_its_beginning() -> None:
+    stragglers = Stragglers(HOSTS)
+    assert said(stragglers, windows(*[USUAL] * 4, count=10)) == []
+    slow = list(windows(USUAL, USUAL, USUAL, (0.002, 0.0594), first=501, count=50))
+    assert said(stragglers, iter(slow[: ROW - 1])) == []
+    assert said(stragglers, iter(slow[ROW - 1 :])) == [
+        "rank 3 (node1) is 18 % slower than the median, since step 501: compute (a step: data 2 ms, median 2; compute "
+        "59.4 ms, median 50; waiting 0 ms, median 9.4)"
+    ]
+    assert said(stragglers, windows(*[USUAL] * 4, count=20)) == ["rank 3 (node1) keeps up again"]
+
+
+@pytest.mark.parametrize("slow", [(0.0114, 0.05), (0.012, 0.045)])
+def test_data_that_comes_late_is_told_from_slow_computing(slow: tuple[float, float]) -> None:
+    (line,) = said(Stragglers(HOSTS), windows(USUAL, slow, USUAL, USUAL, count=ROW))
+    assert line.startswith("rank 1 (node0) is ")
+    assert "since step 1: data (" in line
+
+
+def test_two_ranks_are_compared_with_each_other() -> None:
+    (line,) = said(Stragglers(HOSTS[1:3]), windows(USUAL, (0.002, 0.07), count=ROW))
+    assert line.startswith("rank 1 (node1) is 38 % slower than the other, since step 1: compute")
+
+
+def test_ranks_of_a_slow_node_share_a_line() -> None:
+    slow = (0.002, 0.08)
+    (line,) = said(Stragglers(HOSTS), windows(USUAL, USUAL, slow, slow, count=ROW))
+    assert line.startswith("ranks 2-3 (node1) are 58 % slower than the median, since step 1: compute")
+
+
+def test_a_hiccup_is_said_once_it_is_over() -> None:
+    stragglers = Stragglers(HOSTS)
+    hiccup = windows(USUAL, USUAL, (0.1, 0.05), USUAL, first=101)
+    assert said(stragglers, hiccup) == []
+    assert said(stragglers, windows(*[USUAL] * 4, first=151, count=10)) == [
+        "rank 2 (node1) was 188 % slower than the median, once, in steps 101 to 150: data (a step: data 100 ms, "
+        "median 2; compute 50 ms, median 50; waiting 0 ms, median 98)"
+    ]
+    # A rank with many of them gets no line for each
+    for _ in range((QUIET_WINDOWS - 10) // 2):
+        assert said(stragglers, windows(USUAL, USUAL, (0.1, 0.05), USUAL)) == []
+        assert said(stragglers, windows(*[USUAL] * 4)) == []
+
+
+def test_small_hiccups_are_not_worth_a_line() -> None:
+    stragglers = Stragglers(HOSTS)
+    for number in range(40):
+        ranks = [USUAL] * 4
+        ranks[number % 4] = (0.002, 0.08)
+        assert said(stragglers, windows(*ranks)) == []
+
+
+@pytest.mark.parametrize("slower", [0.0, 0.03, 0.06])
+def test_little_slowness_is_not_worth_a_line(slower: float) -> None:
+    ranks = [USUAL, USUAL, (0.002, 0.05 + 0.052 * slower)]
+    assert said(Stragglers(["node0"] * 3), windows(*ranks, count=1000)) == []
+
+
+def test_a_rank_that_does_not_hold_up_the_others_is_not_slow() -> None:
+    """On a GPU data may come late and still in time: the host is ahead of the GPU."""
+    late = Window(1, 50, [[0.002, 0.05, 0.01], [0.03, 0.05, 0.01], [0.002, 0.05, 0.01]])
+    assert said(Stragglers(["node0"] * 3), iter([late] * 20)) == []
+
+
+def test_a_rank_that_takes_a_sample_more_is_not_slow() -> None:
+    """4 samples on three ranks, and a rank that is slow besides."""
+    order = Order(100, 4, 0, 0, 3)
+    assert order.samples_by_rank == [2, 1, 1]
+
+    def of(*own: float) -> list[str]:
+        seconds = [[0.0, each, max(own) - each] for each in own]
+        found = [replace(window, load=order.load_by_rank) for window in [Window(1, 50, seconds)] * 20]
+        return said(Stragglers(["node0"] * 3), iter(found))
+
+    assert of(0.1, 0.05, 0.05) == []
+    (line,) = of(0.13, 0.05, 0.05)
+    assert line.startswith("rank 0 (node0) is 30 % slower than the median")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 16])
+def test_random_slowness_of_a_busy_machine_says_nothing(world_size: int) -> None:
+    rng = random.Random(world_size)
+    stragglers = Stragglers(["node0"] * world_size)
+    for _ in range(1000):
+        ranks = [(0.002, 0.05 * rng.lognormvariate(0, 0.08)) for _ in range(world_size)]
+        assert said(stragglers, windows(*ranks)) == []
+
+
+def recorded(number: int) -> tuple[str, list[Window]]:
+    """Windows of a second each, of jobs on two CPUs that had twice as much to do as they could; which part was slow."""
+    case = json.loads(RECORDED.read_text().splitlines()[number])
+    steps = [0, *(last for last, *_ in case["windows"])]
+    pairs = zip(steps, case["windows"], strict=False)
+    return case["case"], [Window(before + 1, last, ranks) for before, (last, *ranks) in pairs][1:]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_healthy_job_on_a_busy_machine_says_nothing(number: int) -> None:
+    case, found = recorded(number)
+    assert case == "healthy"
+    assert len(found) > 80
+    assert said(Stragglers(HOSTS[: len(found[0].seconds)]), iter(found)) == []
+
+
+@pytest.mark.parametrize(("number", "part"), [(2, "data"), (3, "compute")])
+def test_slow_rank_on_a_busy_machine_is_found(number: int, part: str) -> None:
+    """By a tenth, of two ranks, and by a fifth, of three."""
+    case, found = recorded(number)
+    assert case == part
+    slow, host = len(found[0].seconds) - 1, HOSTS[len(found[0].seconds) - 1]
+    (line,) = said(Stragglers(HOSTS[: slow + 1]), iter(found))
+    assert re.match(rf"rank {slow} \({host}\) is \d+ % slower .*, since step \d+: {part} \(", line)
+
+
+@pytest.mark.parametrize(("world_size", "part"), [(3, "data"), (3, "compute"), (2, "compute")])
+def test_the_slow_rank_of_a_run_is_named(forks: Forks, tmp_path: Path, world_size: int, part: str) -> None:
+    """By gloo and, of two ranks of one host, by the memory that they share. All of them take as long for a step."""
+    train = (
+        "train", "--workload", "tests.rigs.uneven_workload:build", "--options.part", part, "--options.rank", "1",
+        "--batch-size", "12", "--epochs", "1000", "--log-every-steps", "2", "--run-dir", tmp_path, "--name", "run",
+        "--tensorboard=false", "--advice=false",
+    )
+    preload = "tests.rigs.uneven_workload:short_windows"
+    with forks.running(*train, world_size=world_size, preload=preload) as job:
+        job.wait_for("slower than")
+        (line,) = re.findall(r"rank \d \(.*slower than .*", job.output)
+    others = "the median" if world_size > 2 else "the other"
+    assert re.match(rf"rank 1 \(\S+\) is \d+ % slower than {others}, since step \d+: {part} \(", line)
