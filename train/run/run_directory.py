@@ -16,6 +16,7 @@ import torch
 
 from rankup.errors import Stopped, UserError, disk_error
 from rankup.observe import tracker
+from rankup.observe.metrics import Metrics
 from rankup.places import lineage
 from rankup.places.lease import Lease
 from rankup.places.lineage import Lineage
@@ -27,7 +28,7 @@ from train.group.join import broke_collective
 from train.run import rescue
 from train.run.checkpoint import Checkpoint, find_problem, list_checkpoints, newest_good_step
 from train.run.copier import Copier
-from train.run.metrics import Metrics, Progress
+from train.run.metrics import Progress
 from train.run.on_disk import OnDisk, find_earlier, find_run, go_on, is_wanted, not_writable
 from train.run.origin import Origin, find_origin
 from train.run.publish import remove_unfinished
