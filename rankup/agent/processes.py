@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from rankup.agent.limits import read
-
 from rankup.timing import POLL_S
 
 LINUX = sys.platform.startswith("linux")
