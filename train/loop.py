@@ -13,6 +13,8 @@ from torch import nn
 from torch.profiler import record_function
 
 from rankup.env.rank_env import RankEnv
+from rankup.observe.step_clock import open_clock
+from rankup.observe.stragglers import COMPUTE, DATA, WAITING
 from train.config import Config, check_world_size
 from train.data.loader import Loader
 from train.data.random_numbers import derive_seed, seed_everything
@@ -43,7 +45,6 @@ from train.run.result import describe, write_result
 from train.run.resume import load_initial_weights, load_training_state
 from train.run.run_directory import RunDirectory, open_run_directory
 from train.run.sharded_checkpoint import check_shared
-from train.run.step_clock import COMPUTE, DATA, WAITING, open_clock
 from train.run.training import Training, look_at_save, save, save_and_stop
 from train.workloads import Workload, load
 from train.workloads.batches import all_batches, build_order, first_batch, is_evaluated

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from rankup.observe.stragglers import ROW
 from train.run import rank_reports
 from train.run.rank_reports import WIDTH, RankReports
-from train.run.stragglers import ALARM, LARGEST_CHANGE
 
 STEPS = 10  # between two reports
-FEWEST = round(ALARM / LARGEST_CHANGE)  # windows before a word
 
 
 class Job:
@@ -73,10 +72,10 @@ def test_one_process_has_the_values_of_its_node_alone(monkeypatch: pytest.Monkey
 def test_first_window_and_saves_call_no_rank_slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     job = Job(monkeypatch, tmp_path)
     job.own = [0.1, 0.9, 0.0]  # rank 0 writes a checkpoint beside its steps
-    for number in range(4 * FEWEST):
+    for number in range(4 * ROW):
         job.report(saving=number % 2 == 0)  # one that begins in a window, and ends in the next
     assert job.said == []
-    for _ in range(FEWEST + 1):
+    for _ in range(ROW + 1):
         job.report()
     (line,) = job.said
     assert line.startswith("rank 0 (node0) is 67 % slower than the other, since step ")

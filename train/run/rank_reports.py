@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
+from rankup.observe.step_clock import StepClock
+from rankup.observe.stragglers import PARTS, Stragglers, Window
 from train.group.group import Group
 from train.run.node_use import GPU_NAMES, NAMES, NodeUse, sample_gpu
-from train.run.step_clock import PARTS, StepClock
-from train.run.stragglers import Stragglers, Window
 
 WINDOW_S = 5.0  # of the reports that are looked at together
 WINDOW_S_PER_RANK = 0.05  # longer for many ranks: each has values to write

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rankup.errors import Stopped
+from rankup.observe.step_clock import StepClock
 from train.config import Config
 from train.data.loader import Loader
 from train.group.group import Group
@@ -20,7 +21,6 @@ from train.run.metrics import Metrics, Progress, Speed
 from train.run.profiler import Profiler
 from train.run.rank_reports import RankReports
 from train.run.run_directory import RunDirectory
-from train.run.step_clock import StepClock
 from train.run.training_state import TrainingState
 from train.workloads import Workload
 
