@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import UserError
+from rankup.places.files import write_atomically
 from train.config import Config, changed_settings, to_yaml
 from train.group.group import Group
-from train.process.atomic_file import write_atomically
 from train.process.status import job_of, read_json
 from train.run import copies, lineage
 from train.run.checkpoint import AllDamaged, Checkpoint, load_newest

@@ -9,9 +9,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from rankup.errors import ConfigError, disk_error
+from rankup.places.files import staged
 from train.config import Config
 from train.group.group import Group
-from train.process.atomic_file import staged
 
 FOLDER = "profile"
 # How gloo, nccl and torch's own layer above them name their events
