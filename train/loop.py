@@ -13,6 +13,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from rankup.env.rank_env import RankEnv
+from rankup.observe.profiler import Profiler
 from rankup.observe.step_clock import open_clock
 from rankup.observe.stragglers import COMPUTE, DATA, WAITING
 from train.config import Config, check_world_size
@@ -37,7 +38,6 @@ from train.run.changing import Changing
 from train.run.evaluation import evaluate
 from train.run.keeper import Rescuer
 from train.run.metrics import Speed
-from train.run.profiler import Profiler
 from train.run.progress_bar import ProgressBar
 from train.run.rank_reports import RankReports
 from train.run.reporter import Reporter
@@ -184,7 +184,10 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
         steps_per_epoch=order.steps_per_epoch, total_steps=total_steps, buffers=buffers,
         progress=progress, changing=Changing(progress, device), saved=run.saved, saving=run.saving,
         metrics=metrics,
-        profiler=Profiler(config, group, step=progress.step, total_steps=total_steps),
+        profiler=Profiler(
+            config.profile, run_dir=group.run_dir, rank=group.rank, device=device, step=progress.step,
+            total_steps=total_steps, log=log,
+        ),
         speed=Speed(config.batch_size, progress.step),
         clock=clock, reports=RankReports(group, clock, step=progress.step, load=order.load_by_rank),
         advice=Advice(config, group, method, workload, plain, batch, step=progress.step, total_steps=total_steps),
