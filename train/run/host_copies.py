@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from train.process.limits import memory_available
+from rankup.agent.limits import memory_available
 
 # The copy and the files made of it at the same time; and as much again stays free
 ROOM = 4
