@@ -24,12 +24,12 @@ from train.data.worker_loader import free_shared_memory
 from train.group.group import Group
 from train.group.join import join
 from train.parallel import load_method, method_name, start_method
+from train.parallel.allocator import keep_freed_memory
 from train.parallel.buffers import Buffers
 from train.parallel.method import Method
 from train.parallel.model import autocast, check_same_shapes, compile_model, prepare
 from train.parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
 from train.parallel.warm_up import warm_up
-from train.process.allocator import keep_freed_memory
 from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
 from train.run import weights

@@ -1,6 +1,7 @@
 """Imports in rankup/ and train/ run one way, cheap modules stay cheap, and schedulers are known in one place."""
 
 import ast
+import gc
 import io
 import re
 import subprocess
@@ -11,6 +12,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 from tests.rigs.jobs import ROOT, environment
+from train.commands.table import without_collections
 
 FOLDERS = ["config", "process", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "samples"]
 # What may import what: the later the earlier
@@ -113,6 +115,16 @@ def test_imports_of_commands_that_do_not_train_leave_torch_out() -> None:
     loaded = modules_after(f"from train.main import main\nfor line in {lines}: main(line)")
     assert {"train", "pydantic"} <= loaded
     assert "torch" not in loaded
+
+
+def test_garbage_is_collected_again_after_slow_imports() -> None:
+    try:
+        with without_collections():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 SCHEDULERS = re.compile(r"slurm|sbatch|srun|scancel|kube|k8s|pytorchjob|trainjob|volcano|\bpods?\b", re.IGNORECASE)

@@ -25,9 +25,9 @@ from rankup.env.addresses import is_loopback
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, LaunchError
 from rankup.group.line import AgentLine, Line, MemberLine
+from rankup.places.files import write_atomically
 from train.group.network import allow_connections
 from train.group.store import connect_store, start_store
-from train.process.atomic_file import write_atomically
 
 LEADER = "rankup/leader"  # in the launcher's store: the port where the leader listens
 GRACE_S = 2.0  # how long a launcher's store may take to answer
