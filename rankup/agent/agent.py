@@ -228,16 +228,11 @@ class Agent:
         )
 
     def _forget_server(self) -> None:
-        if self._commit:
-            self.begin(self._replace_server())
+        if self.server is not None and self.server.ready.is_set():
+            log.warning("the process that forks the ranks was killed, and they with it")
+            self._start_server()
         else:  # it has not even imported torch: nor would the next
             self.finish(Verdict(KILLED, f"starting the ranks: SIGKILL: {explain_sigkill(self._oom_kills)}"))
-
-    async def _replace_server(self) -> None:
-        log.warning("the process that forks the ranks was killed, and they with it")
-        if self.server is not None:
-            await self.server.close()
-        self._start_server()
 
     def _start_ranks(self, commit: dict[str, Any]) -> None:
         self._commit, self._oom_kills = commit, oom_kills()
