@@ -12,6 +12,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from rankup.env.rank_env import RankEnv
+from rankup.state.shards import check_shared
 from train.config import Config, check_world_size
 from train.data.loader import Loader
 from train.data.random_numbers import derive_seed, seed_everything
@@ -41,7 +42,6 @@ from train.run.reporter import Reporter
 from train.run.result import describe, write_result
 from train.run.resume import load_initial_weights, load_training_state
 from train.run.run_directory import RunDirectory, open_run_directory
-from train.run.sharded_checkpoint import check_shared
 from train.run.step_clock import COMPUTE, DATA, WAITING, open_clock
 from train.run.training import Training, look_at_save, save, save_and_stop
 from train.workloads import Workload, load

@@ -15,10 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from tests.rigs.checkpoints import training_state
+from tests.rigs.checkpoints import save_checkpoint, training_state
 from tests.rigs.object_store import BUCKET, S3, Door
 from train.run.objects import Objects
-from train.run.publish import save_checkpoint
 from train.run.run_store import RunStore
 
 RUN = "0123456789abcdef"

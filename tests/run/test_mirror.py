@@ -88,11 +88,11 @@ def test_newest_whole_one_of_both_places(place: Place, undisturbed: dict[str, An
     place.run(code=143, **STOP)
     here = sorted((place.run_dir / "checkpoints").iterdir())
     for path in here if damage.startswith("all") else here[-1:]:
-        flip(path / "model.pt", 99)
+        flip(path / "model.safetensors", 99)
     resumed = "step-00000018"
     if damage.endswith("there"):
         (there,) = place.mirror.glob("run/*/checkpoints/*/step-00000018-*")
-        flip(there / "model.pt", 99)
+        flip(there / "model.safetensors", 99)
         resumed = place.mirrored()[-2]  # 16, or 8 if the upload of that was left out for the next
     output = place.run()
     assert f"fetched {resumed} from the mirror" in output
@@ -138,7 +138,7 @@ def test_fresh_begins_anew_there_too_and_keeps_what_was_there(place: Place) -> N
 def test_only_damaged_ones_are_left_and_nothing_begins_anew_without_a_word(place: Place) -> None:
     place.run(code=143, **STOP)
     place.lose()
-    for path in place.mirror.glob("run/*/checkpoints/*/*/model.pt"):
+    for path in place.mirror.glob("run/*/checkpoints/*/*/model.safetensors"):
         flip(path, 99)
     assert "must hold a whole checkpoint, got only damaged ones" in place.run(code=2)
 
@@ -260,7 +260,7 @@ def test_owner_frozen_before_any_of_its_requests_takes_nothing_from_its_successo
 
 def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(tmp_path: Path) -> None:
     run_dir = tmp_path / "machine" / "run"
-    freezer = Freezer(0, lambda name: hang(name) if "put_file" in name and "model.pt" in name else None)
+    freezer = Freezer(0, lambda name: hang(name) if "put_file" in name and "model.safetensors" in name else None)
 
     def hang(name: str) -> None:
         freezer.stands.set()

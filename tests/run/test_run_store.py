@@ -43,7 +43,7 @@ def test_the_newest_checkpoint_comes_back_on_an_empty_disk(url: str, tmp_path: P
 
 def test_old_ones_are_removed_and_the_objects_of_a_killed_upload_too(url: str, tmp_path: Path) -> None:
     store = open_store(url)
-    store.objects.write(f"checkpoints/{RUN}/step-00000005-0123456789ab/model.pt", b"cut off")
+    store.objects.write(f"checkpoints/{RUN}/step-00000005-0123456789ab/model.safetensors", b"cut off")
     for step in (10, 20, 30):
         store.upload_checkpoint(save(tmp_path / "here", step), run=RUN, keep=2)
     left = {name.split("/")[2][:13] for name in store.objects.names("checkpoints")}
@@ -105,7 +105,7 @@ class _Blind(Objects):
 def test_all_damaged_is_an_error_and_no_new_start(url: str, tmp_path: Path) -> None:
     store = open_store(url)
     store.upload_checkpoint(save(tmp_path / "here", 10), run=RUN, keep=9)
-    (model,) = [name for name in store.objects.names() if name.endswith("model.pt")]
+    (model,) = [name for name in store.objects.names() if name.endswith("model.safetensors")]
     store.objects.remove([model])
     with pytest.raises(UserError, match=r"got only damaged ones: step-00000010-\w+: model\.pt is missing"):
         store.fetch_newest(tmp_path / "there", run=RUN)
@@ -161,7 +161,7 @@ def test_files_beside_the_checkpoints_are_copied_where_they_changed(url: str, tm
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(f"content of {name}\n")
     (run / "before-20260101T000000-1" / "checkpoints").mkdir()
-    (run / "before-20260101T000000-1" / "checkpoints" / "model.pt").write_text("large")
+    (run / "before-20260101T000000-1" / "checkpoints" / "model.safetensors").write_text("large")
     store = open_store(url)
     store.upload_files(run)
     written = []

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from rankup.errors import UserError
-from tests.rigs.checkpoints import SETTINGS, flip, train, training_state
+from tests.rigs.checkpoints import SETTINGS, flip, save_checkpoint, train, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
-from train.run import publish, weights
+from train.run import weights
 
 
 def test_digest_sees_names_types_shapes_and_bits() -> None:
@@ -77,9 +78,9 @@ def test_tensors_of_other_shapes_keep_their_value_and_are_listed(tmp_path: Path)
 
 def test_a_checkpoint_of_ours_is_taken_too(tmp_path: Path) -> None:
     given = plain_model().state_dict()
-    path = publish.save_checkpoint(tmp_path, training_state(3), given, keep=1)
+    path = save_checkpoint(tmp_path, training_state(3), given, keep=1)
     assert weights.digest(started_from(path)[0]) == weights.digest(given)
-    flip(path / "model.pt", 100)
+    flip(path / "model.safetensors", 100)
     with pytest.raises(UserError, match="got a damaged one: model"):
         started_from(path)
 
@@ -128,7 +129,7 @@ def test_job_starts_from_weights_on_rank_0s_disk(forks: Forks, tmp_path: Path) -
     assert codes == [0, 0], output
     assert "started from w.pt: 2 of 4 tensors" in output
     assert "3.weight keeps its initial value: its shape there is (5, 16), here (4, 16)" in output
-    trained = torch.load(folders[0] / "runs" / "run" / "checkpoints" / "step-00000004" / "model.pt")
+    trained = load_file(folders[0] / "runs" / "run" / "checkpoints" / "step-00000004" / "model.safetensors")
     assert torch.equal(trained["0.weight"], model.state_dict()["0.weight"])
     codes, output = forks.run(*arguments[:-1], "missing.pt", "--fresh", world_size=2, cwds=folders)
     assert codes == [2, 2], output

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import UserError, disk_error
+from rankup.state.copies import to_json
 from train.run.checkpoint import AllDamaged
 from train.run.lineage import FILE as RUN_FILE
 from train.run.lineage import RUN_ID, Lineage
@@ -31,7 +32,6 @@ from train.run.stored_checkpoint import (
     read_manifest,
     step_of,
 )
-from train.run.training_state import to_json
 
 NEWEST = "newest.json"
 FILES = (RUN_FILE, "config.yaml", "status.json", "result.json", "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")
