@@ -15,7 +15,7 @@ from tests.rigs.jobs import ROOT, environment
 FOLDERS = ["config", "process", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "samples"]
 # What may import what: the later the earlier
 ORDER = [
-    *(f"rankup.{name}" for name in ("errors", "env", "places", "agent", "group", "cli", "__main__")),
+    *(f"rankup.{name}" for name in ("errors", "env", "places", "agent", "group", "state", "cli", "__main__")),
     *(f"train.{name}" for name in FOLDERS),
 ]
 
