@@ -35,7 +35,6 @@ push: ; @docker/host/push.sh ## Push the image to REPOSITORY
 
 slurm-local: ; @slurm/local.sh up ## Start a real Slurm of two nodes on this machine (root; NODES=3 CPUS=8)
 slurm-local-down: ; @slurm/local.sh down ## Remove it again
-sif: ; @slurm/sif.sh ## Make rankup.sif, for Apptainer, of the image that make image builds
 
 test: lint types unit ## All checks: lint, types, tests. This is what CI runs
 lint: $(TESTED) ; $(RUN)ruff check . ## ruff: mistakes and import order
@@ -50,7 +49,7 @@ soak: $(TESTED) ## The tests with random faults, a hundred runs of each, and a r
 	RANKUP_RUNS=100 $(RUN)python -m pytest --timeout 0 $(or $(ARGS),$(shell grep -rl RANKUP_RUNS tests --include="test_*.py"))
 	$(RUN)python -m tests.soak --random 100
 
-compare: $(READY) ; $(RUN)python -m train.main compare $(ARGS) ## Methods and launchers side by side (ARGS: settings)
+compare: $(TESTED) ; $(RUN)python tests/bench/compare.py $(ARGS) ## Methods and launchers side by side (ARGS: --only, settings)
 doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Is this machine fit to train? (ARGS: settings)
 throughput: $(TESTED) ; $(RUN)python tests/bench/throughput.py $(ARGS) ## Measure images/s, start, save and load here
 race: $(TESTED) ## Race the tutorial's loop, Accelerate, Lightning and a loop tuned by hand (ARGS: --repeats 3)
@@ -75,4 +74,4 @@ $(VENV)/.ready-for-tests: $(VENV)/.ready $(LOCKS:%=docker/requirements%.lock) te
 	@$(INSTALL) tests $(PYTHON)
 	@touch $@
 
-.PHONY: venv-tests doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down sif engine help venv demo up down image wheels push test lint types unit soak throughput race lock clean
+.PHONY: venv-tests doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down engine help venv demo up down image wheels push test lint types unit soak throughput race lock clean

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankup.agent.agent import Agent, Helpers, Options
-from rankup.agent.output import guard, setup_logging
+from rankup.agent.logs import guard, setup_logging
 from rankup.agent.script import Script
 from rankup.env.node_env import NodeEnv, read_node_env
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, ConfigError, JoinError, UserError
+from rankup.observe.stacks import where
 
 log = logging.getLogger("rankup")
 
@@ -68,7 +69,7 @@ def launch(
     `preflight`: the doctor's code for this machine, this script and the folder of its runs; 0 where all is well.
     """
     given = parser().parse_args(words)
-    helpers = helpers or Helpers()
+    helpers = helpers or Helpers(advice=advice, where=where)
     guard("stdout", "stderr")
     setup_logging(rank=None)
     try:
@@ -96,6 +97,14 @@ def launch(
         log.error("%s", f"error: {error}" if error.code == USER_MISTAKE else f"{error} (exit code {error.code})")
         helpers.tell(str(error), error.code)
         return error.code
+
+
+def advice(tail: str) -> str:
+    """What a script's last lines mean, if they show a known fault, otherwise ""."""
+    # Imported where it is needed: it compiles the patterns of all known faults, a twentieth of a second
+    from rankup import explain
+
+    return explain.advice(tail)
 
 
 async def _run(node: NodeEnv, script: Script, options: Options, run_dir: Path, helpers: Helpers) -> int:

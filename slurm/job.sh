@@ -31,27 +31,58 @@ done
 [[ $run_dir != *://* ]] || run_dir=runs
 run=$run_dir/$name
 
+# The code ------------------------------------------------------------------------------------------------------------
+
+copy_code() { # TO: our code, and of the current folder, where it is a git checkout, what git tracks and new Python files
+  local mine=$1
+  [[ $PWD -ef $RANKUP ]] || mine=$1/here
+  rm -rf "$1"
+  mkdir -p "$mine" && cp -rp "$RANKUP"/{rankup,train,slurm} "$1" || return
+  [[ ! -e $RANKUP/.venv ]] || ln -s "$RANKUP/.venv" "$1/.venv"
+  if git -c safe.directory='*' rev-parse 2> /dev/null; then
+    { git -c safe.directory='*' ls-files -z; git -c safe.directory='*' ls-files -zo --exclude-standard -- '*.py'; } |
+      grep -zvE '(^|/)(code/slurm-|site-packages/)' | tar -c --null -T - --ignore-failed-read 2> /dev/null | tar -x -C "$mine"
+  elif [[ $mine != "$1" ]]; then
+    say "the code in $PWD is not kept: it is no git checkout. Each start runs it as it is then"
+  fi
+}
+differences() { # OLD NEW: the first files that differ, on one line
+  diff -rq --no-dereference -x __pycache__ "$1" "$2" | sed "s#$2#the new#g; s#$1#the old#g" | head -n 5 | paste -sd ';'
+}
+in_copy() { # PATH: what it is called in the copy of the current folder, or as it is where that has no such thing
+  local path
+  path=$(realpath -m -- "$1")
+  if [[ $path/ == "$PWD"/* && -e $here${path#"$PWD"} ]]; then echo "$here${path#"$PWD"}"; else echo "$1"; fi
+}
 if [[ -n $KEEP_CODE && $DOCTOR != only ]]; then
-  python=$RANKUP/.venv/bin/python
-  [[ -x $python ]] || python=python3
-  [[ -n $IMAGE || -z $PYTHON ]] || python=$PYTHON
-  # Prints the copy of the checkout, and that of the current folder
-  if mapfile -t kept < <("$python" "$RANKUP/slurm/kept_code.py" "$RANKUP" "$run/code" "$job") && ((${#kept[@]})); then
-    in_copy() { # PATH: what it is called in the copy of the current folder, or as it is where that has no such thing
-      local path
-      path=$(realpath -m -- "$1")
-      path=${kept[1]}${path#"$PWD"}
-      if [[ -e $path ]]; then echo "$path"; else echo "$1"; fi
-    }
-    for at in "${!script[@]}"; do
-      [[ ${script[at]} != *.py ]] || script[at]=$(in_copy "${script[at]}")
-    done
-    IFS=: read -ra folders <<< "${PYTHONPATH:-}"
-    for at in "${!folders[@]}"; do folders[at]=$(in_copy "${folders[at]}"); done
-    PYTHONPATH=$(IFS=:; echo "${folders[*]}")
-    export PYTHONPATH RANKUP=${kept[0]} RANKUP_CODE=${kept[1]} KEEP_CODE="" SCRIPT="${script[*]}"
+  kept=$(realpath -m "$run/code/slurm-$job") last=$(find "$run/code" -maxdepth 1 -name 'slurm-*[0-9]' \
+    -printf '%T@ %p\n' 2> /dev/null | sort -n | tail -n 1)
+  if copy_code "$kept.new"; then
+    if [[ -d $kept ]]; then
+      changed=$(differences "$kept" "$kept.new")
+      [[ -z $changed ]] || say "this start runs the code of the first, $kept; not what is there by now: $changed"
+      rm -rf "$kept.new"
+    else
+      [[ -z $last ]] || changed=$(differences "$(realpath "${last#* }")" "$kept.new")
+      [[ -z ${changed:-} ]] || say "the run was at last trained by ${last##*/}, with other code: $changed"
+      mv "$kept.new" "$kept"
+      say "every start of this job runs the code that is here now, kept in $kept"
+    fi
+    here=$kept
+    [[ $PWD -ef $RANKUP ]] || here=$kept/here
+    if [[ -n $(ls "$here") ]]; then
+      for at in "${!script[@]}"; do
+        [[ ${script[at]} != *.py ]] || script[at]=$(in_copy "${script[at]}")
+      done
+      IFS=: read -ra folders <<< "${PYTHONPATH:-}"
+      for at in "${!folders[@]}"; do folders[at]=$(in_copy "${folders[at]}"); done
+      PYTHONPATH=$(IFS=:; echo "${folders[*]}")
+      export PYTHONPATH RANKUP_CODE=$here SCRIPT="${script[*]}"
+    fi
+    export RANKUP=$kept KEEP_CODE=""
     exec bash "$RANKUP/slurm/job.sh" "$@"
   fi
+  say "the code can't be kept in $run/code: each start runs the checkout as it is then"
 fi
 
 # Steps ----------------------------------------------------------------------------------------------------------------

@@ -39,8 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ |= {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
     if not IS_WORKER:
         os.environ[SESSION] = secrets.token_hex(8)
-    for name in ("LC_ALL", "LC_MESSAGES", "LANG"):  # explain answers in the language of the locale
-        os.environ.pop(name, None)
     # A shell starts its background jobs with Ctrl-C ignored. Their children inherit that, and a shell can't undo it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # nohup does the same to the hang-up. A handler of our own is not inherited: the children get the default back,

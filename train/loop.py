@@ -1,5 +1,6 @@
 """The training, top to bottom: `build` makes all that it needs, `train` loops over the steps. Start reading here."""
 
+import logging
 import os
 import time
 from copy import deepcopy
@@ -27,7 +28,6 @@ from train.parallel.optimizer import build_optimizer, build_scaler, rate_at, set
 from train.parallel.warm_up import warm_up
 from train.process import machine_checks
 from train.process.allocator import keep_freed_memory
-from train.process.log import Log
 from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
 from train.run import weights
@@ -37,6 +37,7 @@ from train.run.evaluation import evaluate
 from train.run.keeper import Rescuer
 from train.run.metrics import Speed
 from train.run.profiler import Profiler
+from train.run.progress_bar import ProgressBar
 from train.run.rank_reports import RankReports
 from train.run.reporter import Reporter
 from train.run.result import describe, write_result
@@ -48,7 +49,7 @@ from train.workloads import Workload, load
 from train.workloads.batches import all_batches, build_order, first_batch, is_evaluated
 
 
-def train(config: Config, launch: RankEnv, *, run_dir: Path, log: Log, stop: StopRequest) -> None:
+def train(config: Config, launch: RankEnv, *, run_dir: Path, log: logging.Logger, stop: StopRequest) -> None:
     """Train to the end, or to where a stop was asked for.
 
     Raises UserError (code 2), Stopped (143), JoinError (170), PeerLost (171); see `rankup.errors`.
@@ -78,6 +79,7 @@ def train(config: Config, launch: RankEnv, *, run_dir: Path, log: Log, stop: Sto
         watch.protect(Rescuer(t), timeout_s=config.save_timeout_s)  # from here on a lost rank costs no finished step
         stop.finish_step_first()
         log.info(f"ready after {time.monotonic() - began_s:.1f} s")
+        bar = ProgressBar(config, is_rank0=group.is_rank0, step=progress.step, total_steps=t.total_steps, log=log)
         try:
             while True:
                 # Report, evaluate, save -------------------------------------------------------------------------
@@ -106,10 +108,10 @@ def train(config: Config, launch: RankEnv, *, run_dir: Path, log: Log, stop: Sto
                 group.step = progress.step
                 if progress.line is not None and progress.line["step"] == progress.step:  # a new one
                     t.metrics.training(progress.line)
-                log.progress(progress.step, t.metrics.line(progress.step, t.total_steps) if log.progress_due() else "")
+                bar.show(progress.step, lambda: t.metrics.line(progress.step, t.total_steps))
         finally:
             t.loader.close()
-            log.end_progress()
+            bar.close()
         watch.enter("end", config.save_timeout_s, step=progress.step)
         write_result(t, reporter, seconds=time.monotonic() - began_s)
 
@@ -175,7 +177,6 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
 
     metrics = run.open_metrics(progress, workload.unit)
     clock = open_clock(device, group.link, world_size=group.world_size)
-    log.start_progress(kind=config.progress, total_steps=total_steps, step=progress.step, every_s=config.report_every_s)
     return Training(
         config=config, group=group, method=method, run=run, workload=workload, plain=plain, model=model, whole=whole,
         optimizer=optimizer, scaler=scaler, loader=loader, divisors=order.divisors,

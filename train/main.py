@@ -4,6 +4,7 @@ The whole line is understood before anything runs; torch is imported by the comm
 exit code: see `rankup.errors`.
 """
 
+import logging
 import os
 import sys
 import traceback
@@ -22,6 +23,7 @@ if __name__ == "__main__":
     # traceback for SIGINT, nor sit out a grace period
     _stop = StopRequest().install()
 
+from rankup.agent.logs import guard, line_head, setup_logging
 from rankup.env.rank_env import RankEnv, read_rank_env, with_options, without_launcher
 from rankup.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, Stopped, UserError, exit_code, reason
 from train.commands.table import COMMANDS, print_whole
@@ -33,9 +35,10 @@ from train.process.context import Context
 from train.process.exit import finish
 from train.process.imports import prepare_imports
 from train.process.last_word import tell_platform
-from train.process.log import Log, guard
 from train.process.status import tell_torchrun
 from train.run.choices import CHOICES
+
+log = logging.getLogger("rankup")
 
 # Imported once, by the process that forks the ranks of a node
 __preload__ = [
@@ -54,11 +57,13 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
     if request.help or (request.command is None and not request.mistakes and not request.settings):
         print_whole(help_text(settings=request.help, choices=CHOICES))
         return FINISHED if request.help else USER_MISTAKE
-    log = Log()
+    setup_logging()
+    head = ""
     try:
         found = _read_environment(request)
         if isinstance(found, RankEnv):
-            log = Log(rank=found.rank, world_size=found.world_size)
+            head = line_head(found.rank, found.world_size)
+            setup_logging(rank=found.rank, world_size=found.world_size)
         config = load_config(request.settings, file=request.config_file, mistakes=request.mistakes, choices=CHOICES)
         if request.command is None:
             raise ConfigError(f"a command is missing: {', '.join(COMMANDS)}.")
@@ -68,10 +73,10 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
             guard("stdout")
         stop = stop or StopRequest().install()
         if isinstance(found, RankEnv) and not request.options.only_reads:
-            _prepare_process(found, log, stop)
+            _prepare_process(found, stop)
         return COMMANDS[request.command](Context(config, request, found, log, stop), request.options) or FINISHED
     except BaseException as error:
-        return _report(error, log)
+        return _report(error, head)
 
 
 def _read_environment(request: Request) -> RankEnv | UserError:
@@ -90,19 +95,19 @@ def _read_environment(request: Request) -> RankEnv | UserError:
         return error
 
 
-def _prepare_process(launch: RankEnv, log: Log, stop: StopRequest) -> None:
+def _prepare_process(launch: RankEnv, stop: StopRequest) -> None:
     stop.print_through(log)
     if launch.parent_pid:
         die_with_parent(launch.parent_pid)
     prepare_imports()
 
 
-def _report(error: BaseException, log: Log) -> int:
-    """Print an end that is no success, as its kind deserves, and return its code."""
+def _report(error: BaseException, head: str) -> int:
+    """Print an end that is no success, as its kind deserves, and return its code. `head`: who this rank is."""
     tell_torchrun(error)
     code = exit_code(error)
     if not getattr(error, "printed_elsewhere", False):
-        tell_platform(f"{log.prefix}{reason(error)}", code)
+        tell_platform(f"{head}{reason(error)}", code)
     if isinstance(error, Stopped):
         log.info(str(error))
     elif getattr(error, "printed_elsewhere", False):
@@ -111,7 +116,7 @@ def _report(error: BaseException, log: Log) -> int:
         log.warning(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
     else:
         # Imported where it is needed: it compiles the patterns of all known faults, a twentieth of a second
-        from train.commands.explain.explain import advice
+        from rankup.explain import advice
 
         # The rank and host stand before each line: in a heap of logs this is the one to find
         text = "".join(traceback.format_exception(error)).rstrip()

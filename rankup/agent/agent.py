@@ -29,9 +29,10 @@ from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.links import Links
+from rankup.agent.logs import host_name, open_log
 from rankup.agent.meeting import Leader
-from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen
-from rankup.agent.output import Pump, host_name, last_exception, open_log
+from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen, open_port
+from rankup.agent.output import Pump, last_exception
 from rankup.agent.processes import (
     cpu_quota,
     die_with_parent,
@@ -50,6 +51,7 @@ from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.script_env import PARENT, rank_environment
 from rankup.agent.status import (
     REPORT_S,
+    STACKS,
     RunStatus,
     announce_stacks,
     new_job,
@@ -73,7 +75,6 @@ SCRIPT_SETTLE_S = 5.0  # a script that knows nothing of us: it has only its own 
 KILL_S = 5.0  # how long a process may take to end once it is killed
 STOPPED_S = 10.0  # a rank in state T (SIGSTOP) answers nobody
 TICK_S = 0.25
-LOOK_S = 1.0  # between two looks for a request for stacks, which may come over a network disk
 SAY_S = 10.0  # between two lines that say where a script is that does not stop
 REPEAT_S = 5.0  # a signal that comes again so much later is meant: leave at once
 DRAIN_S = 2.0  # processes that a script left behind may hold its output open
@@ -160,18 +161,16 @@ class Agent:
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
-        loop.add_signal_handler(signal.SIGUSR2, lambda: self.begin(self._show_stacks()))
+        loop.add_signal_handler(signal.SIGUSR2, self._ask_for_stacks)
         try:
             if self.knows_us:
                 await self.links.open()
-                await self._start_server()
+                self._start_server()
             if self.node.node_rank == 0:
                 self.lead = Lead(self, me)
                 await self.lead.listen()
             self.begin(self._attend())
             self.begin(self._tick())
-            if not self.knows_us:
-                self.begin(self._watch_for_requests())
             return await self._over
         finally:
             for task in list(self._tasks):
@@ -214,6 +213,8 @@ class Agent:
                     self._leave_soon()
             elif event["is"] == "stop":
                 self._pass_on(event["signal"])
+            elif event["is"] == "stacks":
+                self.begin(self._show_stacks())
             elif event["is"] in ("over", "refused"):
                 self.finish(Verdict(event["code"], event["text"]))
 
@@ -231,7 +232,7 @@ class Agent:
 
     # This node's ranks ----------------------------------------------------------------------------------------------
 
-    async def _start_server(self) -> None:
+    def _start_server(self) -> None:
         """It imports torch while the agents meet."""
         self.server = ForkServer(
             on_end=self._ended, on_warning=lambda text: log.warning("%s", text),
@@ -239,7 +240,7 @@ class Agent:
         )
         file = self.script.file or ""
         preload, folder = own_imports(file)
-        await self.server.start(
+        self.server.start(
             safe_imports(file), env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}, preload=preload, folder=folder,
             fork=self.options.start == "fork",
         )
@@ -254,7 +255,7 @@ class Agent:
         log.warning("the process that forks the ranks was killed, and they with it")
         if self.server is not None:
             await self.server.close()
-        await self._start_server()
+        self._start_server()
 
     def _start_ranks(self, commit: dict[str, Any]) -> None:
         self._commit, self._oom_kills = commit, oom_kills()
@@ -317,7 +318,8 @@ class Agent:
         )
         os.close(ours)
         os.close(ours_too)
-        announce_stacks(self.run_dir, rank.number, self.node.world_size, rank.pid)
+        with contextlib.suppress(OSError):  # it costs only that nobody can ask
+            announce_stacks(self.run_dir, rank.number, self.node.world_size, rank.pid)
 
     def _read_rest(self, rank: Rank, code: int) -> None:
         """Its process has ended; its last words may not be read yet."""
@@ -422,7 +424,7 @@ class Agent:
         if rank.running:
             rank.told = True
             if self.server is not None:
-                self.server.kill(rank.local_rank)
+                self.server.signal(rank.local_rank, signal.SIGKILL)
             elif rank.pid:
                 kill_session(rank.pid)
 
@@ -466,8 +468,13 @@ class Agent:
 
     # Stacks ---------------------------------------------------------------------------------------------------------
 
+    def _ask_for_stacks(self) -> None:
+        """Somebody wants to know where the ranks are, those of all nodes."""
+        if not self.attendance.say("stacks"):
+            self.begin(self._show_stacks())
+
     async def _show_stacks(self) -> None:
-        """Somebody wants to know where the ranks are. Those that import rankup write it down themselves."""
+        """Those that import rankup write it down themselves."""
         if self.server is not None:
             for local_rank, pid in self.server.pids.items():
                 if pid and has_handler(pid, signal.SIGUSR2):
@@ -475,21 +482,11 @@ class Agent:
             return
         for line in await self._where(timeout_s=SAY_S):
             log.info("%s", line)
-        log.info("the stacks of all threads are in %s", self.run_dir / "stacks")
+        log.info("the stacks of all threads are in %s", self.run_dir / STACKS)
 
     async def _where(self, *, timeout_s: float) -> Sequence[str]:
         running = [rank.number for rank in self.ranks if rank.running]
         return await _aside(lambda: self.helpers.where(self.run_dir, running), timeout_s=timeout_s) or ()
-
-    async def _watch_for_requests(self) -> None:
-        """`stacks` on another machine touches a file, and so may anybody."""
-        request, seen = self.run_dir / "stacks" / "request", None
-        while True:
-            asked = await _aside(lambda: request.stat().st_mtime, timeout_s=LOOK_S) or 0.0
-            if seen is not None and asked > seen:
-                await self._show_stacks()
-            seen = asked
-            await asyncio.sleep(LOOK_S)
 
     async def _tick(self) -> None:
         """What tells nobody: ranks that were stopped (SIGSTOP), and orphans that a container's first process reaps."""
@@ -568,13 +565,13 @@ class Lead:
         if verdict.code is not None:
             self._end(verdict)
             await asyncio.Event().wait()
-        server = self.agent.server
-        try:
-            port = await server.serve_store(n, loopback=self.agent.node.num_nodes == 1) if server else free_port()
-        except ConnectionError:
-            if n > 1:
-                raise
-            await asyncio.Event().wait()  # the server was killed before it was ready: the agent ends, and says why
+        if (server := self.agent.server) is not None:
+            await server.ready.wait()
+            with open_port("127.0.0.1" if self.agent.node.num_nodes == 1 else "", 0) as listener:
+                server.start_store(listener)
+                port = listener.getsockname()[1]
+        else:
+            port = free_port()
         if self.status is not None:
             if n == 1:
                 await asyncio.to_thread(self.status.take)
@@ -596,6 +593,8 @@ class Lead:
                     self.leader.lose(member, end.cause or f"ended with {end.code}", ranks=[end.rank], code=end.code)
         elif message["is"] == "lost":
             self.ends.lose(member.ranks, member.host, message["why"])
+        elif message["is"] == "stacks":
+            self.leader.tell("stacks")
         elif message["is"] == "stop":
             self.ends.stopped_by = self.ends.stopped_by or str(message["signal"])
             self.leader.tell("stop", signal=message["signal"])

@@ -2,15 +2,13 @@
 
 The agent runs this file as a program and talks to it through a socket, one JSON object a line:
 
-| to the server                                             | from the server                                |
-|-----------------------------------------------------------|------------------------------------------------|
-| start: a local rank; name, argv (as behind `python`), env | started: the local rank, pid                   |
-|   (beside the server's; null removes), cwd, outputs (how  |                                                |
-|   many descriptors come along: stdout, stderr)            |                                                |
-| signal: a number, rank: to that process alone             | ended: the local rank, code (as a shell's)     |
-| kill: a local rank; and all of its session                | warning: a text                                |
-| store: a number, loopback: serve a store in place of the  | store: the number, port; or ended: its process |
-|   last one; null ends that one                            |   has ended with this code                     |
+| to the server                                                 | from the server                                |
+|---------------------------------------------------------------|------------------------------------------------|
+| start: a local rank; name, argv (as behind `python`), cwd,    | ready: its imports are done                    |
+|   env (beside the server's; null removes), descriptors: how   | started: the local rank, pid                   |
+|   many come along, stdout and stderr. Or start: STORE, with a | ended: the local rank or STORE, code (as a     |
+|   listener, in place of the last store                        |   shell's)                                     |
+| signal: a number, rank: to its process; SIGKILL to its session | warning: a text                                |
 
 A fork copies the thread that calls it and no other, yet all locks and the state of every library. So the server has one
 thread, no device and no process group, and it looks whether that is true. If not, it replaces itself by a process that
@@ -42,7 +40,6 @@ import time
 import types
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,11 +48,11 @@ if not __package__:
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parents[1]), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
 
-from rankup.agent.network import open_port
 from rankup.agent.processes import die_with_parent, end_of, kill_session, send_signal, spawn, state_of
 from rankup.agent.protocol import KILLED
 from rankup.errors import FAULT, FINISHED, USER_MISTAKE
 
+STORE = -1  # in the place of a local rank
 # When memory runs out, the kernel shall end a rank, which is forked anew, before the agent or the server
 MORE_LIKELY = 100
 END_S = 2.0  # within which the server ends by itself once its ranks are killed
@@ -67,7 +64,8 @@ KILL_S = 5.0  # a process that waits for a dead disk ends when the disk answers
 class ForkServer:
     """The agent's side. All methods belong to the event loop's thread, as do the callbacks.
 
-    `pids`: the processes of the running ranks by local rank; 0 for one that is being started.
+    `pids`: the processes of the running ranks by local rank; 0 for one that is being started. `ready`: the server has
+    imported what it shall, and obeys.
     """
 
     def __init__(
@@ -77,14 +75,14 @@ class ForkServer:
         `on_end` was called for each; start another server."""
         self._on_end, self._on_warning, self._on_gone = on_end, on_warning, on_gone
         self.pids: dict[int, int] = {}
-        self._store: tuple[int, asyncio.Future[int]] | None = None
+        self.ready = asyncio.Event()
         self._received = b""
 
-    async def start(
+    def start(
         self, modules: Sequence[str] = (), *, env: Mapping[str, str], preload: Sequence[str] = (), folder: str = "",
         fork: bool = True,
     ) -> None:
-        """Start the server. It takes requests at once, and obeys once its imports are done.
+        """Start the server. It takes requests at once, and obeys once it is ready.
 
         `modules`: to import, beside torch. What fails is left to the rank, which says it in its own words. `preload`:
         modules that the script names, found in `folder` too. `env`: of the server; its OMP_NUM_THREADS and Python's own
@@ -92,11 +90,12 @@ class ForkServer:
         """
         self._env = dict(env)
         self._channel, theirs = socket.socketpair()
-        order = Order(theirs.fileno(), os.getpid(), fork, [*modules], [*preload], folder)
+        order = {"channel": theirs.fileno(), "parent": os.getpid(), "fork": fork, "folder": folder,
+                 "modules": [*modules], "preload": [*preload]}
         with theirs:
             # A session of its own: a Ctrl-C at the terminal goes to the agent alone, which passes it on once
             self._process = subprocess.Popen(
-                order.command(), env=self._env, pass_fds=[order.channel], stdin=subprocess.DEVNULL,
+                _command(order), env=self._env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
         self.pid = self._process.pid
@@ -112,60 +111,34 @@ class ForkServer:
         self.pids[local_rank] = 0
         removed = dict.fromkeys(self._env.keys() - env.keys())
         changed = {name: value for name, value in env.items() if self._env.get(name) != value}
-        self._ask(
-            outputs, start=local_rank, name=name, argv=[*argv], env=removed | changed, cwd=cwd or os.getcwd(),
-            outputs=len(outputs),
-        )
+        self._ask(outputs, start=local_rank, name=name, argv=[*argv], env=removed | changed, cwd=cwd or os.getcwd())
+
+    def start_store(self, listener: socket.socket) -> None:
+        """Have a child of the server serve a torch.distributed.TCPStore there, in place of the last one. `listener`:
+        the caller may close its own afterwards."""
+        self._ask([listener.fileno()], start=STORE, name="store")
 
     def signal(self, local_rank: int, number: int) -> None:
-        """Send a signal to the rank's process alone, SIGTERM in place of a SIGUSR1 that it has no handler for."""
+        """Send a signal to the rank's process alone, SIGTERM in place of a SIGUSR1 that it has no handler for. SIGKILL
+        goes to all that the rank has started too."""
         self._ask(signal=number, rank=local_rank)
-
-    def kill(self, local_rank: int) -> None:
-        """Kill the rank and what it has started. `on_end` follows."""
-        self._ask(kill=local_rank)
-
-    async def serve_store(self, number: int, *, loopback: bool = False) -> int:
-        """Have a child of the server serve a torch.distributed.TCPStore in place of the last one. Returns the port.
-
-        `number`: not used before. `loopback`: reachable from this machine alone. Raises OSError where that fails.
-        """
-        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._forget_store()
-        self._store = number, port
-        self._ask(store=number, loopback=loopback)
-        return await port
-
-    def end_store(self) -> None:
-        self._forget_store()
-        self._ask(store=None)
 
     async def close(self) -> None:
         """End the server and all that it has started. No callback follows."""
         if self._channel.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._channel)
         self._channel.close()
-        self._forget_store()
         for patience_s in (END_S, KILL_S):
-            until_s = time.monotonic() + patience_s
-            while self._process.poll() is None and time.monotonic() < until_s:
-                await asyncio.sleep(0.005)
+            await _until(lambda: self._process.poll() is not None, timeout_s=patience_s)
             self._process.kill()
 
-    def _forget_store(self) -> None:
-        if self._store is not None and not self._store[1].done():
-            self._store[1].set_exception(ConnectionError("the store was given up"))
-        self._store = None
-
     def _ask(self, descriptors: Sequence[int] = (), **request: Any) -> None:
-        data = json.dumps(request).encode() + b"\n"
+        data = json.dumps({**request, "descriptors": len(descriptors)}).encode() + b"\n"
         try:
             if socket.send_fds(self._channel, [data], descriptors) < len(data):
                 raise BlockingIOError
-        except BlockingIOError:  # it reads nothing any more
+        except OSError:  # it is gone, which the event loop will see, or it reads nothing any more
             self._process.kill()
-        except OSError:  # it is gone, which the event loop will see
-            pass
 
     def _hear(self) -> None:
         data = b""
@@ -178,59 +151,42 @@ class ForkServer:
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
             news = json.loads(line)
-            if "warning" in news:
+            if "ready" in news:
+                self.ready.set()
+            elif "warning" in news:
                 self._on_warning(news["warning"])
             elif "started" in news:
                 self.pids[news["started"]] = news["pid"]
-            elif "store" in news:
-                self._hear_of_store(news)
+            elif news["ended"] == STORE:
+                self._on_warning(f"the process that serves the store ended with {news['code']}")
             elif self.pids.pop(news["ended"], None) is not None:
                 self._on_end(news["ended"], news["code"])
 
-    def _hear_of_store(self, news: dict[str, Any]) -> None:
-        if self._store is None or self._store[0] != news["store"]:
-            return  # it was replaced meanwhile
-        port = self._store[1]
-        if "ended" in news:
-            text = f"the process that serves the store ended with {news['ended']}"
-            if port.done():
-                self._on_warning(text)
-            else:
-                port.set_exception(OSError(text))
-        elif not port.done():  # the caller can have been cancelled
-            port.set_result(news["port"])
-
     async def _bury(self) -> None:
         """The server was killed, and the kernel kills its children: end what they had started themselves."""
-        lost = dict(self.pids)
-        for pid in filter(None, lost.values()):
+        lost, self.pids = self.pids, {}
+        pids = [pid for pid in lost.values() if pid]
+        for pid in pids:
             kill_session(pid)
-        until_s = time.monotonic() + KILL_S
-        while any(state_of(pid) not in ("", "Z") for pid in lost.values() if pid) and time.monotonic() < until_s:
-            await asyncio.sleep(0.005)
+        await _until(lambda: all(state_of(pid) in ("", "Z") for pid in pids), timeout_s=KILL_S)
         await self.close()
-        self.pids.clear()
         for local_rank in lost:
             self._on_end(local_rank, KILLED)
         self._on_gone()
 
 
+async def _until(true: Callable[[], bool], *, timeout_s: float) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not true() and time.monotonic() < until_s:
+        await asyncio.sleep(0.005)
+
+
 # The server ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Order:
-    """What the server shall be; see `ForkServer.start`. `channel`: the number of the socket. `parent`: the agent."""
-
-    channel: int
-    parent: int
-    fork: bool
-    modules: list[str]
-    preload: list[str]
-    folder: str
-
-    def command(self) -> list[str]:
-        return [sys.executable, str(Path(__file__).resolve()), json.dumps(asdict(self))]
+def _command(order: Mapping[str, Any]) -> list[str]:
+    """What runs a server. `order`: see `ForkServer.start`; `channel`: the socket's number; `parent`: the agent."""
+    return [sys.executable, str(Path(__file__).resolve()), json.dumps(order)]
 
 
 def obstacle() -> str:
@@ -263,17 +219,14 @@ def _open_files() -> Iterator[str]:
 
 
 class Server:
-    """Starts ranks, signals them and reports their ends, until the agent's side of the channel is closed."""
+    """Starts ranks and the store, signals them and reports their ends, until the agent closes the channel."""
 
     # SIGUSR1 is none of them: it is ignored, and every rank inherits that, until its script has a handler
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD)
 
     def __init__(self, channel: socket.socket, *, fork: bool) -> None:
         self.channel, self.fork, self.pid = channel, fork, os.getpid()
-        self._ranks: dict[int, int] = {}  # by process id
-        self._store, self._store_pid = 0, 0
-        self._received = b""
-        self._passed: list[int] = []  # descriptors that came, of requests that did not come yet
+        self._running: dict[int, int] = {}  # process id -> local rank, or STORE
         # The handlers wake `serve` when a child ends, and keep this process from dying of a signal that a batch system
         # sends to every process of a job: the agent has it too
         self._woken, self._waker = socket.socketpair()
@@ -282,7 +235,7 @@ class Server:
         self._usual = {number: signal.signal(number, lambda *_: None) for number in self.SIGNALS}
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
-    def prepare(self, order: Order) -> Iterator[str]:
+    def prepare(self, order: Mapping[str, Any]) -> Iterator[str]:
         """Import once what every rank would import. Yields what went wrong with the modules that the script names."""
         # Importing torch would trigger collections that walk 350,000 objects and find nothing: a fifth of the time
         gc.disable()
@@ -292,17 +245,17 @@ class Server:
             # A parallel operation before the fork would start threads, and a rank would wait for them without end
             self.num_threads = torch.get_num_threads()
             torch.set_num_threads(1)
-        for name in ("torch._dynamo", *order.modules):  # an optimizer's first step imports the former
+        for name in ("torch._dynamo", *order["modules"]):  # an optimizer's first step imports the former
             with contextlib.suppress(Exception):
                 pkgutil.resolve_name(name)
-        if order.preload:
-            sys.path.insert(0, order.folder)
-            for name in order.preload:
+        if order["preload"]:
+            sys.path.insert(0, order["folder"])
+            for name in order["preload"]:
                 try:
                     importlib.import_module(name)
                 except Exception as error:
                     yield f"{name} can't be preloaded: {type(error).__name__}: {error}"
-            sys.path.remove(order.folder)
+            sys.path.remove(order["folder"])
         # OpenBLAS, which numpy brings along, starts threads while it is loaded, and ends them before each fork
         if (pid := os.fork()) == 0:
             os._exit(FINISHED)
@@ -310,8 +263,9 @@ class Server:
         gc.freeze()  # a collection in a rank must not write to, and so copy, the memory that all share
         gc.enable()
 
-    def serve(self) -> dict[str, Any] | None:
-        """Return None once the agent is gone and what was started here is killed; in a forked rank, its request."""
+    def serve(self) -> list[str] | None:
+        """Return None once the agent is gone and what was started here is killed; in a forked rank, its argv."""
+        received, passed = b"", []  # descriptors may come before the whole of their request
         while True:
             readable = select.select([self.channel, self._woken], [], [])[0]
             if self._woken in readable:
@@ -320,17 +274,19 @@ class Server:
                 data, descriptors, *_ = socket.recv_fds(self.channel, 65536, 64)
                 if not data:
                     break
-                self._passed += descriptors
-                *lines, self._received = (self._received + data).split(b"\n")
-                requests: list[dict[str, Any]] = [json.loads(line) for line in lines]
-                for request in requests:
-                    if "start" in request and self._start(request):
-                        return request
-                    self._obey(request)
+                passed += descriptors
+                *lines, received = (received + data).split(b"\n")
+                for request in map(json.loads, lines):
+                    if "start" not in request:
+                        self._signal(request["rank"], request["signal"])
+                        continue
+                    own, passed = passed[: request["descriptors"]], passed[request["descriptors"] :]
+                    if self._start(request, own):
+                        argv: list[str] = request["argv"]
+                        return argv
             self._report_ends()
-        for pid in (*self._ranks, self._store_pid):
-            if pid:
-                kill_session(pid)
+        for pid in self._running:
+            kill_session(pid)
         return None
 
     def tell(self, **news: Any) -> None:
@@ -338,40 +294,40 @@ class Server:
         with contextlib.suppress(OSError):
             self.channel.sendall(json.dumps(news).encode() + b"\n")
 
-    def _obey(self, request: dict[str, Any]) -> None:
-        if "store" in request:
-            self._end_store()
-            if request["store"] is not None:
-                self._start_store(request["store"], "127.0.0.1" if request["loopback"] else "")
-        for pid, local_rank in self._ranks.items():
-            if local_rank == request.get("kill"):
-                kill_session(pid)
-            elif local_rank == request.get("rank"):
-                send_signal(pid, request["signal"])
+    def _signal(self, local_rank: int, number: int) -> None:
+        for pid, each in self._running.items():
+            if each == local_rank:
+                if number == signal.SIGKILL:
+                    kill_session(pid)
+                else:
+                    send_signal(pid, number)
 
-    def _start(self, request: dict[str, Any]) -> bool:
+    def _start(self, request: dict[str, Any], descriptors: list[int]) -> bool:
         """Whether this is the rank that was started."""
-        outputs, self._passed = self._passed[: request["outputs"]], self._passed[request["outputs"] :]
-        pid, problem = -1, ""
+        which, name, pid = request["start"], request["name"], -1
+        if which == STORE:
+            self._signal(STORE, signal.SIGKILL)
+            self._running = {pid: each for pid, each in self._running.items() if each != STORE}  # nobody waits for it
         try:
-            if self.fork:
-                pid = self._fork(request["name"])
+            if self.fork or which == STORE:
+                pid = self._fork(name)
             else:
                 env = {name: value for name, value in (os.environ | request["env"]).items() if value is not None}
-                streams = dict(zip(("stdout", "stderr"), outputs, strict=False))
+                streams = dict(zip(("stdout", "stderr"), descriptors, strict=False))
                 pid = spawn(request["argv"], env=env, cwd=request["cwd"], **streams)
         except OSError as error:  # no more processes, no more memory
-            problem = error.strerror or str(error)
+            self.tell(warning=f"{name} can't be started: {error.strerror or error}")
+            self.tell(ended=which, code=FAULT)
+        if pid == 0 and which == STORE:
+            self._serve_store(socket.socket(fileno=descriptors[0]))
         if pid == 0:
-            self._become(request, outputs)
-        for descriptor in outputs:
+            self._become(request, descriptors)
+        for descriptor in descriptors:
             os.close(descriptor)
         if pid > 0:
-            self._ranks[pid] = request["start"]
-            self.tell(started=request["start"], pid=pid)
-        elif problem:
-            self.tell(warning=f"{request['name']} can't be started: {problem}")
-            self.tell(ended=request["start"], code=FAULT)
+            self._running[pid] = which
+            if which != STORE:
+                self.tell(started=which, pid=pid)
         return pid == 0
 
     def _fork(self, name: str) -> int:
@@ -398,7 +354,7 @@ class Server:
                 file.write_text(str(min(1000, int(file.read_text()) + MORE_LIKELY)))
         return pid
 
-    def _become(self, request: dict[str, Any], outputs: list[int]) -> None:
+    def _become(self, request: dict[str, Any], outputs: Sequence[int]) -> None:
         """In the child: find what a fresh interpreter finds, but for what `run` does."""
         self.channel.close()  # the agent has to notice the end of the server, which an open copy would hide
         for number, handler in self._usual.items():
@@ -419,82 +375,56 @@ class Server:
             torch.default_generator.seed()
             torch.set_num_threads(self.num_threads)
 
-    def _start_store(self, number: int, host: str) -> None:
-        """Fork a child that serves a store, and says so itself. Never this process: it would get a thread, and the
-        ranks would inherit the listening socket."""
-        try:
-            if (pid := self._fork("store")) == 0:
-                try:
-                    self._serve_store(number, host)
-                except BaseException as error:
-                    print(f"the store can't be served: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                os._exit(FAULT)
-        except OSError as error:
-            self.tell(warning=f"the store can't be started: {error.strerror}")
-            self.tell(store=number, ended=FAULT)
-            return
-        self._store, self._store_pid = number, pid
-
-    def _serve_store(self, number: int, host: str) -> NoReturn:
-        """In the child. All signals but SIGKILL stay blocked: whoever stops a whole job stops the ranks first."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        # torch asks for the name of each client, in the one thread of the store, only to print it: all ranks would wait
-        # for a resolver that does not answer. With glibc the files of this machine can be told to answer alone
-        if (configure := getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)) is not None:
-            configure(b"hosts", b"files")
-        listener = open_port(host, 0)
-        port = listener.getsockname()[1]
-        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        self.tell(store=number, port=port)
+    def _serve_store(self, listener: socket.socket) -> NoReturn:
+        """In a child, never in this process: it would get a thread. All signals but SIGKILL stay blocked: whoever stops
+        a whole job stops the ranks first."""
         self.channel.close()
-        while store:
-            signal.pause()
-        raise AssertionError
+        try:
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    def _end_store(self) -> None:
-        if self._store_pid:
-            kill_session(self._store_pid)
-        self._store, self._store_pid = 0, 0
+            # torch asks for the name of each client, in the one thread of the store, only to print it: all ranks would
+            # wait for a resolver that does not answer. With glibc the files of this machine can answer alone
+            if (configure := getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)) is not None:
+                configure(b"hosts", b"files")
+            port = listener.getsockname()[1]
+            store = TCPStore(
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+            while store:
+                signal.pause()
+        except BaseException as error:
+            print(f"the store can't be served: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(FAULT)
 
     def _report_ends(self) -> None:
-        while True:
-            try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if ended is None:
-                return
-            pid, number = ended.si_pid, self._store
-            local_rank = self._ranks.pop(pid, None)
-            code = end_of(pid)
-            if local_rank is not None:
-                self.tell(ended=local_rank, code=code)
-            elif pid == self._store_pid:
-                self._store, self._store_pid = 0, 0
-                self.tell(store=number, ended=code)
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                which, code = self._running.pop(ended.si_pid, None), end_of(ended.si_pid)
+                if which is not None:
+                    self.tell(ended=which, code=code)
 
 
-def main() -> dict[str, Any]:
-    """Serve. Returns in forked ranks alone, each with its request."""
-    order = Order(**json.loads(sys.argv[1]))
-    die_with_parent(order.parent)
+def main() -> list[str]:
+    """Serve. Returns in forked ranks alone, each with its argv."""
+    order = json.loads(sys.argv[1])
+    die_with_parent(order["parent"])
     del sys.path[0]  # the ranks have the folder of their script there
-    channel = socket.socket(fileno=order.channel)
+    channel = socket.socket(fileno=order["channel"])
     channel.set_inheritable(False)
-    server = Server(channel, fork=order.fork)
-    if order.fork:
+    server = Server(channel, fork=order["fork"])
+    if order["fork"]:
         for problem in server.prepare(order):
             server.tell(warning=problem)
         if why := obstacle():
             text = f"ranks are started as fresh interpreters, not forked from a process that has torch: {why}"
             server.tell(warning=text)
             channel.set_inheritable(True)
-            os.execv(sys.executable, replace(order, fork=False).command())
-    request = server.serve()
-    if request is None:
+            os.execv(sys.executable, _command({**order, "fork": False}))
+    server.tell(ready=True)
+    argv = server.serve()
+    if argv is None:
         os._exit(FINISHED)
-    return request
+    return argv
 
 
 # A forked rank ------------------------------------------------------------------------------------------------------
@@ -589,4 +519,4 @@ def _code_of(file: str) -> types.CodeType:
 
 
 if __name__ == "__main__":
-    run(main()["argv"])
+    run(main())

@@ -32,11 +32,6 @@ def state_of(pid: int) -> str:
     return "".join(_stat_of(pid)[:1])
 
 
-def parent_of(pid: int) -> int:
-    """The process that started it, or has inherited it; 0 for one that is gone."""
-    return int("".join(_stat_of(pid)[1:2]) or 0)
-
-
 def start_of(pid: int) -> str:
     """When it was started, in the kernel's ticks: tells it from a later process with the same number.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup.agent.ends import End
-from rankup.agent.output import host_name
+from rankup.agent.logs import host_name
 from rankup.agent.processes import start_of
 from rankup.agent.protocol import Member
 from rankup.errors import FINISHED, STOPPED
@@ -24,6 +24,7 @@ from rankup.places.files import write_atomically, write_json
 from rankup.places.lease import Lease
 
 REPORT_S = 2.0
+STACKS = "stacks"  # the folder in that of the run
 MOST_BYTES = 2**20  # of a file of stacks: nobody reads those of a hundred attempts ago
 
 
@@ -52,7 +53,7 @@ def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> 
 
     Python imports `sitecustomize` from the first folder of PYTHONPATH before the script, and ours puts all back.
     """
-    path = run_dir / "stacks" / f"rank-{rank}.txt"
+    path = run_dir / STACKS / f"rank-{rank}.txt"
     with contextlib.suppress(OSError):
         (path.parent / "nccl").mkdir(parents=True, exist_ok=True)  # torch makes no folder for its recorder's files
     own = [environ["PYTHONPATH"]] if "PYTHONPATH" in environ else []
@@ -60,19 +61,25 @@ def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> 
     return {"RANKUP_STACKS": str(path.resolve()), "PYTHONPATH": os.pathsep.join([str(site), *own])}
 
 
-def announce_stacks(run_dir: Path, rank: int, world_size: int, pid: int) -> None:
-    """Write whose stacks follow in that file, and how to ask for more: the script of this rank runs as that process."""
-    number = getattr(signal, "SIGRTMAX", None)  # macOS has none
+def announce_stacks(
+    run_dir: Path, rank: int, world_size: int, pid: int, *, thread: int | None = None, main: str = "",
+    signals: Iterable[int | None] = (getattr(signal, "SIGRTMAX", None),),
+) -> Path:
+    """Write whose stacks follow in that rank's file, which is returned, and how to ask for more. Raises OSError.
+
+    `thread`: the kernel's number of a thread that never hangs, and takes the signals. `main`: the main thread, as
+    faulthandler writes it, "" where nobody knows. `signals`: to try in turn; None is one that this system lacks.
+    """
     writer = {
         "rank": rank, "world_size": world_size, "host": host_name(), "pid": pid, "started": start_of(pid),
-        "thread": pid, "main": "", "signals": [] if number is None else [int(number)],
+        "thread": thread or pid, "main": main, "signals": [int(each) for each in signals if each is not None],
     }
-    path = run_dir / "stacks" / f"rank-{rank}.txt"
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        large = path.exists() and path.stat().st_size > MOST_BYTES
-        with path.open("w" if large else "a", encoding="utf-8") as file:
-            file.write(f"# {json.dumps(writer)}\n")
+    path = run_dir / STACKS / f"rank-{rank}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    large = path.exists() and path.stat().st_size > MOST_BYTES
+    with path.open("w" if large else "a", encoding="utf-8") as file:
+        file.write(f"# {json.dumps(writer)}\n")
+    return path
 
 
 def write_health(environ: Mapping[str, str], rank: int, pid: int, since_s: float) -> None:

@@ -30,18 +30,17 @@ def ephemeral_range(file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range"))
     return range(first, last + 1)
 
 
-def port_for(job_id: int, *, restart: int = 0, step: int = 0, ephemeral: range) -> int:
+def port_for(job_id: int, *, restart: int = 0, step: int = 0, ephemeral: range | None = None) -> int:
     """A port for rank 0, the same on every node of a job, outside `ephemeral` and away from well-known services.
 
     Jobs whose ids are less than 19000 apart get different ports, and so do a job's restarts, as the earlier attempt may
     still hold its port. Nodes whose ephemeral ranges differ agree unless the first choice lies in one of them.
     """
+    ephemeral = ephemeral_range() if ephemeral is None else ephemeral
     start = job_id + 7919 * restart + 3571 * step  # primes, so that neighbouring jobs, restarts and steps differ
-    for distance in range(len(_PORTS)):
-        port = _PORTS[(start + distance * 4999) % len(_PORTS)]
-        if port not in ephemeral and port not in DEFAULT_EPHEMERAL:
-            return port
-    return _PORTS[start % len(_PORTS)]  # the site gave every port to outgoing connections
+    tries = (_PORTS[(start + distance * 4999) % len(_PORTS)] for distance in range(len(_PORTS)))
+    # The fallback: the site gave every port to outgoing connections
+    return next((port for port in tries if port not in ephemeral), _PORTS[start % len(_PORTS)])
 
 
 def free_port() -> int:
@@ -70,7 +69,7 @@ def is_loopback(host: str) -> bool:
 
 def host_mistake(host: str) -> str | None:
     """What is wrong with a host name or address, as the end of a sentence; None if nothing is."""
-    if host != host.strip() or re.search(r"\s", host):
+    if re.search(r"\s", host):
         return "must have no spaces or line ends"
     if host.startswith("[") and host.endswith("]"):
         return "must be an IPv6 address without brackets"

@@ -7,10 +7,10 @@ that finds LOCAL_RANK was started once for each rank, so it starts one.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rankup.env import kubeflow, slurm
+from rankup.env import slurm
 from rankup.env.addresses import PORT_OF_LAUNCH
-from rankup.env.rank_env import HOW_TO_LAUNCH, RankEnv, read_rank_env, who_set_rank
-from rankup.env.variables import FIVE, count
+from rankup.env.launchers import FIVE, KUBEFLOW_HINT, count, count_pods
+from rankup.env.rank_env import HOW_TO_LAUNCH, read_rank_env, who_set_rank
 from rankup.errors import LaunchError
 
 
@@ -52,13 +52,23 @@ def read_node_env(
     """
     _check_options(nnodes=nnodes, nproc=nproc, node_rank=node_rank, master_port=master_port)
     _refuse_launcher_of_ranks(environ)
-    pods, per_pod = kubeflow.count_pods(environ, num_nodes=nnodes)
+    pods, per_pod = count_pods(environ, num_nodes=nnodes)
     nproc = nproc or per_pod or 1
-    _check_nproc(environ, nproc, per_pod)
+    if "LOCAL_RANK" in environ and nproc > 1:
+        raise LaunchError(
+            f"--nproc must be 1 where LOCAL_RANK is set, got {nproc}: each rank has an agent of its own there. For "
+            "one agent a node unset LOCAL_RANK."
+        )
+    if per_pod and nproc != per_pod:
+        raise LaunchError(
+            f"--nproc must be what Kubeflow gives, PET_NPROC_PER_NODE={per_pod}, got {nproc}. Leave --nproc out."
+        )
     # What an earlier torchrun has left in the shell says nothing of this agent
     variables = {name: text for name, text in pods.items() if not name.startswith("TORCHELASTIC_")}
     added: dict[str, tuple[str, object]] = {}  # variable -> who sets it, and to what
-    if "RANK" not in variables and not slurm.is_task(variables):
+    # Raises in a batch shell of several tasks, which is none of them
+    is_task = "RANK" not in variables and getattr(slurm.adopt(variables), "launcher", "") == "slurm"
+    if "RANK" not in variables and not is_task:
         if nnodes is None or nnodes == 1:
             if node_rank:
                 raise LaunchError(f"--node-rank must be 0 where there is one node, got {node_rank}. Give --nnodes too.")
@@ -86,14 +96,19 @@ def read_node_env(
     ):
         if option is not None and option != number:
             raise LaunchError(f"{flag} must be {name}={number} (from {origins[name]}), got {option}. Leave {flag} out.")
-    _refuse_multiplied(env, nproc)
-    own = "LOCAL_RANK" in variables or ("RANK" not in variables and slurm.is_task(variables))
+    # Several agents on a machine would each start several ranks, which share its devices
+    if nproc > 1 and env.origins.get("GROUP_WORLD_SIZE") == slurm.STEP and env.world_size > (env.num_nodes or 1):
+        raise LaunchError(
+            f"launch --nproc {nproc} runs in each of {env.world_size} Slurm tasks on {env.num_nodes} nodes: that "
+            "multiplies the processes. Use --ntasks-per-node=1 with --nproc, or leave --nproc out."
+        )
+    own = "LOCAL_RANK" in variables or is_task
     return NodeEnv(
         local_rank=env.local_rank if nproc == 1 and own else 0,
         local_world_size=env.local_world_size * nproc if own and env.local_world_size else None,
         node_rank=env.rank, num_nodes=env.world_size, nproc=nproc, master_addr=env.master_addr,
         master_port=env.master_port, run_name=env.run_name, origins=origins, warnings=env.warnings,
-        hint=kubeflow.HINT if pods is not environ else env.hint or HOW_TO_LAUNCH.format("`launch`"),
+        hint=KUBEFLOW_HINT if pods is not environ else env.hint or HOW_TO_LAUNCH.format("`launch`"),
     )
 
 
@@ -117,25 +132,4 @@ def _refuse_launcher_of_ranks(environ: Mapping[str, str]) -> None:
         raise LaunchError(
             f"launch must be started once a node, got the environment of a rank of {who}, which starts the processes "
             "already. Start the script directly there."
-        )
-
-
-def _check_nproc(environ: Mapping[str, str], nproc: int, per_pod: int | None) -> None:
-    if "LOCAL_RANK" in environ and nproc > 1:
-        raise LaunchError(
-            f"--nproc must be 1 where LOCAL_RANK is set, got {nproc}: each rank has an agent of its own there. For "
-            "one agent a node unset LOCAL_RANK."
-        )
-    if per_pod and nproc != per_pod:
-        raise LaunchError(
-            f"--nproc must be what Kubeflow gives, PET_NPROC_PER_NODE={per_pod}, got {nproc}. Leave --nproc out."
-        )
-
-
-def _refuse_multiplied(env: RankEnv, nproc: int) -> None:
-    """Raise LaunchError where several agents on a machine would each start several ranks, which share its devices."""
-    if nproc > 1 and env.origins.get("GROUP_WORLD_SIZE") == slurm.STEP and env.world_size > (env.num_nodes or 1):
-        raise LaunchError(
-            f"launch --nproc {nproc} runs in each of {env.world_size} Slurm tasks on {env.num_nodes} nodes: that "
-            "multiplies the processes. Use --ntasks-per-node=1 with --nproc, or leave --nproc out."
         )

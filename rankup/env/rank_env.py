@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankup.env import kubeflow, mpi, slurm
+from rankup.env import launchers, slurm
 from rankup.env.addresses import ephemeral_range, host_mistake, is_loopback, parse_url
-from rankup.env.kubeflow import outside_pod as outside_pod  # for `launch`, which names no scheduler
-from rankup.env.variables import FIVE, NAMES, Variables, given
+from rankup.env.launchers import FIVE, NAMES, Variables, given
 from rankup.errors import LaunchError
 
 WHO_SETS_THEM = (
@@ -48,25 +47,33 @@ class RankEnv:
     node_rank: int | None = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0 only for a single process, which listens nowhere
-    launcher: str = "python"  # or "environment" (by hand), or the one that was recognised: only for messages
+    launcher: str = "python"  # or "environment" (by hand), or the one that was recognised
     run_name: str | None = None  # named by the scheduler's job, so that a requeued job resumes the same run
     origins: dict[str, str] = field(default_factory=lambda: dict.fromkeys(FIVE, "default"))  # variable -> who set it
     warnings: tuple[str, ...] = ()
     restart_count: int = 0  # restarts by torchrun or our agents; the requeues of a scheduler are not among them
     agent: Mapping[str, Any] | None = None  # how this rank reaches its agent, and what that says of the others
-    agent_store: bool = False  # torch's agent already listens on master_port: rank 0 connects to it like the others
+    agent_store: bool = False  # an agent already listens on master_port: rank 0 connects to it like the others
     file: str = ""  # where rank 0 writes its address, in place of master_addr and master_port
     attempt: str = ""  # the id of this attempt where an agent gave one: it looks for it in status.json
-    numbers_attempts: bool = False  # by our agents, so that their ids tell which attempts belong together
     start: str = ""  # names a start whose containers an engine restarts by itself
     parent_pid: int | None = None  # the process without which this one shall not go on
-    has_horovod_rendezvous: bool = False  # the launcher already serves what Horovod's ranks meet by
     hint: str = ""  # where to look for ranks that are missing
 
     @property
     def distributed(self) -> bool:
         """Was a rank given? A complete set with WORLD_SIZE=1 is a group of one, and True."""
         return self.launcher != "python"
+
+    @property
+    def numbers_attempts(self) -> bool:
+        """Whether the ids of attempts are our agents', so that they tell which attempts belong together."""
+        return self.agent is not None
+
+    @property
+    def has_horovod_rendezvous(self) -> bool:
+        """Whether the launcher already serves what Horovod's ranks meet by."""
+        return self.launcher == "horovodrun"
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -78,14 +85,19 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     Beside it only /proc's port range and the parent's process id are read. Raises LaunchError with every mistake, one
     on a line.
     """
-    run_name, ours = slurm.run_name(environ), _of_agent(environ)
-    del ours["launched"]
-    file = ours.pop("file")
+    agent, parent = json.loads(environ.get("RANKUP_AGENT", "null")), environ.get("RANKUP_PARENT", "")
+    commit, file = agent["commit"] if agent else {}, environ.get("RANKUP_FILE", "")
     found = _with_rank(environ) if "RANK" in environ else _without_rank(environ, file)
-    if found.outlives_launcher and ours["parent_pid"] is None:
-        ours["parent_pid"] = os.getppid()
+    ours: dict[str, Any] = {
+        "agent": agent, "agent_store": agent is not None, "restart_count": commit.get("restarts", 0),
+        "attempt": f"{commit['job']}-{commit['restarts']}" if agent else environ.get("RANKUP_ATTEMPT", ""),
+        "start": environ.get("RANKUP_START", ""), "run_name": slurm.run_name(environ),
+        "parent_pid": int(parent) if parent.isdecimal() else None,
+    }
+    if found.launcher in ("torchrun", "open mpi") and ours["parent_pid"] is None:
+        ours["parent_pid"] = os.getppid()  # these leave their processes running where they are killed
     if found.launcher == "python":
-        return RankEnv(run_name=run_name, warnings=tuple(found.warnings), **ours)
+        return RankEnv(warnings=tuple(found.warnings), **ours)
     if found.launcher == "torchrun":
         restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "")
         ours["restart_count"] = int(restarts) if restarts.isdecimal() else 0
@@ -98,35 +110,15 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
             f"({ports.start}-{ports.stop - 1}) and may be taken at any moment. Choose one below {ports.start}."
         )
     return RankEnv(
-        master_addr=found.values["MASTER_ADDR"], launcher=found.launcher, run_name=run_name, hint=found.hint,
-        warnings=tuple(found.warnings), origins=found.origins, file=file,
-        has_horovod_rendezvous=found.has_horovod_rendezvous, **numbers, **ours,
+        master_addr=found.values["MASTER_ADDR"], launcher=found.launcher, hint=found.hint, origins=found.origins,
+        warnings=tuple(found.warnings), file=file, **numbers, **ours,
     )
-
-
-def _of_agent(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What our own launch files and agents give their ranks: the fields of RankEnv, and `launched`."""
-
-    agent = json.loads(environ.get("RANKUP_AGENT", "{}"))
-    commit = agent.get("commit", {})
-    parent = environ.get("RANKUP_PARENT", "")
-    return {
-        "launched": bool(agent),
-        "file": environ.get("RANKUP_FILE", ""),
-        "attempt": f"{commit['job']}-{commit['restarts']}" if agent else environ.get("RANKUP_ATTEMPT", ""),
-        "numbers_attempts": bool(agent),
-        "start": environ.get("RANKUP_START", ""),
-        "restart_count": commit.get("restarts", 0),
-        "agent": agent or None,
-        "agent_store": bool(agent),
-        "parent_pid": int(parent) if parent.isdecimal() else None,
-    }
 
 
 def who_set_rank(environ: Mapping[str, str]) -> str:
     """RANK is set: by launch or torchrun, which start a process for each rank, or by somebody else (environment)."""
     # `launch` goes first: its ranks inherit what is left of an earlier torchrun in the shell
-    if _of_agent(environ)["launched"]:
+    if "RANKUP_AGENT" in environ:
         return "launch"
     return "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment"
 
@@ -135,25 +127,24 @@ def _with_rank(environ: Mapping[str, str]) -> Variables:
     """RANK is set: the environment's values and nobody else's, apart from what launchers add about this node."""
     found = given(environ, who_set_rank(environ), NAMES)
     if found.launcher != "environment":
-        found.outlives_launcher = found.launcher == "torchrun"
         found.origins = dict.fromkeys(found.values, found.launcher)
-        found.hint = HOW_TO_LAUNCH.format("torchrun" if found.outlives_launcher else "`launch`")
+        found.hint = HOW_TO_LAUNCH.format("torchrun" if found.launcher == "torchrun" else "`launch`")
         if "GROUP_WORLD_SIZE" not in environ:
             found.warnings.append(
                 "TORCHELASTIC_RUN_ID is set but GROUP_WORLD_SIZE is not: left over from another torchrun? Unset it."
             )
-    kubeflow.complete(environ, found)
+    launchers.complete_pod(environ, found)
     slurm.complete(environ, found)
     return found
 
 
 def _without_rank(environ: Mapping[str, str], file: str) -> Variables:
     """RANK is not set: what the first launcher says that started us, or one process unless half a set is there."""
-    kubeflow.refuse_pod(environ)
+    launchers.refuse_pod(environ)
     # mpirun's daemons are Slurm tasks: the inner launcher's ranks are ours. srun sets PMI_SIZE for its tasks too
-    if found := mpi.adopt(environ) or slurm.adopt(environ):
+    if found := launchers.adopt_mpi(environ) or slurm.adopt(environ):
         return found
-    mpi.refuse_foreign(environ)
+    launchers.refuse_foreign(environ)
     found = given(environ, "environment", (*FIVE, "LOCAL_WORLD_SIZE"))
     if found.values and file:
         raise LaunchError(
@@ -163,7 +154,7 @@ def _without_rank(environ: Mapping[str, str], file: str) -> Variables:
         return found  # incomplete, as RANK is missing: the check names what else is
     left = ["TORCHELASTIC_RUN_ID is set but RANK is not: left over from another torchrun? Unset it."]
     warnings = left if "TORCHELASTIC_RUN_ID" in environ else []
-    return Variables("python", warnings=[*warnings, *kubeflow.warnings_alone(environ)])
+    return Variables("python", warnings=[*warnings, *launchers.warnings_alone(environ)])
 
 
 # Checking ------------------------------------------------------------------------------------------------------------

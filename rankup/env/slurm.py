@@ -4,8 +4,8 @@ import itertools
 import re
 from collections.abc import Mapping
 
-from rankup.env.addresses import ephemeral_range, port_for
-from rankup.env.variables import Variables, count, given
+from rankup.env.addresses import port_for
+from rankup.env.launchers import Variables, count, given
 from rankup.errors import LaunchError
 
 # Slurm numbers the batch shell, salloc's interactive shell and the like from here on: steps, but not tasks of ours.
@@ -40,7 +40,7 @@ def adopt(environ: Mapping[str, str]) -> Variables | None:
     )
     total = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     found.adopt(environ, {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": total}, STEP)
-    _add_place(environ, found, tasks, nodes)
+    _add_place(environ, found)
     lists = [name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if environ.get(name)]
     if nodes == 1:
         # A container may not resolve its host's name
@@ -50,14 +50,8 @@ def adopt(environ: Mapping[str, str]) -> Variables | None:
     # From the job's own id, not the array's: the last task of an array has the array's id as its own
     if (job_id := count(environ, "SLURM_JOB_ID", "SLURM_JOBID")) is not None:
         restart = count(environ, "SLURM_RESTART_COUNT") or 0
-        port = port_for(job_id, restart=restart, step=step, ephemeral=ephemeral_range())
-        found.add("MASTER_PORT", port, "derived from SLURM_JOB_ID")
+        found.add("MASTER_PORT", port_for(job_id, restart=restart, step=step), "derived from SLURM_JOB_ID")
     return found
-
-
-def is_task(environ: Mapping[str, str]) -> bool:
-    """Whether this process is one task of several. Raises LaunchError in a batch shell of several, see `adopt`."""
-    return (found := adopt(environ)) is not None and found.launcher == "slurm"
 
 
 def complete(environ: Mapping[str, str], found: Variables) -> None:
@@ -65,11 +59,19 @@ def complete(environ: Mapping[str, str], found: Variables) -> None:
     tasks, nodes = _tasks(environ), _nodes(environ)
     if _step(environ) is None or tasks is None:
         return
-    if found.launcher != "environment":  # torchrun or `launch` started this process
-        _refuse_multiplied(environ, found, tasks, nodes)
+    if found.launcher != "environment":
+        # torchrun or `launch` started this process. In each of several tasks of a node it starts n times n processes,
+        # and ranks share devices
+        if nodes is not None and tasks > nodes:
+            way_out = "Use --ntasks-per-node=1 with torchrun or launch, or srun without them (slurm/task.sh)."
+            if environ.get("GROUP_WORLD_SIZE") != str(tasks):
+                where = f"{found.launcher} runs in each of {tasks} Slurm tasks on {nodes} nodes"
+                raise LaunchError(f"{where}: that multiplies the processes. {way_out}")
+            # One group in which each task is an agent: somebody simulates nodes by tasks
+            found.warnings.append(f"{found.launcher} runs in {tasks} Slurm tasks on {nodes} nodes. {way_out}")
     elif (environ.get("SLURM_PROCID"), str(tasks)) == (environ["RANK"], environ.get("WORLD_SIZE")):
         found.add("LOCAL_RANK", environ.get("SLURM_LOCALID"), STEP)
-        _add_place(environ, found, tasks, nodes)
+        _add_place(environ, found)
     elif tasks > 1:
         found.warnings.append(
             f"RANK={environ['RANK']} WORLD_SIZE={environ.get('WORLD_SIZE', '')} from the environment beat Slurm's "
@@ -84,18 +86,6 @@ def run_name(environ: Mapping[str, str]) -> str | None:
     if array is not None and index is not None:
         return f"slurm-{array}_{index}"
     return None if job_id is None else f"slurm-{job_id}"
-
-
-def _refuse_multiplied(environ: Mapping[str, str], found: Variables, tasks: int, nodes: int | None) -> None:
-    """torchrun inside each of several tasks on a node starts n times n processes, and ranks share devices."""
-    if nodes is None or tasks <= nodes:
-        return
-    way_out = "Use --ntasks-per-node=1 with torchrun or launch, or srun without them (slurm/task.sh)."
-    if environ.get("GROUP_WORLD_SIZE") != str(tasks):
-        where = f"{found.launcher} runs in each of {tasks} Slurm tasks on {nodes} nodes"
-        raise LaunchError(f"{where}: that multiplies the processes. {way_out}")
-    # One group in which each task is an agent: somebody simulates nodes by tasks
-    found.warnings.append(f"{found.launcher} runs in {tasks} Slurm tasks on {nodes} nodes. {way_out}")
 
 
 def _step(environ: Mapping[str, str]) -> int | None:
@@ -118,19 +108,18 @@ def _tasks(environ: Mapping[str, str]) -> int | None:
     return tasks
 
 
-def _add_place(environ: Mapping[str, str], found: Variables, tasks: int, nodes: int | None) -> None:
+def _add_place(environ: Mapping[str, str], found: Variables) -> None:
     """Add what Slurm says about this node. Its share of the step's tasks: "2(x2),1" is 2, 2 and 1."""
-    node = count(environ, "SLURM_NODEID")
+    node, nodes, tasks = count(environ, "SLURM_NODEID"), _nodes(environ), _tasks(environ)
     found.add("GROUP_RANK", node, STEP)
     found.add("GROUP_WORLD_SIZE", nodes, STEP)
     if nodes == 1:
         found.add("LOCAL_WORLD_SIZE", tasks, STEP)
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
-    if re.fullmatch(r"[0-9]+(\(x[0-9]{1,5}\))?(,[0-9]+(\(x[0-9]{1,5}\))?)*", text):
-        pairs = re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", text)
-        counts = [int(share) for share, times in pairs for _ in range(int(times or 1))]
-        if node is not None and node < len(counts) == nodes and sum(counts) == tasks:
-            found.add("LOCAL_WORLD_SIZE", counts[node], STEP)
+    shares = re.findall(r"([0-9]+)(?:\(x([0-9]{1,5})\))?", text)
+    counts = [int(share) for share, times in shares for _ in range(int(times or 1))]
+    if node is not None and node < len(counts) == nodes and sum(counts) == tasks:
+        found.add("LOCAL_WORLD_SIZE", counts[node], STEP)
 
 
 def expand_nodelist(nodelist: str) -> list[str]:

@@ -20,6 +20,7 @@ import torch
 
 from rankup.agent import fork_server
 from rankup.agent.fork_server import ForkServer, Server, obstacle
+from rankup.agent.network import open_port
 from rankup.agent.processes import state_of
 from rankup.agent.script import own_imports, safe_imports
 from tests.rigs.jobs import ROOT, environment
@@ -69,8 +70,17 @@ class Rig:
         self.run(wait(), timeout_s=timeout_s)
 
     def open(self, **more: Any) -> "Rig":
-        self.run(self.server.start(**{"env": self.env, **more}))
+        async def start() -> None:
+            self.server.start(**{"env": self.env, **more})
+
+        self.run(start())
         return self
+
+    def store(self, ip: str = "127.0.0.1") -> int:
+        """Have a store served. Returns its port."""
+        with open_port(ip, 0) as listener:
+            self.server.start_store(listener)
+            return int(listener.getsockname()[1])
 
     def start(self, argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path | str = "") -> int:
         """The number of the rank; its output goes to two files."""
@@ -135,14 +145,19 @@ def wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def stores(rig: Rig) -> list[psutil.Process]:
-    return [child for child in psutil.Process(rig.server.pid).children() if not gone(child.pid)]
+def the_store(rig: Rig, port: int) -> psutil.Process:
+    """The child of the server that listens on that port, once it is there."""
+    found: list[psutil.Process] = []
 
+    def look() -> bool:
+        for child in psutil.Process(rig.server.pid).children():
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if port in [each.laddr.port for each in child.net_connections() if each.status == psutil.CONN_LISTEN]:
+                    found.append(child)
+        return bool(found)
 
-def the_store(rig: Rig) -> psutil.Process:
-    """The one that is left once an earlier one, which was killed, is gone."""
-    rig.until(lambda: len(stores(rig)) == 1)
-    return stores(rig)[0]
+    rig.until(look)
+    return found[0]
 
 
 def script(folder: Path, text: str, name: str = "script.py") -> Path:
@@ -301,7 +316,7 @@ from rankup.agent.fork_server import ForkServer
 async def agent():
     ended = asyncio.Event()
     server = ForkServer(on_end=lambda *_: ended.set(), on_warning=print, on_gone=print)
-    await server.start(env=os.environ, fork=False)
+    server.start(env=os.environ, fork=False)
     server.start_rank(0, [{str(script(tmp_path, "import sys; print('out'); print('err', file=sys.stderr)"))!r}],
                       env=os.environ, name="rank 0")
     await ended.wait()
@@ -368,7 +383,7 @@ os._exit(5)
         rank = each.start([file, how])
         each.until(lambda rank=rank, each=each: "\n" in each.printed(rank))
         if how == "kill":
-            each.server.kill(rank)
+            each.server.signal(rank, signal.SIGKILL)
         ended = each.end(rank)
         assert ended.code == {"kill": 137, "end": 5}[how]
         each.until(lambda ended=ended: gone(int(ended.out)))
@@ -397,12 +412,12 @@ def test_server_kills_what_is_left_of_a_rank_before_it_gives_the_number_back(
         raise PermissionError
 
     pid = os.posix_spawnp("true", ["true"], {})
-    server._ranks[pid] = 3
+    server._running[pid] = 3
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     monkeypatch.setattr(os, "killpg", refuse)
     monkeypatch.setattr(os, "kill", refuse)
-    server._obey({"kill": 3})
-    server._obey({"rank": 3, "signal": signal.SIGTERM})
+    server._signal(3, signal.SIGKILL)
+    server._signal(3, signal.SIGTERM)
     assert states == ["Z"] * 3
     server._report_ends()
     assert states == ["Z"] * 5
@@ -415,7 +430,7 @@ def test_rank_that_can_not_be_started_is_told(server: Any, monkeypatch: pytest.M
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", no_more)
-    assert server._start({"start": 2, "name": "rank 2", "outputs": 0, "argv": [], "env": {}, "cwd": "/"}) is False
+    assert server._start({"start": 2, "name": "rank 2", "argv": [], "env": {}, "cwd": "/"}, []) is False
     assert [json.loads(line) for line in server.agent.recv(4096).splitlines()] == [
         {"warning": "rank 2 can't be started: Resource temporarily unavailable"}, {"ended": 2, "code": 1},
     ]
@@ -432,12 +447,12 @@ def test_ranks_have_names_and_go_first_where_memory_runs_out(rig: Rig, tmp_path:
     assert all(score(process.pid) > score(rig.server.pid) == score(os.getpid()) for process in processes)
     assert all(os.getsid(process.pid) == process.pid for process in processes)
     for rank in ranks:
-        rig.server.kill(rank)
+        rig.server.signal(rank, signal.SIGKILL)
         rig.end(rank)
 
 
 def test_batch_system_that_signals_every_process_ends_no_server(rig: Rig, tmp_path: Path) -> None:
-    port = rig.run(rig.server.serve_store(100))
+    port = rig.store()
     for process in (psutil.Process(rig.server.pid), *psutil.Process(rig.server.pid).children()):
         for number in (*Server.SIGNALS, signal.SIGUSR1):
             process.send_signal(number)
@@ -455,14 +470,11 @@ def test_killed_server_takes_all_with_it_and_is_told(tmp_path: Path) -> None:
     with opened(tmp_path, fork=False) as light:
         ranks = [light.start([file]) for _ in range(2)]
         pids = [light.ready(rank) for rank in ranks] + [int(light.printed(rank)) for rank in ranks]
-        waiting = light.runner.get_loop().create_task(light.server.serve_store(1))
         os.kill(light.server.pid, signal.SIGKILL)
         light.until(lambda: light.gone)
         assert light.codes == dict.fromkeys(ranks, 137)
         assert light.server.pids == {}
         light.until(lambda: all(map(gone, pids)))
-        with pytest.raises(ConnectionError):
-            light.run(waiting)
 
 
 def test_closed_server_takes_all_with_it_without_a_word(tmp_path: Path) -> None:
@@ -475,14 +487,18 @@ def test_closed_server_takes_all_with_it_without_a_word(tmp_path: Path) -> None:
 
 def test_killed_agent_takes_server_ranks_and_store_with_it(tmp_path: Path) -> None:
     agent = script(tmp_path, f"""
-import asyncio, os
+import asyncio, os, psutil
 from rankup.agent.fork_server import ForkServer
+from rankup.agent.network import open_port
 async def agent():
     server = ForkServer(on_end=print, on_warning=print, on_gone=print)
-    await server.start(env=os.environ)
+    server.start(env=os.environ)
     server.start_rank(0, [{str(script(tmp_path, WAITS))!r}], env=os.environ, name="rank 0")
-    port = await server.serve_store(1)
-    print(server.pid, *server.pids.values(), flush=True)
+    with open_port("", 0) as listener:
+        server.start_store(listener)
+    await server.ready.wait()
+    while len(children := psutil.Process(server.pid).children()) < 2: await asyncio.sleep(0.01)
+    print(server.pid, *[child.pid for child in children], flush=True)
     await asyncio.sleep(600)
 asyncio.run(agent())
 """, "agent.py")
@@ -490,7 +506,6 @@ asyncio.run(agent())
         assert process.stdout is not None
         lines = {process.stdout.readline().strip(), process.stdout.readline().strip()} - {"ready"}
         pids = [int(pid) for pid in lines.pop().split()]
-        pids += [child.pid for child in psutil.Process(pids[0]).children()]
         assert len(set(pids)) == 3
         process.kill()
     wait_until(lambda: all(map(gone, pids)))
@@ -513,35 +528,28 @@ def reachable(host: str, port: int) -> bool:
 
 
 def test_store_is_served_until_another_one_replaces_it(rig: Rig, tmp_path: Path) -> None:
-    first = rig.run(rig.server.serve_store(1))
+    first = rig.store()
     assert rig.ran([script(tmp_path, store_user(first))]).code == 0
-    second = rig.run(rig.server.serve_store(2))
+    second = rig.store()
     assert second != first
     rig.until(lambda: not reachable("127.0.0.1", first))
     user = rig.ran([script(tmp_path, store_user(second))])
-    assert user.out == rig.ran([script(tmp_path, store_user(rig.run(rig.server.serve_store(3))))]).out, "not empty"
-    rig.server.end_store()
-    rig.until(lambda: not stores(rig))
+    assert user.out == rig.ran([script(tmp_path, store_user(rig.store()))]).out, "not empty"
     assert not [text for text in rig.warnings if "store" in text]
     assert len(os.listdir(f"/proc/{rig.server.pid}/task")) == 1
 
 
-@pytest.mark.parametrize("loopback", [False, True])
-def test_store_listens_where_it_was_asked_to(loopback: bool, rig: Rig) -> None:
-    port = rig.run(rig.server.serve_store(10 + loopback, loopback=loopback))
-    store = the_store(rig)
+def test_store_is_a_process_of_its_own(rig: Rig) -> None:
+    """The server and the ranks hold no copy of its listener: with the store the port is gone."""
+    port = rig.store()
+    store = the_store(rig, port)
     assert store.name() == "store"
-    (listens,) = [each.laddr for each in store.net_connections() if each.status == psutil.CONN_LISTEN]
-    assert listens.port == port
-    assert (listens.ip == "127.0.0.1") == loopback
-    assert not [each for each in psutil.Process(rig.server.pid).net_connections("tcp")]
+    assert not psutil.Process(rig.server.pid).net_connections("tcp")
 
 
 def test_store_that_was_killed_is_told(rig: Rig) -> None:
-    rig.run(rig.server.serve_store(20))
-    the_store(rig).kill()
+    the_store(rig, rig.store()).kill()
     rig.until(lambda: "the process that serves the store ended with 137" in rig.warnings)
-    assert rig.run(rig.server.serve_store(21))
     rig.warnings.clear()
 
 
@@ -558,7 +566,7 @@ def test_server_that_has_a_thread_starts_fresh_interpreters(tmp_path: Path) -> N
         assert own.warnings[0] == "missing can't be preloaded: ModuleNotFoundError: No module named 'missing'"
         assert own.warnings[1].startswith("ranks are started as fresh interpreters, not forked from a process that has")
         assert "it has 2 threads" in own.warnings[1]
-        assert own.run(own.server.serve_store(1)) > 0
+        assert own.ran([script(tmp_path, store_user(own.store()))]).code == 0
 
 
 @pytest.mark.parametrize(

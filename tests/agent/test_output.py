@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rankup.agent import output
-from rankup.agent.output import Output, Pump, last_exception, open_log
+from rankup.agent import logs, output
+from rankup.agent.logs import Output, open_log
+from rankup.agent.output import Pump, last_exception
 from rankup.errors import ConfigError
 from tests.rigs.jobs import ROOT, environment
 
@@ -46,7 +47,7 @@ def run(code: str, *, shell: str = "") -> subprocess.CompletedProcess[str]:
 def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once an Output waits for its reader."""
     event, poll = threading.Event(), select.poll
-    monkeypatch.setattr(output.select, "poll", lambda: (event.set(), poll())[1])
+    monkeypatch.setattr(logs.select, "poll", lambda: (event.set(), poll())[1])
     return event
 
 
@@ -56,7 +57,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_output_that_nobody_reads_drops_lines_and_says_how_many(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "WAIT_S", 0.1)
+    monkeypatch.setattr(logs, "WAIT_S", 0.1)
     reader, writer = pipe
     fill(writer)
     out = Output(writer)
@@ -71,7 +72,7 @@ def test_output_that_nobody_reads_drops_lines_and_says_how_many(
 def test_output_whose_reader_comes_in_time_loses_nothing(
     pipe: tuple[int, int], waits: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "WAIT_S", 600.0)
+    monkeypatch.setattr(logs, "WAIT_S", 600.0)
     reader, writer = pipe
     fill(writer)
     late = threading.Thread(target=lambda: (waits.wait(), os.read(reader, 2**20)), daemon=True)
@@ -82,7 +83,7 @@ def test_output_whose_reader_comes_in_time_loses_nothing(
 
 
 def test_threads_that_print_at_once_lose_no_line(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "WAIT_S", 600.0)
+    monkeypatch.setattr(logs, "WAIT_S", 600.0)
     reader, writer = pipe
     out, found = Output(writer), bytearray()
 
@@ -127,7 +128,7 @@ def test_fork_prints_while_a_thread_of_its_parent_waits_for_a_reader(
 
 PRINTS = """
 import os, sys
-from rankup.agent.output import guard
+from rankup.agent.logs import guard
 guard("stdout", "stderr")
 for number in range(3):
     print("lost", sys.stdout.isatty(), flush=True)
@@ -171,7 +172,7 @@ def test_log_that_cannot_be_opened_is_the_users_mistake(tmp_path: Path) -> None:
 LOGS = """
 import logging, sys, warnings
 from pathlib import Path
-from rankup.agent.output import guard, open_log, setup_logging
+from rankup.agent.logs import guard, open_log, setup_logging
 guard("stdout", "stderr")
 folder, rank, world_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 before = sys.argv[4:]
@@ -239,7 +240,7 @@ def test_logging_that_the_user_has_set_up_stays_his(tmp_path: Path) -> None:
 def test_bar_makes_room_for_a_line() -> None:
     code = """
 import logging
-from rankup.agent.output import guard, setup_logging
+from rankup.agent.logs import guard, setup_logging
 guard("stdout", "stderr")
 setup_logging(host="vm", world_size=2)
 from tqdm import tqdm
@@ -255,18 +256,18 @@ logging.getLogger("rankup").info("hello")
 
 HANGS = """
 import logging, os, stat, threading
-from rankup.agent import output
+from rankup.agent import logs
 reader, writer = os.pipe()
 os.set_blocking(writer, False)
 try:
     while True: os.write(writer, b"." * 4096)
 except BlockingIOError: pass
 os.set_blocking(writer, True)
-output.stat.S_ISREG = lambda mode: True
-output.WAIT_S = 0.1
+logs.stat.S_ISREG = lambda mode: True
+logs.WAIT_S = 0.1
 writes, began = os.write, threading.Event()
-output.os.write = lambda number, data: (number == writer and began.set(), writes(number, data))[1]
-output.setup_logging(file=output.Output(writer))
+logs.os.write = lambda number, data: (number == writer and began.set(), writes(number, data))[1]
+logs.setup_logging(file=logs.Output(writer))
 log = logging.getLogger("rankup")
 threading.Thread(target=log.debug, args=["hangs"]).start()
 assert began.wait(60)
@@ -452,7 +453,7 @@ def test_rank_whose_disk_hangs_waits_at_its_pipe_and_the_loop_goes_on(
 ) -> None:
     reader, writer = pipe
     fill(writer)
-    monkeypatch.setattr(output.stat, "S_ISREG", lambda mode: True)
+    monkeypatch.setattr(logs.stat, "S_ISREG", lambda mode: True)
 
     async def main() -> None:
         rank = Rank(tmp_path, file=Output(writer))

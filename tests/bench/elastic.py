@@ -29,10 +29,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.bench.machine import cpu_model
 from tests.bench.recovery import SETTINGS, Fault
 from tests.rigs.containers import wait_for
 from tests.rigs.jobs import MAIN, ROOT, environment, free_port
-from train.commands.machine import cpu_model
 
 NODES = 4
 TASK = ["--dataset", "digits", "--model", "mlp", "--progress=none", "--simulated-nodes", *SETTINGS]

@@ -14,6 +14,7 @@ say that it does not know a name. (One that never answers costs less: after its 
 """
 
 import argparse
+import logging
 import multiprocessing
 import os
 import resource
@@ -29,15 +30,17 @@ from pathlib import Path
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # before torch: it prints a thousand lines about addresses without names
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+
 from rankup.env.rank_env import RankEnv, read_rank_env
 from train.group.meeting import meet
-from train.process.log import Log
 
 THREADS = 64  # ranks of one process
 TIMEOUT_S = 300.0
 ANSWER_S = 5.0  # how long the slow resolver takes for each answer
 RESOLV_CONF = "nameserver 127.0.0.1\noptions timeout:10 attempts:1\n"
 NOT_KNOWN = b"\x81\x83"  # the flags of an answer that says that there is no such name
+QUIET = logging.getLogger("quiet")
+QUIET.disabled = True
 
 
 def launch_of(rank: int, world_size: int, port: int) -> RankEnv:
@@ -45,22 +48,13 @@ def launch_of(rank: int, world_size: int, port: int) -> RankEnv:
     return read_rank_env({name: str(value) for name, value in five.items()})
 
 
-class Quiet(Log):
-    def info(self, text: str) -> None:
-        del text
-
-    def warning(self, text: str) -> None:
-        del text
-
-
 def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[int, float, str]]") -> None:
     """Join as each of `ranks`, and put (rank, met at, error) in the queue. All processes share the clock."""
 
     def one(rank: int) -> None:
         try:
-            log = Quiet(rank=rank, world_size=world_size)
             launch = launch_of(rank, world_size, port)
-            meet(launch, settings={"torch": "x"}, attempt="a", timeout_s=TIMEOUT_S, log=log, sign=dict)
+            meet(launch, settings={"torch": "x"}, attempt="a", timeout_s=TIMEOUT_S, log=QUIET, sign=dict)
             ends.put((rank, time.monotonic(), ""))
         except Exception as error:
             ends.put((rank, time.monotonic(), f"{type(error).__name__}: {error}"[:300]))

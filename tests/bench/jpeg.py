@@ -30,8 +30,8 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 from torchvision import transforms  # noqa: E402
 
+from tests.bench.machine import cpu_model  # noqa: E402
 from tests.rigs.photographs import photograph  # noqa: E402
-from train.commands.machine import cpu_model  # noqa: E402
 from train.config import Config  # noqa: E402
 from train.data import Samples  # noqa: E402
 from train.data.loader import Loader  # noqa: E402

@@ -28,9 +28,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.bench.machine import cpu_model
 from tests.rigs import containers, slurm_cluster
 from tests.rigs.launched import LAUNCHERS, Launcher, rank_process
-from train.commands.machine import cpu_model
 
 # The program's defaults, but a line of metrics for each step, and an end that never comes
 SETTINGS = ["--name", "job", "--epochs", "100000", "--evaluate-every-epochs", "100000", "--log-every-steps", "1"]

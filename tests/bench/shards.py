@@ -30,8 +30,8 @@ import webdataset  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from tests.bench.jpeg import make_files  # noqa: E402
+from tests.bench.machine import cpu_model  # noqa: E402
 from tests.rigs.shards import pack_folder  # noqa: E402
-from train.commands.machine import cpu_model  # noqa: E402
 from train.config import Config  # noqa: E402
 from train.data.crops import random_crop  # noqa: E402
 from train.data.file_samples import FileSamples  # noqa: E402

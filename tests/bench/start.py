@@ -95,7 +95,7 @@ class Forks:
     async def start(self) -> None:
         self.server = ForkServer(on_end=lambda _, code: self.codes.append(code), on_warning=refuse, on_gone=refuse)
         preload, folder = own_imports(MAIN)
-        await self.server.start(safe_imports(MAIN), env=environment(), preload=preload, folder=folder)
+        self.server.start(safe_imports(MAIN), env=environment(), preload=preload, folder=folder)
 
     def seconds(self, world_size: int) -> float:
         """From the request to the end of the first step."""

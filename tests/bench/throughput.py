@@ -92,7 +92,7 @@ def measure_checkpoint(model_name: str, repeats: int, directory: Path) -> dict[s
 def conditions() -> dict[str, Any]:
     import torch
 
-    from train.commands.machine import cpu_model
+    from tests.bench.machine import cpu_model
 
     return {
         "cpu": cpu_model(), "cpus": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version(),

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from rankup.explain import advice, diagnose_files
+from rankup.explain.diagnosis import MAX_SEEN, MAX_UNKNOWN, Diagnosis, diagnose
+from rankup.explain.faults import FOLLOWED, HARMLESS, SUMMARY, Fault, known_faults
+from rankup.explain.lines import split_prefixes
+from rankup.explain.report import format_report
 from tests.rigs import jobs
 from tests.rigs.jobs import ROOT, environment
-from train.commands.explain.diagnosis import MAX_SEEN, MAX_UNKNOWN, Diagnosis, diagnose
-from train.commands.explain.explain import advice, diagnose_files
-from train.commands.explain.faults import FOLLOWED, HARMLESS, Fault, known_faults
-from train.commands.explain.log_lines import split_prefixes
-from train.commands.explain.report import format_report
 
 LOGS = Path(__file__).parent / "logs"
 
@@ -63,7 +63,7 @@ def test_strings_that_a_line_must_contain_hide_no_match_of_a_pattern() -> None:
 
 def test_faults_are_ordered_from_root_to_harmless() -> None:
     orders = {fault.order for fault in known_faults()}
-    assert orders == {1, 2, 3, 4, 5, 9}
+    assert orders == {1, 2, 3, 4, 5, 6, 9}
     assert len(known_faults()) > 60
 
 
@@ -112,7 +112,7 @@ def test_exception_that_is_not_known_is_quoted_and_not_guessed_at() -> None:
     first, *rest = diagnose_files([LOGS / "exception-on-one-rank.log"])
     assert first.seen == "KeyError: 'image_17'"
     assert "not known" in first.title
-    assert {diagnosis.order for diagnosis in rest} == {FOLLOWED}
+    assert {diagnosis.order for diagnosis in rest} == {FOLLOWED, SUMMARY}
 
 
 def test_every_line_of_the_logs_alone_names_no_other_root() -> None:
@@ -294,7 +294,7 @@ def test_advice_is_one_line_and_only_on_what_is_known() -> None:
 
 
 def test_explain_needs_no_torch() -> None:
-    code = "import sys; from train.commands.explain.explain import diagnose; diagnose(['x']); "
+    code = "import sys; from rankup.explain import diagnose; diagnose(['x']); "
     code += "print('torch' in sys.modules)"
     ran = jobs.start(sys.executable, "-c", code, cwd=ROOT)
     assert ran.wait(60) == [0]

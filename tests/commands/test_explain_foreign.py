@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from rankup.errors import ConfigError
+from rankup.explain import diagnose_files, explain_logs
+from rankup.explain.diagnosis import Diagnosis, diagnose
+from rankup.explain.lines import has_time, time_of
+from rankup.explain.report import format_report
 from tests.group.test_deadlines import HOST, WORLD, probe, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ended, free_port, start
-from train.commands.explain.diagnosis import Diagnosis, diagnose
-from train.commands.explain.explain import diagnose_files, explain_logs
-from train.commands.explain.log_lines import has_time, time_of
-from train.commands.explain.report import format_report
 from train.main import main
 
 NOW = datetime.now()
@@ -251,7 +251,7 @@ def test_root_of_a_log_is_what_its_job_failed_of(
     expected, _, seen = shape.split(": ", 1)[1].partition(" | ")
     healthy = expected == "healthy"
     logs = [str(path) for path in sorted(tmp_path.glob("*.*")) if path.stat().st_size]
-    assert main(["explain", "--lang", "en", *logs]) == (0 if healthy else 20)
+    assert main(["explain", *logs]) == (0 if healthy else 20)
     report = capsys.readouterr().out
     assert report.startswith("nothing wrong was found") == healthy, report
     main(["explain", "--json", *logs])

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
+from rankup.explain import diagnose_files
+from rankup.explain.diagnosis import diagnose
 from tests.rigs import jobs
 from tests.rigs.fork_server import Forks
-from train.commands.explain.diagnosis import diagnose
-from train.commands.explain.explain import diagnose_files
 
 TINY = ["train", "--dataset", "digits", "--model", "mlp", "--progress", "none", "--no-tensorboard"]
 

@@ -19,7 +19,6 @@ import pytest
 from rankup.errors import DataError
 from tests.rigs.shards import in_child, load_shards, png, write_members, write_shard
 from train.data.sources.shards import index as index_module
-from train.data.sources.shards import index_file
 
 LABELS = {"a": (1, 0), "b": (2, 1), "c": (3, 2)}
 
@@ -46,9 +45,9 @@ def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     usual = index_module.scan_shard
 
-    def record(place: object, name: str, **more: object) -> object:
-        names.append(name)
-        return usual(place, name, **more)
+    def record(place: Any, shard: Any, **more: Any) -> object:
+        names.append(shard.name)
+        return usual(place, shard, **more)
 
     monkeypatch.setattr(index_module, "scan_shard", record)
     return names
@@ -80,14 +79,14 @@ def test_index_is_made_once_beside_the_shards(place: Path, scanned: list[str]) -
 def test_index_is_kept_in_the_cache_where_the_folder_cannot_be_written(
     place: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, scanned: list[str]
 ) -> None:
-    usual = index_file.staged
+    usual = index_module.staged
 
     def refused(path: Path) -> object:
         if path.parent == place:
             raise PermissionError(13, "Permission denied")
         return usual(path)
 
-    monkeypatch.setattr(index_file, "staged", refused)
+    monkeypatch.setattr(index_module, "staged", refused)
     for _ in range(2):
         load_shards(place)
     assert len(scanned) == 4
@@ -105,13 +104,13 @@ def test_damaged_index_is_made_anew(place: Path, scanned: list[str], damage: Cal
     assert len(scanned) == 8
 
 
-# What somebody may write into the head of an index, or into a column of its rows
+# What somebody may write into an index: another type of key, facts about the shards, a column of its rows
 CRAFTED: dict[str, Any] = {
-    "key of objects": {"key": "|O"},  # eight bytes, as the keys here have, are then read as an address
-    "key of fields": {"key": [["a", "|O"]]},
-    "table before the file": {"table_at": -4096},
-    "samples beyond it": {"samples": 1 << 70},
+    "key of objects": "|O",  # eight bytes, as the keys here have, are then read as an address
+    "key of fields": [("a", "|O")],
+    "samples beyond it": 1 << 40,
     "other shards": {"shards": [{"name": "../secret.tar", "size": 1, "stamp": "", "digest": ""}]},
+    "digest": {"digest": 5},
     "label": -1, "shard": 9, "offset": 1 << 40, "size": 1 << 40,
 }
 
@@ -124,16 +123,24 @@ def test_crafted_index_is_made_anew(place: Path, what: str) -> None:
         write_shard(place / f"train-{number:04}.tar", samples)
     train, _ = load_shards(place)
     for path in place.glob("shards-*.index"):
-        data = path.read_bytes()
-        head = json.loads(data.partition(b"\n")[0])
-        dtype = np.dtype([*index_file.COLUMNS, ("key", head["key"])])
-        table = np.frombuffer(data, dtype, offset=(at := head["table_at"])).copy()
+        with path.open("rb") as file:
+            table = np.load(file)
+            facts = json.loads(file.read())
+        descr: list[Any] = list(table.dtype.descr)
+        length = len(table)
         if isinstance(CRAFTED[what], dict):
-            head |= CRAFTED[what]
-        else:
+            facts |= CRAFTED[what]
+        elif what in table.dtype.names:
             table[what] = CRAFTED[what]
-            head["table"] = hashlib.sha256(table.tobytes()).hexdigest()
-        path.write_bytes((json.dumps(head) + "\n").encode().ljust(at) + table.tobytes())
+            facts["table"] = hashlib.sha256(table.tobytes()).hexdigest()
+        elif isinstance(CRAFTED[what], int):
+            length = CRAFTED[what]
+        else:
+            descr[-1] = ("key", CRAFTED[what])
+        with path.open("wb") as file:
+            head = {"descr": descr, "fortran_order": False, "shape": (length,)}
+            np.lib.format.write_array_header_1_0(file, head)
+            file.write(table.tobytes() + json.dumps(facts).encode())
 
     def use() -> None:
         again, _ = load_shards(place)
@@ -153,16 +160,6 @@ def test_copied_shards_are_looked_at_once_more_and_are_the_same_data(
         copied, _ = load_shards(tmp_path / "copy")
         assert copied.name == train.name
     assert len(scanned) == 8
-
-
-def test_index_that_is_killed_in_the_middle_goes_on(place: Path, scanned: list[str]) -> None:
-    whole = (place / "train-0002.tar").read_bytes()
-    (place / "train-0002.tar").write_bytes(whole[:1000])
-    refusal(place)
-    (place / "train-0002.tar").write_bytes(whole)
-    scanned.clear()
-    load_shards(place)
-    assert sorted(scanned) == ["train-0002.tar", "val-0000.tar"]
 
 
 def test_patterns_name_the_shards(place: Path) -> None:
@@ -207,7 +204,7 @@ def test_shard_gone_since_the_index_was_made_is_named(place: Path) -> None:
     settings = {"train_shards": "train-{0000..0002}.tar"}
     load_shards(place, **settings)
     (place / "train-0002.tar").unlink()
-    assert refusal(place, **settings).startswith(f"{place}/train-0002.tar: is missing, and its index")
+    assert refusal(place, **settings).startswith(f"{place}/train-0002.tar: is missing")
 
 
 def test_changed_shard_is_named_at_each_start_until_its_index_is_removed(place: Path) -> None:
@@ -306,7 +303,9 @@ def test_folder_without_shards_is_refused_and_a_missing_one(place: Path, tmp_pat
     assert refusal(place, train_shards="none-*.tar").startswith(f"{place}: holds no shards of none-*.tar")
     (tmp_path / "empty").mkdir()
     assert refusal(tmp_path / "empty").startswith(f"{tmp_path}/empty: holds no shards named train-000000.tar")
-    assert refusal(tmp_path / "absent").startswith(f"{tmp_path}/absent: cannot be read (No such file")
+    assert refusal(tmp_path / "absent").startswith(f"{tmp_path}/absent: is not there")
+    shutil.copy(place / "train-0000.tar", tmp_path / "empty" / "train-0000.parquet")
+    assert refusal(tmp_path / "empty").endswith("Parquet files are read by --dataset hf:FOLDER.")
 
 
 def test_shard_that_is_cut_while_it_is_used_is_named(place: Path) -> None:

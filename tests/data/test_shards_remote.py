@@ -1,7 +1,8 @@
-"""Shards at a URL: read in large pieces, which a node keeps in bounded room, or image by image."""
+"""Shards at a URL: a node copies each once, whole, in bounded room."""
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -18,9 +19,7 @@ from tests.rigs.range_server import serving
 from tests.rigs.shards import load_shards, pack_folder, samples_of
 from train.config import Config
 from train.data.loader import Loader
-from train.data.sources.shards import index, remote
-from train.data.sources.shards import pieces as pieces_module
-from train.data.sources.shards.pieces import Pieces
+from train.data.sources.shards import index, place
 from train.process.stop import StopRequest
 
 ALL = torch.arange(24)
@@ -41,37 +40,47 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_samples_at_a_url_are_those_of_the_folder(packed: Path, own_cache: Path) -> None:
-    here, there = samples_of(packed), samples_of(f"local://{packed}")
-    for _ in range(2):
-        assert torch.equal(here.batch(ALL, 0)[0], there.batch(ALL, 0)[0])
-    assert list((own_cache / "shards").glob("*.piece"))
+def copies(cache: Path) -> list[Path]:
+    """The files that the node keeps, finished or not."""
+    return [path for path in (cache / "shards").iterdir() if path.name != "lock"]
 
 
 def test_index_beside_shards_at_a_url_is_taken_and_none_is_scanned(
-    packed: Path, monkeypatch: pytest.MonkeyPatch
+    packed: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "scan_tar", None)
-    assert len(samples_of(f"local://{packed}")) == 24
+    here = samples_of(packed)
+    monkeypatch.setattr(index, "scan_shard", None)
+    there = samples_of(f"local://{packed}")
+    assert torch.equal(here.batch(ALL, 0)[0], there.batch(ALL, 0)[0])
+    assert len(copies(own_cache)) == len(list(packed.glob("*.tar")))
 
 
-def test_workers_read_at_a_url(packed: Path) -> None:
-    samples = samples_of(f"local://{packed}")
+def test_workers_copy_the_shards_of_a_window_when_they_need_them(packed: Path, own_cache: Path) -> None:
+    samples = samples_of(f"local://{packed}", shuffle_window=8)
+    assert not (own_cache / "shards").exists()
     loader = Loader(
-        samples, iter([(0, ALL)]), device=torch.device("cpu"), stop=StopRequest(), num_workers=1, prefetch_factor=2
+        samples, iter([(0, ALL[:1])]), device=torch.device("cpu"), stop=StopRequest(), num_workers=1, prefetch_factor=2
     )
     worked = loader.next()
     loader.close()
     assert worked is not None
-    assert torch.equal(worked[0], samples.batch(ALL, 0)[0])
+    assert torch.equal(worked[0], samples_of(packed).batch(ALL[:1], 0)[0])
+    assert len(copies(own_cache)) == 1
 
 
-def test_samples_are_single_requests_where_pieces_would_not_stay(packed: Path, own_cache: Path) -> None:
-    samples = samples_of(f"local://{packed}", cache_max_gb=1e-6)
-    assert "each image is a request of its own" in samples.files.origin
-    assert torch.equal(samples.batch(ALL, None)[0], samples_of(packed).batch(ALL, None)[0])
-    assert not (own_cache / "shards").exists()
-    assert samples_of(f"local://{packed}", cache_max_gb=1e-6, shuffle_window=8).files.contents.pieces is not None
+def test_shards_that_take_more_than_the_node_may_keep_need_a_window(packed: Path, own_cache: Path) -> None:
+    address, size = f"local://{packed}", max(path.stat().st_size for path in packed.glob("*.tar"))
+    with pytest.raises(DataError, match=r"and cache_max_gb lets this node keep .* or --shuffle-window"):
+        samples_of(address, cache_max_gb=2.5 * size / 1e9)
+    with pytest.raises(DataError, match=r"\.tar: takes .* GB\. Set a larger --cache-max-gb"):
+        samples_of(address, cache_max_gb=0.5 * size / 1e9, shuffle_window=8)
+    samples = samples_of(address, cache_max_gb=2.5 * size / 1e9, shuffle_window=8)
+    for epoch in (None, 0):
+        assert torch.equal(samples.batch(ALL, epoch)[0], samples_of(packed).batch(ALL, epoch)[0])
+    assert sum(path.stat().st_size for path in copies(own_cache)) <= 2.5 * size
+
+
+# Copies ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -81,95 +90,96 @@ def blob(tmp_path: Path) -> Path:
     return path
 
 
-def pieces_of(tmp_path: Path, *, max_bytes: int = 100_000) -> Pieces:
-    return Pieces(tmp_path / "pieces", max_bytes, piece_bytes=1000)
+def copied(blob: Path, cache: Path, stamp: str = "1", max_bytes: int = 35_000) -> bytes:
+    """What a process reads of the file as one shard."""
+    file = place.Place(f"local://{blob.parent}", cache / "shards", max_bytes).open(
+        place.Shard(blob.name, blob.stat().st_size, stamp)
+    )
+    data = os.read(file, 100_000)
+    os.close(file)
+    return data
 
 
-@pytest.mark.parametrize(("offset", "size"), [(0, 10), (995, 10), (0, 10_000), (9_990, 10), (2_000, 1_000), (5, 0)])
-def test_pieces_give_the_bytes_of_the_file(tmp_path: Path, blob: Path, offset: int, size: int) -> None:
-    pieces = pieces_of(tmp_path)
-    for _ in range(2):
-        found = pieces.read(f"local://{blob}", "1", offset, size, file_size=10_000)
-        assert found == blob.read_bytes()[offset : offset + size]
-
-
-def test_piece_is_fetched_once_and_again_for_another_version(
-    tmp_path: Path, blob: Path, monkeypatch: pytest.MonkeyPatch
+def test_copy_is_made_in_pieces_once_and_again_for_another_version(
+    blob: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-
-    def counted(url: str, begin: int, end: int) -> bytes:
-        asked.append(begin)
-        return remote.read_range(url, begin, end)
-
-    monkeypatch.setattr(pieces_module, "read_range", counted)
-    for version in ("1", "1", "2"):
-        pieces_of(tmp_path).read(f"local://{blob}", version, 1500, 1000, file_size=10_000)
-    assert asked == [1000, 2000, 1000, 2000]
+    asked, usual = [], place.read_range
+    monkeypatch.setattr(place, "REQUEST_BYTES", 6_000)
+    monkeypatch.setattr(place, "read_range", lambda *facts: (asked.append(facts[1:]), usual(*facts))[1])
+    for stamp in ("1", "1", "2"):
+        assert copied(blob, own_cache, stamp) == blob.read_bytes()
+    assert asked == [(0, 6_000), (6_000, 10_000)] * 2
 
 
-def test_pieces_stay_below_their_bound_and_the_oldest_go(tmp_path: Path, blob: Path) -> None:
-    pieces = pieces_of(tmp_path, max_bytes=4_000)
-    for number in range(10):
-        pieces.read(f"local://{blob}", "1", 1000 * number, 1000, file_size=10_000)
-        for age, path in enumerate(sorted((tmp_path / "pieces").glob("*.piece"), reverse=True)):
-            os.utime(path, (1e9 - age, 1e9 - age))
-        assert sum(path.stat().st_size for path in (tmp_path / "pieces").glob("*.piece*")) <= 4_000
-    left = {path.stem[-6:] for path in (tmp_path / "pieces").glob("*.piece")}
-    assert "000009" in left
-    assert "000000" not in left
+def test_copies_stay_below_their_bound_and_the_oldest_go(blob: Path, own_cache: Path) -> None:
+    seen: list[Path] = []
+    for number in range(5):
+        copied(blob, own_cache, f"{number}")
+        seen += [path for path in copies(own_cache) if path not in seen]
+        os.utime(seen[0])  # used again
+        for age, path in enumerate(seen[1:]):
+            if path.exists():
+                os.utime(path, (1e9 + age, 1e9 + age))
+    assert sorted(copies(own_cache)) == sorted([seen[0], *seen[3:]])
 
 
-def test_piece_that_is_larger_than_the_bound_is_not_kept(tmp_path: Path, blob: Path) -> None:
-    pieces = pieces_of(tmp_path, max_bytes=999)
-    assert pieces.read(f"local://{blob}", "1", 0, 1000, file_size=10_000) == blob.read_bytes()[:1000]
-    assert not list((tmp_path / "pieces").glob("*.piece*"))
-
-
-def test_damaged_piece_is_fetched_again(tmp_path: Path, blob: Path) -> None:
-    pieces = pieces_of(tmp_path)
-    pieces.read(f"local://{blob}", "1", 0, 1000, file_size=10_000)
-    (path,) = (tmp_path / "pieces").glob("*.piece")
+def test_damaged_copy_is_made_again(blob: Path, own_cache: Path) -> None:
+    """As after a power cut: what is kept is not synced."""
+    copied(blob, own_cache)
+    (path,) = copies(own_cache)
     path.write_bytes(path.read_bytes()[:500])
-    assert pieces.read(f"local://{blob}", "1", 400, 200, file_size=10_000) == blob.read_bytes()[400:600]
-    assert path.stat().st_size == 1000
+    assert copied(blob, own_cache) == blob.read_bytes()
 
 
-def test_piece_is_fetched_once_by_several_processes_that_may_be_killed(tmp_path: Path, blob: Path) -> None:
-    fork, asked = multiprocessing.get_context("fork"), tmp_path / "asked"
+def test_shard_is_copied_once_by_several_processes_that_may_be_killed(
+    blob: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork, asked = multiprocessing.get_context("fork"), own_cache.parent / "asked"
+    monkeypatch.setattr(place, "REQUEST_BYTES", 6_000)
 
-    def fetch(*, dies: bool) -> None:
+    def work(*, dies: bool) -> None:
         def slow(url: str, begin: int, end: int) -> bytes:
             with asked.open("a") as file:
                 file.write("x")
-            if dies:
+            if dies and begin:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.2)
             return blob.read_bytes()[begin:end]
 
-        pieces_module.read_range = slow
-        data = pieces_of(tmp_path).read(f"local://{blob}", "1", 0, 1000, file_size=10_000)
-        os._exit(data != blob.read_bytes()[:1000])
+        place.read_range = slow
+        os._exit(copied(blob, own_cache) != blob.read_bytes())
 
-    for number, (dies, codes) in enumerate([([True], [-9]), ([False] * 3, [0] * 3)], 1):
-        processes = [fork.Process(target=fetch, kwargs={"dies": one}) for one in dies]
+    for dies, codes, tries in (([True], [-9], 2), ([False] * 3, [0] * 3, 4)):
+        processes = [fork.Process(target=work, kwargs={"dies": one}) for one in dies]
         for process in processes:
             process.start()
         for process in processes:
             process.join(60)
         assert [process.exitcode for process in processes] == codes
-        assert len(asked.read_text()) == number
+        assert len(asked.read_text()) == tries
+    assert [path.name.startswith(".") for path in copies(own_cache)] == [False]
+
+
+def test_folder_that_cannot_hold_copies_is_named(
+    blob: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(place, "staged", full)
+    with pytest.raises(DataError, match=rf"{own_cache}/shards: can't hold the shards \(No space.*Set RANKUP_CACHE"):
+        copied(blob, own_cache)
 
 
 def test_store_that_stays_away_is_waited_for_beyond_a_steps_deadline() -> None:
-    assert sum(remote.PAUSES_S) > 3 * Config().step_timeout_s
+    assert sum(place.PAUSES_S) > 3 * Config().step_timeout_s
 
 
 @pytest.mark.parametrize("failures", [1, 99])
 def test_read_that_fails_is_tried_again_some_times(
     blob: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failures: int
 ) -> None:
-    monkeypatch.setattr(remote, "PAUSES_S", (0,) * 7)
+    monkeypatch.setattr(place, "PAUSES_S", (0,) * 7)
     tries = []
 
     class Flaky:
@@ -179,12 +189,12 @@ def test_read_that_fails_is_tried_again_some_times(
                 raise ConnectionError("reset by peer")
             return blob.read_bytes()[start:end]
 
-    monkeypatch.setattr(remote, "filesystem", lambda url: Flaky())
+    monkeypatch.setattr(place, "filesystem", lambda url: Flaky())
     if failures == 1:
-        assert remote.read_range("s3://b/blob", 0, 10) == blob.read_bytes()[:10]
+        assert place.read_range("s3://b/blob", 0, 10) == blob.read_bytes()[:10]
     else:
         with pytest.raises(DataError, match=r"s3://b/blob: can't be read \(reset by peer\).* 8 tries failed"):
-            remote.read_range("s3://b/blob", 0, 10)
+            place.read_range("s3://b/blob", 0, 10)
         assert len(tries) == 8
     said = capfd.readouterr().err.splitlines()
     assert [line.endswith("It is tried again.") for line in said] == ([] if failures == 1 else [True])
@@ -193,10 +203,10 @@ def test_read_that_fails_is_tried_again_some_times(
 def test_file_at_a_url_that_is_gone_or_cut_is_named(blob: Path) -> None:
     url = f"local://{blob}"
     with pytest.raises(DataError, match="gives 5 bytes from byte 9995 on"):
-        remote.read_range(url, 9995, 10_005)
+        place.read_range(url, 9995, 10_005)
     blob.unlink()
     with pytest.raises(DataError, match=f"{blob}: is gone"):
-        remote.read_range(url, 0, 10)
+        place.read_range(url, 0, 10)
 
 
 def test_address_that_nobody_knows_is_named() -> None:
@@ -207,26 +217,22 @@ def test_address_that_nobody_knows_is_named() -> None:
 # A web server ---------------------------------------------------------------------------------------------------
 
 
-def test_shards_at_a_web_server_are_read_in_pieces_and_each_once(
-    packed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote, "PAUSES_S", (0, 0))
-    here = samples_of(packed)
-    shards = {path.name: path.stat().st_size for path in packed.glob("train-*.tar")}
+def test_shards_at_a_web_server_are_copied_once(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "PAUSES_S", (0, 0))
+    here, sizes = samples_of(packed), {path.name: path.stat().st_size for path in packed.glob("*.tar")}
     with serving(packed) as server:
-        there = samples_of(server.url)
-        assert server.ranges == []  # the index lay there
         server.failures = 1
+        there = samples_of(server.url)
         for epoch in (None, 0, 1):
             assert torch.equal(there.batch(ALL, epoch)[0], here.batch(ALL, epoch)[0])
-        first, *later = server.ranges
-        assert first in later  # the one that failed
-        assert sorted(later) == sorted((name, 0, size - 1) for name, size in shards.items())
+        assert len(samples_of(server.url)) == 24
+        assert len(server.ranges) == len(sizes) + 1  # and the one that failed
+        assert set(server.ranges) == {(name, 0, size - 1) for name, size in sizes.items()}
 
 
 def test_workers_read_at_a_web_server_that_their_parent_has_spoken_to(packed: Path) -> None:
     with serving(packed) as server:
-        samples = samples_of(server.url)
+        samples = samples_of(server.url, shuffle_window=8)
         samples.batch(ALL[:2], None)
         loader = Loader(
             samples, iter([(0, ALL)]), device=torch.device("cpu"), stop=StopRequest(), num_workers=1, prefetch_factor=2
@@ -284,7 +290,7 @@ def test_shards_in_an_object_store_are_those_of_the_folder(
             monkeypatch.setenv(name, value)
         files = fsspec.filesystem("s3", skip_instance_cache=True)  # with the environment of this test
         files.put(f"{packed}/", "bucket/shards/", recursive=True)
-        monkeypatch.setattr(remote, "_filesystem", lambda protocol, pid: files)
+        monkeypatch.setattr(place, "_filesystem", lambda protocol, pid: files)
         there = samples_of("s3://bucket/shards")
         for epoch in (None, 0):
             assert torch.equal(there.batch(ALL, epoch)[0], here.batch(ALL, epoch)[0])

@@ -22,7 +22,7 @@ from PIL import Image
 
 from rankup.errors import USER_MISTAKE, ConfigError, DataError
 from tests.rigs.idx_files import made_up, write_set
-from tests.rigs.shards import in_child, png, write_parquet, write_shard
+from tests.rigs.shards import in_child, write_shard
 from train.config import Config
 from train.data import sources
 from train.data.file_samples import FileSamples
@@ -110,7 +110,6 @@ def test_swapped_files_are_named(tmp_path: Path) -> None:
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "idx": ("data/t10k-*", {"dataset": "mnist"}), "gz": ("data/t10k-*.gz", {"dataset": "mnist"}),
     "index": ("data/*.index", {"dataset": "shards"}), "tar": ("data/*.tar", {"dataset": "shards"}),
-    "parquet": ("data/*.parquet", {"dataset": "shards"}), "piece": ("cache/shards/*.piece", {"dataset": "shards"}),
     "cache": ("cache/images-*.cache", {"dataset": "imagefolder", "cache_images": True}),
     **{kind: (f"data/train/a/*.{kind}", {"dataset": "imagefolder"}) for kind in ("png", "jpg", "webp", "tif", "bmp")},
 }
@@ -126,9 +125,6 @@ def test_mutated_file_is_read_or_refused_by_one_line(
     root = tmp_path / "data"
     if settings["dataset"] == "mnist":
         write_set(root, suffix=".gz" if kind == "gz" else "")
-    elif kind in ("parquet", "piece"):
-        for part in ("train", "val"):
-            write_parquet(root / f"{part}-0.parquet", [(png(shade), shade % 2) for shade in range(4)])
     elif kind in ("tar", "index"):
         for part in ("train", "val"):
             write_shard(root / f"{part}-0.tar", {f"sample{shade}": (shade, shade % 2) for shade in range(4)})

@@ -5,9 +5,7 @@ import os
 import pytest
 
 from rankup.env.addresses import ephemeral_range, port_for
-from rankup.env.kubeflow import outside_pod
 from rankup.env.rank_env import RankEnv, describe, how_to_start, read_rank_env
-from rankup.errors import LaunchError
 from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env, refusal, warning
 
 # What `srun -n 4 -N 2` gives task 3, on the last two of the job's three nodes.
@@ -351,31 +349,6 @@ def test_kubeflow_without_rank_is_never_a_silent_world_of_one(env: Env):
     assert "RANK is not set" in message
     assert "torchrun -m train.main" in message
     assert "\n" not in message
-
-
-@pytest.mark.parametrize("env", [pod(1, 8, "mw", "4", "2"), TRAINER])
-def test_launch_in_a_pod_leaves_kubeflows_variables_out(env: Env):
-    left = outside_pod({**env, "HOME": "/tmp"}, num_nodes=2, nproc=4)
-    assert left == {name: value for name, value in env.items() if name == "PYTHONUNBUFFERED"} | {"HOME": "/tmp"}
-    assert read_rank_env(left).launcher == "python"
-
-
-@pytest.mark.parametrize(
-    ("env", "num_nodes", "nproc", "said"),
-    [
-        (TRAINER, 1, 4, "--nnodes must be what Kubeflow gives, PET_NNODES=2, got 1"),
-        (TRAINER, 2, 1, "--nproc must"),
-        (elastic("e-worker-0:23456", "1", "2:4"), 2, 1, "PET_NNODES=2:4 may change"),
-    ],
-)
-def test_launch_in_a_pod_is_refused_what_would_train_alone(env: Env, num_nodes: int, nproc: int, said: str):
-    with pytest.raises(LaunchError, match=said):
-        outside_pod(env, num_nodes=num_nodes, nproc=nproc)
-
-
-def test_launch_below_a_launcher_in_a_pod_sees_it():
-    env = {**pod(1, 4, "mw", "2", "2"), **AGENT}
-    assert outside_pod(env, num_nodes=1, nproc=1) == env
 
 
 def test_kubeflow_with_one_pod_is_single_and_says_what_torchrun_would_do():

@@ -8,11 +8,11 @@ import psutil
 import pytest
 
 from rankup.agent import attendance, meeting
+from rankup.agent.logs import host_name
 from tests.rigs.faulting_workload import probe_saves
 from tests.rigs.faults import lives, session
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import result
-from train.process.log import host_name
 
 HOST = host_name()
 WORLD = 3

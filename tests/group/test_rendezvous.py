@@ -19,11 +19,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rankup.agent.logs import host_name
 from tests.rigs import jobs
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import environment, free_port
 from tests.rigs.single_rank import BOUND_S, NOISE, TINY, Rank, Starter, starting
-from train.process.log import host_name
 
 JOIN_S = 10  # two dozen ranks start beside each other, and those of one case have to meet within it
 RUNS = int(os.environ.get("RANKUP_RUNS", "1"))

@@ -1,6 +1,5 @@
 """horovod: the same training, its gradients averaged by real Horovod. `make horovod` installs it."""
 
-import json
 import re
 import sys
 import time
@@ -16,7 +15,6 @@ import torch
 from rankup.errors import ConfigError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import Job, ended, environ_of, metrics, result, start
-from train.commands import compare
 from train.config import Config, load_config
 from train.parallel import horovod
 
@@ -209,16 +207,6 @@ def test_run_goes_on_from_horovod_to_ddp_and_back(forks: Forks, ddp: Path, tmp_p
     assert digest(run) == digest(ddp)
 
 
-@needs_horovod
-@pytest.mark.timeout(500)
-def test_comparison_runs_horovod(forks: Forks, tmp_path: Path) -> None:
-    line = ("--dataset", "digits", "--model", "mlp", "--max-steps", "3", "--only", "horovod", "--repeats", "1")
-    codes, output = forks.run("compare", *line, "--device", "cpu", "--run-dir", tmp_path, timeout_s=280)
-    assert codes == [0], output
-    outcome = json.loads((tmp_path / "compare" / "compare.json").read_text())
-    assert (outcome["missing"], outcome["runs"][0]["world_size"]) == ({}, 2)
-
-
 # Refusals -------------------------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -282,11 +270,6 @@ def test_horovod_that_is_not_installed_is_one_line(forks: Forks, tmp_path: Path)
     message = "parallel horovod needs Horovod, which is not installed here. `make horovod` builds and installs it"
     assert f"error: {message}" in output
     assert "Traceback" not in output
-
-
-def test_horovod_that_is_not_installed_is_listed_by_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "horovod", None)
-    assert compare._find_obstacle("horovod") == "Horovod is not installed; make horovod builds it."
 
 
 def test_horovod_for_cpus_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

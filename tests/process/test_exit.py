@@ -24,8 +24,8 @@ def test_finish_writes_what_was_printed_and_waits_for_no_thread() -> None:
 
 
 def test_what_was_printed_around_the_guard_is_written_in_its_order() -> None:
-    prints = "sys.stdout.write('a'); log.guard('stdout'); sys.stdout.write('b'); sys.stdout.flush()"
-    done = run(f"from train.process import log; {prints}; sys.__stdout__.write('c'); exit.finish(0)")
+    prints = "sys.stdout.write('a'); guard('stdout'); sys.stdout.write('b'); sys.stdout.flush()"
+    done = run(f"from rankup.agent.logs import guard; {prints}; sys.__stdout__.write('c'); exit.finish(0)")
     assert done.stdout == "abc"
 
 

@@ -93,18 +93,3 @@ def write_members(path: Path, members: Any) -> None:
             member = tarfile.TarInfo(name)
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
-
-
-def write_parquet(path: Path, samples: list[tuple[Any, Any]], *, group: int = 2, **columns: str) -> None:
-    """A Parquet file of (image, label) pairs, in groups of so many rows."""
-    image, label = columns.get("image", "image"), columns.get("label", "label")
-    write_table(path, {image: [image for image, _ in samples], label: [label for _, label in samples]}, group=group)
-
-
-def write_table(path: Path, columns: Mapping[str, list[Any]], *, group: int = 2) -> None:
-    """A Parquet file of any columns."""
-    import pyarrow
-    from pyarrow import parquet
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(pyarrow.table(columns), path, row_group_size=group)

@@ -10,7 +10,7 @@ import torch
 from train.data.sources.texts import SAMPLE
 
 # Imported by the forking process once, not by each of its jobs
-SLOW = ("transformers.models.bert.modeling_bert", "tokenizers.implementations", "safetensors.torch")
+SLOW = ("transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert", "safetensors.torch")
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128,
          "max_position_embeddings": 64, "initializer_range": 0.1}
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from rankup.agent.logs import host_name
 from rankup.errors import UserError
 from rankup.state import copies as state_copies
 from tests.rigs.checkpoints import SETTINGS, flip, save, save_checkpoint, steps, training_state
@@ -20,7 +21,6 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, result
 from tests.run.test_rescue import Ranks
 from train.config import Config
-from train.process.log import host_name
 from train.run import copies
 from train.run.checkpoint import load_checkpoint
 from train.run.copier import Copier, fingerprint_tensors

@@ -13,9 +13,9 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
+from rankup.agent.logs import host_name
 from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
-from train.process.log import host_name
 from train.run.metrics import Metrics, Progress, cut_after
 
 DIGITS = ("train", "--dataset", "digits", "--model", "mlp", "--epochs", "2", "--log-every-steps", "10")

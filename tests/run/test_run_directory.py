@@ -1,7 +1,5 @@
 """The run directory over several attempts: refused, resumed, finished, put aside, and never mixed up."""
 
-import errno
-import io
 import json
 import os
 import subprocess
@@ -13,7 +11,6 @@ import pytest
 
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, environment, result
-from train.process.log import Log
 from train.process.status import read_json
 
 # 8 steps an epoch; with a constant rate a longer run begins as a shorter one does
@@ -268,18 +265,6 @@ def test_checkpoints_that_cannot_be_written_are_one_line(tmp_path: Path) -> None
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert f"error: checkpoint: {run}/checkpoints can't be written (Permission denied)" in done.stderr
-
-
-def test_log_on_a_full_disk_still_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Full(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    log = Log()
-    log.file = Full()
-    log.info("a line")
-    log.warning("an error")
-    assert capsys.readouterr() == ("a line\n", "an error\n")
 
 
 @pytest.mark.parametrize(

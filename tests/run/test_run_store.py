@@ -107,7 +107,7 @@ def test_all_damaged_is_an_error_and_no_new_start(url: str, tmp_path: Path) -> N
     store.upload_checkpoint(save(tmp_path / "here", 10), run=RUN, keep=9)
     (model,) = [name for name in store.objects.names() if name.endswith("model.safetensors")]
     store.objects.remove([model])
-    with pytest.raises(UserError, match=r"got only damaged ones: step-00000010-\w+: model\.pt is missing"):
+    with pytest.raises(UserError, match=r"got only damaged ones: step-00000010-\w+: model\.safetensors is missing"):
         store.fetch_newest(tmp_path / "there", run=RUN)
 
 

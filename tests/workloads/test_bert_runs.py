@@ -114,7 +114,7 @@ def test_bert_killed_and_run_again_without_the_folders_weights_has_the_same(
     # A run that begins does need them
     codes, output = jobs.run(*line, "--fresh")
     assert codes == [2], output
-    assert "must hold weights, got none" in output
+    assert "must hold weights that load, got: Error no file named" in output
 
 
 def test_bert_evaluates_exactly_and_predicts_with_words_and_config_alone(

@@ -3,36 +3,24 @@
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rankup import cli
 from rankup.agent.agent import Helpers
+from rankup.agent.logs import host_name
 from rankup.agent.script import Script
 from rankup.errors import FINISHED
+from rankup.observe.stacks import where
 from train.process.findings import CODES, VERDICTS, WARNING
 from train.process.last_word import tell_platform
-from train.process.log import host_name
 
 MAIN = Path(__file__).parents[1] / "main.py"
 
 
 def launch(words: Sequence[str]) -> int:
     """Be the agent of this node. Returns the exit code."""
-    return cli.launch(words, helpers=Helpers(advice=_advice, where=_where, tell=tell_platform), preflight=_preflight)
-
-
-def _advice(tail: str) -> str:
-    # Imported where it is needed: it compiles the patterns of all known faults, a twentieth of a second
-    from train.commands.explain.explain import advice
-
-    return advice(tail)
-
-
-def _where(run_dir: Path, ranks: Collection[int]) -> list[str]:
-    from train.process.stack_requests import ask, places
-
-    return places([answer for answer in ask(run_dir, ranks=ranks) if answer.writer.rank in ranks])
+    return cli.launch(words, helpers=Helpers(advice=cli.advice, where=where, tell=tell_platform), preflight=_preflight)
 
 
 def _preflight(script: Script, run_dir: str) -> int:

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rankup.agent.logs import open_log, setup_logging
 from rankup.env.rank_env import check_loopback, describe
 from rankup.errors import FINISHED, LaunchError
+from rankup.group.stacks import open_stacks
 from train.config import check_world_size, options, to_yaml
 from train.process import findings
 from train.process.context import Context, runs_folder
 from train.process.imports import without_collections
-from train.process.stacks import open_stacks
 from train.run.choices import CHOICES
 
 
@@ -26,7 +27,7 @@ def _train(context: Context, given: options.TrainOptions) -> None:
 
     check_world_size(context.config, context.launch.world_size)
     _start_rank(context)
-    open_stacks(context.run_dir, context.launch)
+    open_stacks(context.run_dir, rank=context.launch.rank, world_size=context.launch.world_size)
     train(context.config, context.launch, run_dir=context.run_dir, log=context.log, stop=context.stop)
 
 
@@ -48,11 +49,13 @@ def _predict(context: Context, given: options.PredictOptions) -> None:
 
 def _start_rank(context: Context) -> None:
     check_loopback(context.launch, context.config.simulated_nodes)
-    context.log.open(context.run_dir)
-    for warning in context.launch.warnings:
+    launch = context.launch
+    file = open_log(context.run_dir / "logs" / f"rank-{launch.rank}.log")
+    setup_logging(rank=launch.rank, world_size=launch.world_size, file=file)
+    for warning in launch.warnings:
         context.log.warning(warning)
-    if context.launch.distributed:
-        context.log.info(describe(context.launch))
+    if launch.distributed:
+        context.log.info(describe(launch))
 
 
 def _export(context: Context, given: options.ExportOptions) -> None:
@@ -60,13 +63,6 @@ def _export(context: Context, given: options.ExportOptions) -> None:
 
     _refuse_ranks(context)
     export(context, given)
-
-
-def _compare(context: Context, given: options.CompareOptions) -> None:
-    from train.commands.compare import compare
-
-    _refuse_ranks(context)
-    compare(context, given)
 
 
 def _refuse_ranks(context: Context) -> None:
@@ -83,15 +79,10 @@ def _doctor(context: Context, given: options.DoctorOptions) -> int:
 
 def _explain(context: Context, given: options.ExplainOptions) -> int:
     """Say what logs show: 20 if they show a fault, 0 if nothing is wrong with them."""
-    from train.commands.explain.explain import explain_logs
-    from train.commands.explain.faults import language_of
+    from rankup.explain import explain_logs
 
-    # What a program reads does not depend on the locale of whoever starts it
-    by_locale = "en" if given.as_json else language_of(os.environ)
-    text, faulty = explain_logs(
-        [Path(path) for path in given.paths], as_json=given.as_json, run_dir=runs_folder(context.config),
-        language=by_locale if given.lang == "auto" else given.lang,
-    )
+    paths = [Path(path) for path in given.paths]
+    text, faulty = explain_logs(paths, as_json=given.as_json, run_dir=runs_folder(context.config))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a log may have letters that this locale can't show
     print_whole(f"{text}\n")
@@ -99,21 +90,27 @@ def _explain(context: Context, given: options.ExplainOptions) -> int:
 
 
 def _logs(context: Context, given: options.LogsOptions) -> None:
-    from train.commands.logs.logs import logs
+    from rankup.observe.logs import logs
 
-    logs(context, given)
+    logs(runs_folder(context.config), given.run, rank=given.rank, since=given.since, follow=given.follow)
 
 
 def _stacks(context: Context, given: options.StacksOptions) -> None:
-    from train.commands.stacks import stacks
+    from rankup.observe.logs import find_logs
+    from rankup.observe.stacks import report
 
-    print_whole(f"{stacks(context, given)}\n")
+    run_dir = find_logs(runs_folder(context.config), given.run).parent
+    print_whole(f"{report(run_dir, full=given.full)}\n")
 
 
 def _status(context: Context, given: options.StatusOptions) -> None:
-    from train.commands.status import status
+    from rankup.observe.status import status
 
-    for text in status(context, given):
+    found = status(
+        runs_folder(context.config), given.run or context.config.name, watch=given.watch, interval_s=given.interval_s,
+        as_json=given.as_json,
+    )
+    for text in found:
         if not print_whole(text):
             break
 
@@ -135,5 +132,4 @@ def print_whole(text: str) -> bool:
 COMMANDS: dict[str, Callable[[Context, Any], int | None]] = {
     "train": _train, "evaluate": _evaluate, "predict": _predict, "export": _export,
     "show": _show, "doctor": _doctor, "explain": _explain, "logs": _logs, "stacks": _stacks, "status": _status,
-    "compare": _compare,
 }

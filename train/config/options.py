@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -88,8 +88,6 @@ class ExplainOptions(JsonOptions):
     paths: tuple[str, ...] = setting(
         (), "Logs of a failed job, whoever started it: files, folders, a run's directory, or - for standard input.",
         metavar="PATH...")
-    lang: Literal["auto", "en", "zh"] = setting(
-        "auto", "Language of the answer; auto: Chinese where LC_ALL, LC_MESSAGES or LANG is, but --json is English.")
 
     def mistakes(self) -> Iterator[str]:
         if not self.paths:
@@ -128,17 +126,8 @@ class StatusOptions(Options):
     as_json: bool = setting(False, "As JSON, on one line.", alias="json")
 
 
-class CompareOptions(Options):
-    """Train with each method and launcher that can run here, several times, and set them side by side."""
-
-    processes: int = setting(2, "Processes of each variant that takes several.", ge=2)
-    only: str = setting("", "Which variants to compare, as none,ddp; by default all.", metavar="LIST")
-    repeats: int = setting(3, "Runs of each variant.", ge=1)
-
-
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "evaluate": EvaluateOptions, "predict": PredictOptions,
     "export": ExportOptions, "show": ShowOptions, "doctor": DoctorOptions,
     "explain": ExplainOptions, "logs": LogsOptions, "stacks": StacksOptions, "status": StatusOptions,
-    "compare": CompareOptions,
 }

@@ -49,10 +49,11 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                            rule="the name of a data set")
     hf_config: str | None = _result(None, "hf: which configuration of the data set; null: the only or default one.",
                                     rule="a name", min_length=1)
-    input_column: str | None = _result(None, "hf, shards: column of the images or texts; null: the only one of that "
-                                             "kind, in Parquet image.", rule="a column's name", min_length=1)
-    label_column: str | None = _result(None, "hf, shards: column of the labels, or their name in JSON; null: the only "
-                                             "one of class labels, or label.", rule="a column's name", min_length=1)
+    input_column: str | None = _result(None, "hf: column of the images or texts; null: the only one of that kind.",
+                                       rule="a column's name", min_length=1)
+    label_column: str | None = _result(None, "hf: column of the labels; null: the only one of class labels, or label. "
+                                             "shards: their name in JSON; null: label.",
+                                       rule="a column's name", min_length=1)
     hf_train_split: str = _result("train", "hf: rows to train on: a split, or part of one such as train[:90%].",
                                   rule="a split's name", min_length=1)
     hf_eval_split: str | None = setting(None, "hf: rows to evaluate on; null: validation or test, as eval_split says.",
@@ -179,7 +180,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                            "Trace these steps with torch.profiler, as 10:20: from the end of step 10 to that of 20.",
                            pattern=r"^(\d{1,9}:\d{1,9})?$", rule="FIRST:LAST, such as 10:20")
     tensorboard: bool = setting(True, "Write TensorBoard files.")
-    # Its choices are the table in train/run/trackers/, given in the same way.
+    # Its choices are in rankup/observe/tracker.py, given in the same way.
     tracker: str = setting("none", "Also send metrics, settings, pictures and result to a tracker, one run for all "
                                    "attempts.", rule="the name of a tracker")
     progress: Literal["auto", "bar", "lines", "none"] = setting("auto", "auto: a bar on a terminal, lines elsewhere.")

@@ -24,12 +24,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from rankup.errors import DataError, PeerLost
+from rankup.group.stacks import open_worker
 from train.data.batch import parts, to_device
 from train.data.order import BatchIndex
 from train.data.samples import Samples
 from train.process.machine_checks import ENLARGE_SHM
 from train.process.stop import STOP_SIGNALS, StopRequest, die_with_parent
-from train.process.worker_stacks import open_worker
 
 SHM_FULL = (
     f"/dev/shm must hold the batches of all DataLoader workers, got no space left on it. {ENLARGE_SHM}, or set "

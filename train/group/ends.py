@@ -1,11 +1,12 @@
 """Reports how and why this rank ends, to the other ranks and into the run directory."""
 
+import logging
 from collections.abc import Sequence
 
+from rankup.agent.logs import host_name
 from rankup.errors import STOPPED
 from rankup.group.line import Line
 from train.group.losses import Losses, Suspect
-from train.process.log import Log
 from train.process.status import End, state_of
 from train.process.status_file import StatusFile
 
@@ -16,12 +17,12 @@ class EndReporter:
     Made before the group, so that a rank that ends while it starts or joins is reported too; the line comes later.
     """
 
-    def __init__(self, status: StatusFile, log: Log) -> None:
+    def __init__(self, status: StatusFile, log: logging.Logger) -> None:
         self.status, self.log = status, log
         self.rank, self.world_size = status.rank, status.world_size
         self.step = 0  # the last one that this rank finished
         self._line: Line | None = None
-        self._hosts: Sequence[str] = [log.host] * self.world_size
+        self._hosts: Sequence[str] = [host_name()] * self.world_size
         self._losses: Losses | None = None
 
     def connect(self, line: Line, hosts: Sequence[str], losses: Losses) -> None:
@@ -31,7 +32,7 @@ class EndReporter:
     def report(self, code: int, why: str, suspect: int | None = None, *, together: bool = False) -> None:
         """Say that this rank ends with `code`, and `why`. `suspect`: the rank that this one lost, where it knows.
         `together`: all ranks end so."""
-        end = End(self.rank, self.log.host, state_of(code), code, why, self.step, suspect)
+        end = End(self.rank, host_name(), state_of(code), code, why, self.step, suspect)
         if self._line is not None:
             self._line.say("end", rank=self.rank, code=code, cause=why, suspect=suspect)
         self.status.write_end(end)

@@ -6,19 +6,20 @@ what arrives, which runs whatever code the sender wants, and anybody in the netw
 
 import io
 import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from rankup.agent.logs import host_name
 from rankup.env.rank_env import RankEnv
 from rankup.errors import PeerLost, UserError
 from train.group.ends import EndReporter
 from train.group.host_link import HostLink
 from train.group.meeting import Meeting
 from train.group.watchdog import Watchdog
-from train.process.log import Log
 from train.process.stop import StopRequest
 
 # gloo's and nccl's own timeouts are this much longer than ours, which know the phase and name the rank.
@@ -34,13 +35,14 @@ class Group:
     """
 
     def __init__(
-        self, launch: RankEnv, device: torch.device, *, watch: Watchdog, stop: StopRequest, ends: EndReporter, log: Log
+        self, launch: RankEnv, device: torch.device, *, watch: Watchdog, stop: StopRequest, ends: EndReporter,
+        log: logging.Logger,
     ) -> None:
         self.launch, self.device, self.log, self.watch, self.stop, self.ends = launch, device, log, watch, stop, ends
         self.rank, self.world_size = launch.rank, launch.world_size
         self.status = ends.status
         self.run_dir = ends.status.run_dir
-        self.hosts: Sequence[str] = [log.host] * launch.world_size  # by rank
+        self.hosts: Sequence[str] = [host_name()] * launch.world_size  # by rank
         self.restarted = launch.restart_count > 0  # any rank's process
         self.meeting: Meeting | None = None
         self.link: HostLink | None = None  # where all ranks are on one host

@@ -9,6 +9,7 @@ import dis
 import hashlib
 import importlib.util
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -23,6 +24,7 @@ from rankup.agent.protocol import Member
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, LaunchError, PeerLost, Stopped, UserError, exit_code, reason
+from rankup.group.stacks import record_collectives
 from train.config import Config
 from train.group import meeting
 from train.group.device import pick_backend, pick_device
@@ -31,8 +33,6 @@ from train.group.group import BEHIND_OURS_S, Group
 from train.group.host_link import open_link
 from train.group.losses import Losses, Suspect, describe, root_exit_code
 from train.group.watchdog import Watchdog
-from train.process import flight_recorder
-from train.process.log import Log
 from train.process.status import tell_torchrun
 from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
@@ -52,7 +52,7 @@ LOST = re.compile(
 
 @contextlib.contextmanager
 def join(
-    config: Config, launch: RankEnv, *, log: Log, stop: StopRequest, status: StatusFile,
+    config: Config, launch: RankEnv, *, log: logging.Logger, stop: StopRequest, status: StatusFile,
     needs_process_group: bool = False,
 ) -> Iterator[Group]:
     """Be one of the group for the length of the block. `needs_process_group`: even a rank alone gets torch's group.
@@ -73,7 +73,9 @@ def join(
 
 
 @contextlib.contextmanager
-def starting(config: Config, launch: RankEnv, *, stop: StopRequest, ends: EndReporter, log: Log) -> Iterator[Group]:
+def starting(
+    config: Config, launch: RankEnv, *, stop: StopRequest, ends: EndReporter, log: logging.Logger
+) -> Iterator[Group]:
     """A group of which only this rank is known yet; the block takes the steps `meet` and `form` itself.
 
     However the block ends, that end is explained, reported to the ranks that have been met by then, and bounded.
@@ -137,7 +139,7 @@ def form(config: Config, group: Group) -> None:
     # So far it was what was left of the time to join; nccl waits with it for the id that it exchanges at the first step
     group.meeting.store.set_timeout(timeout)
     if "nccl" in backend:
-        flight_recorder.switch_on(group.run_dir)
+        record_collectives(group.run_dir)
     try:
         dist.init_process_group(
             backend, store=group.meeting.store, rank=group.rank, world_size=group.world_size, timeout=timeout

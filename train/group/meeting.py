@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import secrets
 import socket
@@ -16,6 +17,7 @@ import psutil
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from rankup.agent.attendance import HINT
+from rankup.agent.logs import host_name
 from rankup.agent.network import address_of, chosen_address
 from rankup.agent.protocol import Member
 from rankup.env.addresses import is_loopback
@@ -25,7 +27,6 @@ from rankup.group.line import AgentLine, Line, MemberLine
 from train.group.network import allow_connections
 from train.group.store import connect_store, start_store
 from train.process.atomic_file import write_atomically
-from train.process.log import Log
 
 LEADER = "rankup/leader"  # in the launcher's store: the port where the leader listens
 GRACE_S = 2.0  # how long a launcher's store may take to answer
@@ -45,7 +46,7 @@ class Meeting:
 
 
 def meet(
-    launch: RankEnv, *, settings: Mapping[str, str], attempt: str, timeout_s: float, log: Log,
+    launch: RankEnv, *, settings: Mapping[str, str], attempt: str, timeout_s: float, log: logging.Logger,
     sign: Callable[[], dict[str, Any]],
 ) -> Meeting:
     """Meet the other ranks. `settings`: what must be the same on all ranks, by name. `sign`: where this rank is.
@@ -65,7 +66,7 @@ def meet(
             log.info(f"waiting for {launch.world_size} ranks at {_address(launch)}")
         allow_connections(2 * launch.world_size)
         own = _Place(launch, attempt, timeout_s, log, until_formed)
-        member = _member(launch, settings, timeout_s, log.host)
+        member = _member(launch, settings, timeout_s, host_name())
         line = MemberLine(member, settings, own, say=log.warning, sign=sign)
         commit = line.join()
         own.withdraw()
@@ -95,7 +96,7 @@ class _Place:
     """Where ranks without an agent meet: at the master's port, or where the launcher's store or a file says."""
 
     def __init__(
-        self, launch: RankEnv, attempt: str, timeout_s: float, log: Log, until_formed: contextlib.ExitStack
+        self, launch: RankEnv, attempt: str, timeout_s: float, log: logging.Logger, until_formed: contextlib.ExitStack
     ) -> None:
         self.until_formed = until_formed
         self.launch, self.attempt, self.timeout_s, self.log = launch, attempt, timeout_s, log

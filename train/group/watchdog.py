@@ -6,21 +6,23 @@ find it by its silence.
 """
 
 import functools
+import logging
 import math
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from rankup.agent.logs import host_name
 from rankup.agent.record import NO_LIMIT, RecordWriter
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
+from rankup.group import stacks
+from rankup.group.stacks import COMPARE, compare, moment, own_place
 from train.group.ends import EndReporter
 from train.group.losses import Losses, Suspect, describe, root_exit_code
-from train.process import flight_recorder, health, stacks
+from train.process import health
 from train.process.exit import clear_hard_deadline, leave, set_hard_deadline, within
-from train.process.log import Log
 from train.process.phase_clock import PhaseClock
-from train.process.places import compare, moment, own_place
 from train.process.status import tell_torchrun
 from train.process.stop import FAREWELL_S, StopRequest
 
@@ -59,11 +61,11 @@ class Keeper(Protocol):
 class Watchdog:
     """The phase this rank is in, its deadline, and what the other ranks last reported."""
 
-    def __init__(self, ends: EndReporter, stop: StopRequest, *, record: RecordWriter, log: Log) -> None:
+    def __init__(self, ends: EndReporter, stop: StopRequest, *, record: RecordWriter, log: logging.Logger) -> None:
         """Starts the clock; from now on a stop request that cannot wait for the loop is carried out here."""
         self.ends, self.stop, self.record, self.log = ends, stop, record, log
         self.rank, self.world_size = ends.rank, ends.world_size
-        self.hosts: Sequence[str] = [log.host] * self.world_size
+        self.hosts: Sequence[str] = [host_name()] * self.world_size
         self.phase = "start"
         self.clock = PhaseClock(self.phase)
         self._entered_s = time.monotonic()
@@ -96,7 +98,7 @@ class Watchdog:
         seen, in seconds of `time.time()`. Any thread may call it.
         """
         self.record.set_place(self._place())
-        own = {**self.record.read().sign(self.rank), "host": self.log.host, "seen": time.time()}
+        own = {**self.record.read().sign(self.rank), "host": host_name(), "seen": time.time()}
         others = self._losses.signs() if self._losses is not None else []
         return sorted([own, *(sign for sign in others if sign["rank"] != self.rank)], key=lambda sign: sign["rank"])
 
@@ -236,7 +238,7 @@ class Watchdog:
                 told = self.ends.report_from_outside(code, why, suspect)
                 if overdue and self.world_size > 1:
                     time.sleep(LINGER_S)
-                flight_recorder.dump(self.rank)  # last: while NCCL hangs, this may hang too
+                stacks.dump_collectives(self.rank)  # last: while NCCL hangs, this may hang too
                 return told
 
             leave(code, last_word, timeout_s=LAST_WORD_S)
@@ -251,7 +253,11 @@ class Watchdog:
         lines = ["; ".join(compare({sign["rank"]: sign["place"] for sign in self.signs_of_life()}))] if hung else []
         if file:
             lines.append(f"the stacks of all threads are in {file}")
-        return lines + flight_recorder.lines(self.rank)
+        if file := stacks.recorded(self.rank):
+            lines.append(
+                f"The last collectives of NCCL are in {file}; `{COMPARE} {file.parent}` compares those of all ranks"
+            )
+        return lines
 
     def _place(self) -> str:
         """Where the main thread is: "all_reduce (loop.py:213 step) of step 413"."""

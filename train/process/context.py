@@ -1,6 +1,7 @@
 """What every command gets: the settings, which rank this process is, and where its run lies. No torch here."""
 
 import hashlib
+import logging
 import os
 import re
 import tempfile
@@ -12,7 +13,6 @@ from rankup.errors import UserError
 from train.config import Config
 from train.config.command_line import Request
 from train.config.urls import is_url
-from train.process.log import Log
 from train.process.stop import StopRequest
 
 
@@ -23,7 +23,7 @@ class Context:
     config: Config
     request: Request
     found: RankEnv | UserError
-    log: Log
+    log: logging.Logger
     stop: StopRequest
     folder: str = ""
 

@@ -61,7 +61,7 @@ def leave(code: int, last_word: Callable[[], int | None] = lambda: None, *, time
 
 
 def _flush() -> None:
-    # `log.guard` has put its own in the place of the last two
+    # `logs.guard` has put its own in the place of the last two
     for stream in filter(None, (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)):
         with contextlib.suppress(OSError, ValueError):  # its reader has gone
             stream.flush()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from train.process.proc import start_of
+from rankup.agent.processes import start_of
 
 
 def process_began() -> float:

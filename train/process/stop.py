@@ -1,6 +1,6 @@
 """The stop request: SIGTERM, SIGINT and SIGUSR1 set a flag that the loop looks at; they never interrupt a step.
 
-SIGUSR2 comes the same way, and asks for the stacks of all threads (`train.process.stacks`).
+SIGUSR2 comes the same way, and asks for the stacks of all threads (`rankup.group.stacks`).
 
 No torch: the handlers are installed before torch is imported, so that a container stopped while it starts ends at once
 instead of being killed after its grace period. (The kernel ignores SIGTERM for a container's first process unless that
@@ -8,6 +8,7 @@ process has a handler.)
 """
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -16,9 +17,8 @@ import threading
 import time
 
 from rankup.errors import STOPPED
-from train.process import stacks
+from rankup.group import stacks
 from train.process.exit import leave
-from train.process.log import Log
 
 # torchrun passes each signal on to its workers, and they may also get it from their process group: twice within
 # milliseconds. Slurm and Kubernetes repeat theirs after longer.
@@ -46,7 +46,7 @@ class StopRequest:
         self.signal_name = ""
         self.leave_now = ""
         self.guarded = False
-        self._log: Log | None = None
+        self._log: logging.Logger | None = None
         self._finish_step_first = False
         self._requested_at_s = 0.0  # of the first signal to this process itself
         self._held = threading.local()
@@ -107,7 +107,7 @@ class StopRequest:
                 signal.signal(getattr(signal, name), signal.SIG_DFL)
         return self
 
-    def print_through(self, log: Log) -> None:
+    def print_through(self, log: logging.Logger) -> None:
         """Print through the log of this rank from now on. Before the rank is known, lines go to stderr."""
         self._log = log
 

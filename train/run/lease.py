@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from rankup.agent.logs import host_name
 from rankup.errors import PeerLost, UserError
-from train.process.log import host_name
 from train.process.status import read_json, write_json
 
 BEAT_S = 2.0

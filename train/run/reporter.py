@@ -13,16 +13,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rankup.errors import Stopped
+from rankup.observe.goodput import REPORT_S, Report, goodput, read_reports
+from rankup.observe.tracker import Facts, Tracker
 from train.group.group import Group
 from train.process.phase_clock import process_began
-from train.run.goodput import KIND_OF_PHASE, REPORT_S, Report, goodput, read_reports
-from train.run.trackers.tracked_run import Facts
-from train.run.trackers.tracker import Tracker
 
 if TYPE_CHECKING:  # `run` reports too, and needs nothing of a training
     from train.run.run_directory import RunDirectory
     from train.run.training import Training
 
+# Which kind of time a phase of the watchdog's clock is; all others, set-up and imports among them, are "start"
+KIND_OF_PHASE = {
+    "step": "steps", "data": "data", "evaluation": "evaluation", "save": "saves", "end": "saves", "join": "join",
+    "script": "script",
+}
 LAST_S = 1.0  # how long the end of an attempt may wait for the last report: a disk may hang
 TRAINING = ("step", "data", "evaluation", "save")  # the phases that a run spends its time in once it trains
 
@@ -83,7 +87,7 @@ class Reporter:
             self._tracker.start()
 
     def goodput(self) -> dict[str, Any]:
-        """Of the run, which ends now: later reports have the same times. See `train.run.goodput`. Rank 0 only."""
+        """Of the run, which ends now: later reports have the same times. See `rankup.observe.goodput`. Rank 0 only."""
         self._last = self._look()
         earlier = [report for report in read_reports(self.group.run_dir) if report.began != self._began]
         return goodput([*earlier, self._last])

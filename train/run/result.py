@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from rankup.errors import disk_error
+from rankup.observe.goodput import one_line
+from rankup.observe.tracker import address_of
 from train.config import Config
 from train.data.order import Order
 from train.group.group import Group
@@ -16,10 +18,8 @@ from train.parallel.optimizer import peak_rate
 from train.process.status import write_json
 from train.run import weights
 from train.run.evaluation import Result
-from train.run.goodput import one_line
 from train.run.reporter import Reporter
 from train.run.shown_settings import shown_settings
-from train.run.trackers.tracker import address_of
 from train.run.training import Training
 from train.run.training_state import versions
 from train.workloads import Workload

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rankup.errors import Stopped, UserError, disk_error
+from rankup.observe import tracker
 from train.config import Config
 from train.config.urls import is_url
 from train.group.group import Group, on_rank0
@@ -31,7 +32,6 @@ from train.run.origin import Origin, find_origin
 from train.run.publish import remove_unfinished
 from train.run.remote import RemoteRun
 from train.run.saver import Saver
-from train.run.trackers import table
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,7 +143,7 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
                 shutil.rmtree(group.run_dir / HELD, ignore_errors=True)
                 claim()
                 if config.tracker != "none":
-                    table.check(config.tracker)
+                    tracker.check(config.tracker)
                 begun = find_run(config, group)
                 if remote is not None and begun is not None:
                     remote.fetch_checkpoint(begun.run)

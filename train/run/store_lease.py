@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rankup.agent.logs import host_name
 from rankup.errors import PeerLost, UserError
 from train.process.exit import within
-from train.process.log import host_name
 from train.process.status import read_json, write_json
 from train.run.lease import owned_by
 from train.run.objects import Objects, parse

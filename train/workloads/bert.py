@@ -1,9 +1,11 @@
-"""A BERT from a local folder, for `--workload text`: config.json, vocabulary and weights, as transformers stores them.
+"""A BERT from a local folder, for `--workload text`: config.json, vocabulary and weights, read by transformers.
 
 Nothing is downloaded unless `bert_download` asks for it. Needs the extra `text`: pip install 'rankup[text]'.
 """
 
 import hashlib
+import importlib.util
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,81 +15,41 @@ from torch import nn
 
 from rankup.errors import ConfigError, DataError
 from train.config import Config
-from train.workloads import bert_files
-from train.workloads.bert_files import LAYOUT, one_line, read_json, read_text
 
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
-TOKENIZED_AT_ONCE = 1000  # texts: enough for its threads, and not a second copy of all texts in memory
+LAYOUT = "A BERT's folder holds config.json, vocab.txt (or tokenizer.json) and model.safetensors or pytorch_model.bin."
+VOCABULARY = ("config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # in one file or in parts
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # organisation/model, or the first models' single word
+SPECIAL = {"[PAD]", "[UNK]", "[CLS]", "[SEP]"}
 HIGHEST_LR = 1e-3
-HEADS = ("cls", "classifier", "qa_outputs")  # of the pre-training, and of other tasks
-COUNTERS = ("position_ids", "embeddings.token_type_ids")  # 0, 1, 2, ...: older versions saved them as weights
 
 
 class WordPieceTokenizer:
-    """Text -> the numbers of its word pieces between [CLS] and [SEP].
-
-    The vocabulary is the folder's vocab.txt, else its tokenizer.json.
-    """
+    """Text -> the numbers of its word pieces between [CLS] and [SEP]."""
 
     def __init__(self, folder: Path, *, max_seq_len: int) -> None:
         """Raises DataError, one line with the file's name, for a vocabulary that is missing or no BERT's."""
+        from transformers import BertTokenizer
+
         self.max_seq_len = max_seq_len
-        plain = folder / "vocab.txt"
-        self.path = plain if plain.exists() else folder / "tokenizer.json"
+        self.path = next((path for name in VOCABULARY[1:3] if (path := folder / name).exists()), None)
+        if self.path is None:  # transformers would go on with an empty one
+            raise DataError(f"{folder}: must hold vocab.txt or tokenizer.json, got neither. {LAYOUT}")
         try:
-            self.tokenizer, vocabulary = _from_vocab_txt(folder) if plain.exists() else _from_json(self.path)
-        except DataError:
-            raise
-        except Exception as error:  # the library raises plain Exceptions
-            problem = f"must be a vocabulary of word pieces, got: {one_line(error)}"
-            raise DataError(f"{self.path}: {problem}. {LAYOUT}") from None
-        self.size = max(vocabulary.values()) + 1
-        self.tokenizer.encode_special_tokens = True  # "[PAD]" in a text is text, not padding
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
-        self.pad, self.end = vocabulary["[PAD]"], vocabulary["[SEP]"]
+            # "[PAD]" in a text is text, not padding
+            self.tokenizer = BertTokenizer.from_pretrained(folder, local_files_only=True, split_special_tokens=True)
+            vocabulary = self.tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
+        except Exception as error:  # many types
+            raise DataError(f"{self.path}: must be a vocabulary of word pieces, got: {_one_line(error)}.") from None
+        if missing := sorted(SPECIAL - vocabulary.keys()):
+            raise DataError(f"{self.path}: must hold the tokens {', '.join(sorted(SPECIAL))}, got no {missing[0]}.")
+        self.size, self.pad = max(vocabulary.values()) + 1, vocabulary["[PAD]"]
 
     def __call__(self, texts: Sequence[str]) -> tuple[list[list[int]], int]:
         """The token numbers of each text, at most max_seq_len, and how many texts were cut; those end in [SEP] too."""
-        rows, num_cut = [], 0
-        for start in range(0, len(texts), TOKENIZED_AT_ONCE):
-            for found in self.tokenizer.encode_batch(list(texts[start : start + TOKENIZED_AT_ONCE])):
-                row = found.ids
-                if len(row) > self.max_seq_len:
-                    row, num_cut = [*row[: self.max_seq_len - 1], self.end], num_cut + 1
-                rows.append(row)
-        return rows, num_cut
-
-
-def _from_vocab_txt(folder: Path) -> tuple[Any, dict[str, int]]:
-    """A tokenizer, and token -> number. Its options are those of tokenizer_config.json, if there is one."""
-    from tokenizers import BertWordPieceTokenizer
-
-    path = folder / "vocab.txt"
-    lines = read_text(path).removesuffix("\n").split("\n")
-    vocabulary = {token: number for number, token in enumerate(lines)}
-    _check_special(path, vocabulary)
-    given = folder / "tokenizer_config.json"
-    options = read_json(given) if given.exists() else {}
-    tokenizer = BertWordPieceTokenizer(
-        vocabulary, lowercase=options.get("do_lower_case", True), strip_accents=options.get("strip_accents"),
-        handle_chinese_chars=options.get("tokenize_chinese_chars", True),
-    )
-    return tokenizer._tokenizer, vocabulary  # the wrapper does not pass encode_special_tokens on
-
-
-def _from_json(path: Path) -> tuple[Any, dict[str, int]]:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_str(read_text(path))
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    _check_special(path, vocabulary)
-    return tokenizer, vocabulary
-
-
-def _check_special(path: Path, vocabulary: dict[str, int]) -> None:
-    if missing := [token for token in SPECIAL if token not in vocabulary]:
-        raise DataError(f"{path}: must hold the tokens {', '.join(SPECIAL)}, got no {missing[0]}. {LAYOUT}")
+        rows = self.tokenizer(list(texts), verbose=False).input_ids
+        cut = [[*row[: self.max_seq_len - 1], row[-1]] if len(row) > self.max_seq_len else row for row in rows]
+        return cut, sum(len(row) > self.max_seq_len for row in rows)
 
 
 class Bert(nn.Module):
@@ -112,8 +74,16 @@ def build_bert(
     random, by the seed alone. Raises ConfigError and DataError, one line that names the file.
     """
     assert config.bert_dir is not None
-    bert_files.need_transformers()
-    folder = bert_files.find_folder(config.bert_dir, download=config.bert_download, pretrained=pretrained)
+    if missing := [name for name in ("transformers", "safetensors") if importlib.util.find_spec(name) is None]:
+        raise ConfigError(
+            f"bert_dir must be null without the package {missing[0]}, which is not installed. For a BERT: pip install "
+            "'rankup[text]', in a checkout pip install -e '.[text]'"
+        )
+    import transformers
+
+    transformers.logging.set_verbosity_error()  # what it reports of weights, the notes say
+    transformers.logging.disable_progress_bar()
+    folder = _find_folder(config.bert_dir, download=config.bert_download, pretrained=pretrained)
     shape = _shape(folder, config.dropout)
     tokenizer = WordPieceTokenizer(folder, max_seq_len=config.max_seq_len)
     if tokenizer.size > shape.vocab_size:
@@ -126,13 +96,10 @@ def build_bert(
             f"max_seq_len must be <= {shape.max_position_embeddings}, the positions that {folder}/config.json has "
             f"(max_position_embeddings), got {config.max_seq_len}. Longer texts are cut; set --max-seq-len."
         )
-    from transformers import BertModel
-
     head = nn.Linear(shape.hidden_size, num_classes)
     nn.init.normal_(head.weight, std=shape.initializer_range)
     nn.init.zeros_(head.bias)
-    encoder = BertModel(shape)
-    notes = _load_weights(encoder, folder) if pretrained else []
+    encoder, notes = _read_encoder(folder, shape) if pretrained else (transformers.BertModel(shape), [])
     if tokenizer.size < shape.vocab_size:
         tokens = f"{tokenizer.size:,} tokens for {shape.vocab_size:,} embeddings"
         notes.append(f"{tokenizer.path}: {tokens}, the rest is never used")
@@ -140,9 +107,39 @@ def build_bert(
         notes.append(
             f"lr {config.lr:g} is far above what suits a trained BERT, 1e-5 to 5e-5 with adamw: train/configs/bert.yaml"
         )
-    contents = b"".join((folder / name).read_bytes() for name in bert_files.VOCABULARY if (folder / name).exists())
+    contents = b"".join((folder / name).read_bytes() for name in VOCABULARY if (folder / name).exists())
     model = Bert(encoder, head, dropout=config.dropout, pad=tokenizer.pad)
     return tokenizer, model, notes, hashlib.sha256(contents).hexdigest()[:8]
+
+
+def _find_folder(name: str, *, download: bool, pretrained: bool) -> Path:
+    """The folder `name`; with `download`, also that of a model of this name at the Hugging Face hub.
+
+    A download leaves out the weights unless `pretrained`. Raises DataError if there is no such folder or model.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not HUB_NAME.fullmatch(name):
+        problem = "a file" if folder.exists() else "which is not there"
+        raise DataError(f"bert_dir must be a folder, got {folder}, {problem}. {LAYOUT}")
+    if not download:
+        raise DataError(
+            f"bert_dir must be a folder, got {name}, which is not one here. Nothing is downloaded unasked: if this is "
+            "a name at the Hugging Face hub, set --bert-download, or fetch it yourself and name its folder."
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=list(VOCABULARY)))
+        for weights in WEIGHTS if pretrained else ():  # the first of the two that is there: both hold the same
+            snapshot_download(name, allow_patterns=[weights, f"{weights}.index.json"])
+            if any(folder.glob(weights)):
+                break
+    except Exception as error:  # many types: no network, no such name, no access
+        why = _one_line(error)
+        raise DataError(f"bert_dir: {name} can't be downloaded from the Hugging Face hub: {why}.") from None
+    return folder
 
 
 def _shape(folder: Path, dropout: float) -> Any:
@@ -150,69 +147,57 @@ def _shape(folder: Path, dropout: float) -> Any:
     from transformers import BertConfig
 
     path = folder / "config.json"
-    given = read_json(path)
-    kind = given.get("model_type", "bert")  # the first BERTs' files do not have it
-    if kind != "bert":
-        raise DataError(f'{path}: model_type must be bert, got "{kind}". Other models need a workload of your own.')
-    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    if not path.exists():
+        raise DataError(f"{path}: is missing. {LAYOUT}")
     try:
-        shape = BertConfig.from_dict({**given, **rates})
+        given, _ = BertConfig.get_config_dict(folder, local_files_only=True)
+        kind = given.get("model_type", "bert")  # the first BERTs' files do not have it
+        shape = BertConfig.from_dict({**given, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout})
         if shape.hidden_size % shape.num_attention_heads:
             heads = shape.num_attention_heads
             raise ValueError(f"hidden_size {shape.hidden_size} is no multiple of num_attention_heads {heads}")
-    except Exception as error:  # the library's own checks raise their own types
-        raise DataError(f"{path}: must be a BERT's, got: {one_line(error)}.") from None
+    except Exception as error:  # many types
+        raise DataError(f"{path}: must be a BERT's, got: {_one_line(error)}.") from None
+    if kind != "bert":
+        raise DataError(f'{path}: model_type must be bert, got "{kind}". Other models need a workload of your own.')
     return shape
 
 
-def _load_weights(encoder: nn.Module, folder: Path) -> list[str]:
-    """Load the folder's weights into the encoder; returns notes on what was left out or starts at random.
+def _read_encoder(folder: Path, shape: Any) -> tuple[nn.Module, list[str]]:
+    """The encoder with the folder's weights, and notes on what was left out or starts at random.
 
-    Raises DataError where one of the encoder's weights is missing, unknown or of another shape: transformers itself
-    would go on with random numbers there.
+    Raises DataError where a weight is missing, unknown or of another shape: transformers itself would go on with
+    random numbers there. Only the pooler may be missing: encoders are published without it.
     """
-    name = next((name for name in bert_files.WEIGHTS if bert_files.weight_files(folder, name)), None)
-    if name is None:
-        raise DataError(f"{folder}: must hold weights, got none. {LAYOUT}")
-    path = folder / name
-    given: dict[str, torch.Tensor] = {}
-    for part in bert_files.weight_files(folder, name):
-        given |= bert_files.read_weights(part)
-    own = encoder.state_dict()
-    known, heads = _encoder_weights(given)
-    missing = [key for key in own if key not in known]
-    # Only the pooler may be missing: it belongs to a head, and encoders are published without it.
-    if lacking := [key for key in missing if not key.startswith("pooler.")]:
-        raise DataError(
-            f"{path}: must hold all of the encoder that config.json describes, got no {_some(lacking)}. It is of "
-            "another model, or of another library."
+    from transformers import BertModel
+
+    try:
+        encoder, info = BertModel.from_pretrained(
+            folder, config=shape, local_files_only=True, dtype=torch.float32, weights_only=True,
+            output_loading_info=True, ignore_mismatched_sizes=True,
         )
-    if extra := [key for key in known if key not in own]:
-        raise DataError(f"{path}: must hold the encoder that config.json describes, got also {_some(extra)}.")
-    for key, value in known.items():
-        if value.shape != own[key].shape:
-            expected, got = tuple(own[key].shape), tuple(value.shape)
-            raise DataError(f"{path}: {key} must have shape {expected} by config.json, got {got}.")
-    encoder.load_state_dict(known, strict=False)
-    notes = [f"{path}: left out what belongs to other heads ({_some(heads)})"] if heads else []
+    except Exception as error:  # a damaged file raises one of half a dozen unrelated types
+        small = [path.name for name in WEIGHTS for path in folder.glob(name) if path.stat().st_size < 1024]
+        hint = f" {small[0]} may be Git LFS's pointer: run git lfs pull in that folder." if small else ""
+        raise DataError(f"{folder}: must hold weights that load, got: {_one_line(error)}.{hint} {LAYOUT}") from None
+    for key, got, expected in info["mismatched_keys"]:
+        raise DataError(f"{folder}: {key} must have shape {tuple(expected)} by config.json, got {tuple(got)}.")
+    missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    heads = [key for key in extra if key.split(".")[0] in ("cls", "classifier", "qa_outputs")]
+    if lacking := [key for key in missing if not key.startswith("pooler.")]:
+        raise DataError(f"{folder}: must hold all of the encoder that config.json describes, got no {_some(lacking)}.")
+    if unknown := [key for key in extra if key not in heads]:
+        raise DataError(f"{folder}: must hold the encoder that config.json describes, got also {_some(unknown)}.")
+    notes = [f"{folder}: left out what belongs to other heads ({_some(heads)})"] if heads else []
     if missing:
-        notes.append(f"{path}: no {_some(missing)}, which start at random as the head does")
-    return notes
-
-
-def _encoder_weights(given: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The encoder's weights under today's names, and the names of those that belong to heads."""
-    whole_model = any(key.startswith("bert.") for key in given)  # else it is the encoder alone, without the prefix
-    known, heads = {}, []
-    for key, value in given.items():
-        # The first checkpoints, converted from TensorFlow, have its names.
-        plain = key.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-        if whole_model != key.startswith("bert.") or plain.split(".")[0] in HEADS:
-            heads.append(key)
-        elif not plain.endswith(COUNTERS):
-            known[plain.removeprefix("bert.")] = value
-    return known, heads
+        notes.append(f"{folder}: no {_some(missing)}, which start at random as the head does")
+    return encoder.train(), notes
 
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _one_line(error: BaseException) -> str:
+    """What an exception says, on one line of at most 200 characters."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:200].rstrip(".")

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.commands.compare_report import bar_chart
-from train.commands.machine import cpu_model
-from train.commands.markdown import markdown_table
+from tests.bench.machine import bar_chart, cpu_model, markdown_table
 
 RANKUP, ADVISED = "rankup", "rankup as advised"
 

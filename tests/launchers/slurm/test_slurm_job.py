@@ -1,6 +1,5 @@
 """slurm/job.sh without a Slurm: what it does with each end of a step, each signal, and each answer of Slurm."""
 
-import ast
 import os
 import re
 import signal
@@ -296,14 +295,6 @@ def test_slurm_nodes_that_share_their_own_disk_copy_the_data_in_turns(tmp_path: 
 def test_slurm_setting_that_can_not_be_is_refused(name: str, value: str, says: str, tmp_path: Path) -> None:
     code, said = Started(tmp_path, "0", **{name: value}).run()
     assert (code, said) == (2, f"slurm: {says}\n")
-
-
-def test_slurm_code_is_kept_by_python_3_8() -> None:
-    """A cluster's nodes have an older Python than the container or the environment."""
-    tree = ast.parse((ROOT / "slurm" / "kept_code.py").read_text(), feature_version=(3, 8))
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert "__future__" in imported, "int | None is evaluated otherwise"
-    assert {str(name).split(".")[0] for name in imported} <= set(sys.stdlib_module_names)
 
 
 # Hosts that are suspected ---------------------------------------------------------------------------------------------

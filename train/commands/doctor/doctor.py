@@ -6,6 +6,7 @@ collects what every rank found. If the ranks can't join, each rank prints its ow
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -32,7 +33,6 @@ from train.process import machine_checks
 from train.process.context import Context
 from train.process.exit import within
 from train.process.findings import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding
-from train.process.log import Log
 from train.process.status_file import StatusFile
 
 NAME_S, DISK_S = 10.0, 30.0  # a resolver and a network disk may never answer,
@@ -223,7 +223,7 @@ def _connect(host: str, port: int) -> tuple[str, str] | OSError:
 class _EndReporter(EndReporter):
     """Ends the doctor with its report, where a training would report a lost peer."""
 
-    def __init__(self, status: StatusFile, log: Log, doctor: _Doctor) -> None:
+    def __init__(self, status: StatusFile, log: logging.Logger, doctor: _Doctor) -> None:
         super().__init__(status, log)
         self._doctor = doctor
 

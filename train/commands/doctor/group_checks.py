@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rankup.agent.logs import host_name
 from rankup.env.rank_env import RankEnv, ranges
 from train.commands.doctor import gpu_health, link_speed
 from train.commands.doctor.link_speed import LinkSpeed
@@ -92,7 +93,7 @@ def collective(group: Group) -> Iterator[Finding]:
         yield Finding(
             "collective", UNFIT, f"wrong result: {', '.join(wrong)}",
             "gradients would be wrong, and nothing would say so.",
-            f"Look for a bad device or cable on {group.log.host}. If it is right with NCCL_P2P_DISABLE=1, the "
+            f"Look for a bad device or cable on {host_name()}. If it is right with NCCL_P2P_DISABLE=1, the "
             "connection between the GPUs is bad.",
         )
     elif group.is_rank0:

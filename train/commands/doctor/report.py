@@ -2,31 +2,32 @@
 
 import contextlib
 import json
+import logging
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from rankup.agent.logs import host_name
 from rankup.env.rank_env import ranges
 from train.group.group import Group
 from train.process.findings import INCOMPLETE, UNFIT, VERDICTS, WARNING, Finding, exit_code, line, merge
-from train.process.log import Log
 from train.process.status import write_json
 
 
 class Report:
     """The findings of one rank. `json_out`: where JSON goes, in place of the table; None prints the table."""
 
-    def __init__(self, log: Log, *, rank: int, world_size: int, json_out: TextIO | None) -> None:
+    def __init__(self, log: logging.Logger, *, rank: int, world_size: int, json_out: TextIO | None) -> None:
         self.findings: list[Finding] = []
-        self.facts: dict[str, Any] = {"world_size": world_size, "hosts": [log.host]}
+        self.facts: dict[str, Any] = {"world_size": world_size, "hosts": [host_name()]}
         self._log, self._rank, self._json_out = log, rank, json_out
         self._began_s = time.monotonic()
 
     def add(self, *findings: Finding) -> None:
         """Keep findings of this rank, and print them on rank 0."""
         for finding in findings:
-            own = replace(finding, rank=self._rank, host=self._log.host)
+            own = replace(finding, rank=self._rank, host=host_name())
             self.findings.append(own)
             if self._json_out is None:
                 self._log.info(line(own))
@@ -67,7 +68,7 @@ class Report:
     def refuse(self, text: str) -> int:
         """The report if the environment describes no launch that could work. Returns the exit code."""
         why = "no process group can be formed with it."
-        self.findings = [Finding("environment", UNFIT, each, why, host=self._log.host) for each in text.splitlines()]
+        self.findings = [Finding("environment", UNFIT, each, why, host=host_name()) for each in text.splitlines()]
         if self._json_out is None:
             self._print_problems()
         else:

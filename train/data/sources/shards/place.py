@@ -1,69 +1,83 @@
-"""Where shards lie, a folder or a URL, and which files of it they are."""
+"""Where shards lie, a folder or a URL, which files of it they are, and this node's copies of those at a URL."""
 
 import fnmatch
+import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO, TypeVar
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
-from rankup.errors import DataError
+from rankup.errors import DataError, UserError
+from train.config import Config
 from train.config.urls import is_url, must_hold_no_secrets, secrets_in
-from train.data.sources.shards.remote import explained, filesystem
+from train.data.sources.cache import writable_cache
+from train.data.sources.fetch import Say, print_to_stderr
+from train.data.sources.locks import locked
+from train.process.atomic_file import staged
+from train.process.filesystem import open_filesystem
 
 LIST = "shards.json"  # may lie beside shards: their names, and those of the classes
-ENDINGS = (".tar", ".parquet")
 COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
 PARTS = {"train": ("train",), "val": ("val", "test")}  # what their names begin with; the first that is there counts
 # What the file systems of fsspec call that which tells one version of a file from another
 VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
-READERS = 16  # threads that ask a store at the same time: each request takes some 20 ms, and does nothing meanwhile
+THREADS = 16  # that ask a store at the same time: each request takes some 20 ms, and does nothing meanwhile
+REQUEST_BYTES = 16 << 20  # long enough that this waiting does not count
+REPORT_EVERY_S = 5.0
+# Before another try. 20 minutes in all, longer than a step may take: a store that stays away ends a training by the
+# step's deadline, with a code after which it is started again
+PAUSES_S = (0.5, 1, 2, 4, 8, *[15] * 80)
+SAID_AFTER = 4  # tries that failed: shorter trouble needs no line
 BRACES = re.compile(r"\{([^{}]*)\}")
 NUMBER = re.compile(r"(\d+)(?:-of-(\d+))?(?=\.\w+$)")
 
+Item = TypeVar("Item")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Shard:
+    """`stamp`: what changes when the file is written again. `digest`: of its headers and labels."""
+
+    name: str
+    size: int
+    stamp: str
+    digest: str = ""
+
+
+@dataclass(frozen=True)
 class Place:
-    """A folder, or a URL that fsspec reads."""
+    """A folder, or a URL that fsspec reads. `copies`: where this node keeps the shards of a URL, all places' together
+    at most `max_bytes`; those used longest ago go first."""
 
     root: str
+    copies: Path | None = None
+    max_bytes: int = 0
 
     @classmethod
-    def at(cls, text: str) -> "Place":
-        """`text`: what the user wrote in data_dir."""
-        if text.startswith("file://"):
-            text = text.removeprefix("file://")
+    def at(cls, config: Config) -> "Place":
+        """`data_dir`. Raises DataError for an address with a password in it."""
+        text = str(config.data_dir).removeprefix("file://")
         if secrets_in(text):
             raise DataError(must_hold_no_secrets("data_dir"))
-        return cls(text.rstrip("/") if is_url(text) else os.path.abspath(os.path.expanduser(text)))
-
-    @property
-    def is_local(self) -> bool:
-        return not is_url(self.root)
+        if not is_url(text):
+            return cls(os.path.abspath(os.path.expanduser(text)))
+        return cls(text.rstrip("/"), writable_cache() / "shards", int(config.cache_max_gb * 1e9))
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"
 
     def names(self) -> list[str]:
         """The files that lie there and one folder below, sorted. Raises DataError where they can't be listed."""
-        if not self.is_local:
-            return self._remote_names()
-        try:
-            names = []
-            for entry in os.scandir(self.root):
-                if entry.is_dir() and not entry.name.startswith("."):
-                    names += [f"{entry.name}/{name}" for name in os.listdir(entry.path)]
-                else:
-                    names.append(entry.name)
-        except OSError as error:
-            raise DataError(f"{self.root}: cannot be read ({error.strerror}).") from error
-        return sorted(names)
-
-    def _remote_names(self) -> list[str]:
         files = filesystem(self.root)
         base = files._strip_protocol(self.root)
         with explained(self.root, "can't be listed"):
@@ -75,59 +89,181 @@ class Place:
                 raise DataError(f"{self.root}: is not there or can't be listed. {way_out}") from None
             names = [entry["name"] for entry in found if entry["type"] != "directory"]
             for entry in found:
-                if entry["type"] == "directory":
+                if entry["type"] == "directory" and not Path(entry["name"]).name.startswith("."):
                     names += files.ls(entry["name"], detail=False)
         return sorted(name.removeprefix(base).lstrip("/") for name in names)
 
-    def look(self, name: str) -> tuple[int, str] | None:
-        """Size in bytes, and what changes when the file is written again; None if there is none."""
+    def look(self, name: str) -> Shard:
+        """Its size and stamp. Raises DataError if there is none."""
         path = self.path(name)
-        if self.is_local:
-            try:
-                found = os.stat(path)
-            except FileNotFoundError:
-                return None
-            except OSError as error:
-                raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
-            return found.st_size, str(found.st_mtime_ns)
         with explained(path, "can't be looked at"):
             try:
                 facts = filesystem(path).info(path)
             except FileNotFoundError:
-                return None
-        version = next((facts[k] for k in VERSIONS if facts.get(k)), "")
-        return int(facts["size"] or 0), str(version)
-
-    def open(self, name: str) -> BinaryIO:
-        """The file, to be read from its beginning to its end in large pieces."""
-        if self.is_local:
-            return open(self.path(name), "rb")
-        with explained(self.path(name), "can't be read"):
-            file: Any = filesystem(self.root).open(self.path(name), "rb", block_size=8 << 20, cache_type="readahead")
-            return file  # type: ignore[no-any-return]
+                raise DataError(
+                    f"{path}: is missing. Bring it back to {self.root}, or name only the shards that you want by a "
+                    "pattern."
+                ) from None
+        stamp = next((facts[k] for k in VERSIONS if facts.get(k)), "")
+        return Shard(name, int(facts["size"] or 0), str(stamp))
 
     def read(self, name: str) -> bytes | None:
         """A small file, or None if there is none."""
         path = self.path(name)
+        with explained(path, "can't be read"):
+            try:
+                return bytes(filesystem(path).cat_file(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except PermissionError:
+                if self.copies is None:
+                    raise
+                return None  # what a store says of a file that is not there to those who may not list it
+
+    def fits(self, shards: Iterable[Shard]) -> bool:
+        """Whether this node may keep all of them."""
+        return self.copies is None or sum(shard.size for shard in shards) <= self.max_bytes
+
+    def open(self, shard: Shard) -> int:
+        """A descriptor of its file on this node, where one at a URL is copied to first. Raises OSError, DataError."""
+        if self.copies is None:
+            return os.open(self.path(shard.name), os.O_RDONLY)
+        while True:  # again where another process removes it at this moment, to make room
+            with suppress(FileNotFoundError):
+                file = os.open(self._copy_of(shard), os.O_RDONLY)
+                if os.fstat(file).st_size == shard.size:
+                    os.utime(file)
+                    return file
+                os.close(file)  # cut by a power failure
+            self.copy([shard])
+
+    def copy(self, shards: Sequence[Shard], *, say: Say = print_to_stderr) -> None:
+        """Copy shards at a URL to this node: one process does it, the others wait. A copy is there whole or not at all.
+
+        Raises DataError if one can't be read there, also after many tries, or there is no room.
+        """
+        if self.copies is None or all(map(self._is_here, shards)):
+            return
         try:
-            if self.is_local:
-                with open(path, "rb") as file:
-                    return file.read()
-            with explained(path, "can't be read"):
-                try:
-                    return bytes(filesystem(path).cat_file(path))
-                except PermissionError:
-                    return None  # what a store says of a file that is not there to those who may not list it
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+            self.copies.mkdir(parents=True, exist_ok=True)
+            with locked(self.copies / "lock"):
+                missing = [shard for shard in shards if not self._is_here(shard)]
+                self._make_room(sum(shard.size for shard in missing))
+                each(self._copy, missing, say=say, doing=f"copying {self.root} to {self.copies}")
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+            way_out = "Set RANKUP_CACHE to a folder with room for them, or a smaller --cache-max-gb."
+            raise DataError(f"{self.copies}: can't hold the shards ({error.strerror or error}). {way_out}") from error
+
+    def _copy_of(self, shard: Shard) -> Path:
+        assert self.copies is not None
+        key = repr((self.root, shard.name, shard.stamp, shard.size))
+        return self.copies / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.tar"
+
+    def _is_here(self, shard: Shard) -> bool:
+        try:
+            path = self._copy_of(shard)
+            os.utime(path)  # so that it is not what goes to make room for the others
+            return path.stat().st_size == shard.size
+        except FileNotFoundError:
+            return False
+
+    def _copy(self, shard: Shard) -> None:
+        with staged(self._copy_of(shard)) as staging, staging.open("wb") as file:
+            for begin in range(0, shard.size, REQUEST_BYTES):
+                file.write(read_range(self.path(shard.name), begin, min(begin + REQUEST_BYTES, shard.size)))
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove what a killed process left half copied, and then the copies used longest ago. Under the lock."""
+        assert self.copies is not None
+        found = []
+        for path in self.copies.glob("*.tar*"):
+            if path.name.startswith("."):
+                path.unlink(missing_ok=True)
+            else:
+                found.append((path.stat().st_mtime, path.stat().st_size, path))
+        total = num_bytes + sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= self.max_bytes:
+                break
+            path.unlink(missing_ok=True)
+            total -= size
 
 
-def each(work: Callable[[str], T], names: Sequence[str]) -> list[T]:
-    """`work` of all names, several at a time: stores and network disks answer slowly, and many at once."""
-    with ThreadPoolExecutor(READERS) as threads:
-        return list(threads.map(work, names))
+# A file system --------------------------------------------------------------------------------------------------
+
+
+def filesystem(url: str) -> Any:
+    """The fsspec file system of `url`, one for each process: it has connections, which a forked one can't share.
+
+    Raises UserError where it needs a package that is not installed.
+    """
+    parts = urlsplit(url)
+    return _filesystem(f"{parts.scheme}://{parts.netloc}" if is_url(url) else "/", os.getpid())
+
+
+@lru_cache(maxsize=8)
+def _filesystem(address: str, pid: int) -> Any:
+    return open_filesystem(address)[0]
+
+
+def read_range(url: str, begin: int, end: int) -> bytes:
+    """The bytes from `begin` to before `end`. Raises DataError if they can't be read, also after many tries."""
+    for number, pause_s in enumerate((*PAUSES_S, None), 1):
+        try:
+            with explained(url, "can't be read"):
+                data = bytes(filesystem(url).cat_file(url, start=begin, end=end))  # s3fs has another second parameter
+        except FileNotFoundError:
+            raise DataError(f"{url}: is gone since the training began. Bring it back.") from None
+        except _MayPassError as error:
+            if pause_s is None:
+                raise DataError(f"{error} {len(PAUSES_S) + 1} tries failed.") from error
+            if number == SAID_AFTER:
+                print(f"{error} It is tried again.", file=sys.stderr, flush=True)  # a worker process has no log
+            time.sleep(pause_s)
+            continue
+        if len(data) != end - begin:
+            raise DataError(
+                f"{url}: gives {len(data)} bytes from byte {begin} on, and its size says {end - begin}. Was it cut or "
+                "replaced meanwhile? (A server must know range requests.)"
+            )
+        return data
+    raise AssertionError
+
+
+class _MayPassError(DataError):
+    pass
+
+
+@contextmanager
+def explained(path: str, what: str) -> Iterator[None]:
+    """Turn what a file system raises into one line that names `path`. A missing file stays FileNotFoundError."""
+    try:
+        yield
+    except (UserError, FileNotFoundError, NotADirectoryError):
+        raise
+    except Exception as error:  # each store has errors of its own
+        line = " ".join(str(error).split())[:300] or type(error).__name__
+        if not is_url(path):
+            raise DataError(f"{path}: {what} ({getattr(error, 'strerror', '') or line}).") from error
+        if isinstance(error, PermissionError):
+            raise DataError(f"{path}: {what}: access is denied ({line}). Do the credentials allow it?") from error
+        raise _MayPassError(f"{path}: {what} ({line}). Is it there, and can this machine reach it?") from error
+
+
+def each(work: Callable[[Item], T], items: Sequence[Item], *, say: Say, doing: str) -> list[T]:
+    """`work` of all items, several at a time: stores and network disks answer slowly, and many at once."""
+    began_s = reported_s = time.monotonic()
+    results = []
+    with ThreadPoolExecutor(THREADS) as threads:
+        for done, result in enumerate(threads.map(work, items), 1):
+            results.append(result)
+            if (now_s := time.monotonic()) - reported_s > REPORT_EVERY_S:
+                reported_s = now_s
+                say(f"{doing}: {done} of {len(items)} shards after {now_s - began_s:.0f} s (once)")
+    return results
+
+
+# Names ----------------------------------------------------------------------------------------------------------
 
 
 def find_shards(place: Place, part: str, pattern: str) -> tuple[list[str], tuple[str, ...]]:
@@ -155,11 +291,14 @@ def find_shards(place: Place, part: str, pattern: str) -> tuple[list[str], tuple
         raise DataError(
             f"{place.path(packed[0])}: is compressed, so no sample in it can be reached by itself. Unpack it: gunzip."
         )
-    names = [name for name in dict.fromkeys(names) if name.endswith(ENDINGS)]
+    parquet = any(name.endswith(".parquet") for name in names)
+    names = [name for name in dict.fromkeys(names) if name.endswith(".tar")]
     if not names:
         setting = "--train-shards" if part == "train" else "--eval-shards"
-        example = f"{part}-{{000000..000146}}.tar"
-        raise DataError(f"{place.root}: holds no shards {what}. Set {setting}, such as '{example}'.")
+        way_out = f"Set {setting}, such as '{part}-{{000000..000146}}.tar'."
+        if parquet:
+            way_out = "Parquet files are read by --dataset hf:FOLDER."
+        raise DataError(f"{place.root}: holds no shards {what}. {way_out}")
     if not pattern or "*" in pattern:
         _refuse_gaps(place, names)
     return names, classes
@@ -194,20 +333,17 @@ def _expand(pattern: str) -> list[str]:
 
 def _refuse_gaps(place: Place, names: Sequence[str]) -> None:
     """Numbered shards must be there from the first to the last: one that was not copied is easily overlooked."""
-    numbered: dict[str, set[int]] = {}
-    ends: dict[str, int] = {}
-    shapes: dict[str, str] = {}
+    kinds: dict[str, list[re.Match[str]]] = {}
     for name in names:
         if found := NUMBER.search(name):
-            kind = name[: found.start()]
-            numbered.setdefault(kind, set()).add(int(found[1]))
-            ends[kind] = int(found[2] or 0)
-            shapes[kind] = f"{kind}{{:0{len(found[1])}}}{name[found.end(1):]}"
-    for kind, numbers in numbered.items():
-        first = min(numbers)
-        last = max(first + ends[kind] - 1, max(numbers)) if ends[kind] else max(numbers)
-        if gaps := sorted(set(range(first, last + 1)) - numbers):
+            kinds.setdefault(name[: found.start()], []).append(found)
+    for kind, found_here in kinds.items():
+        numbers, total = {int(found[1]) for found in found_here}, int(found_here[-1][2] or 0)
+        last = max(min(numbers) + total - 1, *numbers, 0)
+        if gaps := sorted(set(range(min(numbers), last + 1)) - numbers):
+            found = found_here[-1]
+            name = f"{kind}{gaps[0]:0{len(found[1])}}{found.string[found.end(1):]}"
             raise DataError(
-                f"{place.path(shapes[kind].format(gaps[0]))}: is missing, and {len(gaps) - 1} more, between the "
-                f"{len(numbers)} shards that are there. Copy them, or name those that you want by a pattern."
+                f"{place.path(name)}: is missing, and {len(gaps) - 1} more, between the {len(numbers)} shards that are "
+                "there. Copy them, or name those that you want by a pattern."
             )

@@ -1,0 +1,403 @@
+"""Which faults the lines of logs show, and which of them is the root cause.
+
+Only a job that failed has a root cause. Any of these proves a failure: an exception after which its process made no
+progress; a line of a scheduler, kernel or launcher about the end of a process; a fault in the last line of a process;
+counters that all stop below their totals. What a process survived is no cause.
+"""
+
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
+
+from rankup.explain.faults import DIED, FOLLOWED, HARMLESS, ROOT, Fault, faults_in
+from rankup.explain.lines import LogLine, has_time, split_prefixes, time_of
+
+MAX_SEEN = 300  # characters of a line that are quoted
+MAX_KEPT = 500  # findings of one log: a log of any size needs a few megabytes of memory
+MAX_UNKNOWN = 50  # unknown exceptions of one source
+LAST_LINES = 6  # of a traceback that are quoted, beside the exception itself
+
+
+@dataclass(slots=True, eq=False)
+class Diagnosis:
+    """One fault that a log shows. `order`: 1 is nearest to the root cause. `rank`, `host`: who has it, where known."""
+
+    title: str
+    seen: str
+    line: int
+    rank: int | None
+    host: str
+    why: str
+    remedy: str
+    order: int
+    harmless: bool = False
+    name: str = ""  # its entry in known_faults.toml; "" for an exception that is not known
+    times: int = 1
+    file: str = ""  # where there are several
+    time: float | None = None  # seconds since 1970
+    traceback: tuple[str, ...] = ()  # its last lines, without the exception
+
+
+UNKNOWN = Fault(
+    "", "an error that is not known here",
+    "this is the last line of its traceback, or the last line that looks like an error.",
+    "It is not in the table of known faults. The last lines of its traceback say where it happened.",
+)
+UNFINISHED = Fault(
+    "unfinished", "the logs stop in the middle",
+    "no rank wrote an error, and the last lines are among the steps: the ranks were killed, left by os._exit, hang, or "
+    "still run.",
+    "Look at the exit code and at what the launcher, the scheduler or the kernel (dmesg) said about the end.",
+    proof=True,
+)
+
+# Some loggers write words before it, and rich draws a box around it
+BEGIN = re.compile(r"(?:.*\W)?Traceback \(most recent call last\)(?::\s*$| ─)|Fatal Python error: ")
+CODE = ("  ", "│")  # what source code in a traceback begins with
+WHAT = "  what():  "  # an exception of C++ that nobody caught
+# The next exception stands for the last one: both are of one failure. The last form is a DataLoader worker's
+CHAIN = re.compile(r"During handling of the above|The above exception was the direct|Original Traceback ")
+# Python prints these tracebacks and goes on
+IGNORED = re.compile(r"Exception ignored in|--- Logging error ---|Error in atexit|Task exception was never retrieved")
+EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|\w*(?:error|timeout))(?::|$)")
+# Not torch's notes and warnings, "[I1121 ..." and "[W1121 ...": healthy jobs print them too
+LOOKS_BAD = re.compile(
+    r"(?!\[[IW]\d{3,4} )(?=.*(?:\b(?i:error|fatal|panic|exception)\b\s*[:\]](?! *[\d.])|\bFAILED\b|\bcore dumped\b))"
+)
+INTERRUPTED = re.compile(r"KeyboardInterrupt|SystemExit")
+# A line of that level says itself that its process goes on. Kubernetes' events have "Warning" and several spaces
+LEVEL_OF_A_NOTE = re.compile(r"(?<!=)\b(?:DEBUG|INFO|WARNING|[Ww]arning)\b(?!  )")
+# Launchers and libraries print these after the end of a rank, too
+NOISE = re.compile(
+    r"\s*$|\W{5}|frame #|wandb: |srun: |slurmstepd: |\[?[IWEF]\d{3,4} |\S+:\d+:\d+ |.*NCCL INFO|  \w+ *: |"
+    r"Error executing job with overrides"
+)
+PROGRESS = re.compile(r"(?i)\b(?:steps?|epochs?|iter(?:ation)?s?|batch(?:es)?|loss)\b\W{0,4}\d")
+# "step 30/100", "Epoch: [3][ 40/100]", and the bar of tqdm
+COUNTER = re.compile(
+    r"(?i)(?:\b(?:steps?|epochs?|iter(?:ation)?s?|batch(?:es)?)\b\W{0,4}|\]\[ *|(?P<bar>%\|.*\| ))"
+    r"(\d+) *(?:/|of) *(\d+)"
+)
+FINISHED = re.compile(r"(?i)\b(?:finished|completed?|done|successful(?:ly)?)\b")
+# torchrun's summary has a paragraph for each rank that failed, the first one under the words "Root Cause"
+SUMMARY_ROOT = "Root Cause (first observed failure)"
+SUMMARY_FIELD = re.compile(r"  (host|rank) +: (\S+(?: \(local_rank: \d+\))?)")
+SUMMARY_END = re.compile(r"[=-]{10}|\[\d+\]:$")
+
+
+@dataclass(slots=True)
+class _Source:
+    """The lines of one source, such as one rank: those of several ranks mix in one log."""
+
+    inside: bool = False  # the next lines are a traceback, up to its exception
+    ignored: bool = False  # that traceback does not end the process
+    unknown: int = 0  # exceptions that are not in the table
+    newest: "_Finding | None" = None  # the last exception
+    bad: "_Finding | None" = None  # the last line that looks like an error
+    ordinary: int = 0  # lines after which the process went on
+    progress: int = 0  # those of them that show progress
+    traceback: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+    clock: str = ""  # the last line that has a time
+    summary: dict[str, str] = field(default_factory=dict)  # the paragraph of torchrun's summary that this is in
+    summary_root: bool = False  # the next paragraph is that of the rank that failed first
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # last number and step of each kind of counter
+    stopped: "_Finding | None" = None  # the last ordinary line, if more was to come
+    short: bool = False  # it is below its total
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Finding(Diagnosis):
+    fault: Fault
+    source: _Source
+    raised: bool = False  # the exception at the end of a traceback
+    over: bool = False  # it ended nothing, or the job went on after it
+    code: str = ""  # the exit code that the line tells
+    ordinary: int = 0  # of the source, when it wrote this
+    progress: int = 0
+
+    def mark(self, source: _Source) -> None:
+        self.source, self.ordinary, self.progress = source, source.ordinary, source.progress
+
+    @property
+    def last(self) -> bool:
+        """Whether its process wrote nothing more but noise."""
+        return self.source.ordinary == self.ordinary
+
+    @property
+    def survived(self) -> bool:
+        return self.over or (self.source.progress > self.progress and not self.fault.proof)
+
+    @property
+    def proves(self) -> bool:
+        if self.survived or self.harmless or self.fault.doubtful:
+            return False
+        return self.raised or self.fault.proof or (self.last and not LEVEL_OF_A_NOTE.search(self.seen))
+
+    @property
+    def kind(self) -> int:
+        """What causes are compared by before their times: words from outside, faults and exceptions, then the rest."""
+        return self.order if self.order > DIED else ROOT if self.order == ROOT and self.fault.proof else DIED
+
+    def may_be_of(self, other: Diagnosis) -> bool:
+        """Whether both may be of one rank: launchers do not always name rank and host."""
+        same_rank = self.rank == other.rank or None in (self.rank, other.rank)
+        return same_rank and (self.host == other.host or "" in (self.host, other.host))
+
+    def take(self, other: "_Finding") -> None:
+        """Be the other one too, which says the same."""
+        if other.last:
+            self.mark(other.source)
+        self.raised, self.times = self.raised or other.raised, self.times + other.times
+        self.rank = other.rank if self.rank is None else self.rank
+        self.host, self.traceback = self.host or other.host, self.traceback or other.traceback
+        self.time = min((time for time in (self.time, other.time) if time is not None), default=None)
+
+
+class Search:
+    """Looks for faults in one log after the other."""
+
+    def __init__(self) -> None:
+        self._findings: list[_Finding] = []
+        self._newest: dict[tuple[object, ...], _Finding] = {}  # of each fault, rank and host
+        self._sources: dict[str, _Source] = {}
+        self._first_rank: int | None = None  # the rank that failed first, as torchrun saw it
+        self._failed = False  # somebody said so
+        self._files: dict[str, int] = {}  # in their order
+        # Of the line that is read
+        self._file, self._number = "", 0
+        self._clock = ""  # the last line of its file that has a time
+        self._progress = 0  # number of the last line of its file that shows progress
+
+    def read(
+        self, lines: Iterable[str], *, file: str = "", rank: int | None = None, host: str = "", failed: bool = False
+    ) -> None:
+        """`rank`, `host`: who wrote the lines that do not say so themselves; a rank's file has lines of no other.
+
+        `failed`: each line is why a rank failed.
+        """
+        self._files.setdefault(file, len(self._files))
+        self._failed |= failed
+        self._file, self._clock, self._progress, last, begun = file, "", 0, "", len(self._findings)
+        for self._number, raw in enumerate(lines, 1):
+            line = split_prefixes(raw)
+            who = "" if rank is not None else line.source
+            line = LogLine(line.text, rank if line.rank is None else line.rank, line.host or host, who)
+            source = self._source(line)
+            if has_time(raw):
+                self._clock = source.clock = raw[:200]
+            if source.summary or source.summary_root or line.text.startswith((SUMMARY_ROOT, "  host")):
+                line = self._in_summary(line, source)
+                source = self._source(line)
+            if failed:
+                if self._known(line, source) is None:
+                    source.bad = self._finding(UNKNOWN, line, source)
+            elif self._look_at(line, source):
+                last = line.text
+        # A job that was stopped, started again and finished
+        restarted = any(each.name == "torchrun-restarts" for each in self._findings[begun:])
+        for each in self._findings[begun:] if FINISHED.search(last) else ():
+            each.over |= each.line < self._progress and (restarted or each.fault.proof)
+
+    def _source(self, line: LogLine) -> _Source:
+        key = f"{self._file}\n{line.source}"
+        source = self._sources.get(key) or _Source()
+        if len(self._sources) < MAX_KEPT:
+            self._sources[key] = source
+        return source
+
+    def _in_summary(self, line: LogLine, source: _Source) -> LogLine:
+        """A line of torchrun's summary is about the rank of its paragraph, and tracebacks in it are indented."""
+        if line.text.startswith(SUMMARY_ROOT):
+            source.summary_root = True
+        elif SUMMARY_END.match(line.text):
+            source.summary_root = source.summary_root and not source.summary
+            source.summary = {}
+        elif (found := SUMMARY_FIELD.match(line.text)) and found[1] not in source.summary:
+            source.summary[found[1]] = found[2]
+        if "local_rank" not in source.summary.get("rank", ""):
+            return line
+        rank, host = int(source.summary["rank"].split()[0]), source.summary.get("host", "")
+        if source.summary_root:
+            self._first_rank = rank
+        text = line.text.removeprefix("  traceback : ").removeprefix("  ")
+        return LogLine(text, rank, host, f"{line.source} summary of {rank} {host}")
+
+    def _look_at(self, line: LogLine, source: _Source) -> bool:
+        """Note what a line shows. Whether it is an ordinary line: its process went on after what it wrote before."""
+        text = line.text
+        if CHAIN.match(text) and source.newest is not None and source.newest.fault is UNKNOWN:
+            self._findings.remove(source.newest)
+            source.newest = None
+        # An indented line in a traceback is source code: it may name errors that did not happen
+        known = None if source.inside and text.startswith(CODE) else self._known(line, source)
+        if BEGIN.match(text):
+            source.inside = True
+            source.traceback.clear()
+        elif (source.inside and EXCEPTION.match(text) and not COUNTER.match(text)) or text.startswith(WHAT):
+            self._raise(known, replace(line, text=text.removeprefix(WHAT)), source)
+        elif source.inside:
+            if not text.startswith("╰"):
+                source.traceback.append(text[:MAX_SEEN])
+        elif IGNORED.match(text):
+            source.ignored = True
+        elif known is None and LOOKS_BAD.match(text):
+            source.bad = self._finding(UNKNOWN, line, source)
+        elif known is None and not NOISE.match(text):
+            self._go_on(line, source)
+            return True
+        return False
+
+    def _raise(self, finding: _Finding | None, line: LogLine, source: _Source) -> None:
+        """An exception, at the end of its traceback."""
+        if finding is None and source.unknown < MAX_UNKNOWN and len(self._findings) < MAX_KEPT:
+            source.unknown += 1
+            finding = self._finding(UNKNOWN, line, source)
+            self._findings.append(finding)
+        if finding is not None:
+            for earlier in self._findings if line.rank is not None else ():  # a rank dies of one: the last one
+                earlier.over |= earlier.source is source and earlier.raised and not earlier.last
+            finding.over |= source.ignored and not finding.raised
+            finding.raised, finding.traceback = True, finding.traceback or tuple(source.traceback)
+        source.newest, source.inside, source.ignored = finding, False, False
+
+    def _go_on(self, line: LogLine, source: _Source) -> None:
+        """An ordinary line."""
+        progress, more = PROGRESS.search(line.text) is not None, True
+        if found := COUNTER.search(line.text):
+            now, total = int(found[2]), int(found[3])
+            kind = re.sub(r"\d+", "#", line.text[: found.end()])
+            before, step = source.counts.get(kind, (None, now))
+            step = now - before if before is not None and now > before else step
+            if kind in source.counts or len(source.counts) < MAX_UNKNOWN:
+                source.counts[kind] = (now, step)
+            more = source.short = bool(step) and now + step < total
+            # tqdm draws its bar once more after an exception
+            progress = not found["bar"] or before not in (None, now)
+        source.stopped = None
+        if more and (found or progress):
+            source.stopped = self._finding(UNFINISHED, replace(line, rank=None, host=""), source)
+        source.ordinary += 1
+        if progress:
+            source.progress += 1
+            self._progress = self._number
+
+    def _known(self, line: LogLine, source: _Source) -> _Finding | None:
+        """Keep the fault nearest to the root cause that this line shows."""
+        if not (matches := faults_in(line.text)):
+            return None
+        fault, groups = matches[0]
+        # Another fault's pattern may know the rank: "lost a peer: suspected: rank 1 on node1 (MemoryError: )" is about
+        # rank 1's memory, whichever rank wrote the line
+        named = {name.rstrip("23"): value for _, each in reversed(matches) for name, value in each.items() if value}
+        rank = int(named["rank"]) if "rank" in named else line.rank
+        host, code = named.get("host", line.host), named.get("code", "")
+        key = (fault.name, rank, host, code)
+        finding = self._newest.get(key)
+        if finding is not None and not finding.survived:
+            finding.times += 1
+            finding.mark(source)
+            return finding
+        finding = self._finding(fault, replace(line, rank=rank, host=host), source, groups)
+        finding.code = code
+        if len(self._findings) < MAX_KEPT:
+            self._findings.append(finding)
+            self._newest[key] = finding
+        return finding
+
+    def _finding(
+        self, fault: Fault, line: LogLine, source: _Source, groups: Mapping[str, str | None] | None = None
+    ) -> _Finding:
+        words = {name: value or "" for name, value in (groups or {}).items()}
+        words["rank"] = "?" if line.rank is None else str(line.rank)
+        title, why, remedy = (text.format_map(words) for text in (fault.title, fault.why, fault.remedy))
+        return _Finding(
+            title=title, seen=line.text.strip()[:MAX_SEEN], line=self._number, rank=line.rank, host=line.host, why=why,
+            remedy=remedy, order=fault.order, harmless=fault.order == HARMLESS, name=fault.name, file=self._file,
+            time=time_of(source.clock or self._clock), fault=fault, source=source, ordinary=source.ordinary,
+            progress=source.progress,
+        )
+
+    def result(self) -> list[Diagnosis]:
+        """All that was found, the root cause first, harmless ones last. Empty: nothing wrong was found."""
+        self._findings.sort(key=lambda each: (self._files[each.file], each.line))
+        found = [each for each in self._findings if not each.survived or each.harmless]
+        raised = [each for each in self._findings if each.raised and each.order <= DIED]
+        if not any(each.proves or (self._failed and each.order < HARMLESS) for each in found):
+            found = [each for each in found if each.harmless or each.fault.doubtful]
+            for each in found:
+                each.harmless, each.order = True, HARMLESS
+            found = [*self._ends(), *found]
+        elif any(each.code == "1" for each in found) and all(each.survived for each in raised):
+            # Python's code for an exception: its rank can't be told from those that went on
+            found = [each for each in self._findings if each in found or each in raised[-1:]]
+        kept: list[_Finding] = []
+        for each in found:
+            same = (old for old in kept if (old.name or old.seen, old.code) == (each.name or each.seen, each.code))
+            if (first := next((old for old in same if old.may_be_of(each)), None)) is None:
+                kept.append(each)
+            else:
+                first.take(each)
+        names = [column.name for column in fields(Diagnosis)]
+        return [Diagnosis(**{name: getattr(each, name) for name in names}) for each in self._by_cause(kept)]
+
+    def _ends(self) -> list[_Finding]:
+        """How the logs end, where they show no fault: with a line that looks bad, or in the middle."""
+        bad = [source.bad for source in self._sources.values() if source.bad is not None and source.bad.proves]
+        spoke = [source for source in self._sources.values() if source.ordinary]
+        stopped = [source.stopped for source in spoke if source.stopped is not None]
+        # Without totals one log may be whole; several that all end with such a line are not
+        kinds = {re.sub(r"[\d.]+", "#", each.seen) for each in stopped}
+        doubt = len({each.file for each in stopped}) < 2 or len(kinds) > 1
+        if bad or (doubt and not any(source.short for source in spoke)) or len(stopped) < len(spoke):
+            return bad[-1:]
+        stopped[0].times = len(stopped)
+        return stopped[:1]
+
+    def _by_cause(self, found: list[_Finding]) -> list[_Finding]:
+        """The root cause first; among those of one kind the earliest, where all have a time."""
+        interrupted = [each for each in found if each.fault is UNKNOWN and INTERRUPTED.match(each.seen)]
+        errors = [each for each in found if each.raised and each.order <= DIED and each not in interrupted]
+        causes = errors + [each for each in found if each.order == DIED and each.fault.proof]
+        for each in found:
+            if each in interrupted or (each.fault.late and any(_is_before(cause, each) for cause in causes)):
+                each.order = FOLLOWED
+            if each.name == "exit-code":
+                raised = [other for other in found if other.raised and (other in errors or other.rank is not None)]
+                if any(other.may_be_of(each) for other in raised if other is not each):
+                    each.over = True  # of an exception that is there itself
+                elif each.rank is not None and self._first_rank not in (None, each.rank):
+                    each.order = FOLLOWED
+        found = sorted((each for each in found if not each.over), key=lambda each: each.kind)
+        groups = [list(group) for _, group in groupby(found, lambda each: each.kind)]
+        return [each for group in groups for each in self._earliest_first(group, bool(errors))]
+
+    def _earliest_first(self, group: list[_Finding], errors: bool) -> list[_Finding]:
+        """Findings of one kind. `errors`: there are exceptions among all findings."""
+        timed = all(each.time is not None for each in group)
+        # Nothing else says which file's came first. In one file the order of the lines does
+        by_rank = len({each.file for each in group}) > 1 or any(each.fault.proof for each in group)
+
+        def place(each: _Finding) -> tuple[bool, bool, float, bool]:
+            other_rank = self._first_rank is None or each.rank != self._first_rank
+            # A line that its process survived for a while comes after what ended a process
+            survived = errors and not (each.raised or each.last or each.fault.proof)
+            late_code = errors and each.name == "exit-code" and each.rank != self._first_rank
+            return late_code, survived, (each.time or 0.0) if timed else 0.0, by_rank and other_rank
+
+        return sorted(group, key=place)
+
+
+def _is_before(one: Diagnosis, other: Diagnosis) -> bool:
+    """Whether the one came first; it does where nothing says so."""
+    if one.file == other.file:
+        return one.line < other.line
+    return one.time is None or other.time is None or one.time <= other.time
+
+
+def diagnose(lines: Iterable[str]) -> list[Diagnosis]:
+    """The faults that these lines show, the root cause first, harmless ones last. Empty: nothing wrong was found."""
+    search = Search()
+    search.read(lines)
+    return search.result()

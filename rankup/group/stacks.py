@@ -1,0 +1,298 @@
+"""Where this rank is: the place of its main thread in a few words, and the stacks of all threads. No torch here.
+
+The stacks stand in `stacks/rank-N.txt` of the run, once somebody asks, and at every deadline. Who asks
+(`rankup.observe.stacks`) sends one of two signals, as each has what the other lacks:
+
+- SIGUSR2 has a thread of Python write. No other thread moves meanwhile, so it is safe at any time, also for a training
+  that is well. It needs the interpreter's lock: a collective, a sleep and a read let go of it.
+- SIGRTMAX has faulthandler's own handler write, in C, inside the signal. It works while a call holds the lock and no
+  thread of Python can run. It reads what other threads may be changing at that moment, so it comes second.
+
+A line `# {...}` before each dump says why it was made, and where this rank stood. What its DataLoader workers do
+follows.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import re
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import NamedTuple, TextIO
+
+import psutil
+
+from rankup.agent.status import STACKS, announce_stacks
+from rankup.env.rank_env import ranges
+
+ASK, ASK_C = signal.SIGUSR2, getattr(signal, "SIGRTMAX", None)  # macOS has none of the second kind
+MEMORY = "rankup-stacks-"  # a DataLoader worker's
+WORKERS_S, TICK_S = 0.5, 0.02
+
+# The stacks of this process ------------------------------------------------------------------------------------------
+
+_file: TextIO | None = None
+_lock = threading.Lock()
+_stands = ("", 0)  # phase and step
+
+
+def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
+    """From now on this rank writes its stacks when it is asked. Main thread only, once a process.
+
+    A disk that can't be written to costs the stacks and nothing else.
+    """
+    global _file
+    # What waits for signals: the thread of `StopRequest`. The main thread may wait for a dead disk, and takes none then
+    thread = next((each.native_id for each in threading.enumerate() if each.name == "stop-request"), None)
+    with contextlib.suppress(OSError):
+        path = announce_stacks(
+            run_dir, rank, world_size, os.getpid(), thread=thread, main=f"{threading.main_thread().ident:#x}",
+            signals=[ASK, ASK_C],
+        )
+        _file = path.open("a", encoding="utf-8")
+        if ASK_C is not None:
+            faulthandler.register(ASK_C, _file, all_threads=True)
+
+
+def note(phase: str, step: int) -> None:
+    """Where this rank stands: what the next dump says of it. Called at every step."""
+    global _stands
+    _stands = phase, step
+
+
+def dump(why: str, *, workers: bool = True) -> Path | None:
+    """Write the stacks of all threads. Returns the file, None where there is none. May wait for the disk.
+
+    `workers`: ask the DataLoaders' too, which takes some hundredths of a second.
+    """
+    if _file is None:
+        return None
+    with _lock:
+        phase, step = _stands
+        said = {"time": time.strftime("%Y-%m-%dT%H:%M:%S"), "why": why, "phase": phase, "step": step}
+        _file.write(f"# {json.dumps(said)}\n{_stacks()}{_ask_workers() if workers else ''}")
+        _file.flush()  # faulthandler's own handler writes beside this object, to the file's number
+    return Path(_file.name)
+
+
+def dump_aside() -> None:
+    """The same in a thread of its own, for who may not wait for a disk."""
+    threading.Thread(target=dump, args=("asked",), name="stacks", daemon=True).start()
+
+
+def _stacks() -> str:
+    """Those of all threads. faulthandler holds the interpreter's lock while it writes: to a disk that hangs it would
+    stop the training. So it writes to memory."""
+    with os.fdopen(os.memfd_create("stacks"), "w+b") if hasattr(os, "memfd_create") else TemporaryFile() as memory:
+        faulthandler.dump_traceback(memory, all_threads=True)
+        memory.seek(0)
+        return memory.read().decode(errors="replace")
+
+
+# A worker keeps its own in memory without a name, which its rank finds through /proc. So nothing is written to a disk
+# before somebody asks, although workers are started anew for each evaluation.
+
+
+def open_worker(number: int) -> None:
+    """From now on this process, the worker of that number, writes its stacks when its rank asks. Main thread only."""
+    signal.signal(ASK, signal.SIG_IGN)  # the rank's; a batch system signals the whole process group
+    if ASK_C is not None and hasattr(os, "memfd_create"):
+        faulthandler.register(ASK_C, os.memfd_create(f"{MEMORY}{number}"), all_threads=True)
+
+
+def _ask_workers() -> str:
+    """The stacks of this process's workers, a line `# {"worker": 0}` before each. Takes WORKERS_S at most."""
+    workers: list[tuple[int, Path, int]] = []  # number, memory, and what stands there already
+    for child in psutil.Process().children():
+        with contextlib.suppress(OSError):  # it has just ended
+            for link in Path(f"/proc/{child.pid}/fd").iterdir():
+                if found := re.match(rf"/memfd:{MEMORY}(\d+)", os.readlink(link)):
+                    workers.append((int(found[1]), link, link.stat().st_size))
+                    os.kill(child.pid, int(ASK_C or 0))  # a child keeps its number until this process takes its end
+    workers.sort()
+    texts, before = [""] * len(workers), [""]
+    until_s = time.monotonic() + WORKERS_S
+    # Each is written word by word: it is whole once nothing has come since the last look
+    while time.monotonic() < until_s and not (all(texts) and texts == before):
+        time.sleep(TICK_S)
+        before, texts = texts, [_behind(size, memory) for _, memory, size in workers]
+    return "".join(
+        f"# {json.dumps({'worker': number})}\n{text}" for (number, _, _), text in zip(workers, texts, strict=True)
+    )
+
+
+def _behind(size: int, memory: Path) -> str:
+    try:
+        return memory.read_bytes()[size:].decode(errors="replace")
+    except OSError:  # it has just ended
+        return ""
+
+
+# Places --------------------------------------------------------------------------------------------------------------
+
+
+class Frame(NamedTuple):
+    """One call: where it stands in which file, and the function's name."""
+
+    file: str
+    line: int
+    function: str
+
+
+Stack = list[Frame]  # the innermost first
+
+# The ends of files' names, and what a thread does there; "" stands for the function's own name. The first entry that
+# fits counts, in the innermost frame that fits any.
+KNOWN = (
+    ("torch/distributed/distributed_c10d.py", ""),  # all_reduce, barrier, init_process_group
+    ("group/host_link.py", "agreement"),
+    ("parallel/shared_gradients.py", "all_reduce"),
+    ("group/line.py", "join"),
+    ("group/store.py", "join"),
+    ("train/data/worker_loader.py", "data: loader.next"),
+    ("train/data/loader.py", "data: loader.next"),
+    ("torch/utils/data/dataloader.py", "data: next of a DataLoader"),
+    ("run/publish.py", "save"),
+    ("run/saver.py", "save"),
+    ("torch/serialization.py", ""),  # save, load
+    ("torch/autograd/__init__.py", "backward"),
+    ("torch/autograd/graph.py", "backward"),
+    ("torch/optim/optimizer.py", "optimizer.step"),
+    ("torch/cuda/__init__.py", ""),  # synchronize
+)
+# Whoever reads the place wants to know who called these
+HELPERS = ("/rankup/group/", "/train/group/", "/train/parallel/shared_gradients.py")
+LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", sysconfig.get_paths()["stdlib"])
+WORKER_LOOP = "torch/utils/data/_utils/worker.py"
+FETCH = "torch/utils/data/_utils/fetch.py"
+
+
+def place(stack: Stack) -> str:
+    """Where that thread is: "all_reduce (loop.py:213 step)", "train.py:40 main", "" for an empty stack."""
+    if not stack:
+        return ""
+    worker = _ends(stack, WORKER_LOOP)
+    if worker and not _ends(stack, FETCH):
+        return "idle"
+    name = "" if worker else _known(stack)
+    own = [frame for frame in stack if not _library(frame.file)]
+    caller = next((f for f in own if not any(part in f.file for part in HELPERS)), own[0] if own else stack[0])
+    where = f"{os.path.basename(caller.file)}:{caller.line} {caller.function}"
+    return f"{name} ({where})" if name else where
+
+
+def _known(stack: Stack) -> str:
+    for position, frame in enumerate(stack):
+        for end, name in KNOWN:
+            if not frame.file.endswith(end):
+                continue
+            # Its helpers call each other: the outermost of them is what the program has called
+            while position + 1 < len(stack) and stack[position + 1].file.endswith((end, "c10d_logger.py")):
+                position += 1
+            called = [f.function for f in stack[: position + 1] if f.file.endswith(end)]
+            return name or called[-1]
+    return ""
+
+
+def _library(file: str) -> bool:
+    """Whether that file is neither this project's, installed or not, nor the user's."""
+    return not re.search(r"/site-packages/(train|rankup)/", file) and any(part in file for part in LIBRARIES)
+
+
+def _ends(stack: Stack, end: str) -> bool:
+    return any(frame.file.endswith(end) for frame in stack)
+
+
+def own_place() -> str:
+    """Where the main thread of this process is now. Takes some 20 microseconds."""
+    # Python 3.11 may collect garbage inside this call, under a lock that other threads need as they start and end. What
+    # it collects may let go of the interpreter's lock; then the whole process stands still (python/cpython#106883)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    finally:
+        if collects:
+            gc.enable()
+    stack: Stack = []
+    while frame is not None:
+        stack.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return place(stack)
+
+
+def moment(phase: str, step: int) -> str:
+    """What stands behind a place: " of step 413" while that step is under way, " in save" in another phase."""
+    return f" of step {step + 1}" if phase == "step" else f" in {phase}" if phase else ""
+
+
+def compare(places: Mapping[int, str]) -> list[str]:
+    """One line for each place, with the ranks that are there: "ranks 0-2: all_reduce (loop.py:213 step)"."""
+    there: dict[str, list[int]] = {}
+    for rank, where in sorted(places.items()):
+        there.setdefault(where, []).append(rank)
+    return [f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}: {where}" for where, ranks in there.items()]
+
+
+# NCCL's flight recorder ----------------------------------------------------------------------------------------------
+# A hang in a collective has its cause on the rank that did not come, or came with something else. torch notes the last
+# collectives of each rank; the stacks show only where the program waits for one.
+
+# torch has two names for most settings, and a user may have set either; of the two the first one counts
+SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+PREFIX = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # of the file's name; torch appends the rank
+ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)  # torch's own, which a script of the user's runs into
+COMPARE = "python -m torch.distributed.flight_recorder.fr_trace"
+
+
+def record_collectives(run_dir: Path, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Switch the recorder on where the user has not set it: 2,000 collectives, torch's own default of late.
+
+    Before nccl's process group is made, which reads the variables. A disk that can't be written to costs only this.
+    """
+    folder = run_dir / STACKS / "nccl"
+    for names, value in {SIZE: "2000", PREFIX: str(folder.resolve() / "rank-"), ON_TIMEOUT: "1"}.items():
+        if not any(name in environ for name in names):
+            environ[names[0]] = value
+    if prefix := _first(PREFIX, environ):
+        with contextlib.suppress(OSError):
+            Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+
+
+def recorded(rank: int) -> Path | None:
+    """The file that `dump_collectives` is going to write; None where it will write none."""
+    prefix = _first(PREFIX, os.environ)
+    return Path(f"{prefix}{rank}") if prefix and _recording() else None
+
+
+def dump_collectives(rank: int) -> None:
+    """Write what was recorded, where torch would write it at its own, later timeout.
+
+    For a process that is about to end, as its last word: nobody promises that torch answers while NCCL hangs.
+    """
+    if file := recorded(rank):
+        from torch._C import _distributed_c10d
+
+        with contextlib.suppress(OSError, RuntimeError):
+            file.write_bytes(_distributed_c10d._dump_nccl_trace())  # type: ignore[attr-defined]
+
+
+def _recording() -> bool:
+    """Whether this process has a group of nccl's, and the recorder is on."""
+    if _first(SIZE, os.environ) in ("", "0") or "torch" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
+    return dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+
+
+def _first(names: tuple[str, ...], environ: Mapping[str, str]) -> str:
+    return next((environ[name] for name in names if name in environ), "")

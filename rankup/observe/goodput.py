@@ -1,0 +1,128 @@
+"""Where the time of a run went, over all its attempts: which share went into steps that counted. No torch here.
+
+Rank 0 of each attempt, or the agent of node 0, keeps one small file up to date: `status/<attempt>/progress-*.json`. It
+replaces the file every REPORT_S, so that after a kill -9 the last report is at most that old, and no attempt writes
+into the file of another. Goodput is computed from these files when somebody asks for it.
+"""
+
+import json
+from dataclasses import dataclass, fields
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from rankup.places.files import read_json, write_atomically
+
+REPORT_S = 2.0
+KINDS = ("steps", "data", "evaluation", "saves", "lost steps", "start", "join", "waiting")
+KINDS_OF_SCRIPT = ("script", "start", "join", "waiting")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What rank 0 last said of one attempt. Times are of `time.time()` on its machine.
+
+    `run`: its id. `began`: when the process of rank 0 began. `time`: when this was written. `total_steps`: None where
+    nobody knows, as yet or at all. `seconds`: of the whole attempt so far, by kind. `finished`: the run ended with
+    this attempt. `remaining_s`: estimated; None before the first step. `ranks`: what rank 0 last heard of each.
+    `metrics`: the newest values of training and evaluation by name. `open_s`: for how long rank 0 had been in a step by
+    then, or in its wait for data.
+    """
+
+    run: str
+    attempt: str
+    began: float
+    time: float
+    first_step: int
+    step: int
+    total_steps: int | None
+    finished: bool
+    seconds: dict[str, float]
+    unit: str
+    per_s: float
+    remaining_s: float | None
+    metrics: dict[str, float]
+    ranks: list[dict[str, Any]]
+    open_s: float = 0.0
+
+    def write(self, run_dir: Path, token: str) -> None:
+        """Replace the file of this attempt. `token`: tells it from others, as launchers may give an id twice.
+
+        Raises OSError.
+        """
+        # Not asdict: it copies what is said of each rank, which takes longer than to write it
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        write_atomically(run_dir / "status" / self.attempt / f"progress-{token}.json", json.dumps(values) + "\n")
+
+
+def read_reports(run_dir: Path) -> list[Report]:
+    """The last report of each attempt of the run that `run_dir` holds now, in the order in which they began.
+
+    What an earlier run in the same folder left, and what can't be read, is passed over.
+    """
+    names = {field.name for field in fields(Report)}
+    found = [read_json(path) for path in run_dir.glob("status/*/progress-*.json")]
+    whole = [Report(**each) for each in found if isinstance(each, dict) and each.keys() == names]
+    reports = sorted(whole, key=lambda report: report.began)
+    # A user's own script leaves no file that names the run: there it is the newest
+    newest = reports[-1].run if reports else ""
+    run = (read_json(run_dir / "run.json") or {}).get("run", newest)
+    return [report for report in reports if report.run == run]
+
+
+def goodput(reports: list[Report]) -> dict[str, Any]:
+    """The share of the time of all attempts that went into steps that counted, and the shares of the rest.
+
+    `reports`: of `read_reports`, at least one. A step that was lost and done again counts once: the time of the lost
+    one is its attempt's mean time of a step, its wait for data included. What an attempt spent in the step that it
+    never finished, in a hang for one, is lost too. `waiting` is the time between attempts, in a queue or in the hands
+    of the launcher; a run that had finished and then goes on to more epochs did not wait. Shares are rounded to four
+    digits and add up to 1.
+
+    Of a script of the user's nobody knows the steps: there the share is that of the time in which the script ran.
+    """
+    seconds = dict.fromkeys((*KINDS, "script"), 0.0)
+    kept_up_to = inf  # of the steps of an attempt, those that no later attempt has done again
+    following: Report | None = None
+    for report in reversed(reports):
+        done = report.step - report.first_step
+        kept = min(done, max(0, kept_up_to - report.first_step))
+        # Killed in its first step, an attempt has spent time on steps and finished none
+        lost = 1 - kept / done if done else float(following is not None)
+        open_s = report.open_s if following is not None else 0.0
+        for kind, spent in report.seconds.items():
+            lost_s = 0.0
+            if kind in ("steps", "data"):
+                unfinished_s = min(open_s, spent)
+                open_s -= unfinished_s
+                lost_s = unfinished_s + (spent - unfinished_s) * lost
+            seconds[kind] += spent - lost_s
+            seconds["lost steps"] += lost_s
+        if following is not None and not report.finished:
+            seconds["waiting"] += max(0.0, following.began - report.time)  # below 0: clocks of two machines
+        kept_up_to, following = min(kept_up_to, report.first_step), report
+    wall_s = max(sum(seconds.values()), 1e-9)
+    kinds = KINDS_OF_SCRIPT if seconds["script"] else KINDS
+    shares = {kind: round(seconds[kind] / wall_s, 4) for kind in kinds}
+    share = shares.get("script", shares.get("steps"))
+    return {"share": share, "wall_s": round(wall_s, 1), "attempts": len(reports), "shares": shares}
+
+
+def one_line(found: dict[str, Any]) -> str:
+    """What `goodput` returned, for people: the share, and what else took one percent or more, rounded."""
+    counted = ("steps", "script")
+    rest = sorted(((share, kind) for kind, share in found["shares"].items() if kind not in counted), reverse=True)
+    parts = ", ".join(f"{kind} {share:.0%}" for share, kind in rest if round(100 * share))
+    attempts = f"{found['attempts']} attempt{'s' if found['attempts'] > 1 else ''}"
+    return f"{found['share']:.0%} of {duration(found['wall_s'])} in {attempts}" + (f": {parts}" if parts else "")
+
+
+def duration(seconds: float) -> str:
+    """Two units at most: 4 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    whole = max(0, round(seconds))
+    for large, small, names in ((86400, 3600, "d h"), (3600, 60, "h min"), (60, 1, "min s")):
+        if whole >= large:
+            first, second = names.split()
+            rest = whole % large // small
+            return f"{whole // large} {first}" + (f" {rest} {second}" if rest else "")
+    return f"{whole} s"

@@ -1,0 +1,364 @@
+"""The process that sends a run to its tracker. Rank 0 starts it, and tells it two things: the facts, and how it ended.
+
+`metrics.jsonl`, which rank 0 writes anyway, is the queue. So a server that is down for an hour costs no memory and
+loses nothing, and the next attempt sends what this one could not. A process and not a thread: importing MLflow alone
+takes two seconds, for all of which a thread would fight the training for Python's lock.
+
+No step is sent twice. After a resume the steps since the checkpoint are done again, with the same result to the bit,
+and `metrics.jsonl` has them again; trackers can't take a point back, so what they have of these steps stays. How far
+the run was sent is kept as steps, in `tracker/sent.json`: a resume cuts the file, so that a place in it says nothing.
+
+Run: python -m rankup.observe.sender      (`rankup.observe.tracker` does)
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import re
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from rankup.observe.tracker import FOLDER, Facts
+from rankup.places.files import read_json, write_json
+
+KINDS = ("train", "eval", "final")  # the first part of a metric's name
+MOST_VALUES = 500  # of points in one request; MLflow takes 1,000
+LOOK_S = 2.0  # between two looks into the run directory
+LONGEST_PAUSE_S = 60.0  # between two attempts to reach a server that does not answer
+END_S = 30  # how long this process may go on once it knows that rank 0 has ended
+LONGEST_REASON = 120  # characters
+SECRET = re.compile("key|token|secret|password", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Values of one step, all of one kind. `time`: of `time.time()` when they were measured."""
+
+    kind: str
+    step: int
+    time: float
+    values: dict[str, float]
+
+
+# The trackers ---------------------------------------------------------------------------------------------------------
+# Each method may be called again with the same arguments, and raises what the package raises. Servers and credentials
+# come from the packages' own variables and files, never from our settings.
+
+
+class MlflowRun:
+    """A run at MLflow: the one of the experiment that has our run's id as a tag, since MLflow makes its own ids."""
+
+    TAG = "rankup.run"
+    STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # noqa: RUF012
+    LONGEST = 6000  # characters of a parameter
+
+    def __init__(self, facts: Facts) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self.client = MlflowClient()
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID") or self._experiment()
+        found = self.client.search_runs([experiment], f"tags.`{self.TAG}` = '{facts.run}'", max_results=1)
+        if found:
+            self.client.update_run(found[0].info.run_id, status="RUNNING")
+        self.run = found[0] if found else self.client.create_run(
+            experiment, tags={self.TAG: facts.run}, run_name=facts.name
+        )
+        self.id = self.run.info.run_id
+        self._log_settings(facts)
+        self.address = f"{self.client.tracking_uri.rstrip('/')}/#/experiments/{experiment}/runs/{self.id}"
+
+    def _experiment(self) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "rankup")
+        found = self.client.get_experiment_by_name(name)
+        made: str = found.experiment_id if found is not None else self.client.create_experiment(name)
+        return made
+
+    def _log_settings(self, facts: Facts) -> None:
+        """As parameters, which MLflow never changes: what an attempt has changed, such as epochs, becomes a tag."""
+        from mlflow.entities import Param
+
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.settings.items()}
+        there = self.run.data.params
+        new = [Param(name, text[: self.LONGEST]) for name, text in texts.items() if name not in there]
+        for begin in range(0, len(new), 100):  # that a server takes in one request
+            self.client.log_batch(self.id, params=new[begin : begin + 100])
+        for name, text in texts.items():
+            tag = f"changed.{name}"
+            if there.get(name, text[: self.LONGEST]) != text[: self.LONGEST] or tag in self.run.data.tags:
+                self.note(tag, text)
+
+    def sent(self) -> dict[str, int] | None:
+        """The last step that the server has of each kind. A request that timed out may have been written or not."""
+        last = {}
+        for kind in KINDS:
+            # One name stands for all of its kind: a request is written whole or not at all
+            if names := sorted(name for name in self.run.data.metrics if name.startswith(f"{kind}/")):
+                last[kind] = max(metric.step for metric in self.client.get_metric_history(self.id, names[0]))
+        return last
+
+    def log(self, points: list[Point]) -> None:
+        """Points in the order of their steps."""
+        from mlflow.entities import Metric
+
+        self.client.log_batch(self.id, metrics=[
+            Metric(_allowed(name), value, round(point.time * 1000), point.step)
+            for point in points for name, value in point.values.items()
+        ])
+
+    def note(self, name: str, value: str) -> None:
+        """A fact about the whole run, in place of an earlier value of it."""
+        self.client.set_tag(self.id, _allowed(name), value[: self.LONGEST])
+
+    def upload(self, path: Path) -> None:
+        """A file: a picture (.png), or anything else."""
+        self.client.log_artifact(self.id, str(path), "pictures" if path.suffix == ".png" else None)
+
+    def end(self, state: str) -> None:
+        """`state`: finished, stopped or failed."""
+        self.client.set_terminated(self.id, self.STATES[state])
+
+
+def _allowed(name: str) -> str:
+    """MLflow refuses a request for one character in a name that it does not know."""
+    return re.sub(r"[^\w\-. /]", "_", name)
+
+
+class WandbRun:
+    """A run at Weights & Biases, which takes our run's id as its own.
+
+    W&B writes all to a file below the run directory, and a process of its own uploads that. With WANDB_MODE=offline the
+    file is all there is: one for each attempt, of the same run.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        import wandb
+
+        self.wandb = wandb
+        self.run = wandb.init(
+            id=facts.run, resume="allow", name=facts.name, project=os.environ.get("WANDB_PROJECT", "rankup"),
+            dir=str(Path(facts.run_dir) / FOLDER),
+            settings=wandb.Settings(
+                # Seconds for the server to answer, and for what is left at the end; the rest is for `wandb sync`
+                silent=True, init_timeout=20.0, finish_timeout=12.0,
+                # Only what is logged below: no output, code, commands, packages or facts about the machine
+                console="off", save_code=False, disable_code=True, disable_git=True, disable_job_creation=True,
+                x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True, x_save_requirements=False,
+            ),
+        )
+        self.run.config.update(facts.settings, allow_val_change=True)
+        for kind in KINDS:
+            # Not W&B's own step: it counts the calls of `log`, and what belongs to an earlier step would be dropped
+            self.run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
+        folder = Path(self.run.settings.sync_dir).parent
+        self.address = self.run.url or f"offline, in {folder}; to upload it: wandb sync {folder}/offline-run-*"
+
+    def sent(self) -> dict[str, int] | None:
+        """W&B's summary lags behind its curve, and offline there is nobody to ask."""
+        return None
+
+    def log(self, points: list[Point]) -> None:
+        for point in points:
+            self.run.log({**point.values, f"{point.kind}/step": point.step, "_timestamp": point.time})
+
+    def note(self, name: str, value: str) -> None:
+        self.run.summary[name] = value
+
+    def upload(self, path: Path) -> None:
+        if path.suffix == ".png":
+            self.run.log({path.stem: self.wandb.Image(str(path))})
+        else:
+            self.run.save(str(path), base_path=str(path.parent), policy="now")
+
+    def end(self, state: str) -> None:
+        self.run.finish(exit_code=0 if state == "finished" else 1)
+
+
+def open_run(facts: Facts) -> MlflowRun | WandbRun:
+    """The run of these facts at its tracker: a new one, or that of an earlier attempt."""
+    return MlflowRun(facts) if facts.tracker == "mlflow" else WandbRun(facts)
+
+
+# Sending --------------------------------------------------------------------------------------------------------------
+
+
+class Sender:
+    """Sends what is new in the run directory at each `look`."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts, self.folder = facts, Path(facts.run_dir)
+        self.tracked: MlflowRun | WandbRun | None = None
+        self._sent: dict[str, int] = {}
+        self._checkpoint = ""
+        self._file: BinaryIO | None = None
+
+    def look(self, state: str = "") -> None:
+        """Send what is new. `state`: how the run has ended, empty while it goes on.
+
+        Raises whatever the tracker's package raises. Then the next look begins by asking the tracker what it has.
+        """
+        try:
+            if self.tracked is None:
+                tracked = open_run(self.facts)
+                known = read_json(self.folder / FOLDER / "sent.json") or {}
+                there = tracked.sent()
+                self._sent = there if there is not None else known["sent"] if known.get("run") == self.facts.run else {}
+                self.tracked = tracked
+                self._log([])
+            while points := self._new_points():
+                self._log(points)
+            if (newest := newest_checkpoint(self.facts)) != self._checkpoint:
+                self.tracked.note("checkpoint", newest)
+                self._checkpoint = newest
+            if state == "finished":
+                self._send_result()
+            if state:
+                self.tracked.end(state)
+        except Exception:
+            self.tracked = None
+            if self._file is not None:
+                self._file.seek(0)  # what was read last may not be there
+            raise
+
+    def _log(self, points: list[Point]) -> None:
+        """Send them, and keep on the disk how far that was: for `status` and the result, and for the next attempt."""
+        assert self.tracked is not None
+        if points:
+            self.tracked.log(points)
+        self._sent |= {point.kind: point.step for point in points}
+        known = {"run": self.facts.run, "tracker": self.facts.tracker, "sent": self._sent,
+                 "address": without_secrets(self.tracked.address)}
+        with contextlib.suppress(OSError):  # a full disk: the next save says so
+            write_json(self.folder / FOLDER / "sent.json", known)
+
+    def _send_result(self) -> None:
+        """The files first: where the last values are there, all is."""
+        assert self.tracked is not None
+        result = read_json(self.folder / "result.json") or {}
+        step = result.get("step", -1)
+        if step <= self._sent.get("final", -1):
+            return
+        for path in [*sorted((self.folder / FOLDER / "pictures").glob("*.png")), self.folder / "result.json"]:
+            self.tracked.upload(path)
+        self.tracked.note("digest", result["digest"])
+        numbers = {name: value for name, value in result.items() if isinstance(value, int | float)} | result["metrics"]
+        self._log([Point("final", step, time.time(), {f"final/{name}": float(numbers[name]) for name in numbers})])
+
+    def _new_points(self) -> list[Point]:
+        """Some of those behind what was read before.
+
+        The file stays open. An attempt that resumes cuts off what a killed one wrote past its checkpoint: the killed
+        one's sender, if it is still there, finds nothing more, or is in the middle of a line. Raises ValueError there.
+        """
+        points: list[Point] = []
+        if self._file is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._file = (self.folder / "metrics.jsonl").open("rb")
+        while self._file is not None and sum(len(point.values) for point in points) < MOST_VALUES:
+            begin = self._file.tell()
+            line = self._file.readline()
+            if not line.endswith(b"\n"):  # the end, or a line that is being written
+                self._file.seek(begin)
+                break
+            entry = json.loads(line)
+            # Without the curves of each rank and node, of which there may be thousands
+            values = {name: math.nan if value is None else value for name, value in entry.items()
+                      if name.startswith(tuple(f"{kind}/" for kind in KINDS))}
+            kind = next(iter(values), "").partition("/")[0]
+            if values and entry["step"] > self._sent.get(kind, -1):
+                points.append(Point(kind, entry["step"], entry["time"], values))
+        return points
+
+
+def newest_checkpoint(facts: Facts) -> str:
+    """Where the newest checkpoint is; empty where there is none. One that has this name is whole."""
+    folder = Path(facts.run_dir).resolve() / "checkpoints"
+    names = [path.name for path in folder.glob("step-*") if "." not in path.name]
+    newest = max(names, key=lambda name: (len(name), name), default="")  # the numbers have eight digits or more
+    if newest and "://" in facts.address:
+        # In a store the name ends in a digest; the copy there may take a little longer
+        return f"{facts.address}/*/checkpoints/{facts.run}/{newest}-*"
+    return str(folder / newest) if newest else ""
+
+
+def without_secrets(text: str) -> str:
+    """`text` without the users and passwords of addresses, and without any value of a variable that may be a secret."""
+    for name, value in os.environ.items():
+        if SECRET.search(name) and len(value) > 3:
+            text = text.replace(value, "***")
+    return re.sub(r"://(?:[^/\s@]*:\S*|[^/\s]*)@", "://", text)
+
+
+# The process ----------------------------------------------------------------------------------------------------------
+
+
+def send(sender: Sender, rank0: BinaryIO, say: Callable[[str, str], None]) -> None:
+    """Look until rank 0 has ended, and once more then. `rank0`: says how it ended; killed, it closes without a word."""
+    pause_s, failing, seen = 0.0, False, False
+    while True:
+        ended = bool(select.select([rank0], [], [], pause_s)[0])
+        state = rank0.readline().decode().strip() or "failed" if ended else ""
+        if ended:
+            signal.alarm(END_S)  # the kernel ends this process: a package may wait for a server that does not answer
+        try:
+            sender.look(state)
+            if not seen and sender.tracked is not None:
+                say("info", sender.tracked.address)
+            elif failing:
+                say("info", "answers again")
+            pause_s, failing, seen = LOOK_S, False, True
+        except Exception as error:  # what packages raise has nothing in common
+            why = "" if failing else f"{_reason(error)}. "
+            if ended:
+                say("warning", f"{why}Not all of metrics.jsonl is there. The same command again sends the rest.")
+            elif why:
+                say("warning", f"{why}Training goes on; what is missing is sent once this works.")
+            pause_s, failing = min(max(LOOK_S, 2 * pause_s), LONGEST_PAUSE_S), True
+        if ended:
+            return
+
+
+def _reason(error: BaseException) -> str:
+    """The error as one line that fits a terminal: what was tried, and the error at the bottom of it."""
+    text = " ".join(str(error).split())
+    root = error
+    while (below := root.__cause__ or root.__context__) is not None:
+        root = below
+    if root is error or len(text) < LONGEST_REASON:
+        return text[:LONGEST_REASON].rstrip(". ")
+    return f"{text[:LONGEST_REASON]}... ({' '.join(str(root).split())[:LONGEST_REASON]})"
+
+
+def main() -> None:
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    # What the packages print goes nowhere: they print addresses with passwords in them
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    os.nice(10)  # the ranks of this node come first
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):  # a stop is rank 0's affair: it says when it has saved
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    rank0 = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115
+    facts = Facts(**json.loads(rank0.readline()))
+
+    def say(level: str, text: str) -> None:
+        line = without_secrets(" ".join(text.split()))
+        with contextlib.suppress(OSError):  # rank 0 was killed
+            print(level, f"tracker {facts.tracker}: {line}", file=channel, flush=True)
+
+    folder = Path(facts.run_dir) / FOLDER
+    with contextlib.suppress(OSError):  # some network file systems have no such locks
+        folder.mkdir(parents=True, exist_ok=True)
+        # One sender of a run at a time, to the end of this process: that of a killed rank 0 may still be at work
+        fcntl.flock(os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666), fcntl.LOCK_EX)
+    send(Sender(facts), rank0, say)
+    os._exit(0)  # past what the packages do at the end of a process
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""`status`: how a run stands, read from its files alone, by anybody who can read them. No torch here.
+
+A job that is killed says nothing, so what counts is how old its last sign of life is: rank 0 replaces its report every
+two seconds (`rankup.observe.goodput`), and its lease as often.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from difflib import get_close_matches
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from rankup.errors import UserError, root_cause
+from rankup.observe.goodput import Report, duration, goodput, one_line, read_reports
+from rankup.observe.tracker import address_of
+from rankup.places.files import read_json
+
+# Five reports late: a network file system shows another machine's writes some seconds later
+SILENT_S = 10.0
+# An agent starts lost ranks again within a second: a run that has ended for so long stays so, for --watch
+ENDED_S = 10.0
+NOW_S = 5.0  # younger signs of life are "now"
+LONG_S = 10.0  # in one step, or in a phase without steps: worth a word
+MOST_ROWS = 16  # of ranks; with more of them those that stand alike share a row
+MOST_RESTARTS = 5
+TAIL = 2**20  # bytes of the metrics that are looked at: a line of a thousand ranks has a tenth of that
+STEP_TIME = re.compile(r"ranks/(\w+)_s/(\d+)")  # a name in the metrics
+
+
+def status(
+    runs: Path, run: str = "", *, watch: bool = False, interval_s: float = 2.0, as_json: bool = False
+) -> Iterator[str]:
+    """What to print, text by text; one that redraws a terminal begins with the control codes for it.
+
+    `runs`: the folder of all runs. `run`: a run's name or folder; all runs where it is empty. Raises UserError where
+    there is no such run.
+    """
+    folder = _find(runs, run) if run else None
+    redraws = watch and sys.stdout.isatty() and not as_json
+    height = 0
+    while True:
+        now = time.time()
+        found = [look(folder, now=now)] if folder else look_at_all(runs, now=now)
+        if as_json:
+            yield json.dumps(found[0] if folder else found) + "\n"
+        else:
+            text = as_text(screen(found[0], now=now) if folder else overview(found, where=str(runs)))
+            if redraws:  # what has scrolled away can't be drawn over
+                lines = text.splitlines()[: shutil.get_terminal_size().lines - 1]
+                back = f"\x1b[{height}A\x1b[J" if height else ""
+                text, height = back + "".join(f"{line}\n" for line in lines), len(lines)
+            yield text
+        if not watch or (folder is not None and _is_over(found[0])):
+            return
+        time.sleep(interval_s)
+        if not redraws and not as_json:
+            yield "\n"
+
+
+def _find(runs: Path, name: str) -> Path:
+    """The folder of the run `name`, which may be a folder itself. Raises UserError."""
+    for folder in (Path(name), runs / name):
+        if _is_run(folder):
+            return folder
+    names = [path.name for path in _all(runs)]
+    near = get_close_matches(name, names, n=1)
+    hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(names) or 'none'}."
+    raise UserError(f"status: RUN must be a run in {runs}/ or its folder, got {name}. {hint}")
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("status.json", "run.json"))
+
+
+def _all(runs: Path) -> list[Path]:
+    return sorted(path for path in runs.glob("*") if _is_run(path))
+
+
+def _is_over(run: dict[str, Any]) -> bool:
+    return run["state"] == "finished" or (run["state"] in ("failed", "stopped") and run["last_sign_s"] > ENDED_S)
+
+
+# What the files say ---------------------------------------------------------------------------------------------------
+
+
+def look_at_all(runs: Path, *, now: float) -> list[dict[str, Any]]:
+    """`look` at each run of a folder, the one that was heard of last in front."""
+    found = [look(path, now=now) for path in _all(runs)]
+    return sorted(found, key=lambda run: float(run["last_sign_s"]))
+
+
+def look(run_dir: Path, *, now: float) -> dict[str, Any]:
+    """How the run in this folder stands, for `--json`. `now`: of `time.time()`. Ages, in `_s`, are seconds before it.
+
+    What is not known is None or empty: a script of the user's own reports no steps, and a job that was killed while it
+    started has reported nothing. `script`: where the time of such a script's run went, as `goodput` of a training.
+    """
+    summary = read_json(run_dir / "status.json") or {}
+    reports = read_reports(run_dir)
+    newest = reports[-1] if reports else None
+    attempt, state = summary.get("attempt", ""), summary.get("state", "unknown")
+    beats = [_modified(run_dir / "lease.json"), newest.time if newest else 0.0] if state == "running" else [0.0]
+    last_sign_s = max(0.0, now - max(_modified(run_dir / "status.json"), *beats))
+    live = newest if newest is not None and newest.attempt == attempt else None
+    # An attempt that finished the run was not restarted, though a later one may have looked at it or added epochs
+    earlier = [report for report in reports if report is not live and not report.finished]
+    spent = goodput(reports) if reports else {"shares": ()}
+    return {
+        "run": run_dir.name, "folder": str(run_dir), "state": state, "attempt": attempt,
+        # A script of the user's own beats nowhere: its silence says nothing
+        "silent": any(beats) and last_sign_s > SILENT_S, "last_sign_s": round(last_sign_s, 1),
+        "code": summary.get("code"), "why": summary.get("why", ""), "world_size": summary.get("world_size"),
+        "step": newest.step if newest else None, "total_steps": newest.total_steps if newest else None,
+        "unit": newest.unit if newest else "", "per_s": newest.per_s if newest else None,
+        "remaining_s": live.remaining_s if live and state == "running" else None,
+        "age_s": round(now - live.began, 1) if live else None, "metrics": newest.metrics if newest else {},
+        "ranks": _ranks(summary, live, _step_times(run_dir)), "restarts": [_end(run_dir, report) for report in earlier],
+        "goodput": spent if any(report.total_steps for report in reports) else None,
+        "script": spent if "script" in spent["shares"] else None,
+        "tracker": address_of(run_dir, (read_json(run_dir / "run.json") or {}).get("run", "")),
+    }
+
+
+def _modified(path: Path) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _ranks(
+    summary: dict[str, Any], live: Report | None, times: dict[int, dict[str, float]]
+) -> list[dict[str, Any]]:
+    """Each rank that is known: how it ended, or where it stood when rank 0 last heard of it. `times`: of a step."""
+    signs = {sign["rank"]: {**sign, "of_a_step_s": times.get(sign["rank"], {})} for sign in live.ranks} if live else {}
+    ends = {end["rank"]: end for end in summary.get("ranks", {}).values()}
+    return [{**signs.get(rank, {}), **ends.get(rank, {})} for rank in sorted(ends or signs)]
+
+
+def _step_times(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Seconds of a step by rank and part (data, compute, waiting), as the metrics last had them."""
+    lines: list[bytes] = []
+    with suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        found: dict[int, dict[str, float]] = {}
+        with suppress(ValueError):  # a line that was cut, or is being written
+            for name, value in json.loads(line).items():
+                if (match := STEP_TIME.fullmatch(name)) and value is not None:
+                    found.setdefault(int(match[2]), {})[match[1]] = value
+        if found:
+            return found
+    return {}
+
+
+def _end(run_dir: Path, report: Report) -> dict[str, Any]:
+    """How an earlier attempt ended, as its ranks wrote it down; code and reason are those of the cause."""
+    files = sorted((run_dir / "status" / report.attempt).glob("rank-*.json"))
+    ends = [end for path in files if isinstance(end := read_json(path), dict)]
+    code = root_cause([end["code"] for end in ends]) if ends else None
+    cause = next((end for end in ends if end["code"] == code), {})
+    return {
+        "attempt": report.attempt, "time": report.time, "step": report.step, "code": code, "why": cause.get("why", ""),
+        "script_s": report.seconds.get("script", 0.0),
+    }
+
+
+# What people see ------------------------------------------------------------------------------------------------------
+
+
+def as_text(shown: RenderableType) -> str:
+    """As wide as the terminal; in a pipe as wide as it needs to be. Colours only on a terminal that wants them."""
+    on_terminal = sys.stdout.isatty()
+    console = Console(
+        width=shutil.get_terminal_size().columns if on_terminal else 10_000, force_terminal=on_terminal,
+        color_system="standard" if on_terminal and not os.environ.get("NO_COLOR") else None,
+        markup=False, emoji=False, highlight=False,
+    )
+    with console.capture() as captured:
+        console.print(shown)
+    return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+
+
+def screen(run: dict[str, Any], *, now: float) -> RenderableType:
+    """One run. `run`: of `look`, `now`: the time it was made with."""
+    facts = {"run": run["folder"], "state": _state(run), "step": _steps(run) if run["total_steps"] else ""}
+    if run["attempt"]:
+        number = f"{len(run['restarts']) + 1}: " if run["restarts"] else ""
+        since = f", began {duration(run['age_s'])} ago" if run["age_s"] is not None else ""
+        facts["attempt"] = f"{number}{run['attempt']}{since}"
+    facts["metrics"] = ", ".join(f"{name} {value:.4g}" for name, value in sorted(run["metrics"].items()))
+    facts |= {name: one_line(run[name]) for name in ("goodput", "script") if run[name]}
+    facts["tracker"] = run["tracker"]
+    top = Table.grid(padding=(0, 2, 0, 0))
+    top.add_column(style="bold", no_wrap=True)
+    top.add_column(overflow="fold")
+    for name, value in facts.items():
+        if value:
+            top.add_row(name, value, style=_style(run) if name == "state" else None)
+    parts: list[RenderableType] = [top]
+    if run["ranks"]:
+        header = ("rank", "host", "step", "phase", "of a step", "last sign of life")
+        parts += ["", _table(header, _rank_rows(run, now))]
+    if ends := run["restarts"]:
+        last = Table.grid(padding=(0, 2, 0, 0))
+        for end in ends[-MOST_RESTARTS:]:
+            last.add_row("", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end["time"])), _how(end))
+        parts += ["", f"restarts ({len(ends)}{', the last ones' if len(ends) > MOST_RESTARTS else ''})", last]
+    return Group(*parts)
+
+
+def overview(runs: list[dict[str, Any]], *, where: str) -> RenderableType:
+    """All runs of the folder `where`."""
+    rows: list[tuple[str, ...]] = []
+    for run in runs:
+        left = duration(run["remaining_s"]) if run["remaining_s"] is not None and not run["silent"] else ""
+        rows.append((
+            run["run"], _state(run, short=True), f"{run['step']}/{run['total_steps']}" if run["total_steps"] else "",
+            f"{run['per_s']:,.0f} {run['unit']}/s" if run["per_s"] else "", left, str(len(run["restarts"]) or ""),
+            f"{run['goodput']['share']:.0%}" if run["goodput"] else "",
+        ))
+    header = ("run", "state", "step", "speed", "left", "restarts", "goodput")
+    return _table(header, rows, styles=[_style(run) for run in runs]) if runs else f"no runs in {where}"
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]], styles: list[str] | None = None) -> Table:
+    """Without the columns that have nothing below their title."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    shown = [number for number in range(len(header)) if any(row[number] for row in rows)]
+    for number in shown:
+        table.add_column(header[number], overflow="fold")
+    for row, style in zip(rows, styles or [""] * len(rows), strict=True):
+        table.add_row(*(row[number] for number in shown), style=style)
+    return table
+
+
+def _style(run: dict[str, Any]) -> str:
+    return "red" if run["silent"] or run["state"] == "failed" else "green" if run["state"] == "finished" else ""
+
+
+def _state(run: dict[str, Any], *, short: bool = False) -> str:
+    state, ago = run["state"], duration(run["last_sign_s"])
+    if run["silent"]:
+        # Nobody wrote an end: kill -9, a lost machine, or a disk that this machine sees no longer
+        return f"no sign of life for {ago}" + ("" if short else "; nobody wrote down an end")
+    if state == "running":
+        return "running" if run["ranks"] or short else "running: it starts, or it runs code that reports no steps"
+    if state == "unknown":
+        return state if short else "unknown: there is no status.json"
+    code = f" with exit code {run['code']}" if run["code"] not in (0, None) else ""
+    why = f": {run['why']}" if run["why"] and state != "finished" and not short else ""
+    return f"{state}{code}, {ago} ago{why}"
+
+
+def _steps(run: dict[str, Any]) -> str:
+    step, total = run["step"], run["total_steps"]
+    text = f"{step:,} of {total:,} ({step / total:.0%})"
+    if run["per_s"]:
+        text += f", {run['per_s']:,.0f} {run['unit']}/s"
+    if run["remaining_s"] is not None and not run["silent"]:
+        text += f", about {duration(run['remaining_s'])} left"
+    return text
+
+
+def _rank_rows(run: dict[str, Any], now: float) -> list[tuple[str, ...]]:
+    """Rank, host, step, phase, sign of life; neighbours that stand alike share a row where there are many ranks."""
+    ranks = run["ranks"]
+
+    def stands(rank: dict[str, Any]) -> tuple[object, ...]:
+        alone = rank["rank"] if len(ranks) <= MOST_ROWS else None
+        silent = now - rank.get("seen", now) > SILENT_S
+        return alone, rank["host"], rank.get("state"), rank.get("phase"), rank.get("waiting"), silent
+
+    rows: list[tuple[str, ...]] = []
+    for _, group in groupby(ranks, key=stands):
+        alike = list(group)
+        # Of several, the one that was heard of longest ago stands for all
+        oldest = min(alike, key=lambda rank: float(rank.get("seen", now)))
+        numbers, steps = ([rank[name] for rank in alike] for name in ("rank", "step"))
+        # A script of the user's own says nothing of its steps
+        rows.append((_span(numbers), oldest["host"], _span(steps) if run["total_steps"] else "",
+                     _phase(oldest), _parts(alike), _sign(oldest, now)))
+    return rows
+
+
+def _span(numbers: list[int]) -> str:
+    first, last = min(numbers), max(numbers)
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _phase(rank: dict[str, Any]) -> str:
+    if "state" in rank:
+        return str(rank["state"]) + (f" with exit code {rank['code']}" if rank["code"] else "")
+    own = rank["phase"] == "script"  # a process that only waits for the user's: its place says nothing
+    phase = rank["phase"] + (", waits for others" if rank["waiting"] and not own else "")
+    if rank["for_s"] > LONG_S:
+        phase += f", for {duration(rank['for_s'])}" + (f": {rank['place']}" if rank.get("place") and not own else "")
+    return str(phase)
+
+
+def _sign(rank: dict[str, Any], now: float) -> str:
+    """When rank 0 last heard of it; "" once it has ended."""
+    if "state" in rank:
+        return ""
+    silent_s = now - rank["seen"]
+    if silent_s > SILENT_S:
+        return f"none for {duration(silent_s)}"
+    return "now" if silent_s < NOW_S else f"{duration(silent_s)} ago"
+
+
+def _parts(ranks: list[dict[str, Any]]) -> str:
+    """What takes how long of a step; of several ranks, the mean."""
+    known = [parts for rank in ranks if (parts := rank.get("of_a_step_s"))]
+    means = {name: sum(parts[name] for parts in known) / len(known) for name in known[0]} if known else {}
+    return ", ".join(f"{name} {1000 * mean:.3g} ms" for name, mean in means.items())
+
+
+def _how(end: dict[str, Any]) -> str:
+    """Why an attempt before this one ended."""
+    after = f"{duration(end['script_s'])} of the script" if end["script_s"] else f"step {end['step']}"
+    why = f"{end['why']} (exit code {end['code']})"
+    return f"after {after}: " + (
+        why if end["code"] is not None else "no rank wrote down why: killed, or the machine was lost"
+    )

@@ -1,0 +1,181 @@
+"""Where a thread is, in a few words; what stands in a file of stacks; and NCCL's recorder."""
+
+import faulthandler
+import gc
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rankup.agent.status import MOST_BYTES, announce_stacks
+from rankup.group import stacks
+from rankup.group.stacks import Frame, Stack, compare, moment, own_place, place
+from rankup.observe.stacks import written
+
+TORCH, RUN = "/usr/lib/python3/dist-packages/torch", "/job/train"
+BACKWARD = [
+    Frame(f"{TORCH}/autograd/graph.py", 865, "_engine_run_backward"), Frame(f"{TORCH}/_tensor.py", 500, "backward")
+]
+QUEUE = Frame("/usr/lib/python3.11/queue.py", 180, "get")
+LOOP = [Frame(f"{RUN}/loop.py", 213, "step"), Frame(f"{RUN}/loop.py", 90, "train")]
+FETCHED = [Frame("/me/set.py", 7, "__getitem__"), Frame(f"{TORCH}/utils/data/_utils/fetch.py", 52, "fetch"),
+           Frame(f"{TORCH}/utils/data/_utils/worker.py", 300, "_worker_loop")]
+
+
+# Places ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stack", "where"),
+    [
+        ([], ""),
+        ([Frame("/me/train.py", 40, "main")], "train.py:40 main"),
+        (
+            [Frame(f"{TORCH}/distributed/distributed_c10d.py", 2810, "all_reduce"),
+             Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper"), Frame("/me/train.py", 40, "main")],
+            "all_reduce (train.py:40 main)",
+        ),
+        (  # torch's functions call each other: what the program has called is named
+            [Frame(f"{TORCH}/distributed/distributed_c10d.py", 900, "_store_based_barrier"),
+             Frame(f"{TORCH}/distributed/distributed_c10d.py", 1700, "init_process_group"),
+             Frame("/me/train.py", 3, "<module>")],
+            "init_process_group (train.py:3 <module>)",
+        ),
+        (
+            [Frame(f"{RUN}/group/host_link.py", 46, "max"), Frame("/x/rankup/group/group.py", 85, "max"), *LOOP],
+            "agreement (loop.py:213 step)",
+        ),
+        ([*BACKWARD, *LOOP], "backward (loop.py:213 step)"),
+        (
+            [QUEUE, Frame(f"{RUN}/data/worker_loader.py", 105, "next"), *LOOP],
+            "data: loader.next (worker_loader.py:105 next)",
+        ),
+        ([Frame("/venv/lib/python3.12/site-packages/train/loop.py", 8, "step")], "loop.py:8 step"),  # installed
+        (FETCHED, "set.py:7 __getitem__"),
+        ([QUEUE, FETCHED[-1]], "idle"),
+    ],
+)
+def test_place_names_what_is_called_and_who_calls(stack: Stack, where: str) -> None:
+    assert place(stack) == where
+
+
+def test_own_place_is_the_main_threads() -> None:
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(own_place()))
+    thread.start()
+    thread.join()
+    assert re.fullmatch(r"test_stacks\.py:\d+ test_own_place_is_the_main_threads", found[0])
+
+
+def test_own_place_collects_no_garbage_while_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11 could stand still for good."""
+    frames, collected = sys._current_frames, []
+    monkeypatch.setattr(sys, "_current_frames", lambda: (collected.append(gc.isenabled()), frames())[1])
+    own_place()
+    assert (collected, gc.isenabled()) == ([False], True)
+    gc.disable()
+    try:
+        own_place()
+        assert not gc.isenabled()  # somebody has switched it off, and it stays so
+    finally:
+        gc.enable()
+
+
+def test_ranks_in_one_place_share_a_line() -> None:
+    assert compare({0: "a", 1: "a", 2: "b", 3: "a"}) == ["ranks 0-1, 3: a", "rank 2: b"]
+    assert (moment("step", 412), moment("save", 412), moment("", 0)) == (" of step 413", " in save", "")
+
+
+# Files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Path]:
+    """A run's folder, with this process as its rank 0."""
+    stacks.open_stacks(tmp_path, rank=0, world_size=1)
+    yield tmp_path
+    faulthandler.unregister(signal.SIGRTMAX)
+    assert stacks._file is not None
+    stacks._file.close()
+    stacks._file = None
+
+
+def test_the_newest_dump_counts_and_says_why_and_where(opened: Path) -> None:
+    stacks.note("setup", 0)
+    stacks.dump("asked")
+    stacks.note("step", 11)
+    file = stacks.dump("step (step 11) took longer than 5 s")
+    assert file == opened / "stacks" / "rank-0.txt"
+    (answer,) = written(opened)
+    assert (answer.why, answer.moment) == ("step (step 11) took longer than 5 s", " of step 12")
+    assert answer.place.endswith(" of step 12")
+    assert answer.text.count("in test_the_newest_dump_counts_and_says_why_and_where") == 1
+
+
+def test_file_that_has_grown_large_begins_anew(tmp_path: Path) -> None:
+    path = announce_stacks(tmp_path, 0, 1, os.getpid())
+    path.write_text("x" * (MOST_BYTES + 1))
+    announce_stacks(tmp_path, 0, 1, os.getpid())
+    assert path.stat().st_size < 1000
+
+
+# NCCL's recorder ------------------------------------------------------------------------------------------------
+
+
+def test_flight_recorder_is_switched_on_into_the_runs_folder(tmp_path: Path) -> None:
+    environ: dict[str, str] = {}
+    stacks.record_collectives(tmp_path, environ)
+    assert environ == {
+        "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/stacks/nccl/rank-",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("own", "ours"),
+    [
+        ({"TORCH_FR_BUFFER_SIZE": "7"}, "TORCH_FR_BUFFER_SIZE"),
+        ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}, "TORCH_FR_BUFFER_SIZE"),  # by its older name
+        ({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": ""}, "TORCH_FR_DUMP_TEMP_FILE"),
+        ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, "TORCH_NCCL_DUMP_ON_TIMEOUT"),
+    ],
+)
+def test_a_users_own_setting_of_the_recorder_stays(own: dict[str, str], ours: str, tmp_path: Path) -> None:
+    environ = {**own}
+    stacks.record_collectives(tmp_path, environ)
+    assert environ.get(ours) == own.get(ours)
+    assert {**environ, **own} == environ
+    assert len(environ) == 3
+
+
+def test_recorder_without_nccl_writes_and_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", environ := {**os.environ})
+    stacks.record_collectives(tmp_path, environ)
+    stacks.dump_collectives(0)
+    assert stacks.recorded(0) is None
+    assert not list((tmp_path / "stacks" / "nccl").iterdir())
+
+
+def test_recorders_file_is_the_one_that_is_named_and_torch_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._C import _distributed_c10d
+
+    # What nccl's group has recorded; there is none without a GPU
+    recorded = pickle.dumps({"version": "2.10", "entries": [], "pg_config": {}})
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace", lambda: recorded, raising=False)
+    monkeypatch.setattr(stacks, "_recording", lambda: True)
+    monkeypatch.setattr(os, "environ", environ := {**os.environ})
+    stacks.record_collectives(tmp_path, environ)
+    stacks.dump_collectives(3)
+    file = tmp_path / "stacks" / "nccl" / "rank-3"
+    assert stacks.recorded(3) == file
+    from torch.distributed.flight_recorder.components.loader import read_dump
+
+    assert read_dump("rank-", str(file))["rank"] == 3

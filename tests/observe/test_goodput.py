@@ -1,0 +1,172 @@
+"""Goodput: where the time of a run went, over attempts that were killed, resumed, and waited in between."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rankup.observe.goodput import KINDS, Report, duration, goodput, one_line, read_reports
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import result
+from train.process.status import write_json
+from train.run.reporter import Reporter
+
+SETTINGS = (
+    "train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "2",
+    "--save-every-steps", "5", "--tensorboard=false", "--name", "run",
+)
+
+
+def report(first_step: int, step: int, *, began: float, lasted_s: float, **seconds: float) -> Report:
+    """One whose seconds that are not given are of the start."""
+    spent = {"start": lasted_s - sum(seconds.values()), **seconds}
+    return Report(
+        run="r", attempt=f"a-{began:g}", began=began, time=began + lasted_s, first_step=first_step, step=step,
+        total_steps=100, finished=False, seconds=spent, unit="images", per_s=1.0, remaining_s=None, metrics={},
+        ranks=[],
+    )
+
+
+def test_time_of_one_attempt_is_divided_by_kind() -> None:
+    found = goodput([report(0, 10, began=0, lasted_s=20, steps=10, data=2, evaluation=1, saves=3)])
+    assert (found["share"], found["wall_s"], found["attempts"]) == (0.5, 20, 1)
+    assert found["shares"] == {
+        "steps": 0.5, "data": 0.1, "evaluation": 0.05, "saves": 0.15, "lost steps": 0, "start": 0.2, "join": 0,
+        "waiting": 0,
+    }
+
+
+def test_a_step_that_is_lost_and_done_again_counts_once_and_the_time_between_is_waiting() -> None:
+    killed = report(0, 10, began=0, lasted_s=20, steps=10, data=10)
+    resumed = report(6, 20, began=30, lasted_s=20, steps=14, data=0)
+    found = goodput([killed, resumed])
+    assert found["wall_s"] == 50
+    assert found["shares"]["lost steps"] == pytest.approx(0.4 * 20 / 50)  # 4 of 10 steps, with their data
+    assert found["shares"]["waiting"] == pytest.approx(10 / 50)
+    assert found["share"] == pytest.approx((0.6 * 10 + 14) / 50)
+
+
+def test_steps_are_lost_too_if_only_an_attempt_after_the_next_one_goes_back_behind_them() -> None:
+    """The second goes on from a rescue, which is gone when the third goes on from the checkpoint of step 4."""
+    attempts = [report(0, 10, began=0, lasted_s=10, steps=10), report(10, 20, began=10, lasted_s=10, steps=10),
+                report(4, 24, began=20, lasted_s=20, steps=20)]
+    found = goodput(attempts)
+    assert found["shares"]["lost steps"] == pytest.approx((6 + 10) / 40)
+    assert found["share"] == pytest.approx((4 + 20) / 40)
+
+
+def test_an_attempt_that_finished_no_step_lost_its_time_unless_it_still_goes_on() -> None:
+    first = report(0, 0, began=0, lasted_s=10, steps=5)
+    assert goodput([first])["shares"]["steps"] == 0.5
+    assert goodput([first, report(0, 10, began=10, lasted_s=10, steps=10)])["shares"]["lost steps"] == 0.25
+
+
+def test_time_in_a_step_that_was_never_finished_is_lost() -> None:
+    hung = replace(report(0, 10, began=0, lasted_s=50, steps=45, data=5), open_s=40)
+    assert goodput([hung])["shares"]["steps"] == 0.9  # it may still finish
+    found = goodput([hung, report(8, 20, began=50, lasted_s=10, steps=10)])
+    assert found["shares"]["lost steps"] == pytest.approx((40 + 0.2 * 10) / 60, abs=0.0001)
+
+
+@pytest.mark.parametrize(("phase", "open_s"), [("step", 40.0), ("data", 40.0), ("save", 0.0)])
+def test_report_says_for_how_long_rank_0_is_in_a_step(phase: str, open_s: float) -> None:
+    """Whatever phases there were before, and in which order."""
+    spent = {"setup": 5.0, "step": 50.0, "data": 2.0, "save": 41.0}
+    for seconds in (spent, dict(reversed(spent.items()))):
+        clock = SimpleNamespace(present=lambda: (phase, 40.0), seconds=lambda seconds=seconds: seconds)
+        watch = SimpleNamespace(clock=clock, signs_of_life=list)
+        group: Any = SimpleNamespace(is_rank0=True, attempt="a", watch=watch)
+        assert Reporter(group, run="r")._look().open_s == open_s
+
+
+def test_a_run_that_had_finished_did_not_wait_for_more_epochs() -> None:
+    first = replace(report(0, 10, began=0, lasted_s=10, steps=10), finished=True)
+    found = goodput([first, report(10, 20, began=86400, lasted_s=10, steps=10)])
+    assert (found["wall_s"], found["shares"]["waiting"], found["share"]) == (20, 0, 1)
+
+
+def test_clocks_of_two_machines_that_differ_give_no_negative_time() -> None:
+    found = goodput([report(0, 10, began=100, lasted_s=10, steps=10), report(10, 20, began=105, lasted_s=5, steps=5)])
+    assert found["shares"]["waiting"] == 0
+    assert sum(found["shares"].values()) == pytest.approx(1)
+
+
+def test_reports_of_an_earlier_run_in_the_folder_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
+    write_json(tmp_path / "run.json", {"run": "r"})
+    kept = [report(10, 20, began=9, lasted_s=1), report(0, 10, began=1, lasted_s=1)]
+    for each in [*kept, replace(kept[0], run="of an earlier run", attempt="b")]:
+        each.write(tmp_path, "0a")
+    (tmp_path / "status" / "half").mkdir()
+    (tmp_path / "status" / "half" / "progress-0a.json").write_text('{"run": "r", "att')
+    assert read_reports(tmp_path) == [kept[1], kept[0]]
+
+
+def test_words_for_times_and_shares() -> None:
+    texts = {0: "0 s", 59.6: "1 min", 200: "3 min 20 s", 3600: "1 h", 7500: "2 h 5 min", 90000: "1 d 1 h"}
+    assert {seconds: duration(seconds) for seconds in texts} == texts
+    found = goodput([report(0, 10, began=0, lasted_s=200, steps=150, data=20, saves=0.5)])
+    assert one_line(found) == "75% of 3 min 20 s in 1 attempt: start 15%, data 10%"
+
+
+# A run that is really killed ------------------------------------------------------------------------------------
+
+
+def report_often_and_die_at_step_13() -> None:
+    """Call it first in a process. It dies once its report says step 13, so that the test knows what is lost."""
+    import train.loop
+    from train.run import reporter
+
+    reporter.REPORT_S = 0.01
+    step = train.loop.step
+
+    def dying(training: Any) -> Any:
+        while training.progress.step == 13:
+            if any(report.step == 13 for report in read_reports(training.run.path)):
+                training.run.saver.wait()  # the checkpoint of step 10 is there
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.01)
+        time.sleep(0.02)  # so that steps are not lost among the rest
+        return step(training)
+
+    train.loop.step = dying
+
+
+def test_goodput_of_a_run_that_was_killed_without_a_word_and_resumed(forks: Forks, tmp_path: Path) -> None:
+    words, run = (*SETTINGS, "--run-dir", str(tmp_path)), tmp_path / "run"
+    codes, output = forks.run(*words, preload="tests.observe.test_goodput:report_often_and_die_at_step_13")
+    assert codes == [-signal.SIGKILL], output
+    codes, output = forks.run(*words)
+    assert codes == [0], output
+    assert "resumed from step-00000010" in output
+
+    first, second = read_reports(run)
+    assert [(each.first_step, each.step, each.finished) for each in (first, second)] == [(0, 13, False), (10, 16, True)]
+    # The kernel counts the beginning of a process in hundredths of a second
+    assert first.began <= first.time <= second.began + 0.02 <= second.time
+    found = result(run)["goodput"]
+    assert found["attempts"] == 2
+    assert tuple(found["shares"]) == KINDS
+    assert sum(found["shares"].values()) == pytest.approx(1, abs=0.001)
+    assert found["share"] == found["shares"]["steps"] > 0
+    assert found["shares"]["lost steps"] > 0
+    assert found["shares"]["start"] > 0
+    assert goodput([first, second]) == found  # which `status` shows
+    # All that rank 0's process lived through is accounted for
+    assert first.time - first.began == pytest.approx(sum(first.seconds.values()), abs=0.1)
+    assert found["wall_s"] == pytest.approx(second.time - first.began, abs=5)
+    assert f"  goodput         {found['share']:.0%} of " in output
+
+
+def test_goodput_does_not_count_the_look_at_a_run_that_is_finished(forks: Forks, tmp_path: Path) -> None:
+    words, run = (*SETTINGS, "--run-dir", str(tmp_path)), tmp_path / "run"
+    assert forks.run(*words)[0] == [0]
+    before = goodput(read_reports(run))
+    codes, output = forks.run(*words)
+    assert codes == [0]
+    assert "is finished" in output
+    assert goodput(read_reports(run)) == before

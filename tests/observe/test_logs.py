@@ -1,0 +1,314 @@
+"""The command logs: all ranks' lines by time, equal ones folded, from any time on, and as they come."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from rankup.observe import logs
+from rankup.observe.logs import first_stamp
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import ROOT, environment
+from train.main import main
+
+TINY = ["train", "--dataset", "digits", "--model", "mlp", "--progress", "none", "--no-tensorboard"]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Write a rank's log, a line for each text: "02 step" is "step" at second 2; without a number it has no time."""
+
+    def _write(rank: int, *texts: str, run: str = "run", host: str = "vm") -> Path:
+        path = tmp_path / run / "logs" / f"rank-{rank}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [f"2026-11-22T10:00:{t[:2]} {host} r{rank} {t[3:]}" if t[:2].isdigit() else t for t in texts]
+        with path.open("a") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        return path
+
+    return _write
+
+
+def printed(capfd: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """What `logs` prints, without the day and the hour."""
+    code = main(["logs", *words])
+    out, err = capfd.readouterr()
+    assert (code, err) == (0, "")
+    return out.replace("2026-11-22T10:00:", "").splitlines()
+
+
+# Order and folding ----------------------------------------------------------------------------------------------
+
+
+def test_lines_of_all_ranks_stand_by_time_with_rank_and_host(write, tmp_path, capfd) -> None:
+    write(0, "01 a", "03 c", host="node0")
+    write(1, "02 b", "04 d", host="node1")
+    assert printed(capfd, str(tmp_path / "run")) == [
+        "01 rank 0 on node0: a", "02 rank 1 on node1: b", "03 rank 0 on node0: c", "04 rank 1 on node1: d",
+    ]
+
+
+def test_equal_lines_are_folded_within_and_across_a_second(write, tmp_path, capfd) -> None:
+    for rank in range(8):
+        write(rank, "01 ready", f"0{2 + rank % 2} saved", host=f"node{rank // 4}")
+    write(3, "08 alone", host="node0")
+    write(4, "08 two", host="node1")
+    write(6, "08 two", host="node1")
+    assert printed(capfd, str(tmp_path / "run")) == [
+        "01 ranks 0-7: ready", "02 ranks 0-7: saved", "08 rank 3 on node0: alone", "08 ranks 4, 6 on node1: two",
+    ]
+
+
+def test_equal_lines_far_apart_are_not_folded(write, tmp_path, capfd) -> None:
+    write(0, "01 ready")
+    write(1, "05 ready")
+    assert printed(capfd, str(tmp_path / "run")) == ["01 rank 0 on vm: ready", "05 rank 1 on vm: ready"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (["aPb", "ab", "ab"], ["0-2:a", "0:P", "0-2:b"]),
+        (["ab", "aPb", "aPb"], ["0-2:a", "1-2:P", "0-2:b"]),
+        (["ab", "ca"], ["1:c", "0-1:a", "0:b"]),
+        (["ab", "ba"], ["0:a", "0-1:b", "1:a"]),  # only one of both can be folded
+        (["aa", "a"], ["0-1:a", "0:a"]),
+        (["axa", "ya"], ["1:y", "0-1:a", "0:x", "0:a"]),
+        (["", "a"], ["1:a"]),
+    ],
+)
+def test_lines_of_one_second_keep_each_ranks_order(write, tmp_path, capfd, ranks, expected) -> None:
+    for rank, text in enumerate(ranks):
+        write(rank, *(f"00 {char}" for char in text))
+    shown = [re.fullmatch(r"00 ranks? (\S+) on vm: (.)", line) for line in printed(capfd, str(tmp_path / "run"))]
+    assert [f"{line[1]}:{line[2]}" if line else line for line in shown] == expected
+
+
+def test_lines_without_a_time_belong_to_the_line_before(write, tmp_path, capfd) -> None:
+    write(0, "no time yet", "02 Traceback (most recent call last):", '  File "x.py"', "KeyError: 1", "05 end")
+    write(1, "03 other")
+    assert printed(capfd, str(tmp_path / "run")) == [
+        "rank 0: no time yet", "02 rank 0 on vm: Traceback (most recent call last):",
+        '02 rank 0 on vm:   File "x.py"', "02 rank 0 on vm: KeyError: 1", "03 rank 1 on vm: other",
+        "05 rank 0 on vm: end",
+    ]
+
+
+def test_progress_bar_shows_its_last_state(write, tmp_path, capfd) -> None:
+    path = write(0, "01 start")
+    with path.open("a", newline="") as file:
+        file.write("10%|\r50%|\r100%|\n")
+    assert printed(capfd, str(tmp_path / "run")) == ["01 rank 0 on vm: start", "01 rank 0 on vm: 100%|"]
+
+
+def test_last_line_without_an_end_and_bytes_that_are_no_text_are_printed(write, tmp_path, capfdbinary) -> None:
+    path = write(0, "01 start")
+    with path.open("ab") as file:
+        file.write(b"2026-11-22T10:00:02 vm r0 \xff half")
+    assert main(["logs", str(tmp_path / "run")]) == 0
+    assert capfdbinary.readouterr().out.splitlines()[-1] == b"2026-11-22T10:00:02 rank 0 on vm: \xff half"
+
+
+# Which run, ranks, times ----------------------------------------------------------------------------------------
+
+
+def test_run_is_found_by_name_folder_and_as_the_newest(write, tmp_path, capfd) -> None:
+    old = write(0, "01 old", run="old")
+    write(0, "02 new", run="new")
+    os.utime(old, (1, 1))
+    where = ["--run-dir", str(tmp_path)]
+    assert printed(capfd, *where) == ["02 rank 0 on vm: new"]
+    assert printed(capfd, "old", *where) == ["01 rank 0 on vm: old"]
+    assert printed(capfd, str(tmp_path / "old" / "logs")) == ["01 rank 0 on vm: old"]
+    assert main(["logs", "odl", *where]) == 2
+    assert f"got odl. In {tmp_path} there are new, old." in capfd.readouterr().err
+    assert main(["logs", "--run-dir", str(tmp_path / "none")]) == 2
+    assert "no run with logs was found in " in capfd.readouterr().err
+
+
+def test_ranks_are_chosen(write, tmp_path, capfd) -> None:
+    for rank in range(12):
+        write(rank, "01 here")
+    assert printed(capfd, str(tmp_path / "run"), "--rank", "3") == ["01 rank 3 on vm: here"]
+    assert printed(capfd, str(tmp_path / "run"), "--rank", "0-2,10") == ["01 ranks 0-2, 10 on vm: here"]
+    assert main(["logs", str(tmp_path / "run"), "--rank", "3-1"]) == 2
+    assert "--rank must be ranks such as 3 or 0-3,7, got 3-1." in capfd.readouterr().err
+    assert main(["logs", str(tmp_path / "run"), "--rank", "all"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "stamp"),
+    [
+        ("10m", b"2026-11-22T11:50:00"), ("1h30m", b"2026-11-22T10:30:00"), ("1d", b"2026-11-21T12:00:00"),
+        ("9:05", b"2026-11-22T09:05:00"), ("09:05:07", b"2026-11-22T09:05:07"), ("2026-11-01", b"2026-11-01T00:00:00"),
+        ("2026-11-22 10:00:05", b"2026-11-22T10:00:05"), ("", b""),
+    ],
+)
+def test_since_is_a_duration_or_a_time(text: str, stamp: bytes) -> None:
+    assert first_stamp(text, now=datetime(2026, 11, 22, 12)) == stamp
+
+
+def test_since_that_is_neither_is_a_mistake(write, tmp_path, capfd) -> None:
+    write(0, "01 here")
+    assert main(["logs", str(tmp_path / "run"), "--since", "yesterday"]) == 2
+    said = "--since must be a time such as 10m, 2h30m, 14:05 or 2026-11-22T14:05, got yesterday."
+    assert said in capfd.readouterr().err
+
+
+# Live -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def following(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "train.main", "logs", "--run-dir", str(folder), "--follow", *words],
+        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_follow_shows_new_lines_new_ranks_and_a_new_file_until_ctrl_c(write, tmp_path: Path) -> None:
+    log = write(0, "01 first")
+    with following(tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().endswith("rank 0 on vm: first\n")
+        with log.open("a") as file:
+            file.write("2026-11-22T10:00:02 vm r0 sec")
+        write(1, "02 of a new rank")
+        assert process.stdout.readline().endswith("rank 1 on vm: of a new rank\n")
+        with log.open("a") as file:
+            file.write("ond\n")
+        assert process.stdout.readline().endswith("rank 0 on vm: second\n")
+        log.rename(log.with_name("old"))  # as --fresh does
+        write(0, "03 anew")
+        assert process.stdout.readline().endswith("rank 0 on vm: anew\n")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == -signal.SIGINT  # a shell says 130
+        assert process.stderr.read() == ""
+
+
+def test_follow_begins_with_what_is_recent(write, tmp_path: Path) -> None:
+    write(0, "01 old")
+    path = write(1, "01 old")
+    with path.open("a") as file:
+        file.write("2026-11-22T11:00:00 vm r1 new\n")
+    with following(tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "2026-11-22T11:00:00 rank 1 on vm: new\n"
+
+
+def test_colours_only_on_a_terminal_that_wants_them(write, tmp_path: Path) -> None:
+    write(0, "01 here")
+
+    def shown(**variables: str) -> bytes:
+        master, slave = os.openpty()
+        words = [sys.executable, "-m", "train.main", "logs", "--run-dir", str(tmp_path)]
+        subprocess.run(words, cwd=ROOT, env=environment(variables), stdout=slave, check=True, timeout=300)
+        os.close(slave)
+        text = os.read(master, 4096)
+        os.close(master)
+        return text
+
+    assert b"\x1b[36mrank 0 on vm:\x1b[0m here" in shown()
+    assert b"\x1b" not in shown(NO_COLOR="1")
+
+
+def test_reader_that_has_had_enough_is_no_fault(write, tmp_path: Path) -> None:
+    write(0, *(["01 line " + "x" * 1000] * 2000))
+    words = f"{sys.executable} -m train.main logs --run-dir {tmp_path} | head -n 1; echo ${{PIPESTATUS[0]}}"
+    line = ["bash", "-c", words]
+    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert (done.stdout.splitlines()[1], done.stderr) == ("0", "")
+
+
+def test_logs_of_a_real_run_have_all_ranks(forks: Forks, tmp_path: Path, capfd) -> None:
+    line = [*TINY, "--batch-size", "63", "--max-steps", "3", "--run-dir", str(tmp_path), "--name", "run"]
+    codes, output = forks.run(*line, world_size=3)
+    assert codes == [0, 0, 0], output
+    capfd.readouterr()
+    lines = printed(capfd, "run", "--run-dir", str(tmp_path))
+    total = sum(len(path.read_text().splitlines()) for path in (tmp_path / "run" / "logs").glob("rank-*.log"))
+    assert 0 < len(lines) <= total
+    for rank in range(3):
+        assert printed(capfd, "run", "--run-dir", str(tmp_path), "--rank", str(rank))
+    assert any("ranks 0-2 on " in line for line in lines), lines
+    times = [line[:19] for line in lines]
+    assert times == sorted(times)
+
+
+def test_logs_needs_no_torch(write, tmp_path: Path) -> None:
+    write(0, "01 here")
+    code = f"import sys; from train.main import main; main(['logs', '--run-dir', '{tmp_path}']); "
+    code += "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL)
+
+
+# Size -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("second", [0, 1, 777, 1999, 2500])
+def test_since_finds_the_first_line_in_a_long_file(tmp_path, monkeypatch, capfd, second: int) -> None:
+    monkeypatch.setattr(logs, "CHUNK", 4000)
+
+    def stamp(number: int) -> str:
+        return datetime.fromtimestamp(1_700_000_000 + number).isoformat()
+
+    path = tmp_path / "rank-0.log"
+    with path.open("w") as file:
+        for number in range(2000):
+            file.write(f"{stamp(number)} vm r0 {number}\n")
+            file.write("without a time\n" * (number % 7))
+            file.write("x" * 9000 + "\n" if number == 800 else "")
+    lines = [line.split(": ")[1] for line in printed(capfd, str(tmp_path), "--since", stamp(second))]
+    assert [int(line) for line in lines if line.isdigit()] == list(range(second, 2000))
+
+
+def test_lines_are_the_same_however_the_files_are_cut_into_pieces(write, tmp_path, monkeypatch, capfd) -> None:
+    for rank in (0, 1):
+        stamped = [f"{second:02} line {number}" for second in range(20) for number in range(second % (5 - rank))]
+        write(rank, "before", *stamped, "", "rest", "end")
+    whole = printed(capfd, str(tmp_path / "run"))
+    assert len(whole) > 40
+    for size in (1, 7, 64, 333):
+        monkeypatch.setattr(logs, "CHUNK", size)
+        assert printed(capfd, str(tmp_path / "run")) == whole
+
+
+MEASURE = """
+import resource, sys
+from train.main import main
+main(["logs", "--run-dir", sys.argv[1]])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("kind", ["lines", "one second", "no times", "no line ends"])
+def test_memory_does_not_depend_on_the_size(tmp_path: Path, kind: str) -> None:
+    def peak_kb(megabytes: int) -> int:
+        logs = tmp_path / str(megabytes) / "run" / "logs"
+        logs.mkdir(parents=True)
+        for rank in range(4):
+            with (logs / f"rank-{rank}.log").open("w") as file:
+                for number in range(megabytes * 2500):
+                    second = 1_700_000_000 + (number // 10 if kind == "lines" else 0)
+                    head = "" if kind.startswith("no") else f"{datetime.fromtimestamp(second).isoformat()} vm r{rank} "
+                    line_end = "" if kind == "no line ends" else "\n"
+                    file.write(f"{head}line {number} {'x' * 60}{line_end}")
+        words = [sys.executable, "-c", MEASURE, str(tmp_path / str(megabytes))]
+        done = subprocess.run(words, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        return int(done.stderr)
+
+    small, large = peak_kb(4), peak_kb(24)
+    assert large < small + 8000, (small, large)  # the files have 14 MB more, or with times 20 MB

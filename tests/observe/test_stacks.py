@@ -1,0 +1,251 @@
+"""A run of three ranks hangs: `stacks`, and a signal to any agent, say which rank is somewhere else, and where."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rankup.agent import status
+from rankup.agent.status import announce_stacks
+from rankup.observe import stacks
+from tests.rigs import jobs
+from tests.rigs.containers import wait_for
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import MAIN, ROOT, environment, free_port
+from train.main import main
+
+WORLD = 3
+SETTINGS = (
+    "--workload=tests.rigs.faulting_workload:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4",
+    "--log-every-steps=1", "--tensorboard=false", "--progress=none", "--join-timeout-s=60", "--num-workers=1",
+)
+AGREEMENT = r"ranks 0, 2: agreement \(loop\.py:\d+ step\) of step \d+"
+
+
+def settings(run: Path) -> tuple[str, ...]:
+    return (*SETTINGS, f"--run-dir={run.parent}", f"--name={run.name}")
+
+
+def probe(where: str, tell: Path, **order: object) -> dict[str, str]:
+    """Rank 1 does this at the sixth call."""
+    return {"PROBE": json.dumps({"where": where, "call": 6, "rank": 1, "tell": str(tell), **order})}
+
+
+def shown(run: Path, *words: str) -> str:
+    job = jobs.run("stacks", str(run), *words)
+    assert job.codes == [0], job.output
+    return job.output
+
+
+def shown_at_last(run: Path, *patterns: str) -> str:
+    """What the command shows once all ranks have come to where they hang or wait."""
+    said = ""
+
+    def all_there() -> bool:
+        nonlocal said
+        said = shown(run)
+        return all(re.search(pattern, said, re.MULTILINE) for pattern in patterns)
+
+    wait_for(f"places {patterns}", all_there, log=lambda: said)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("where", "order", "odd"),
+    [
+        # In the rank's DataLoader worker; the rank itself waits for it
+        ("data", {"sleep_s": 1000}, r"rank 1: data: loader\.next \(worker_loader\.py:\d+ next\) of step \d+\n"
+                                    r"rank 1 worker 0: faulting_workload\.py:\d+ probe\n"),
+        ("loss", {"sleep_s": 1000}, r"rank 1: faulting_workload\.py:\d+ probe of step \d+\n"),
+        # No thread of Python runs in that process any more, and what it said of its step is old
+        ("loss", {"hold_s": 1000}, r"rank 1: faulting_workload\.py:\d+ probe\b.*\n"),
+        ("loss", {"signal": "SIGSTOP"}, r"rank 1: does not answer: it is stopped \(SIGSTOP\)"),
+    ],
+    ids=["worker", "sleep", "lock", "stopped"],
+)
+def test_rank_that_hangs_is_somewhere_else(
+    where: str, order: dict[str, object], odd: str, forks: Forks, tmp_path: Path
+) -> None:
+    run, arrived = tmp_path / "run", tmp_path / "arrived"
+    with forks.running("train", *settings(run), world_size=WORLD, env=probe(where, arrived, **order)) as job:
+        job.wait_until(arrived.exists, "hang")
+        shown_at_last(run, odd, AGREEMENT if where == "data" else "ranks 0, 2: ")
+        assert all(process.code is None for process in job.processes), "it only looks"
+        full = shown(run, "--full")
+        assert "rank 0 on " in full
+        assert full.count("(most recent call first)") > WORLD
+    over = shown(run)
+    assert len(re.findall(r"rank [02] on \S+ does not run any more; last stacks, at ", over)) == 2, over
+
+
+def test_signal_to_a_whole_job_that_is_well_changes_nothing(forks: Forks, tmp_path: Path) -> None:
+    run, arrived = tmp_path / "run", tmp_path / "arrived"
+    order = probe("loss", arrived, before_s=1.0)
+    with forks.running("train", *settings(run), world_size=WORLD, env=order) as job:
+        job.wait_until(arrived.exists, "step")
+        for process in job.processes:  # as a batch system does it: to the workers too
+            process.signal_group("SIGUSR2")
+        assert job.wait() == [0] * WORLD, job.output
+    for rank in range(WORLD):
+        said = (run / "stacks" / f"rank-{rank}.txt").read_text()
+        assert '"why": "asked"' in said
+        assert re.search(r'# {"worker": 0}\n(Current thread|Thread) 0x', said), said
+
+
+@contextmanager
+def launched(
+    run: Path, words: Sequence[str], env: dict[str, str], *, nodes: int = 1
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
+    """`launch` with three ranks: the last node's agent, and what all have printed so far."""
+    port, file = free_port(), run.parent / "output"
+    processes = []
+    with file.open("w") as output:
+        for node in range(nodes):
+            where = [f"--nnodes={nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+            line = [sys.executable, str(MAIN), "launch", f"--nproc={WORLD // nodes}", *where, *words]
+            processes.append(subprocess.Popen(line, env=environment(env), cwd=ROOT, stdout=output, stderr=output))
+    try:
+        yield processes[-1], file.read_text
+    finally:
+        below = []
+        for process in processes:
+            below += psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            process.kill()
+            process.wait()
+        psutil.wait_procs(below, timeout=60)
+
+
+def test_signal_to_one_agent_asks_the_ranks_of_all_and_any_machine_reads_the_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, arrived = tmp_path / "run", tmp_path / "arrived"
+    order = probe("data", arrived, sleep_s=1000)
+    with launched(run, [str(MAIN), *settings(run), "--simulated-nodes"], order, nodes=3) as (process, output):
+        wait_for("hang", lambda: arrived.exists() or process.poll() is not None, log=output)
+        shown_at_last(run, AGREEMENT)
+        before = answers(run)
+        process.send_signal(signal.SIGUSR2)
+        wait_for("answers", lambda: all(n > old for n, old in zip(answers(run), before, strict=True)), log=output)
+
+        # On a machine that shares the disk and sees none of the processes
+        monkeypatch.setattr(stacks, "host_name", lambda: "login")
+        monkeypatch.setattr(stacks.Writer, "alive", False)
+        assert main(["stacks", str(run)]) == 0
+        said = capsys.readouterr().out
+        asked = r"is asked there, or by kill -USR2 to any agent of its job; last stacks, at \S+ \(asked\): "
+        there = rf"rank {{}} on \S+ {asked}"
+        for rank, place in ((0, "agreement"), (1, "data: loader"), (2, "agreement")):
+            assert re.search(there.format(rank) + place, said), said
+        assert process.poll() is None
+
+
+def answers(run: Path) -> list[int]:
+    """How often each rank was asked for its stacks."""
+    return [(run / "stacks" / f"rank-{rank}.txt").read_text().count('"why": "asked"') for rank in range(WORLD)]
+
+
+SCRIPT = """
+import os, pathlib, signal, sys, time
+import torch.distributed as dist
+
+assert "train" not in sys.modules, "a script of that name imports itself"
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGUSR2, lambda *_: os._exit(3))  # its own: a batch system's warning, say
+assert "RANKUP_STACKS" not in os.environ
+assert os.environ["PYTHONPATH"] == os.environ["PATH_BEFORE"]
+dist.init_process_group("gloo")
+def hang():
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(1000)
+if dist.get_rank() == 1:
+    hang()
+dist.barrier()
+"""
+
+
+def test_script_of_the_users_shows_its_stacks_too(tmp_path: Path) -> None:
+    run, arrived, script = tmp_path / "run", tmp_path / "arrived", tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    words = [f"--run-dir={tmp_path}", "--name=run", str(script), str(arrived)]
+    with launched(run, words, {"PATH_BEFORE": environment()["PYTHONPATH"]}) as (process, output):
+        wait_for("hang", lambda: arrived.exists() or process.poll() is not None, log=output)
+        shown_at_last(run, r"^ranks 0, 2: barrier \(train\.py:\d+ <module>\)$", r"^rank 1: train\.py:\d+ hang$")
+        process.send_signal(signal.SIGUSR2)
+        wait_for("answer to the signal", lambda: f"are in {run / 'stacks'}" in output(), log=output)
+        assert "rank 1: train.py" in output()
+        process.send_signal(signal.SIGTERM)
+        said = "after SIGTERM the script still runs: ranks 0, 2: barrier (train.py:"
+        wait_for("where it is", lambda: said in output(), log=output)
+        assert process.poll() is None
+
+
+def with_a_log(run: Path) -> Path:
+    (run / "logs").mkdir()
+    (run / "logs" / "rank-0.log").touch()
+    return run
+
+
+def test_run_that_nobody_has_started_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stacks", str(with_a_log(tmp_path))]) == 2
+    assert "RUN must be a run whose ranks can be asked, got no stacks/rank-N.txt in" in capsys.readouterr().err
+
+
+# Whom a request may reach -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def sleeper(first: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A process that sleeps, once it has done what comes `first`."""
+    code = f"{first}\nimport time\nprint(1, flush=True)\ntime.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+
+
+def test_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has not come so far as yet, or has taken its handler away."""
+    monkeypatch.setattr(stacks, "PATIENCE_S", (0.2, 0.2))
+    with sleeper() as process:
+        announce_stacks(tmp_path, 0, 1, process.pid, signals=[signal.SIGUSR2])
+        (answer,) = stacks.ask(tmp_path)
+        assert answer.place.startswith("does not answer: it waits")
+        assert process.poll() is None
+
+
+def test_another_process_with_that_number_is_not_signalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sleeper("import signal; signal.signal(signal.SIGTERM, lambda *_: exit(3))") as stranger:
+        monkeypatch.setattr(status, "start_of", lambda pid: "12345")
+        announce_stacks(tmp_path, 0, 1, stranger.pid, signals=[signal.SIGTERM])
+        (answer,) = stacks.ask(tmp_path)
+        assert not answer.fresh
+        assert stranger.poll() is None
+
+
+# What is read -----------------------------------------------------------------------------------------------------
+
+
+def test_files_of_an_attempt_with_more_ranks_are_not_read(tmp_path: Path) -> None:
+    for rank in range(4):
+        os.utime(announce_stacks(tmp_path, rank, 4, os.getpid()), (1, 1))
+    announce_stacks(tmp_path, 0, 2, os.getpid())
+    assert [answer.writer.rank for answer in stacks.written(tmp_path)] == [0, 1]
+
+
+def test_what_is_no_file_of_stacks_is_passed_over_and_its_rank_is_missed(tmp_path: Path) -> None:
+    with announce_stacks(tmp_path, 1, 3, 2**22 + 1).open("a") as file:
+        file.write("Thread")
+    (tmp_path / "stacks" / "rank-0.txt").write_text("# {\n")
+    said = stacks.report(tmp_path)
+    assert re.match(r"rank 1 on \S+ does not run any more\nranks 0, 2 of 3: no file here\.", said), said

@@ -1,0 +1,383 @@
+"""Trackers, asked what they have: MLflow's own server over HTTP, and the files that W&B writes offline.
+
+One run for all attempts, each step once, whatever happened, and a tracker that is not there changes nothing.
+"""
+
+import contextlib
+import json
+import re
+import socket
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rankup.errors import UserError
+from rankup.observe import sender, tracker
+from rankup.observe.sender import Point, Sender, without_secrets
+from rankup.observe.tracker import Facts
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import ROOT, free_port, is_comparable, metrics, result
+from tests.rigs.mlflow_server import Server, facts_of, new_server
+from tests.rigs.wandb_files import rows_of
+from train.run.metrics import cut_after
+
+# 8 steps an epoch
+MADE_UP = (
+    "train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--log-every-steps", "1",
+    "--eval-batch-size", "4", "--join-timeout-s", "30", "--schedule", "constant",
+)
+RUN = "0123456789abcdef"
+NewSender = Callable[[], Sender]
+PASSWORD = "not-for-any-file"
+# In the second epoch: the newest checkpoint is of step 8
+KILLED = {"PROBE": json.dumps({"where": "loss", "call": 16, "signal": "SIGKILL", "saved": True, "before_s": 0.5})}
+
+
+def at(run: Path) -> tuple[str, ...]:
+    return ("--run-dir", str(run.parent), "--name", run.name)
+
+
+def written(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """The curves that a tracker should have: name -> step and value of each point."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for entry in metrics(run):
+        for name, value in entry.items():
+            if name.startswith(("train/", "eval/")):
+                found.setdefault(name, []).append((entry["step"], value))
+    return found
+
+
+def assert_same(shown: list[tuple[int, float]], expected: list[tuple[int, float]], name: str) -> None:
+    """Each step once. Speeds of steps that were done again are those of the first time."""
+    assert [step for step, _ in shown] == [step for step, _ in expected], name
+    if is_comparable(name):
+        assert [value for _, value in shown] == pytest.approx([value for _, value in expected], rel=1e-6), name
+
+
+# MLflow -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = new_server(tmp_path_factory.mktemp("mlflow"))
+    with server.up():
+        yield server
+
+
+def mlflow_at(server: Server) -> dict[str, str]:
+    # A server without passwords takes any
+    return {"MLFLOW_TRACKING_URI": server.url.replace("//", f"//me:{PASSWORD}@")}
+
+
+@dataclass
+class Killed:
+    """A run that was killed and went on. In between: `trained` in its folder, `before` at the tracker."""
+
+    folder: Path
+    trained: list[tuple[int, float]]
+    before: list[tuple[int, float]]
+    output: str
+
+
+@pytest.fixture(scope="module")
+def killed(forks: Forks, server: Server, tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    run = tmp_path_factory.mktemp("killed") / "killed"
+    command = (*MADE_UP, "--epochs", "3", "--tracker", "mlflow", *at(run))
+    codes, first = forks.run(*command, env={**mlflow_at(server), **KILLED})
+    assert codes == [-9], first
+    until_s = time.monotonic() + 60
+    while [found["info"]["status"] for found in server.runs(run.name)] != ["FAILED"]:  # the sender outlives its rank
+        assert time.monotonic() < until_s, server.runs(run.name)
+        time.sleep(0.1)
+    trained, before = written(run)["train/loss"], server.curve(server.runs(run.name)[0], "train/loss")
+    codes, second = forks.run(*command, env=mlflow_at(server))
+    assert codes == [0], second
+    return Killed(run, trained, before, first + second)
+
+
+def test_mlflow_has_one_run_of_two_attempts_and_each_step_once(killed: Killed, server: Server) -> None:
+    assert_same(killed.before, killed.trained, "train/loss")
+    assert 8 < killed.before[-1][0] < 16
+    assert "resumed from step-00000008" in killed.output  # the steps from 9 on are done again
+    (run,) = server.runs("killed")
+    assert run["info"]["status"] == "FINISHED"
+    expected = written(killed.folder)
+    assert [step for step, _ in expected["train/loss"]] == list(range(1, 25))
+    assert [step for step, _ in expected["eval/accuracy"]] == [8, 16, 24]
+    shown = {each["key"] for each in run["data"]["metrics"]}
+    assert {name for name in shown if not name.startswith("final/")} == expected.keys()
+    for name, points in expected.items():
+        assert_same(server.curve(run, name), points, name)
+    assert server.curve(run, "final/accuracy") == [(24, result(killed.folder)["metrics"]["accuracy"])]
+
+
+def test_mlflow_has_settings_result_and_the_address_of_the_checkpoint(killed: Killed, server: Server) -> None:
+    (run,) = server.runs("killed")
+    settings, tags = facts_of(run["data"]["params"]), facts_of(run["data"]["tags"])
+    assert (settings["epochs"], settings["schedule"], settings["data_dir"]) == ("3", "constant", "null")
+    assert tags["digest"] == result(killed.folder)["digest"]
+    assert tags["checkpoint"] == str(killed.folder / "checkpoints" / "step-00000024")
+    assert Path(tags["checkpoint"]).is_dir()
+    files = server.ask(f"artifacts/list?run_id={run['info']['run_id']}")["files"]
+    assert [each["path"] for each in files] == ["result.json"]
+
+
+def test_password_of_the_server_is_in_no_file_and_no_line(killed: Killed) -> None:
+    address = json.loads((killed.folder / "tracker" / "sent.json").read_text())["address"]
+    assert address in killed.output
+    assert address.startswith("http://127.0.0.1:")
+    files = [path for path in killed.folder.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [str(path) for path in files if PASSWORD.encode() in path.read_bytes()] == []
+    assert PASSWORD not in killed.output
+
+
+def test_one_run_of_two_ranks_has_the_pictures(forks: Forks, server: Server, tmp_path: Path) -> None:
+    run = tmp_path / "pictures"
+    digits = ("train", "--dataset", "digits", "--model", "mlp", "--epochs", "1", "--tensorboard=false")
+    codes, output = forks.run(*digits, "--tracker", "mlflow", *at(run), world_size=2, env=mlflow_at(server))
+    assert codes == [0, 0], output
+    (found,) = server.runs("pictures")
+    assert not {each["key"] for each in found["data"]["metrics"] if each["key"].startswith(("ranks/", "nodes/"))}
+    listed = server.ask(f"artifacts/list?run_id={found['info']['run_id']}&path=pictures")["files"]
+    assert [each["path"] for each in listed] == ["pictures/eval-confusion.png", "pictures/eval-misclassified.png"]
+    for each in listed:
+        address = f"{server.url}/get-artifact?run_id={found['info']['run_id']}&path={each['path']}"
+        with urllib.request.urlopen(address, timeout=60) as answer:
+            assert answer.read() == (run / "tracker" / "pictures" / Path(each["path"]).name).read_bytes()
+
+
+def test_server_that_was_down_gets_all_from_the_same_command(forks: Forks, server: Server, tmp_path: Path) -> None:
+    """It costs one line, and the weights are those of a run without a tracker."""
+    command = (*MADE_UP, "--tracker", "mlflow", *at(tmp_path / "late"))
+    away = {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{free_port()}"}
+    codes, output = forks.run(*command, "--epochs", "1", env=away)
+    assert codes == [0], output
+    assert output.count("tracker mlflow: ") <= 2, output
+    assert "Not all of metrics.jsonl is there. The same command again sends the rest." in output
+    codes, _ = forks.run(*MADE_UP, "--epochs", "1", *at(tmp_path / "without"))
+    assert result(tmp_path / "late")["digest"] == result(tmp_path / "without")["digest"]
+    assert server.runs("late") == []
+
+    codes, output = forks.run(*command, "--epochs", "1", env=mlflow_at(server))
+    assert codes == [0], output
+    assert "is finished: 8 steps" in output
+    (found,) = server.runs("late")
+    assert_same(server.curve(found, "train/loss"), written(tmp_path / "late")["train/loss"], "train/loss")
+
+    # More epochs: the same run goes on. MLflow's parameters can't change, a tag says it
+    codes, output = forks.run(*command, "--epochs", "2", env=mlflow_at(server))
+    assert codes == [0], output
+    (found,) = server.runs("late")
+    assert [step for step, _ in server.curve(found, "train/loss")] == list(range(1, 17))
+    assert [step for step, _ in server.curve(found, "final/loss")] == [8, 16]
+    assert facts_of(found["data"]["params"])["epochs"] == "1"
+    assert facts_of(found["data"]["tags"])["changed.epochs"] == "2"
+
+
+def test_server_that_never_answers_holds_up_nothing(forks: Forks, tmp_path: Path) -> None:
+    stop = {"PROBE": json.dumps({"where": "loss", "call": 6, "signal": "SIGTERM"})}
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        codes, output = forks.run(*MADE_UP, "--tracker", "mlflow", *at(tmp_path / "run"), env={**address, **stop})
+    assert codes == [143], output
+    assert [entry["step"] for entry in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_no_server_named_is_the_users_mistake(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(*MADE_UP, "--tracker", "mlflow", *at(tmp_path / "run"), world_size=2)
+    assert codes == [2, 2], output
+    assert "tracker: MLFLOW_TRACKING_URI must be set for mlflow, got nothing." in output
+
+
+# W&B ----------------------------------------------------------------------------------------------------------
+
+
+def test_wandb_files_have_one_run_and_each_step_once(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = (*MADE_UP, "--epochs", "3", "--tracker", "wandb", *at(run))
+    offline = {"WANDB_MODE": "offline", "WANDB_API_KEY": PASSWORD * 3}
+    codes, output = forks.run(*command, env={**offline, **KILLED})
+    assert codes == [-9], output
+    until_s = time.monotonic() + 60
+    while rows_of(run).codes != [1]:  # the sender outlives its rank
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+    (first,) = rows_of(run).ids
+    (run / "run.json").unlink()  # the checkpoint knows the run's id too
+    codes, output = forks.run(*command, env=offline)
+    assert codes == [0], output
+    assert "resumed from step-00000008" in output
+    assert len(list((run / "tracker" / "wandb").glob("offline-run-*"))) == 2
+    rows = rows_of(run)
+    assert rows.ids == {first} == {json.loads((run / "run.json").read_text())["run"]}
+    assert rows.codes == [1, 0]
+    for name, points in written(run).items():
+        step = f"{name.split('/')[0]}/step"
+        assert_same([(row[step], row[name]) for row in rows.history if name in row], points, name)
+    assert rows.config["epochs"] == 3
+    assert rows.summary["checkpoint"] == str(run / "checkpoints" / "step-00000024")
+    assert rows.summary["digest"] == result(run)["digest"]
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert [str(path) for path in files if PASSWORD.encode() in path.read_bytes()] == []
+    # Nothing about the machine, its packages, or the repository that the run was started in
+    assert {path.name for path in run.rglob("offline-run-*/files/*")} == {"result.json"}
+
+
+def test_wandb_without_a_key_is_one_line(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run(
+        *MADE_UP, "--epochs", "1", "--tracker", "wandb", *at(tmp_path / "run"), env={"HOME": str(tmp_path)}
+    )
+    assert codes == [0], output
+    said = [line for line in output.splitlines() if line.startswith("tracker wandb: ")]
+    assert 1 <= len(said) <= 2, output
+    assert "api_key" in said[0] or "API key" in said[0]
+
+
+# Units --------------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """A tracker that remembers, and fails when it is told to."""
+
+    address = "nowhere"
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.notes: dict[str, str] = {}
+        self.failing = ""  # before or after it has taken the points
+
+    def sent(self) -> dict[str, int]:
+        return {point.kind: point.step for point in self.points}
+
+    def log(self, points: list[Point]) -> None:
+        if self.failing == "before":
+            raise TimeoutError
+        self.points += points
+        if self.failing == "after":
+            raise TimeoutError
+
+    def note(self, name: str, value: str) -> None:
+        self.notes[name] = value
+
+    def upload(self, path: Path) -> None:
+        pass
+
+    def end(self, state: str) -> None:
+        pass
+
+
+@pytest.fixture
+def tracked(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    recorded = Recorded()
+    monkeypatch.setattr(sender, "open_run", lambda facts: recorded)
+    return recorded
+
+
+@pytest.fixture
+def new_sender(tmp_path: Path) -> Iterator[NewSender]:
+    made: list[Sender] = []
+    facts = Facts("mlflow", RUN, "run", str(tmp_path), str(tmp_path), {})
+    yield lambda: made.append(Sender(facts)) or made[-1]
+    for each in made:
+        if each._file is not None:
+            each._file.close()
+
+
+def line(step: int) -> str:
+    return json.dumps({"step": step, "time": 1.0, "train/loss": 1 / step, "ranks/data_s/0": 1.0}) + "\n"
+
+
+@pytest.mark.parametrize("failing", ["before", "after"])
+def test_points_are_sent_once_by_a_tracker_that_fails(
+    tmp_path: Path, tracked: Recorded, new_sender: NewSender, failing: str
+) -> None:
+    """A request may have been written although no answer came."""
+    one = new_sender()
+    one.look()  # there are no metrics yet
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line(1) + line(2) + line(3)[:20])
+    tracked.failing = failing
+    with pytest.raises(TimeoutError):
+        one.look()
+    path.write_text(line(1) + line(2) + line(3))
+    tracked.failing = ""
+    one.look()
+    assert [(point.step, point.values) for point in tracked.points] == [
+        (step, {"train/loss": 1 / step}) for step in (1, 2, 3)
+    ]
+
+
+def test_many_points_are_sent_in_pieces(
+    tmp_path: Path, tracked: Recorded, new_sender: NewSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(line(step) for step in range(1, 1001)))
+    monkeypatch.setattr(sender, "MOST_VALUES", 7)
+    new_sender().look()
+    assert [point.step for point in tracked.points] == list(range(1, 1001))
+
+
+def test_sender_of_a_killed_rank_sends_no_line_twice(
+    tmp_path: Path, tracked: Recorded, new_sender: NewSender
+) -> None:
+    """The next attempt cuts the file while the last lines are still being sent."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(line(step) for step in range(1, 9)))
+    old = new_sender()
+    old.look()
+    cut_after(path, 4, 4)
+    with path.open("a") as file:
+        file.write(line(5) + line(6))
+    old.look()
+    new = new_sender()
+    new.look("stopped")
+    assert [point.step for point in tracked.points] == list(range(1, 9))
+    with path.open("a") as file:  # longer than before: the old one is in the middle of a line
+        file.write(line(70) + line(80) + line(90))
+    with contextlib.suppress(ValueError):
+        old.look("failed")
+    new.look("stopped")
+    assert [point.step for point in tracked.points] == [*range(1, 9), 70, 80, 90]
+
+
+def test_address_of_the_newest_checkpoint_is_told(tmp_path: Path, tracked: Recorded, new_sender: NewSender) -> None:
+    one = new_sender()
+    for name in ("step-99999999", "step-00000008", "step-99999999.replaced", ".writing-step-00000010"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    one.look()
+    assert tracked.notes == {"checkpoint": str(tmp_path / "checkpoints" / "step-99999999")}
+    (tmp_path / "checkpoints" / "step-100000000").mkdir()
+    one.look()
+    assert tracked.notes == {"checkpoint": str(tmp_path / "checkpoints" / "step-100000000")}
+    in_store = Facts("mlflow", RUN, "run", str(tmp_path), "s3://bucket/runs/run", {})
+    assert sender.newest_checkpoint(in_store) == f"s3://bucket/runs/run/*/checkpoints/{RUN}/step-100000000-*"
+
+
+def test_secrets_are_taken_out_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "")
+    text = f"http://me:word@host:5000/api: bad key {'0' * 40}, s3://bucket/x"
+    assert without_secrets(text) == "http://host:5000/api: bad key ***, s3://bucket/x"
+    for password in ("wo@rd", "wo/rd", "w@o/r@d", "12/3@4"):
+        assert without_secrets(f"bad: http://me:{password}@host:5000/api now") == "bad: http://host:5000/api now"
+    assert without_secrets("http://host:5000/#/runs/1 of s3://b/x@2") == "http://host:5000/#/runs/1 of s3://b/x@2"
+
+
+def test_missing_package_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker.importlib.util, "find_spec", lambda name: None)
+    way_out = r"on rank 0's node\. pip install 'rankup\[wandb\]', or '\.\[wandb\]' in a checkout\."
+    with pytest.raises(UserError, match=f"wandb must be installed {way_out}"):
+        tracker.check("wandb")
+
+
+@pytest.mark.parametrize("name", tracker.TRACKERS)
+def test_packages_of_trackers_are_imported_by_the_sender_alone(name: str) -> None:
+    imported = re.compile(rf"^\s*(import|from) {name}\b", re.MULTILINE)
+    files = [path for folder in ("rankup", "train") for path in (ROOT / folder).rglob("*.py")]
+    assert [path.name for path in files if imported.search(path.read_text())] == ["sender.py"]
