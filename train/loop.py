@@ -13,6 +13,9 @@ from torch import nn
 from torch.profiler import record_function
 
 from rankup.env.rank_env import RankEnv
+from rankup.observe.profiler import Profiler
+from rankup.observe.step_clock import open_clock
+from rankup.observe.stragglers import COMPUTE, DATA, WAITING
 from rankup.state.shards import check_shared
 from train.config import Config, check_world_size
 from train.data.loader import Loader
@@ -36,14 +39,12 @@ from train.run.changing import Changing
 from train.run.evaluation import evaluate
 from train.run.keeper import Rescuer
 from train.run.metrics import Speed
-from train.run.profiler import Profiler
 from train.run.progress_bar import ProgressBar
 from train.run.rank_reports import RankReports
 from train.run.reporter import Reporter
 from train.run.result import describe, write_result
 from train.run.resume import load_initial_weights, load_training_state
 from train.run.run_directory import RunDirectory, open_run_directory
-from train.run.step_clock import COMPUTE, DATA, WAITING, open_clock
 from train.run.training import Training, look_at_save, save, save_and_stop
 from train.workloads import Workload, load
 from train.workloads.batches import all_batches, build_order, first_batch, is_evaluated
@@ -183,7 +184,10 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
         steps_per_epoch=order.steps_per_epoch, total_steps=total_steps, buffers=buffers,
         progress=progress, changing=Changing(progress, device), saved=run.saved, saving=run.saving,
         metrics=metrics,
-        profiler=Profiler(config, group, step=progress.step, total_steps=total_steps),
+        profiler=Profiler(
+            config.profile, run_dir=group.run_dir, rank=group.rank, device=device, step=progress.step,
+            total_steps=total_steps, log=log,
+        ),
         speed=Speed(config.batch_size, progress.step),
         clock=clock, reports=RankReports(group, clock, step=progress.step, load=order.load_by_rank),
         advice=Advice(config, group, method, workload, plain, batch, step=progress.step, total_steps=total_steps),

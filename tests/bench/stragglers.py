@@ -69,7 +69,7 @@ def alternate() -> None:
     WAYS has the steps without it twice: what these two differ by is chance.
     """
     import train.loop as loop
-    from train.run.step_clock import NoClock
+    from rankup.observe.step_clock import NoClock
 
     usual, clocks = loop.step, []  # type: ignore[var-annotated]
     times: dict[str, list[float]] = {way: [] for way in WAYS}

@@ -17,13 +17,13 @@ import pytest
 
 from rankup.errors import UserError
 from rankup.observe import sender, tracker
+from rankup.observe.metrics import cut_after
 from rankup.observe.sender import Point, Sender, without_secrets
 from rankup.observe.tracker import Facts
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, free_port, is_comparable, metrics, result
 from tests.rigs.mlflow_server import Server, facts_of, new_server
 from tests.rigs.wandb_files import rows_of
-from train.run.metrics import cut_after
 
 # 8 steps an epoch
 MADE_UP = (

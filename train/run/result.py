@@ -1,5 +1,6 @@
 """What a run says at its start, and the end of one that succeeded: pictures, `result.json`, and the table."""
 
+import json
 import resource
 import sys
 from pathlib import Path
@@ -19,11 +20,16 @@ from train.process.status import write_json
 from train.run import weights
 from train.run.evaluation import Result
 from train.run.reporter import Reporter
-from train.run.shown_settings import shown_settings
 from train.run.training import Training
 from train.run.training_state import versions
 from train.workloads import Workload
 from train.workloads.pictures import has_numbers
+
+# Columns of TensorBoard's HPARAMS table: what somebody who compares runs asks for first, default or not
+ALWAYS = ("workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed")
+OF_IMAGES = ("dataset", "model")  # other workloads train on something else
+# They say where a run is kept and how it is watched. Its row has its name
+NEVER = ("name", "run_dir", "fresh", "mirror", "progress", "advice", "tensorboard", "tracker")
 
 
 def describe(config: Config, group: Group, workload: Workload, order: Order, *, method: str) -> str:
@@ -89,6 +95,23 @@ def write_result(t: Training, reporter: Reporter, *, seconds: float) -> None:
     except OSError as error:
         raise disk_error("result.json", run.path, error) from None
     group.log.info(_table(result, workload.unit, tensorboard=config.tensorboard))
+
+
+def shown_settings(config: Config, *, method: str, world_size: int) -> dict[str, bool | int | float | str]:
+    """ALWAYS, OF_IMAGES, the method of training in parallel, the world size, and whatever differs from its default.
+
+    Free options of an own workload are columns of their own.
+    """
+    fields = type(config).model_fields
+    always = (*ALWAYS, *OF_IMAGES) if config.workload == "images" else ALWAYS
+    found: dict[str, Any] = {name: getattr(config, name) for name in always}
+    found |= {"parallel": method, "world_size": world_size}
+    for name, value in config.model_dump().items():
+        if name == "options":
+            found |= {f"options.{key}": option for key, option in value.items()}
+        elif name not in (*found, *NEVER) and value != fields[name].get_default(call_default_factory=True):
+            found[name] = value
+    return {name: v if isinstance(v, bool | int | float | str) else json.dumps(v) for name, v in found.items()}
 
 
 def write_pictures(run_dir: Path, pictures: dict[str, torch.Tensor]) -> None:

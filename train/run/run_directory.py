@@ -16,6 +16,7 @@ import torch
 
 from rankup.errors import Stopped, UserError, disk_error
 from rankup.observe import tracker
+from rankup.observe.metrics import Metrics
 from train.config import Config
 from train.config.urls import is_url
 from train.group.group import Group, on_rank0
@@ -25,7 +26,7 @@ from train.run.checkpoint import Checkpoint
 from train.run.copier import Copier
 from train.run.lease import Lease
 from train.run.lineage import Lineage
-from train.run.metrics import Metrics, Progress
+from train.run.metrics import Progress
 from train.run.mirror import HELD, Mirror
 from train.run.on_disk import OnDisk, find_earlier, find_run, go_on, is_wanted, not_writable
 from train.run.origin import Origin, find_origin

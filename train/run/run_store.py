@@ -2,7 +2,7 @@
 
     lease/00000007.json
     00000007/run.json config.yaml status.json result.json metrics.jsonl logs/ tensorboard/
-    00000007/checkpoints/<id of the run>/step-00001200-5f0c9a417be2/model.pt training.pt state.json manifest.json
+    00000007/checkpoints/<id of the run>/step-00001200-5f0c9a417be2/model.safetensors ... manifest.json
     00000007/newest.json
 
 All that an attempt writes lies below its number in `train.run.store_lease`. An owner that was frozen, and taken for

@@ -29,7 +29,7 @@ from train.run.training_state import TrainingState
 class Saver:
     """Writes the checkpoints of a run into `directory`, at most one at a time.
 
-    `check_owner`: see `train.run.publish.publish`. Rank 0 alone calls it. `copier`: the one rank's that keeps the
+    `check_owner`: see `rankup.state.copies.publish`. Rank 0 alone calls it. `copier`: the one rank's that keeps the
     newest checkpoint a second time.
     """
 

@@ -1,6 +1,6 @@
 """One checkpoint in a store of objects: how it is called, when it is there, and how it comes back.
 
-    step-00001200-5f0c9a417be2/model.pt training.pt state.json manifest.json
+    step-00001200-5f0c9a417be2/model.safetensors optimizer.safetensors tree.json state.json manifest.json
 
 It is there once its manifest is, which is written last. The folder has the digest of the manifest in its name, and the
 manifest those of the files: objects of two uploads never mix, a second upload of the same checkpoint writes the same

@@ -8,6 +8,9 @@ import torch
 from torch import nn
 
 from rankup.errors import Stopped
+from rankup.observe.metrics import Metrics
+from rankup.observe.profiler import Profiler
+from rankup.observe.step_clock import StepClock
 from train.config import Config
 from train.data.loader import Loader
 from train.group.group import Group
@@ -16,11 +19,9 @@ from train.parallel.method import Method
 from train.run import rescue
 from train.run.advice import Advice
 from train.run.changing import Changing
-from train.run.metrics import Metrics, Progress, Speed
-from train.run.profiler import Profiler
+from train.run.metrics import Progress, Speed
 from train.run.rank_reports import RankReports
 from train.run.run_directory import RunDirectory
-from train.run.step_clock import StepClock
 from train.run.training_state import TrainingState
 from train.workloads import Workload
 

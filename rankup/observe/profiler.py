@@ -1,17 +1,17 @@
 """`--profile 10:20`: a trace of these steps by torch.profiler, one file for each rank, and where their time went."""
 
 import json
+import logging
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from rankup.errors import ConfigError, disk_error
-from train.config import Config
-from train.group.group import Group
-from train.process.atomic_file import staged
+from rankup.places.files import staged
 
 FOLDER = "profile"
 # How gloo, nccl and torch's own layer above them name their events
@@ -22,19 +22,25 @@ Spans = list[tuple[float, float]]
 class Profiler:
     """Traces the steps that `--profile` names; without that setting it does nothing. `shares`: see `shares_of`."""
 
-    def __init__(self, config: Config, group: Group, *, step: int, total_steps: int) -> None:
-        """`step`: where the run begins or goes on. Raises ConfigError for steps that the run does not have."""
-        self.group, self.shares = group, dict[str, float]()
-        self.first, self.last = span_of(config.profile) if config.profile else (-1, -1)
+    def __init__(
+        self, span: str, *, run_dir: Path, rank: int, device: torch.device, step: int, total_steps: int,
+        log: logging.Logger,
+    ) -> None:
+        """`span`: such as "10:20", or "". `step`: where the run begins or goes on.
+
+        Raises ConfigError for steps that the run does not have.
+        """
+        self.shares, self._folder, self._rank, self._log = dict[str, float](), run_dir / FOLDER, rank, log
+        self._device = device
+        self.first, self.last = span_of(span) if span else (-1, -1)
         self._running: profile | None = None
         if self.last > total_steps:
             raise ConfigError(
-                f"profile must end by step {total_steps}, the last of the run, got {config.profile}.",
-                printed_elsewhere=not group.is_rank0,
+                f"profile must end by step {total_steps}, the last of the run, got {span}.", printed_elsewhere=rank > 0
             )
         if 0 <= self.first < step:
             left = f"from {step} on" if step < self.last else "nothing"
-            group.log.info(f"profile  the run goes on at step {step}: traces {left} of {config.profile}")
+            log.info(f"profile  the run goes on at step {step}: traces {left} of {span}")
             self.first = step
 
     def at(self, step: int) -> None:
@@ -42,7 +48,7 @@ class Profiler:
         if step == self.first < self.last:
             # Without it kineto, the tracer below torch.profiler, writes to stderr that there is no GPU
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.group.device.type == "cuda" else [])]
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
             self._running = profile(activities=activities, acc_events=True)
             self._synchronize()
             self._running.start()
@@ -56,20 +62,19 @@ class Profiler:
         running, self._running = self._running, None
         self._synchronize()
         running.stop()
-        folder = self.group.run_dir / FOLDER
-        path = folder / f"rank-{self.group.rank}.pt.trace.json"  # the ending that TensorBoard's plugin looks for
+        path = self._folder / f"rank-{self._rank}.pt.trace.json"  # the ending that TensorBoard's plugin looks for
         try:
             with staged(path) as staging:
                 running.export_chrome_trace(str(staging))
                 self.shares = shares_of(json.loads(staging.read_bytes())["traceEvents"])
         except (OSError, ValueError) as error:  # kineto reports no full disk: the JSON just ends early
             failure = error if isinstance(error, OSError) else OSError(0, "it was cut off: no space left?")
-            raise disk_error("profile", folder, failure) from None
-        self.group.log.info(f"profile  steps {self.first} to {self.last}: {folder}/")
+            raise disk_error("profile", self._folder, failure) from None
+        self._log.info(f"profile  steps {self.first} to {self.last}: {self._folder}/")
 
     def _synchronize(self) -> None:
-        if self.group.device.type == "cuda":
-            torch.cuda.synchronize(self.group.device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def span_of(text: str) -> tuple[int, int]:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.autograd import Variable
 
-from train.run import step_clock
-from train.run.step_clock import COMPUTE, DATA, WAITING, DeviceClock, NoClock, StepClock, open_clock
+from rankup.observe import step_clock
+from rankup.observe.step_clock import DeviceClock, NoClock, StepClock, open_clock
+from rankup.observe.stragglers import COMPUTE, DATA, WAITING
 
 CPU = torch.device("cpu")
 

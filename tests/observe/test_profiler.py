@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from rankup.observe.profiler import COMMUNICATION, shares_of
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.config import Config
-from train.run.profiler import COMMUNICATION, shares_of
 
 # 8 steps an epoch
 LINE = (

@@ -12,15 +12,20 @@ not.
 
 import time
 from collections import deque
+from typing import Protocol
 
 import torch
 from torch.autograd import Variable
 
-from train.group.host_link import HostLink
+from rankup.observe.stragglers import COMPUTE, WAITING
 
-DATA, COMPUTE, WAITING = range(3)
-PARTS = ("data", "compute", "waiting")
 MOST_EVENTS = 1000  # of a GPU that are kept between two reports
+
+
+class Link(Protocol):
+    """What two ranks of one host exchange gradients through. `waited_s`: how long this rank waited there so far."""
+
+    waited_s: float
 
 
 class StepClock:
@@ -29,7 +34,7 @@ class StepClock:
     On the CPU everything is done when the call returns, so the host's clock is right.
     """
 
-    def __init__(self, link: HostLink | None) -> None:
+    def __init__(self, link: Link | None) -> None:
         """`link`: through it two ranks of one host exchange gradients in the middle of backward, and wait there."""
         self._link = link
         self._seconds = [0.0, 0.0, 0.0]
@@ -91,7 +96,7 @@ class DeviceClock(StepClock):
     `take` reads them at a report, which has waited for the GPU anyway.
     """
 
-    def __init__(self, link: HostLink | None, device: torch.device) -> None:
+    def __init__(self, link: Link | None, device: torch.device) -> None:
         super().__init__(link)
         self._device = device
         self._events: deque[tuple[int | None, torch.Event]] = deque()  # with the part that each one ends
@@ -122,7 +127,7 @@ class DeviceClock(StepClock):
                 self._seconds[part] += began.elapsed_time(ended) / 1000
 
 
-def open_clock(device: torch.device, link: HostLink | None, *, world_size: int) -> StepClock:
+def open_clock(device: torch.device, link: Link | None, *, world_size: int) -> StepClock:
     """The clock for the steps of this rank."""
     if world_size == 1:
         return NoClock(None)

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from rankup.observe.stragglers import QUIET_WINDOWS, ROW, Stragglers, Window
 from tests.rigs.fork_server import Forks
 from train.data.order import Order
-from train.run.stragglers import ALARM, LARGEST_CHANGE, QUIET_WINDOWS, Stragglers, Window
 
 STEPS = 50  # of a window
-FEWEST = round(ALARM / LARGEST_CHANGE)  # windows before a word on a quiet machine
 RECORDED = Path(__file__).parent / "recorded_windows.jsonl"  # by tests/bench/stragglers.py
 HOSTS = ["node0", "node0", "node1", "node1"]
 
@@ -39,8 +38,8 @@ def test_lasting_slowness_is_said_once_with_its_reason_and_its_beginning() -> No
     stragglers = Stragglers(HOSTS)
     assert said(stragglers, windows(*[USUAL] * 4, count=10)) == []
     slow = list(windows(USUAL, USUAL, USUAL, (0.002, 0.0594), first=501, count=50))
-    assert said(stragglers, iter(slow[: FEWEST - 1])) == []
-    assert said(stragglers, iter(slow[FEWEST - 1 :])) == [
+    assert said(stragglers, iter(slow[: ROW - 1])) == []
+    assert said(stragglers, iter(slow[ROW - 1 :])) == [
         "rank 3 (node1) is 18 % slower than the median, since step 501: compute (a step: data 2 ms, median 2; compute "
         "59.4 ms, median 50; waiting 0 ms, median 9.4)"
     ]
@@ -49,19 +48,19 @@ def test_lasting_slowness_is_said_once_with_its_reason_and_its_beginning() -> No
 
 @pytest.mark.parametrize("slow", [(0.0114, 0.05), (0.012, 0.045)])
 def test_data_that_comes_late_is_told_from_slow_computing(slow: tuple[float, float]) -> None:
-    (line,) = said(Stragglers(HOSTS), windows(USUAL, slow, USUAL, USUAL, count=FEWEST))
+    (line,) = said(Stragglers(HOSTS), windows(USUAL, slow, USUAL, USUAL, count=ROW))
     assert line.startswith("rank 1 (node0) is ")
     assert "since step 1: data (" in line
 
 
 def test_two_ranks_are_compared_with_each_other() -> None:
-    (line,) = said(Stragglers(HOSTS[1:3]), windows(USUAL, (0.002, 0.07), count=FEWEST))
+    (line,) = said(Stragglers(HOSTS[1:3]), windows(USUAL, (0.002, 0.07), count=ROW))
     assert line.startswith("rank 1 (node1) is 38 % slower than the other, since step 1: compute")
 
 
 def test_ranks_of_a_slow_node_share_a_line() -> None:
     slow = (0.002, 0.08)
-    (line,) = said(Stragglers(HOSTS), windows(USUAL, USUAL, slow, slow, count=FEWEST))
+    (line,) = said(Stragglers(HOSTS), windows(USUAL, USUAL, slow, slow, count=ROW))
     assert line.startswith("ranks 2-3 (node1) are 58 % slower than the median, since step 1: compute")
 
 

@@ -1,0 +1,248 @@
+"""The numbers of a run: `metrics.jsonl` for programs, TensorBoard for people. Rank 0 alone writes."""
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rankup.errors import disk_error
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 1 << 16  # bytes of metrics.jsonl that a restart reads first
+
+
+class Progress(Protocol):
+    """Where a run stands: the last finished step.
+
+    `evaluated`: the last step whose evaluation is complete, `metrics`: its outcome. `line`: the last line of training
+    in `metrics.jsonl`, which every rank knows: rank 0 may be killed before it writes it.
+    """
+
+    step: int
+    evaluated: int
+    metrics: dict[str, float] | None
+    line: dict[str, Any] | None
+
+
+class Metrics:
+    """Appends to `directory/metrics.jsonl` and `directory/tensorboard/`; without a directory it only remembers.
+
+    `progress`: where the run goes on, `saved`: where it stood at its newest checkpoint. What a killed attempt wrote
+    past `progress` is cut off, for those steps are done again; what it had no time to write is added. `unit`: what a
+    sample is called, in the plural. `check_owner`: raises PeerLost where another attempt owns the run by now; called
+    before each line. Every method raises UserError where the disk is full.
+    """
+
+    def __init__(
+        self, directory: Path | None, progress: Progress, *, saved: Progress, tensorboard: bool, unit: str = "images",
+        check_owner: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.directory, self.unit, self._check_owner = directory, unit, check_owner
+        self._resumed = progress.step > 0
+        self.last: dict[str, Any] = {}
+        self._writer: Any = None
+        self._first: dict[str, tuple[float, int, float] | None] = {}  # points of curves that have no second one yet
+        self._file = None
+        if directory is None:
+            return
+        with self._disk():
+            path = directory / "metrics.jsonl"
+            entries = cut_after(path, progress.step, progress.evaluated, since=saved.step)
+            self._file = path.open("a", buffering=1, encoding="utf-8")  # a line is in the file as soon as it is written
+            entries += self._write_missing(entries, progress, saved)
+            if tensorboard:
+                from torch.utils.tensorboard import SummaryWriter  # half a second: only where it is used
+
+                _hide_errors_of_writer()
+                # TensorBoard's values of an attempt that was killed since its checkpoint may be in its file or not:
+                # TensorBoard hides all of them from this step on, and they are written again
+                first = saved.step + 1 if saved.evaluated == saved.step else max(1, saved.step)
+                self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=first)
+                for entry in entries:
+                    if entry["step"] >= first:
+                        self._show(entry)
+
+    def training_entry(self, step: int, loss: float, rate: float, per_s: float) -> dict[str, Any]:
+        """`loss`: the mean over the step's global batch, `rate`: the learning rate, `per_s`: samples per second."""
+        return _entry(step, {"train/loss": loss, "train/lr": rate, f"train/{self.unit}_per_s": per_s})
+
+    def training(self, entry: dict[str, Any]) -> None:
+        """`entry`: of `training_entry`."""
+        self.last = entry
+        self._write(entry)
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self._write(_evaluation_entry(step, metrics))
+
+    def pictures(self, step: int, pictures: dict[str, "torch.Tensor"]) -> None:
+        """Images of [channels, height, width] for TensorBoard, floats from 0 to 1 or uint8."""
+        with self._disk():
+            for name, picture in pictures.items():
+                if self._writer is not None:
+                    self._writer.add_image(name, picture, step)
+
+    def class_list(self, step: int, classes: Sequence[str]) -> None:
+        """TensorBoard's TEXT tab: the classes by number, for pictures that have numbers instead of names."""
+        if self._writer is not None:
+            # In code's letters, where Markdown has no meaning
+            rows = (f"| {number} | `{' '.join(name.split())}` |" for number, name in enumerate(classes))
+            with self._disk():
+                self._writer.add_text("eval/classes", "\n".join(("| number | class |", "|---|---|", *rows)), step)
+
+    def hyperparameters(self, settings: dict[str, Any]) -> None:
+        """TensorBoard's HPARAMS tab: `settings`, such as `batch_size`, beside the newest values of the run's curves.
+
+        Without the list of columns that torch writes: of several runs' lists the tab shows the first one's alone.
+        """
+        if self._writer is None:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        _, *session = hparams(settings, {})  # type: ignore[no-untyped-call]
+        with self._disk():
+            for summary in session:
+                self._writer.file_writer.add_summary(summary)
+
+    def line(self, step: int, total_steps: int) -> str:
+        """Where the run stands, as one line for the terminal."""
+        if not self.last:
+            return f"step {step}/{total_steps}"
+        loss, per_s = _number(self.last["train/loss"]), self.last[f"train/{self.unit}_per_s"]
+        return f"step {step}/{total_steps}  loss {loss:.4f}  {per_s:,.0f} {self.unit}/s"
+
+    def flush(self) -> None:
+        """Make TensorBoard's values survive a kill of this process; the lines of `metrics.jsonl` do already."""
+        with self._disk():
+            if self._writer is not None:
+                self._writer.flush()
+
+    def close(self) -> None:
+        with self._disk():
+            if self._writer is not None:
+                self._writer.close()
+            if self._file is not None:
+                self._file.close()
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self._check_owner()
+        with self._disk():
+            if self._file is not None:
+                self._file.write(json.dumps(entry) + "\n")
+            if self._writer is not None:
+                self._show(entry)
+
+    def _write_missing(
+        self, entries: list[dict[str, Any]], progress: Progress, saved: Progress
+    ) -> list[dict[str, Any]]:
+        """Write the lines of `progress` that a killed rank 0 had no time to write, and return them.
+
+        Up to the last line before the checkpoint all are there: `entries` may begin with that line.
+        """
+        there = max((entry["step"] for entry in entries if entry["step"] < saved.step), default=0)
+        trained = max([there, *(entry["step"] for entry in entries if not is_evaluation(entry))])
+        evaluated = max([there, *(entry["step"] for entry in entries if is_evaluation(entry))])
+        missing = []
+        if progress.line is not None and progress.line["step"] > trained:
+            missing.append(progress.line)
+        if progress.metrics is not None and progress.evaluated > evaluated:
+            missing.append(_evaluation_entry(progress.evaluated, progress.metrics))
+        for entry in missing:
+            self._write(entry)
+        return missing
+
+    def _show(self, entry: dict[str, Any]) -> None:
+        """In TensorBoard. Curves of ranks and nodes begin with their second point: one point is no chart."""
+        for name in [name for name in entry if name not in ("step", "time")]:
+            point = _number(entry[name]), entry["step"], entry.get("time", time.time())
+            if name.startswith(("ranks/", "nodes/")) and name not in self._first and not self._resumed:
+                self._first[name] = point
+                continue
+            first, self._first[name] = self._first.get(name), None
+            for value, step, walltime in filter(None, (first, point)):
+                self._writer.add_scalar(name, value, step, walltime=walltime)
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            assert self.directory is not None
+            raise disk_error("metrics", self.directory, error) from None
+
+
+def _hide_errors_of_writer() -> None:
+    """TensorBoard's writer thread would print a traceback of a full disk, and the next write raises the error again."""
+    usual = threading.excepthook
+
+    def show(failure: threading.ExceptHookArgs) -> None:
+        if not (type(failure.thread).__module__.startswith("tensorboard.") and isinstance(failure.exc_value, OSError)):
+            usual(failure)
+
+    threading.excepthook = show
+
+
+def _entry(step: int, values: dict[str, float]) -> dict[str, Any]:
+    """A line of `metrics.jsonl`."""
+    # JSON has no NaN: strict readers would refuse the file
+    safe = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return {"step": step, "time": round(time.time(), 3), **safe}
+
+
+def _evaluation_entry(step: int, metrics: dict[str, float]) -> dict[str, Any]:
+    return _entry(step, {f"eval/{name}": value for name, value in metrics.items()})
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def is_evaluation(entry: dict[str, Any]) -> bool:
+    return any(name.startswith("eval/") for name in entry)
+
+
+def cut_after(path: Path, step: int, evaluated: int, *, since: int = 0) -> list[dict[str, Any]]:
+    """Remove the lines of training after `step` and of evaluation after step `evaluated`, and any half-written line.
+
+    A killed attempt wrote them past the state that the run goes on from. The steps are done again: without the cut,
+    each would be there twice. All lines to remove stand behind one of a step before `since`: what is before that line
+    is neither read nor written, for a restart of a long run would wait for it. Returns the entries behind it that stay,
+    and some before. Raises OSError.
+    """
+    if not path.exists():
+        return []
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        length = BLOCK
+        while True:
+            file.seek(max(0, size - length))
+            tail = file.read()
+            if length < size:
+                tail = tail[tail.find(b"\n") + 1 :]  # the line before it is not whole
+            lines = [line + b"\n" for line in tail.splitlines()]
+            kept = [(line, entry) for line in lines if (entry := _kept_entry(line, step, evaluated)) is not None]
+            if length >= size or any(entry["step"] < since for _, entry in kept):
+                break
+            length *= 4
+        content = b"".join(line for line, _ in kept)
+        if content != tail:
+            # First as long as before: killed between these two, this process leaves empty lines, and loses none
+            file.seek(size - len(tail))
+            file.write(content.ljust(len(tail), b"\n"))
+            file.truncate(size - len(tail) + len(content))
+    return [entry for _, entry in kept]
+
+
+def _kept_entry(line: bytes, step: int, evaluated: int) -> dict[str, Any] | None:
+    """See `cut_after`; None for a line to remove."""
+    try:
+        entry: dict[str, Any] = json.loads(line)
+        return entry if entry["step"] <= (evaluated if is_evaluation(entry) else step) else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
