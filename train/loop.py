@@ -12,6 +12,7 @@ import torch._dynamo  # torch.optim imports it anyway, 0.4 s, at the first optim
 from torch import nn
 from torch.profiler import record_function
 
+from rankup.doctor import machine
 from rankup.env.rank_env import RankEnv
 from rankup.observe.profiler import Profiler
 from rankup.observe.step_clock import open_clock
@@ -29,7 +30,6 @@ from train.parallel.method import Method
 from train.parallel.model import autocast, check_same_shapes, compile_model, prepare
 from train.parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
 from train.parallel.warm_up import warm_up
-from train.process import machine_checks
 from train.process.allocator import keep_freed_memory
 from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
@@ -123,9 +123,10 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     group.watch.enter("setup", config.setup_timeout_s)
     # What is likely to be slow, or to fail later
     num_devices = torch.accelerator.device_count() if device.type != "cpu" and method.one_device_per_rank else 0
-    lines = machine_checks.before_training(config, group.launch)
-    lines += machine_checks.idle_devices(group.launch, num_devices)
-    machine_checks.warn_once_a_node(lines, group.launch, log.warning)
+    ranks = group.launch.local_world_size
+    lines = machine.before_training(ranks=ranks or 1, threads=config.num_threads)
+    for line in [*lines, *machine.idle_devices(ranks, num_devices)] if group.launch.local_rank == 0 else ():
+        log.warning(line)
     if config.checkpoint_format == "sharded":
         check_shared(run.path / "checkpoints", group)
 

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         return launch(argv[1:])
     request = parse_args(argv)
     if request.help or (request.command is None and not request.mistakes and not request.settings):
-        print_whole(help_text(settings=request.help, choices=CHOICES))
+        print_whole(help_text(request.command or "", choices=CHOICES))
         return FINISHED if request.help else USER_MISTAKE
     setup_logging()
     head = ""

@@ -28,18 +28,16 @@ from typing import Any, TypeVar
 from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
 from rankup.agent.fork_server import ForkServer
+from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
 from rankup.agent.links import Links
 from rankup.agent.logs import host_name, open_log
 from rankup.agent.meeting import Leader
 from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen, open_port
 from rankup.agent.output import Pump, last_exception
 from rankup.agent.processes import (
-    cpu_quota,
     die_with_parent,
-    explain_sigkill,
     has_handler,
     kill_session,
-    oom_kills,
     reap_orphans,
     send_signal,
     start_fresh,

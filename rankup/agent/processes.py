@@ -1,4 +1,4 @@
-"""What an agent must know of processes, and of what its container or batch job grants. No torch here."""
+"""What an agent must know of processes. No torch here."""
 
 import asyncio
 import contextlib
@@ -7,8 +7,9 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Container, Mapping, Sequence
+
+from rankup.agent.limits import read
 
 LINUX = sys.platform.startswith("linux")
 # A bare Python runs this between the agent and a fresh interpreter: the kernel kills the interpreter when the agent
@@ -43,7 +44,7 @@ def start_of(pid: int) -> str:
 
 def has_handler(pid: int, number: int) -> bool | None:
     """Whether it has a handler for that signal; None where nobody knows."""
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", _read(f"/proc/{pid}/status"), re.MULTILINE)
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", read(f"/proc/{pid}/status"), re.MULTILINE)
     return bool(int(caught[1], 16) >> (number - 1) & 1) if caught else None
 
 
@@ -142,72 +143,4 @@ def start_fresh(
 
 def _stat_of(pid: int) -> list[str]:
     """The fields of /proc/PID/stat behind the name."""
-    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-
-
-def _read(path: str | Path) -> str:
-    """The file's text, "" where it cannot be read. The kernel cuts a process's name, also within a character."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-# What is granted ----------------------------------------------------------------------------------------------------
-# The control groups (v1 and v2) of this process say it: os.cpu_count() sees the whole machine. `root` is for tests.
-
-
-def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPUs granted to this process (1.5 is possible): the least of its groups' quotas and its affinity."""
-    grants = [float(len(os.sched_getaffinity(0)))] if hasattr(os, "sched_getaffinity") else []
-    for folder, version in _groups("cpu", root):
-        if version == 2:
-            quota, period = (_read(folder / "cpu.max").split() or ["max", "1"])[:2]
-        else:
-            quota = _read(folder / "cpu.cfs_quota_us").strip() or "-1"
-            period = _read(folder / "cpu.cfs_period_us").strip() or "100000"
-        if quota not in ("max", "-1"):  # these mean no limit, in v2 and v1
-            grants.append(int(quota) / int(period))
-    return min(grants, default=None)
-
-
-def oom_kills(root: Path = Path("/")) -> int | None:
-    """How many processes of this container or job the kernel has killed for memory so far; None if it does not say."""
-    for folder, version in _groups("memory", root):
-        counted = _read(folder / ("memory.events" if version == 2 else "memory.oom_control"))
-        if found := re.search(r"^oom_kill (\d+)$", counted, re.MULTILINE):
-            return int(found[1])
-    return None
-
-
-def explain_sigkill(before: int | None) -> str:
-    """Who may have sent it. `before`: what `oom_kills` returned when the process was started."""
-    now = oom_kills()
-    if now is None or before is None:
-        return "if nobody sent it, the memory was not enough, or the limit of the container or job"
-    if count := now - before:
-        were = "kills were" if count > 1 else "kill was"
-        return (
-            f"{count} out-of-memory {were} counted in this container or job meanwhile: give it more memory, or lower "
-            "--num-workers or --batch-size"
-        )
-    return (
-        "no out-of-memory kill was counted in this container or job: somebody sent it, or the machine itself ran out"
-    )
-
-
-def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Where this process's own group and each of its parents may lie, the own first, with the version: 1 or 2.
-
-    Some of these folders do not exist: inside a container the path may be the host's, and the mount point is then the
-    container's own group.
-    """
-    mount = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        parts = PurePosixPath(path.strip("/")).parts
-        groups = [PurePosixPath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
-        if not controllers:
-            yield from ((mount / group, 2) for group in groups)
-        elif controller in controllers.split(","):
-            yield from ((place / group, 1) for place in (mount / controller, mount / controllers) for group in groups)
+    return read(f"/proc/{pid}/stat").rpartition(")")[2].split()

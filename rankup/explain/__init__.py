@@ -13,7 +13,9 @@ from rankup.explain.diagnosis import Diagnosis, Search, diagnose
 from rankup.explain.files import find_files
 from rankup.explain.report import format_report
 
-__all__ = ["Diagnosis", "advice", "diagnose", "diagnose_files", "explain_logs", "format_report"]
+FAULTY = 20  # exit code of the command where the logs show a fault
+
+__all__ = ["FAULTY", "Diagnosis", "advice", "diagnose", "diagnose_files", "explain_logs", "format_report"]
 
 
 def explain_logs(paths: Sequence[Path], *, as_json: bool, run_dir: Path = Path()) -> tuple[str, bool]:

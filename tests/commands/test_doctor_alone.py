@@ -9,16 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankup.env.rank_env import read_rank_env
+from rankup.doctor import group, machine
+from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, exit_code, merge
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, environment
-from train.commands.doctor import link_speed
-from train.config import Config, load_config
-from train.process import findings, machine_checks
-from train.process.findings import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding
-from train.process.limits import memory_limit
-
-ALONE = read_rank_env({})
 
 
 def run(*words: str | Path, shell: str = "", **env: str) -> subprocess.CompletedProcess[str]:
@@ -87,13 +81,13 @@ def test_doctor_judges_an_environment_that_describes_no_launch(forks: Forks, env
 )
 def test_doctor_verdict_is_the_worst_finding(levels: list[str], code: int) -> None:
     """What is certainly broken counts for more than what could not be looked at."""
-    assert findings.exit_code(Finding("x", level, "") for level in levels) == code
+    assert exit_code(Finding("x", level, "") for level in levels) == code
 
 
 def test_doctor_merges_what_several_ranks_of_a_host_found() -> None:
     told = [Finding("memory", WARNING, "full", "why", "mend", rank, "node1") for rank in (2, 3)]
     told.insert(0, Finding("limits", OK, "2 CPUs", rank=0, host="node0"))
-    merged = findings.merge(told)
+    merged = merge(told)
     assert [(finding.stage, ranks) for finding, ranks in merged] == [("limits", [0]), ("memory", [2, 3])]
 
 
@@ -112,21 +106,11 @@ GROUPS = {"proc__self__cgroup": "0::/\n3:memory:/\n"}
 V2, V1 = "sys__fs__cgroup__memory_DOT_max", "sys__fs__cgroup__memory__memory_DOT_limit_in_bytes"
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "limit"),
-    [(V2, "max\n", None), (V2, "536870912\n", 2**29), (V1, "1048576\n", 2**20), (V1, f"{2**63 - 4096}\n", None)],
-)
-def test_doctor_reads_the_memory_limit_of_both_kinds_of_control_groups(
-    tmp_path: Path, name: str, text: str, limit: int | None
-) -> None:
-    assert memory_limit(files(tmp_path, **GROUPS, **{name: text})) == limit
-
-
 def test_doctor_warns_of_little_memory_and_of_earlier_kills(tmp_path: Path) -> None:
     """What exit code 137 without a traceback comes from."""
     events = {"sys__fs__cgroup__memory_DOT_events": "low 0\noom 3\noom_kill 2\n"}
     root = files(tmp_path, **GROUPS, **{V2: "314572800\n"}, **events)
-    found = machine_checks.limits(load_config({}), ALONE, root=root)
+    found = machine.limits(ranks=1, threads=1, root=root)
     told = [finding.seen for finding in found if finding.level == WARNING]
     assert told[0] == "300 MiB of memory for 1 ranks"
     assert told[1:] == ["2 processes of this container or job were killed because the memory was not enough"]
@@ -134,7 +118,7 @@ def test_doctor_warns_of_little_memory_and_of_earlier_kills(tmp_path: Path) -> N
 
 def test_doctor_asks_for_locked_memory_only_where_there_is_infiniband(tmp_path: Path) -> None:
     def told() -> str:
-        return " ".join(finding.seen for finding in machine_checks.limits(load_config({}), ALONE, root=tmp_path))
+        return " ".join(finding.seen for finding in machine.limits(ranks=1, threads=1, root=tmp_path))
 
     import resource
 
@@ -149,14 +133,14 @@ def test_doctor_asks_for_locked_memory_only_where_there_is_infiniband(tmp_path: 
 
 
 def test_doctor_wants_more_shared_memory_for_more_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = SimpleNamespace(f_bavail=64, f_blocks=64, f_frsize=machine_checks.MIB)
-    monkeypatch.setattr(machine_checks.os, "statvfs", lambda folder: free)
-    (few,) = machine_checks.shared_memory(Config(num_workers=1), folder="/")
-    (many,) = machine_checks.shared_memory(Config(num_workers=2), folder="/")
+    free = SimpleNamespace(f_bavail=64, f_blocks=64, f_frsize=machine.MIB)
+    monkeypatch.setattr(machine.os, "statvfs", lambda folder: free)
+    (few,) = machine.shared_memory(num_workers=1, folder="/")
+    (many,) = machine.shared_memory(num_workers=2, folder="/")
     assert (few.level, many.level) == (OK, WARNING)
     assert "It is full" not in many.remedy
     free.f_blocks = 1024
-    (full,) = machine_checks.shared_memory(Config(num_workers=2), folder="/")
+    (full,) = machine.shared_memory(num_workers=2, folder="/")
     assert "It is full" in full.remedy
 
 
@@ -165,7 +149,7 @@ def test_doctor_wants_more_shared_memory_for_more_workers(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
 def test_doctor_has_every_pair_meet_once_and_nobody_twice_in_a_round(count: int) -> None:
-    met = list(link_speed.rounds(range(count)))
+    met = list(group.rounds(range(count)))
     for pairs in met:
         members = [member for pair in pairs for member in pair]
         assert len(members) == len(set(members))
@@ -174,24 +158,24 @@ def test_doctor_has_every_pair_meet_once_and_nobody_twice_in_a_round(count: int)
 
 
 def test_doctor_measures_between_first_ranks_of_nodes_and_inside_nodes() -> None:
-    plan = link_speed.plan(["a", "a", "b", "b", "c"])
+    plan = group.plan(["a", "a", "b", "b", "c"])
     assert sorted(pair for pairs, between in plan if between for pair in pairs) == [(0, 2), (0, 4), (2, 4)]
     assert sorted(pair for pairs, between in plan if not between for pair in pairs) == [(0, 1), (2, 3)]
 
 
 def test_doctor_bounds_the_rounds_of_a_thousand_nodes() -> None:
-    plan = link_speed.plan([f"n{number}" for number in range(1000)])
-    assert len(plan) == link_speed.MAX_ROUNDS
+    plan = group.plan([f"n{number}" for number in range(1000)])
+    assert len(plan) == group.MAX_ROUNDS
     assert all(len(pairs) == 500 for pairs, _ in plan)
 
 
 def test_doctor_finds_the_odd_link_among_its_kind() -> None:
-    def link(number: int, bandwidth: float, between: bool = True) -> link_speed.LinkSpeed:
-        return link_speed.LinkSpeed((0, number), 1e-4, bandwidth, between)
+    def link(number: int, bandwidth: float, between: bool = True) -> group.LinkSpeed:
+        return group.LinkSpeed((0, number), 1e-4, bandwidth, between)
 
     fast = [link(number, 90e6) for number in range(1, 4)]
-    assert link_speed.slow_links([*fast, link(9, 90e6, between=False)], least=12.5e6, apart=5.0) == []
-    assert link_speed.slow_links([*fast, link(4, 15e6)], least=12.5e6, apart=5.0) == [link(4, 15e6)]
+    assert group.slow_links([*fast, link(9, 90e6, between=False)], least=12.5e6, apart=5.0) == []
+    assert group.slow_links([*fast, link(4, 15e6)], least=12.5e6, apart=5.0) == [link(4, 15e6)]
     # Far apart, but fast: beside a link inside one chip any cable looks slow
-    assert link_speed.slow_links([link(1, 9e9), link(2, 9e9), link(3, 1e9)], least=12.5e6, apart=5.0) == []
-    assert link_speed.slow_links([link(1, 1e6)], least=12.5e6, apart=5.0) == [link(1, 1e6)]
+    assert group.slow_links([link(1, 9e9), link(2, 9e9), link(3, 1e9)], least=12.5e6, apart=5.0) == []
+    assert group.slow_links([link(1, 1e6)], least=12.5e6, apart=5.0) == [link(1, 1e6)]

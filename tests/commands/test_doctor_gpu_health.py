@@ -1,7 +1,6 @@
 """The health of GPUs as the doctor tells it, from answers of NVML as real ones."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,17 +9,15 @@ import pynvml
 import pytest
 import torch
 
-from rankup.env.rank_env import RankEnv
+from rankup.doctor import gpus
+from rankup.doctor import group as together
+from rankup.doctor.report import NOTE, OK, UNFIT, WARNING, Finding, exit_code
 from tests.rigs.fork_server import Forks
 from tests.rigs.nvml import H100, Driver
-from train.commands.doctor import gpu_health, group_checks
-from train.process.findings import NOTE, OK, UNFIT, WARNING, Finding, exit_code
-
-ALONE = RankEnv()
 
 
-def found(driver: Driver, launch: RankEnv = ALONE, **environ: str) -> list[Finding]:
-    told = list(gpu_health.gpus(launch, environ=environ, nvml=driver))
+def found(driver: Driver, local_rank: int | None = None, **environ: str) -> list[Finding]:
+    told = list(gpus.gpus(local_rank, environ=environ, nvml=driver))
     assert not driver.is_open
     return told
 
@@ -101,9 +98,8 @@ def test_gpus_that_this_process_may_not_use_are_not_asked() -> None:
     assert found(driver, CUDA_VISIBLE_DEVICES="GPU-2")[0].seen.startswith("1 healthy")
     assert found(driver, CUDA_VISIBLE_DEVICES="0,7,2")[0].seen.startswith("1 healthy")  # as CUDA does
     assert found(driver, CUDA_VISIBLE_DEVICES="") == found(driver, CUDA_VISIBLE_DEVICES="-1") == []
-    second = replace(ALONE, world_size=2, local_world_size=2, rank=1, local_rank=1)
-    assert found(driver, second)[0].seen == "GPU 1: does not answer: GPU is lost"
-    assert found(driver, second, CUDA_VISIBLE_DEVICES="0,2")[0].seen.startswith("1 healthy")
+    assert found(driver, 1)[0].seen == "GPU 1: does not answer: GPU is lost"
+    assert found(driver, 1, CUDA_VISIBLE_DEVICES="0,2")[0].seen.startswith("1 healthy")
 
 
 def test_a_part_of_a_gpu_shares_its_health_but_not_its_processes() -> None:
@@ -126,10 +122,10 @@ def test_a_machine_without_a_driver_is_passed_over_in_silence(error: int) -> Non
 
 def test_a_container_with_a_gpu_but_without_the_means_to_ask_gets_a_note(tmp_path: Path) -> None:
     driver = Driver(broken=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-    assert list(gpu_health.gpus(ALONE, environ={}, nvml=driver, root=tmp_path)) == []
+    assert list(gpus.gpus(None, environ={}, nvml=driver, root=tmp_path)) == []
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidiactl").touch()
-    (note,) = gpu_health.gpus(ALONE, environ={}, nvml=driver, root=tmp_path)
+    (note,) = gpus.gpus(None, environ={}, nvml=driver, root=tmp_path)
     assert note.level == NOTE
     assert "NVIDIA_DRIVER_CAPABILITIES" in note.seen
 
@@ -137,7 +133,7 @@ def test_a_container_with_a_gpu_but_without_the_means_to_ask_gets_a_note(tmp_pat
 def test_the_real_package_says_nothing_on_a_machine_without_gpus() -> None:
     if torch.cuda.is_available():
         pytest.skip("for machines without a GPU")
-    assert list(gpu_health.gpus(ALONE, environ={})) == []
+    assert list(gpus.gpus(None, environ={})) == []
 
 
 @pytest.mark.parametrize(
@@ -153,18 +149,18 @@ def test_the_real_package_says_nothing_on_a_machine_without_gpus() -> None:
 def test_the_drivers_version_is_read_without_a_package(tmp_path: Path, text: str, version: str) -> None:
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").write_text(text)
-    assert gpu_health.driver_version(tmp_path) == version
-    assert gpu_health.driver_version(tmp_path / "elsewhere") == ""
+    assert gpus.driver_version(tmp_path) == version
+    assert gpus.driver_version(tmp_path / "elsewhere") == ""
 
 
 def test_ranks_with_two_drivers_are_warned_and_with_two_kinds_of_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_health, "driver_version", lambda: "570.124.06")
+    monkeypatch.setattr(together, "driver_version", lambda: "570.124.06")
 
     def gather(own: dict[str, str]) -> list[dict[str, str]]:
         return [own, own, own | {"GPU driver": "535.104.12", "GPU": "NVIDIA A100-SXM4-80GB"}]
 
-    group = SimpleNamespace(gather=gather, is_rank0=True, device=torch.device("cpu"))
-    driver, kind = group_checks.versions(group)  # type: ignore[arg-type]
+    group = SimpleNamespace(gather=gather, rank=0, device=torch.device("cpu"))
+    driver, kind = together.versions(group)  # type: ignore[arg-type]
     assert (driver.level, driver.seen) == (WARNING, "GPU driver differs: 570.124.06 on 0-1, 535.104.12 on 2")
     assert kind.level == NOTE
     assert kind.seen.startswith("GPU differs: none on 0-1, NVIDIA A100-SXM4-80GB on 2; weights are the same to the bit")

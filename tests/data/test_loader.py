@@ -14,17 +14,15 @@ import psutil
 import pytest
 import torch
 
-from rankup.env.rank_env import RankEnv
+from rankup.doctor import machine
 from rankup.errors import DataError
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import own_tmpfs
-from train.config import Config
 from train.data import MapSamples
 from train.data.batch import num_bytes
 from train.data.loader import Loader
 from train.data.order import BatchIndex, Order
-from train.process import machine_checks
 from train.process.stop import StopRequest
 from train.run.checkpoint import find_problem
 
@@ -392,10 +390,6 @@ def test_large_dev_shm_and_no_workers_are_not_mentioned(forks: Forks, tmp_path: 
     assert "/dev/shm" not in output
 
 
-def node(ranks: int | None) -> RankEnv:
-    return RankEnv(0, 0, ranks or 1, ranks, 1, 0, "127.0.0.1", 0, "python", None, {}, ())
-
-
 @pytest.mark.parametrize(
     ("threads", "ranks", "cpus", "said"),
     [
@@ -412,7 +406,7 @@ def node(ranks: int | None) -> RankEnv:
     ],
 )
 def test_more_threads_than_cpus_are_said(threads: int, ranks: int | None, cpus: float | None, said: str) -> None:
-    line = machine_checks.crowded_cpus(Config(num_threads=threads), node(ranks), cpus)
+    line = machine.crowded_cpus(ranks or 1, threads, cpus)
     assert said in line if said else line == ""
 
 
@@ -427,16 +421,8 @@ def test_threads_beyond_the_cpus_are_said_by_a_job(forks: Forks, tmp_path: Path)
     ("ranks", "devices", "said"), [(1, 0, 0), (1, 1, 0), (1, 8, 1), (8, 8, 0), (None, 8, 0), (2, 4, 1)]
 )
 def test_idle_devices_are_said(ranks: int | None, devices: int, said: int) -> None:
-    lines = machine_checks.idle_devices(node(ranks), devices)
+    lines = machine.idle_devices(ranks, devices)
     assert len(lines) == said
     if said:
         assert f"{devices - (ranks or 0)} will stay idle" in lines[0]
         assert f"--nproc-per-node {devices}" in lines[0]
-
-
-def test_advice_is_given_once_a_node() -> None:
-    said: list[str] = []
-    for local_rank in (0, 1):
-        launch = RankEnv(local_rank, local_rank, 2, 2, 1, 0, "127.0.0.1", 0, "python", None, {}, ())
-        machine_checks.warn_once_a_node(["a line"], launch, said.append)
-    assert said == ["a line"]

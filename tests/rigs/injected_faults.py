@@ -23,14 +23,13 @@ def healthy() -> None:
 
 
 def _enter() -> None:
-    from train.commands.doctor import group_checks
-    from train.process import machine_checks
+    from rankup.doctor import group, machine
 
     looks = os.environ.get(LOOK)
-    machine_checks.SLOW_DISK, group_checks.LATE_LINK_S = 0, math.inf
-    machine_checks.WRITTEN = machine_checks.MIB  # by each of forty ranks at once
-    group_checks.SLOWEST_LINK = 3e6 if looks == "links" else 0.0
-    group_checks.SLOW_RANK = group_checks.SLOW_RANK if looks == "ranks" else math.inf
+    machine.SLOW_DISK, group.LATE_LINK_S = 0, math.inf
+    machine.WRITTEN = machine.MIB  # by each of forty ranks at once
+    group.SLOWEST_LINK = 3e6 if looks == "links" else 0.0
+    group.SLOW_RANK = group.SLOW_RANK if looks == "ranks" else math.inf
     if namespaces.NODE in os.environ:
         namespaces.enter()
 
@@ -42,12 +41,12 @@ def few_files() -> None:
 
 def broken_gpu() -> None:
     """A GPU that NVML calls unfit, and which torch need not have: what NVML says has tests of its own."""
-    from train.commands.doctor import gpu_health
-    from train.process.findings import UNFIT, Finding
+    from rankup.doctor import gpus
+    from rankup.doctor.report import UNFIT, Finding
 
     _enter()
     broken = Finding("gpus", UNFIT, "GPU 0: does not answer: GPU is lost", "it hangs.", "Reset it.")
-    gpu_health.gpus = lambda launch: iter([broken])  # type: ignore[assignment]
+    gpus.gpus = lambda local_rank: iter([broken])  # type: ignore[assignment]
 
 
 def clock_ahead() -> None:
@@ -63,19 +62,19 @@ def other_torch() -> None:
 
 
 def hangs_in_the_collective() -> None:
-    from train.commands.doctor import link_speed
+    from rankup.doctor import group
 
     _enter()
-    link_speed.check_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
+    group.wrong_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
 
 
 def hangs_and_gives_up_first() -> None:
     """Its own deadline comes before that of the ranks that wait for it."""
-    from train.commands.doctor import link_speed
+    from rankup.doctor import group
     from train.group.watchdog import Watchdog
 
     _enter()
-    link_speed.check_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
+    group.wrong_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
     whole = Watchdog.enter
 
     def enter(self: Watchdog, phase: str, timeout_s: float, **more: int) -> None:
@@ -85,10 +84,10 @@ def hangs_and_gives_up_first() -> None:
 
 
 def dies_in_the_collective() -> None:
-    from train.commands.doctor import link_speed
+    from rankup.doctor import group
 
     _enter()
-    link_speed.check_collectives = lambda *a: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+    group.wrong_collectives = lambda *a: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
 
 
 def adds_wrongly() -> None:
@@ -108,10 +107,10 @@ def adds_wrongly() -> None:
 
 def computes_slowly() -> None:
     """As on a CPU that needs 27 times as long: here it has that much more to do."""
-    from train.commands.doctor import link_speed
+    from rankup.doctor import group
 
     _enter()
-    right, ones = link_speed.compute_s, torch.ones
+    right, ones = group.compute_s, torch.ones
 
     def slowly(device: torch.device) -> float:
         torch.ones = lambda *size, **more: ones(*(3 * side for side in size), **more)
@@ -120,7 +119,7 @@ def computes_slowly() -> None:
         finally:
             torch.ones = ones
 
-    link_speed.compute_s = slowly
+    group.compute_s = slowly
 
 
 def dies_in_step_8() -> None:

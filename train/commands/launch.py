@@ -10,9 +10,9 @@ from rankup import cli
 from rankup.agent.agent import Helpers
 from rankup.agent.logs import host_name
 from rankup.agent.script import Script
+from rankup.doctor.report import CODES, VERDICTS, WARNING
 from rankup.errors import FINISHED
 from rankup.observe.stacks import where
-from train.process.findings import CODES, VERDICTS, WARNING
 from train.process.last_word import tell_platform
 
 MAIN = Path(__file__).parents[1] / "main.py"

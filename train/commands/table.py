@@ -15,7 +15,6 @@ from rankup.env.rank_env import check_loopback, describe
 from rankup.errors import FINISHED, LaunchError
 from rankup.group.stacks import open_stacks
 from train.config import check_world_size, options, to_yaml
-from train.process import findings
 from train.process.context import Context, runs_folder
 from train.process.imports import without_collections
 from train.run.choices import CHOICES
@@ -72,21 +71,21 @@ def _refuse_ranks(context: Context) -> None:
 
 
 def _doctor(context: Context, given: options.DoctorOptions) -> int:
-    from train.commands.doctor.doctor import doctor
+    from train.commands.doctor import doctor
 
     return doctor(context, given)
 
 
 def _explain(context: Context, given: options.ExplainOptions) -> int:
     """Say what logs show: 20 if they show a fault, 0 if nothing is wrong with them."""
-    from rankup.explain import explain_logs
+    from rankup.explain import FAULTY, explain_logs
 
     paths = [Path(path) for path in given.paths]
     text, faulty = explain_logs(paths, as_json=given.as_json, run_dir=runs_folder(context.config))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a log may have letters that this locale can't show
     print_whole(f"{text}\n")
-    return findings.CODES[findings.UNFIT] if faulty else FINISHED
+    return FAULTY if faulty else FINISHED
 
 
 def _logs(context: Context, given: options.LogsOptions) -> None:

@@ -57,7 +57,7 @@ def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = O
     """
     fields = Settings.model_fields | {name: of for model in commands.values() for name, of in fields_of(model).items()}
     if {"-h", "--help"} & set(argv):
-        return Request(help=True)
+        return Request(next((word for word in argv if word in commands), None), help=True)
     words, flags = _record(argv, fields, commands)
     flags.pop("local_rank", None)
     mistakes: list[str] = []

@@ -1,7 +1,8 @@
-"""What --help prints: commands, their options, and all settings in groups. No torch here."""
+"""What --help prints: the commands, or one of them with its options. `show` explains the settings. No torch here."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -9,70 +10,98 @@ from collections.abc import Mapping, Sequence
 from pydantic.fields import FieldInfo
 
 from train.config.options import OPTIONS, Options
-from train.config.schema import NO_CHOICES, Choices, bounds, facts, fields_of, flag, kind
-from train.config.settings import GROUPS, Settings
+from train.config.schema import NO_CHOICES, Choices, facts, fields_of, flag, kind
+from train.config.settings import Settings
 from train.config.yaml_text import dump_value
 
-USAGE = "usage: python -m train.main COMMAND [--config FILE] [--SETTING VALUE ...]"
-NOTE = "Flags outrank the file, the file outranks the defaults. A switch: --augment, --no-augment or --augment=false."
+PROGRAM = "python -m train.main"
+# The settings that a first training meets
+COMMON = ("workload", "dataset", "data_dir", "model", "epochs", "batch_size", "lr", "optimizer", "precision",
+          "parallel", "seed", "name", "run_dir", "fresh")
+NOTE = (
+    f"Every setting of a training is a flag too, such as --batch-size 128: `{PROGRAM} show` lists them all. Flags "
+    "outrank --config FILE, the file outranks the defaults. A switch: --augment, --no-augment or --augment=false."
+)
+EXAMPLES = {
+    "train": ("train --model resnet18 --epochs 5", "train --config train/configs/tiny.yaml --name mine"),
+    "evaluate": ("evaluate --name mine", "evaluate --checkpoint runs/mine/checkpoints/step-00000110"),
+    "predict": ("predict --name mine --output predictions.csv", "predict --name mine --input photos/"),
+    "export": ("export --name mine --output model.pt",),
+    "show": ("show", "show --config mine.yaml --lr 0.1 > full.yaml"),
+    "doctor": ("doctor", "doctor --alone --json"),
+    "explain": ("explain job.log", "explain runs/mine --json"),
+    "logs": ("logs mine --follow", "logs mine --rank 0-3 --since 10m"),
+    "stacks": ("stacks mine", "stacks mine --full"),
+    "status": ("status", "status mine --watch"),
+}
 
 
 def help_text(
-    *, settings: bool = True, commands: Mapping[str, type[Options]] = OPTIONS, choices: Choices = NO_CHOICES,
-    width: int = 0,
+    command: str = "", *, commands: Mapping[str, type[Options]] = OPTIONS, choices: Choices = NO_CHOICES, width: int = 0
 ) -> str:
-    """The help; `settings`: with all of them, each with unit, range and default. `width`: 0 takes the terminal's."""
+    """The help of `command`, or of all: at most 40 lines at 80 columns. `width`: 0 takes the terminal's."""
     width = min(width or shutil.get_terminal_size().columns, 120)
-    rows: dict[str, list[tuple[str, str]]] = {
-        "commands": [(name, " ".join((model.__doc__ or "").split())) for name, model in commands.items()],
-        "options": [("--config FILE", "Settings from a YAML file; flags outrank it."),
-                    ("--help", "This, and all settings.")],
-    }
-    title = ""
-    owners: dict[tuple[str, str], list[str]] = {}
-    for command, model in commands.items():
-        for name, field in fields_of(model).items():
-            owners.setdefault(_option(name, field), []).append(command)
-        if model.positional:
-            field = model.model_fields[model.positional]
-            owners.setdefault((facts(field)["metavar"], str(field.description)), []).append(command)
-    rows["options"] += [(left, f"{', '.join(who)}: {right}") for (left, right), who in owners.items()]
-    for name, field in Settings.model_fields.items() if settings else ():
-        title = GROUPS.get(name, title)
-        rows.setdefault(title, []).append(_setting(name, field, choices))
-    indent = " " * 29
-    lines = [*textwrap.wrap(USAGE, width), *textwrap.wrap(NOTE, width)]
-    for title, entries in rows.items():
-        lines += ["", f"{title}:"]
-        for left, right in entries:
-            start = f"  {left}".ljust(29)
-            if len(left) >= 26:  # a long left side gets a line of its own
-                lines.append(f"  {left}")
-                start = indent
-            lines += textwrap.wrap(right, max(width, 60), initial_indent=start, subsequent_indent=indent,
-                                   break_on_hyphens=False)
+    if command not in commands:
+        rows = [(name, _first_sentence(model)) for name, model in commands.items()]
+        launch = ("launch", "Start the ranks of this node, of any PyTorch script, and again when one is lost.")
+        lines = [f"usage: {PROGRAM} COMMAND [--config FILE] [--SETTING VALUE ...]", "", "commands:"]
+        lines += _table([launch, *rows], width)
+        return "\n".join([*lines, "", *textwrap.wrap(f"`{PROGRAM} COMMAND --help` explains one. {NOTE}", width)]) + "\n"
+    model = commands[command]
+    rows = [_option(name, field) for name, field in fields_of(model).items()]
+    word = ""
+    if model.positional:
+        field = model.model_fields[model.positional]
+        word = f" {facts(field)['metavar']}"
+        rows.insert(0, (word.strip(), str(field.description)))
+    lines = [f"usage: {PROGRAM} {command}{word} [OPTIONS]", "", *textwrap.wrap(_text(model), width)]
+    lines += ["", "options:", *_table(rows, width)] if rows else []
+    if command == "train":
+        common = [_setting(name, Settings.model_fields[name], choices) for name in COMMON]
+        lines += ["", "settings, the most common ones:", *_table(common, width, cut=True)]
+    lines += ["", "examples:", *(f"  {PROGRAM} {line}" for line in EXAMPLES.get(command, ()))]
+    if command in ("train", "show"):
+        lines += ["", *textwrap.wrap(NOTE, width)]
     return "\n".join(lines) + "\n"
+
+
+def _text(model: type[Options]) -> str:
+    return " ".join((model.__doc__ or "").split())
+
+
+def _first_sentence(model: type[Options]) -> str:
+    return re.split(r"(?<=[.?]) ", _text(model))[0]
+
+
+def _table(rows: Sequence[tuple[str, str]], width: int, *, cut: bool = False) -> list[str]:
+    """Two columns. `cut`: one line for each row."""
+    left = min(28, max(len(name) for name, _ in rows) + 4)
+    lines = []
+    for name, text in rows:
+        start = f"  {name}".ljust(left)
+        if len(name) > left - 4:  # a long left side gets a line of its own
+            lines.append(start)
+            start = " " * left
+        if cut:
+            lines.append(start + textwrap.shorten(text, width - left, placeholder=" ..."))
+        else:
+            lines += textwrap.wrap(text, width, initial_indent=start, subsequent_indent=" " * left,
+                                   break_on_hyphens=False)
+    return lines
 
 
 def _option(name: str, field: FieldInfo) -> tuple[str, str]:
     of, _, choices = kind(field)
     shown = "" if of is bool else f" {facts(field)['metavar'] or _metavar(of, choices)}"
-    rest = "" if field.default in (None, False, "") else f" [default {field.default}]"
+    rest = "" if field.default in (None, False, "") else f" (default: {field.default})"
     return flag(name) + shown, f"{field.description}{rest}"
 
 
 def _setting(name: str, field: FieldInfo, choices: Choices) -> tuple[str, str]:
     of, _, declared = kind(field)
     known = choices.get(name, declared)
-    if of is bool and not known:
-        left = f"{flag(name)}, --no-{name.replace('_', '-')}" if field.default else flag(name)
-    elif of is dict:
-        left = f"{flag(name)}.NAME VALUE"
-    else:
-        left = f"{flag(name)} {_metavar(of, () if len(known) > 4 else known)}"
-    parts = [", ".join(known) if len(known) > 4 else "", facts(field)["unit"], bounds(field)]
-    parts = [*filter(None, parts), f"default {dump_value(field.default)}"]
-    return left, f"{field.description} [{', '.join(parts)}]"
+    left = flag(name) if of is bool else f"{flag(name)} {_metavar(of, ())}"
+    return left, f"[{dump_value(field.default)}] {', '.join(known) if known else field.description}"
 
 
 def _metavar(of: type, choices: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
-"""Settings as YAML text: read by the rules of YAML 1.2 (core schema), written so that the same rules read it back.
+"""Settings as YAML text, by PyYAML with the scalars of YAML 1.2.
 
 PyYAML follows YAML 1.1, where `3e-4` is a text, `no` is false, `010` is eight and the last of two equal keys wins
-silently. Each of these changes a run, so the loader and the dumper here get the core schema's table instead.
+silently. Each of these changes a run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,98 +39,66 @@ def scalar(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    # Own tables, not the inherited ones: the rules of 1.1 (yes/no, octal 010, 1:30, dates, <<) are gone.
+    # Tables of its own, not the inherited ones: yes/no, octal 010, 1:30, dates, sets and << are gone
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own declaration)
-    yaml_constructors: ClassVar[dict[str | None, Any]] = {}
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.mistakes: list[tuple[int, str]] = []  # line and text of what is no reason to stop reading
+    yaml_constructors: ClassVar[dict[str | None, Any]] = {
+        tag: yaml.SafeLoader.yaml_constructors[tag] for tag in (f"{_CORE}str", f"{_CORE}seq", None)
+    }
 
 
 class _Dumper(yaml.SafeDumper):
-    # The loader's table: the dumper quotes exactly the texts that the loader would take for something else ("1e5").
+    # The loader's table: the dumper quotes exactly the texts that the loader would take for something else ("1e5")
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    # Line breaks (U+0085 is one too) survive only in double quotes, and would leave the one line of `dump_value`.
-    return dumper.represent_scalar(_CORE + "str", text, style=None if text.isprintable() else '"')
-
-
-def _mapping(loader: _Loader, node: yaml.Node) -> dict[str, Any]:
+def _mapping(loader: _Loader, node: yaml.Node) -> Any:
     if not isinstance(node, yaml.MappingNode):
-        raise yaml.constructor.ConstructorError(None, None, "expected a mapping", node.start_mark)
-    lines: dict[str, int] = {}
-    values: dict[str, Any] = {}
-    for key, value in node.value:
-        if key.tag != _CORE + "str":
-            source = key.value if isinstance(key, yaml.ScalarNode) and key.value else "no plain text"
-            loader.mistakes.append((_line(key), f"the name of a setting must be a word, got {source}."))
-        elif key.value in lines:
-            again = describe(key.value)
-            loader.mistakes.append((_line(key), f"duplicate {again}, first on line {lines[key.value]}."))
-        else:
-            lines[key.value] = _line(key)
-            values[key.value] = loader.construct_object(value, deep=True)
-    return values
-
-
-def _unknown_tag(loader: _Loader, node: yaml.Node) -> None:
-    # Dates, sets, Python objects: no setting is one, and JSON, which the checkpoints hold, knows none.
-    tag = node.tag.replace(_CORE, "!!")
-    raise yaml.constructor.ConstructorError(None, None, f"the tag {tag}", node.start_mark)
+        raise yaml.MarkedYAMLError(problem="expected a mapping", problem_mark=node.start_mark)
+    names: set[str] = set()
+    for key, _ in node.value:
+        if key.tag != f"{_CORE}str":
+            raise yaml.MarkedYAMLError(problem="the name of a setting must be a word", problem_mark=key.start_mark)
+        if key.value in names:
+            raise yaml.MarkedYAMLError(problem=f"duplicate {describe(key.value)}", problem_mark=key.start_mark)
+        names.add(key.value)
+    return loader.construct_mapping(node, deep=True)
 
 
 _add: Any = _Loader.add_constructor  # its types are narrower than what it takes
-_Dumper.add_representer(str, _represent_text)
 for _name, (_pattern, _) in _SCALARS.items():
     _Loader.add_implicit_resolver(_CORE + _name, re.compile(_pattern), None)  # None: whatever it begins with
     _add(_CORE + _name, lambda loader, node: scalar(loader.construct_scalar(node)))
-_add(_CORE + "str", _Loader.construct_scalar)
-# Deep and in one go: PyYAML then refuses an alias that contains itself, and reads each other alias once
-_add(_CORE + "seq", partial(_Loader.construct_sequence, deep=True))
-_add(_CORE + "map", _mapping)
-_add(None, _unknown_tag)
+_add(f"{_CORE}map", _mapping)
+# Line breaks (U+0085 is one too) survive only in double quotes, and would leave the one line of `dump_value`
+_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar(
+    f"{_CORE}str", text, style=None if text.isprintable() else '"'))
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """Settings from YAML text; `where` (a file name) opens each message. An empty document holds no settings.
+    """Settings from YAML text; `where`, a file's name, opens each message. An empty document holds no settings.
 
-    Raises ConfigError with one line per mistake: syntax, a document that is no mapping, duplicate or non-text keys.
+    Raises ConfigError, one line with the number of the line in the file.
     """
     try:
-        loader = _Loader(text)
-        root = loader.get_single_node()
-        if root is None or root.tag == _CORE + "null":
-            return {}
-        if not isinstance(root, yaml.MappingNode):
-            kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-            raise ConfigError(f"{where}:{_line(root)}: settings must be lines of `name: value`, got {kind}.")
-        values: dict[str, Any] = loader.construct_document(root)
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(f"{where}:{line}: not valid YAML: character U+{int(error.character):04X}.") from error
+        found = yaml.load(text, Loader=_Loader)  # a SafeLoader: it builds plain values alone
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        problem = error.problem or error.context or "syntax"
-        if "'\\t'" in problem:
-            problem = "a tab; indent with spaces"
-        if "recursive" in problem:
-            problem = "an alias that contains itself"
+        problem = " ".join(str(error.problem or error.context or "syntax").split())
         raise ConfigError(f"{where}:{mark.line + 1 if mark else 1}: not valid YAML: {problem}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}.") from error
     except RecursionError as error:
         raise ConfigError(f"{where}: not valid YAML: nested too deeply.") from error
-    if loader.mistakes:
-        raise ConfigError("\n".join(f"{where}:{line}: {mistake}" for line, mistake in sorted(loader.mistakes)))
-    return values
+    if found is not None and not isinstance(found, dict):
+        raise ConfigError(f"{where}: settings must be lines of `name: value`, got {describe(found)}.")
+    return found or {}
 
 
 def read_yaml(file: str) -> dict[str, Any]:
-    """Settings from a YAML file (UTF-8). Raises ConfigError, one line per mistake, when it cannot be read or parsed."""
+    """Settings from a YAML file (UTF-8). Raises ConfigError, one line, when it cannot be read or parsed."""
     try:
         text = Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -152,7 +119,3 @@ def describe(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else dump_value(value)
     text = text.encode(errors="backslashreplace").decode()  # bytes of argv that are no UTF-8 must not break print
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from rankup.doctor.machine import ENLARGE_SHM
 from rankup.errors import DataError, PeerLost
 from rankup.group.stacks import open_worker
 from train.data.batch import parts, to_device
 from train.data.order import BatchIndex
 from train.data.samples import Samples
-from train.process.machine_checks import ENLARGE_SHM
 from train.process.stop import STOP_SIGNALS, StopRequest, die_with_parent
 
 SHM_FULL = (

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankup.agent.processes import cpu_quota
+from rankup.agent.limits import cpu_quota
 from rankup.errors import reason
 from train.config import Config
 from train.data.batch import num_bytes, repeated

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rankup.agent.limits import memory_available
 from rankup.errors import UserError
 from rankup.state.copies import STATE, Content, read_manifest, to_json
 from rankup.state.host_copies import HostCopies, beside_training
 from rankup.state.tree import encode, files_of
 from train.config import Config
 from train.group.group import Group
-from train.process.limits import memory_available
 from train.run import publish
 from train.run.checkpoint import list_checkpoints, step_of
 from train.run.copies import FOLDER

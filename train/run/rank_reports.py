@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from rankup.agent.limits import cpu_time, memory_available, memory_limit
 from rankup.observe.step_clock import StepClock
 from rankup.observe.stragglers import PARTS, Stragglers, Window
 from train.group.group import Group
-from train.process.limits import cpu_time, memory_available, memory_limit
 
 WINDOW_S = 5.0  # of the reports that are looked at together
 WINDOW_S_PER_RANK = 0.05  # longer for many ranks: each has values to write

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rankup.agent.limits import memory_available
 from rankup.errors import UserError
 from rankup.state import copies
 from rankup.state.copies import STATE, Content
@@ -21,7 +22,6 @@ from rankup.state.shards import write_shards
 from rankup.state.tree import encode, files_of
 from train.config import Config
 from train.group.group import Group, on_rank0
-from train.process.limits import memory_available
 from train.run.copier import Copier, fingerprint_tensors
 from train.run.training_state import TrainingState
 

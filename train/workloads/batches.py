@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from rankup.doctor import machine
 from rankup.errors import DataError
 from train.config import Config
 from train.data.batch import num_bytes, to_device
 from train.data.loader import uses_workers
 from train.data.order import BatchIndex, Order, evaluation_batches
 from train.group.group import Group
-from train.process import machine_checks
 from train.workloads.workload import Workload
 
 
@@ -70,8 +70,11 @@ def first_batch(config: Config, group: Group, workload: Workload, order: Order, 
     batch = to_device(workload.train.batch(indices, epoch), group.device)
     if uses_workers(workload.train, config.num_workers):
         num_samples = max(len(indices), min(config.eval_batch_size, len(workload.evaluation)))
-        lines = machine_checks.small_shared_memory(
-            config, group.launch, batch_bytes=num_bytes(batch) * num_samples // len(indices), free_bytes=free_bytes
+        lines = machine.small_shared_memory(
+            ranks=group.launch.local_world_size or 1, num_workers=config.num_workers,
+            prefetch_factor=config.prefetch_factor, batch_bytes=num_bytes(batch) * num_samples // len(indices),
+            free_bytes=free_bytes,
         )
-        machine_checks.warn_once_a_node(lines, group.launch, group.log.warning)
+        for line in lines if group.launch.local_rank == 0 else ():
+            group.log.warning(line)
     return batch

@@ -7,13 +7,13 @@ import pytest
 import yaml
 
 from rankup import errors
+from rankup.doctor.report import CODES
 from tests.rigs.kube import K8S, TRAINING, one, rendered
 from tests.rigs.kubeflow import OWNERS, Object, command_line, pods_of, verdict
-from train.process import findings
 
 OURS = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
 KILLED = 137
-VERDICTS = {code for code in findings.CODES.values() if code > 10}  # of --preflight, in place of a rank's code
+VERDICTS = {code for code in CODES.values() if code > 10}  # of --preflight, in place of a rank's code
 COLUMNS = {
     "PyTorchJob": "pytorchjob.yaml", "Job": "job.yaml", "JobSet": "jobset.yaml", "TrainJob": "trainjob.yaml",
     "elastic": "overlays/elastic",

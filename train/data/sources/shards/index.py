@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 
 from rankup.errors import DataError
 from train.data.sources.cache import writable_cache
-from train.data.sources.fetch import Say
+from train.data.sources.fetch import Say, locked
 from train.data.sources.imagefolder import EXTENSIONS
-from train.data.sources.locks import locked
 from train.data.sources.shards.place import Place, Shard, each
 from train.process.atomic_file import staged, write_atomically
 

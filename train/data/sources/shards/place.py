@@ -20,8 +20,7 @@ from rankup.errors import DataError, UserError
 from train.config import Config
 from train.config.urls import is_url, must_hold_no_secrets, secrets_in
 from train.data.sources.cache import writable_cache
-from train.data.sources.fetch import Say, print_to_stderr
-from train.data.sources.locks import locked
+from train.data.sources.fetch import Say, locked, print_to_stderr
 from train.process.atomic_file import staged
 from train.process.filesystem import open_filesystem
 

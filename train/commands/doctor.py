@@ -19,20 +19,19 @@ from rankup.agent.attendance import NO_ROUTE, explain
 from rankup.agent.meeting import HINT
 from rankup.agent.network import foreign_address
 from rankup.agent.protocol import Link, interface_of
+from rankup.doctor import gpus, machine
+from rankup.doctor import group as together
+from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, Report
 from rankup.env.rank_env import check_loopback, describe, how_to_start, ranges
 from rankup.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, reason
-from train.commands.doctor import gpu_health, group_checks
-from train.commands.doctor.report import Report
 from train.config import check_world_size
 from train.config.options import DoctorOptions
 from train.group.ends import EndReporter
 from train.group.group import Group
 from train.group.join import check_devices, check_settings, form, meet, starting
 from train.group.losses import Suspect
-from train.process import machine_checks
 from train.process.context import Context
 from train.process.exit import within
-from train.process.findings import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding
 from train.process.status_file import StatusFile
 
 NAME_S, DISK_S = 10.0, 30.0  # a resolver and a network disk may never answer,
@@ -86,7 +85,7 @@ class _Doctor:
                     self.report.add(Finding("joined", NOTE, seen))
                 self.stage = "report"
                 group.watch.enter("report", self._stage_s)
-                return self.report.end_together(group, self.run_dir / "doctor" / "report.json")
+                return self.report.end_together(group.gather, self.run_dir / "doctor" / "report.json")
         except Stopped:
             raise
         except Exception as error:
@@ -99,13 +98,15 @@ class _Doctor:
         add, launch, config = self.report.add, self.launch, self.config
         add(Finding("environment", OK, describe(launch)))
         add(*(Finding("environment", WARNING, text) for text in launch.warnings))
-        self._bounded("names", NAME_S, machine_checks.own_name, "the resolver of this machine gives no answer.")
-        add(*machine_checks.limits(config, launch), *machine_checks.shared_memory(config))
+        self._bounded("names", NAME_S, machine.own_name, "the resolver of this machine gives no answer.")
+        add(*machine.limits(ranks=launch.local_world_size or 1, threads=config.num_threads))
+        add(*machine.shared_memory(num_workers=config.num_workers))
         if not config.device.startswith("cpu"):
-            self._bounded("gpus", GPU_S, lambda: gpu_health.gpus(launch), "the driver of the GPUs gives no answer.")
-        add(*group_checks.devices(launch))
+            own = launch.local_rank if launch.world_size > 1 else None
+            self._bounded("gpus", GPU_S, lambda: gpus.gpus(own), "the driver of the GPUs gives no answer.")
+        add(*together.devices(launch))
         silent = f"{self.run_dir} is on a disk that does not answer."
-        self._bounded("storage", DISK_S, lambda: machine_checks.disk(self.run_dir), silent)
+        self._bounded("storage", DISK_S, lambda: machine.disk(self.run_dir), silent)
 
     def _bounded(self, stage: str, timeout_s: float, check: Callable[[], Iterable[Finding]], silent: str) -> None:
         found = within(timeout_s, lambda: list(check()))
@@ -127,10 +128,7 @@ class _Doctor:
                 self.report.add(Finding("route", WARNING, seen, "the others may look for rank 0 elsewhere.", remedy))
             return
         deadline_s = time.monotonic() + self.config.join_timeout_s
-        while True:
-            tried = _connect(host, port)
-            if isinstance(tried, tuple):
-                break
+        while isinstance(tried := _connect(host, port), OSError):
             if time.monotonic() > deadline_s:
                 unreached = tried.errno in NO_ROUTE
                 self.stage = "names" if isinstance(tried, socket.gaierror) else "route" if unreached else "port"
@@ -171,12 +169,12 @@ class _Doctor:
         facts = self.report.facts
         # The deadline of the links begins anew after each round of them
         checks: dict[str, Iterator[Finding]] = {
-            "versions": group_checks.versions(group),
-            "collective": group_checks.collective(group),
-            "links": group_checks.links(group, facts, after_round=lambda: group.watch.enter("links", self._stage_s)),
-            "ranks": group_checks.ranks(group, facts),
-            "clocks": group_checks.clocks(group),
-            "storage": group_checks.shared_disk(group, self.run_dir),
+            "versions": together.versions(group),
+            "collective": together.collective(group),
+            "links": together.links(group, facts, after_round=lambda: group.watch.enter("links", self._stage_s)),
+            "ranks": together.ranks(group, facts),
+            "clocks": together.clocks(group),
+            "storage": together.shared_disk(group, self.run_dir, token=group.attempt),
         }
         for stage, findings in checks.items():
             self.stage = stage
@@ -186,10 +184,8 @@ class _Doctor:
     def _explain(self, error: Exception) -> Finding:
         """The finding that an error of the current stage means."""
         text, stage = str(error), getattr(error, "stage", "") or self.stage
-        if isinstance(error, PeerLost) and error.nobody_died:  # another rank's deadline passed before this one's
-            return _hang(stage, text)
-        if isinstance(error, PeerLost):
-            return _death(stage, text)
+        if isinstance(error, PeerLost):  # or another rank's deadline passed before this one's
+            return (_hang if error.nobody_died else _death)(stage, text)
         if not isinstance(error, UserError | JoinError):
             return Finding(stage, INCOMPLETE, reason(error), "the check itself failed.",
                            "Run `train` to see the error where it happens.")

@@ -1,18 +1,70 @@
-"""What the doctor says: each finding as it is found, then the verdict, as a table or as JSON."""
+"""What the doctor found: its findings, the verdict that follows from them, and how both are shown."""
 
 import contextlib
 import json
 import logging
+import textwrap
 import time
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from rankup.agent.logs import host_name
 from rankup.env.rank_env import ranges
-from train.group.group import Group
-from train.process.findings import INCOMPLETE, UNFIT, VERDICTS, WARNING, Finding, exit_code, line, merge
-from train.process.status import write_json
+from rankup.places.files import write_json
+
+OK, NOTE, WARNING, INCOMPLETE, UNFIT = "ok", "note", "warning", "incomplete", "unfit"
+# From good to bad. A check that could not be completed is worse than a warning, as nobody knows that it would pass;
+# a fault that is certain is worse than both.
+CODES = {OK: 0, NOTE: 0, WARNING: 10, INCOMPLETE: 30, UNFIT: 20}
+_ORDER = list(CODES)
+VERDICTS = {0: "fit to train", 10: "fit to train, with warnings", 20: "not fit to train", 30: "could not be completed"}
+_SHOWN = {OK: "ok", NOTE: "note", WARNING: "WARNING", INCOMPLETE: "NOT DONE", UNFIT: "NOT FIT"}
+WIDTH = 110
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was seen in one stage, on which rank. A warning or worse also says why it matters and how to mend it."""
+
+    stage: str
+    level: str
+    seen: str
+    why: str = ""
+    remedy: str = ""
+    rank: int = 0
+    host: str = ""
+
+    @property
+    def is_problem(self) -> bool:
+        return self.level not in (OK, NOTE)
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0 fit, 10 fit with warnings, 20 not fit, 30 could not be completed."""
+    return CODES[max((finding.level for finding in findings), key=_ORDER.index, default=OK)]
+
+
+def merge(findings: Iterable[Finding]) -> list[tuple[Finding, list[int]]]:
+    """Each finding once, with the ranks that have it; by stages in their order, and in a stage the worst first."""
+    ranks: dict[Finding, list[int]] = {}
+    for finding in findings:
+        ranks.setdefault(replace(finding, rank=0), []).append(finding.rank)
+    stages = list(dict.fromkeys(finding.stage for finding in ranks))
+    return sorted(ranks.items(), key=lambda item: (stages.index(item[0].stage), -_ORDER.index(item[0].level)))
+
+
+def _line(finding: Finding, *, ranks: str = "") -> str:
+    """One finding for people: what was seen, and below it why it matters and how to mend it."""
+    parts = [(f"{_SHOWN[finding.level]:8} {finding.stage:12} ", f"{ranks}: {finding.seen}" if ranks else finding.seen)]
+    if finding.is_problem:
+        parts += [(" " * 22 + "why:  ", finding.why), (" " * 22 + "mend: ", finding.remedy)]
+    return "\n".join(
+        textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False,
+                      break_on_hyphens=False)
+        for start, text in parts if text
+    )
 
 
 class Report:
@@ -30,24 +82,21 @@ class Report:
             own = replace(finding, rank=self._rank, host=host_name())
             self.findings.append(own)
             if self._json_out is None:
-                self._log.info(line(own))
+                self._log.info(_line(own))
 
-    def end_together(self, group: Group, path: Path) -> int:
+    def end_together(self, gather: Callable[[Any], list[Any]], path: Path) -> int:
         """Rank 0 prints the verdict of all ranks and writes it to `path`. Collective: every rank calls it.
 
-        Returns the exit code, which is the same on all ranks.
+        `gather`: gives every rank's value, in the order of the ranks. Returns the exit code, the same on all ranks.
         """
-        gathered = group.gather([asdict(finding) for finding in self.findings])
+        gathered = gather([asdict(finding) for finding in self.findings])
         everything = [Finding(**finding) for part in gathered for finding in part]
-        if group.is_rank0:
-            if self._json_out is not None:
-                self._print_json(everything)
-            else:
-                for finding, ranks in merge(everything):
-                    # Rank 0's own findings were printed as they were found
-                    if ranks[0] != 0 and finding.is_problem:
-                        self._log.info(line(finding, ranks=f"rank {ranges(ranks)} on {finding.host}"))
-                self._print_verdict(everything)
+        if self._rank == 0:
+            for finding, ranks in merge(everything) if self._json_out is None else ():
+                # Rank 0's own findings were printed as they were found
+                if ranks[0] != 0 and finding.is_problem:
+                    self._log.info(_line(finding, ranks=f"rank {ranges(ranks)} on {finding.host}"))
+            self._print_verdict(everything)
             with contextlib.suppress(OSError):  # a disk that can't be written has its own finding
                 write_json(path, self._as_json(everything))
         return exit_code(everything)
@@ -57,9 +106,7 @@ class Report:
 
         `printed_elsewhere`: another rank prints the same failure.
         """
-        if self._json_out is not None and not printed_elsewhere:
-            self._print_json(self.findings)
-        elif self._rank == 0:
+        if self._rank == 0 and (self._json_out is None or not printed_elsewhere):
             self._print_verdict(self.findings)
         elif not printed_elsewhere:
             self._print_problems()
@@ -69,14 +116,14 @@ class Report:
         """The report if the environment describes no launch that could work. Returns the exit code."""
         why = "no process group can be formed with it."
         self.findings = [Finding("environment", UNFIT, each, why, host=host_name()) for each in text.splitlines()]
-        if self._json_out is None:
-            self._print_problems()
-        else:
-            self.facts = {}
-            self._print_json(self.findings)
+        self.facts = {}
+        self._print_problems()
         return exit_code(self.findings)
 
     def _print_verdict(self, findings: list[Finding]) -> None:
+        if self._json_out is not None:
+            self._print_json(findings)
+            return
         stages = len({finding.stage for finding in findings})
         counts = {level: len(merge(f for f in findings if f.level == level)) for level in (UNFIT, INCOMPLETE, WARNING)}
         problems = ", ".join(f"{count} {level}" for level, count in counts.items() if count)
@@ -84,10 +131,13 @@ class Report:
         self._log.info(f"doctor: {verdict}: {stages} stages in {time.monotonic() - self._began_s:.1f} s")
 
     def _print_problems(self) -> None:
-        # For a rank that has printed nothing so far
+        """For a rank that has printed nothing so far."""
+        if self._json_out is not None:
+            self._print_json(self.findings)
+            return
         for finding in self.findings:
             if finding.is_problem:
-                self._log.warning(line(finding))
+                self._log.warning(_line(finding))
         self._log.warning(f"doctor: {VERDICTS[exit_code(self.findings)]}")
 
     def _print_json(self, findings: list[Finding]) -> None:

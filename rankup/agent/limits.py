@@ -1,14 +1,20 @@
-"""What a container or a batch job uses and grants, read from the control groups (v1 and v2) of this process.
+"""What a container or a batch job grants and uses: the control groups (v1 and v2) of this process say it. No torch.
 
-psutil sees the whole machine, not the container's share of it. What an agent needs too is in `rankup.agent.processes`.
-`root` replaces the file system's root in each function, for tests.
+os.cpu_count() and psutil see the whole machine. `root` replaces the file system's root in each function, for tests.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """CPUs granted to this process (1.5 is possible): the least of its groups' quotas and its affinity."""
+    grants = [float(len(os.sched_getaffinity(0)))] if hasattr(os, "sched_getaffinity") else []
+    return min([*grants, *(cpus for cpus, _ in _cpu_quotas(root))], default=None)
 
 
 def cpu_time(root: Path = ROOT) -> tuple[float, float] | None:
@@ -41,10 +47,35 @@ def memory_available() -> int:
     return available if left is None else min(available, left)
 
 
-def read(file: Path) -> str:
-    """The file's text, empty where it cannot be read."""
+def oom_kills(root: Path = ROOT) -> int | None:
+    """How many processes of this container or job the kernel has killed for memory so far; None if it does not say."""
+    for folder, version in _groups("memory", root):
+        counted = read(folder / ("memory.events" if version == 2 else "memory.oom_control"))
+        if found := re.search(r"^oom_kill (\d+)$", counted, re.MULTILINE):
+            return int(found[1])
+    return None
+
+
+def explain_sigkill(before: int | None) -> str:
+    """Who may have sent it. `before`: what `oom_kills` returned when the process was started."""
+    now = oom_kills()
+    if now is None or before is None:
+        return "if nobody sent it, the memory was not enough, or the limit of the container or job"
+    if count := now - before:
+        were = "kills were" if count > 1 else "kill was"
+        return (
+            f"{count} out-of-memory {were} counted in this container or job meanwhile: give it more memory, or lower "
+            "--num-workers or --batch-size"
+        )
+    return (
+        "no out-of-memory kill was counted in this container or job: somebody sent it, or the machine itself ran out"
+    )
+
+
+def read(path: str | Path) -> str:
+    """The file's text, "" where it cannot be read. The kernel cuts a process's name, also within a character."""
     try:
-        return file.read_text()
+        return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 

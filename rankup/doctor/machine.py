@@ -9,15 +9,12 @@ import resource
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from rankup.agent.processes import cpu_quota, oom_kills
+from rankup.agent.limits import cpu_quota, memory_limit, oom_kills
+from rankup.doctor.report import NOTE, OK, UNFIT, WARNING, Finding
 from rankup.env.addresses import is_loopback
-from rankup.env.rank_env import RankEnv
-from train.config import Config
-from train.process.findings import NOTE, OK, UNFIT, WARNING, Finding
-from train.process.limits import memory_limit
 
 MIB = 2**20
 LEAST_CPU = 0.75  # of a CPU for each thread: a thread of ours waits now and then, so a little less is no loss
@@ -30,14 +27,16 @@ WRITTEN = 16 * MIB  # what the check of the disk writes: a second at most on a d
 ENLARGE_SHM = "Enlarge it (docker run --shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm)"
 
 
-def limits(config: Config, launch: RankEnv, *, root: Path = Path("/")) -> Iterator[Finding]:
-    """CPUs, memory and open files that this process may use; in a container they are fewer than the machine's."""
-    cpus, ranks = cpu_quota(root), launch.local_world_size or 1
-    crowded = crowded_cpus(config, launch, cpus)
-    if crowded:
+def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Finding]:
+    """CPUs, memory and open files that this process may use; in a container they are fewer than the machine's.
+
+    `ranks`: on this node, with `threads` threads each. `root`: of the file system, for tests.
+    """
+    cpus = cpu_quota(root)
+    if crowded := crowded_cpus(ranks, threads, cpus):
         yield Finding("limits", WARNING, crowded, "threads that wait for a CPU make every step of all ranks slower.")
     elif cpus is not None:
-        yield Finding("limits", OK, f"{cpus:g} CPUs for {ranks} x {config.num_threads} threads")
+        yield Finding("limits", OK, f"{cpus:g} CPUs for {ranks} x {threads} threads")
     memory = memory_limit(root)
     if memory is not None and memory < LEAST_MEMORY * ranks:
         yield Finding(
@@ -52,7 +51,7 @@ def limits(config: Config, launch: RankEnv, *, root: Path = Path("/")) -> Iterat
             "limits", WARNING,
             f"{_processes(killed)} of this container or job {were} killed because the memory was not enough",
             "the next run of the same size ends the same way: exit code 137, and no traceback.",
-            "Raise the memory limit, or lower --batch-size or --num-workers.",
+            "Raise the memory limit, or use a smaller batch or fewer DataLoader workers.",
         )
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
@@ -70,23 +69,22 @@ def limits(config: Config, launch: RankEnv, *, root: Path = Path("/")) -> Iterat
         )
 
 
-def shared_memory(config: Config, *, folder: str = "/dev/shm") -> Iterator[Finding]:
+def shared_memory(*, num_workers: int, folder: str = "/dev/shm") -> Iterator[Finding]:
     """Room in /dev/shm, through which DataLoader workers hand over batches and nccl's ranks of one node exchange."""
     if not os.path.isdir(folder):
         return
     system = os.statvfs(folder)
     free, total = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
-    least = LEAST_SHM + config.num_workers * SHM_PER_WORKER
+    least = LEAST_SHM + num_workers * SHM_PER_WORKER
     seen = f"{folder}: {free / MIB:.0f} of {total / MIB:.0f} MiB free"
     if free >= least:
         yield Finding("memory", OK, seen)
         return
     full = f" It is full: look what lies there (ls -la {folder}), and remove what ended jobs left."
-    left = full if total >= least else ""
     yield Finding(
         "memory", WARNING, seen,
         'workers end with "Bus error" or "No space left on device (28)", and nccl with "unhandled system error".',
-        f"{ENLARGE_SHM}, or set --num-workers 0.{left}",
+        f"{ENLARGE_SHM}, or use no DataLoader workers.{full if total >= least else ''}",
     )
 
 
@@ -129,7 +127,7 @@ def _speed(folder: Path, free: int) -> Finding:
         return Finding("storage", OK, seen)
     return Finding(
         "storage", WARNING, seen, "every rank waits while a checkpoint is written.",
-        "Set --run-dir on a faster disk, or save less often (--save-every-steps).",
+        "Set --run-dir on a faster disk, or save less often.",
     )
 
 
@@ -151,19 +149,21 @@ def own_name() -> Iterator[Finding]:
         yield Finding("names", OK, seen)
 
 
-def before_training(config: Config, launch: RankEnv) -> list[str]:
-    """A line for each limit that will be in the way of this training."""
-    found = [finding for finding in limits(config, launch) if finding.level == WARNING]
+# Before a training -------------------------------------------------------------------------------------------------
+
+
+def before_training(*, ranks: int, threads: int) -> list[str]:
+    """A line for each limit that will be in the way of a training with `ranks` on this node, `threads` in each."""
+    found = [finding for finding in limits(ranks=ranks, threads=threads) if finding.level == WARNING]
     return [f"{each.seen}: {each.why} {each.remedy}" if each.remedy else each.seen for each in found]
 
 
-def crowded_cpus(config: Config, launch: RankEnv, cpus: float | None) -> str:
+def crowded_cpus(ranks: int, threads: int, cpus: float | None) -> str:
     """What to say if this node's ranks have more threads than CPUs; "" if they do not.
 
     `cpus`: those that this process may use, None: unknown.
     """
-    ranks = launch.local_world_size or 1
-    wanted = ranks * config.num_threads
+    wanted = ranks * threads
     if cpus is None or (wanted <= math.ceil(cpus) and wanted * LEAST_CPU <= cpus):
         return ""
     if wanted == 1:
@@ -172,16 +172,18 @@ def crowded_cpus(config: Config, launch: RankEnv, cpus: float | None) -> str:
             "Allow more CPUs."
         )
     share = max(1, math.floor(cpus) // ranks)
-    way_out = f"Set --num-threads {share}" if share < config.num_threads else "Start fewer processes here"
+    way_out = f"Set --num-threads {share}" if share < threads else "Start fewer processes here"
     return (
-        f"{_processes(ranks)} x {config.num_threads} threads on this node, but only {cpus:g} CPUs to use (affinity, or "
+        f"{_processes(ranks)} x {threads} threads on this node, but only {cpus:g} CPUs to use (affinity, or "
         f"the container's limit): they will wait for each other. {way_out}, or allow more CPUs."
     )
 
 
-def idle_devices(launch: RankEnv, num_devices: int) -> list[str]:
-    """Accelerators that no rank will use: so it looks when somebody gave the number of nodes for that of ranks."""
-    ranks = launch.local_world_size
+def idle_devices(ranks: int | None, num_devices: int) -> list[str]:
+    """Accelerators that no rank will use: so it looks when somebody gave the number of nodes for that of ranks.
+
+    `ranks`: on this node, None where that is not known.
+    """
     if ranks is None or num_devices <= ranks:
         return []
     return [
@@ -191,26 +193,21 @@ def idle_devices(launch: RankEnv, num_devices: int) -> list[str]:
     ]
 
 
-def small_shared_memory(config: Config, launch: RankEnv, *, batch_bytes: int, free_bytes: int) -> list[str]:
+def small_shared_memory(
+    *, ranks: int, num_workers: int, prefetch_factor: int, batch_bytes: int, free_bytes: int
+) -> list[str]:
     """Whether /dev/shm has room for the batches that the workers of all ranks of this node prepare ahead.
 
     `batch_bytes`: of a training batch or an evaluation batch, whichever is larger.
     """
-    ranks = launch.local_world_size or 1
-    ahead = ranks * config.num_workers * config.prefetch_factor
+    ahead = ranks * num_workers * prefetch_factor
     if ahead * batch_bytes <= free_bytes:
         return []
     return [
-        f"/dev/shm has {free_bytes / MIB:.1f} MiB free, but {_processes(ranks)} x {config.num_workers} workers x "
-        f"{config.prefetch_factor} batches may need {ahead * batch_bytes / MIB:.1f} MiB: they would end with a bus "
+        f"/dev/shm has {free_bytes / MIB:.1f} MiB free, but {_processes(ranks)} x {num_workers} workers x "
+        f"{prefetch_factor} batches may need {ahead * batch_bytes / MIB:.1f} MiB: they would end with a bus "
         f"error. {ENLARGE_SHM}, or set fewer --num-workers."
     ]
-
-
-def warn_once_a_node(lines: list[str], launch: RankEnv, warn: Callable[[str], None]) -> None:
-    """Each line once for a node, not once for a rank."""
-    for line in lines if launch.local_rank == 0 else []:
-        warn(line)
 
 
 def _processes(count: int) -> str:

@@ -1,0 +1,1 @@
+"""The checks of the doctor: is this machine, and this group of machines, fit to train?"""

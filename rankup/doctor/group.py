@@ -1,0 +1,378 @@
+"""What all ranks find out together, once there is a group: versions, right sums, the speed of links and ranks, clocks.
+
+Each function that takes a group is collective: every rank calls it. Most findings are rank 0's.
+
+Links between nodes are measured between the nodes' first ranks, and each node takes part in one measurement at a time:
+the pairs follow the circle method of a tournament. So no two measurements share a node's cable. Links inside a node are
+measured between its ranks in the same manner.
+"""
+
+import contextlib
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from rankup.agent.limits import read
+from rankup.agent.logs import host_name
+from rankup.doctor.gpus import driver_version
+from rankup.doctor.report import NOTE, OK, UNFIT, WARNING, Finding
+from rankup.env.rank_env import RankEnv, ranges
+
+SLOWEST_LINK = 12.5e6  # bytes/s: 100 Mbit/s. The gradients of a ResNet-50, 102 MB, take 16 s a step over it
+APART = 5.0  # times slower than the median of its kind
+LATE_LINK_S = 0.02
+SLOW_RANK = 3.0  # times the median's time
+MAX_CLOCK_SKEW_S = 2.0
+MAX_TAKEN = 0.1  # of a GPU's memory, by other processes
+MAX_NAMED = 4  # links in one report: with one bad switch there would be hundreds
+CLOCK_TRIES = 5
+PINGS, PING_BYTES = 20, 8  # latency: round trips of this size
+FIRST_BYTES, MAX_BYTES, GROWTH = 64 * 2**10, 16 * 2**20, 4  # bandwidth: larger and larger messages,
+LONG_S = 0.1  # while the next larger one is not expected to take longer than this
+TRANSFERS = 3  # of each size
+MAX_ROUNDS = 16  # of a tournament: with more nodes each is measured with this many others only
+
+
+class Group(Protocol):
+    """What the checks need of the group. `hosts`: by rank."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    hosts: Sequence[str]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, which JSON can hold, in the order of the ranks."""
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+
+    def collective(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns, which waits for the other ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """One link between two ranks: the best of several tries, as other traffic of a moment is not the link's fault."""
+
+    ranks: tuple[int, int]
+    latency_s: float  # one way: half of a round trip of 8 bytes
+    bandwidth: float  # bytes/s, the mean of both directions
+    between_nodes: bool
+
+
+def devices(launch: RankEnv) -> Iterator[Finding]:
+    """This process's own devices: how many, for how many processes, and whether others use them. Needs no group."""
+    if not torch.cuda.is_available():
+        cpu = platform.processor() or platform.machine()
+        yield Finding("devices", OK, f"CPU: {os.cpu_count()} of {cpu}, no CUDA device")
+        return
+    count, local = torch.cuda.device_count(), launch.local_world_size or 1
+    yield Finding("devices", OK, f"{count} CUDA devices, {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
+    if count < local:
+        yield Finding(
+            "devices", UNFIT, f"{local} processes on this node, but {count} CUDA devices are visible",
+            "two processes on one device fail under nccl.", f"Start {count}, or look at CUDA_VISIBLE_DEVICES.",
+        )
+        return
+    index = launch.local_rank if count > 1 else 0
+    free, total = torch.cuda.mem_get_info(index)
+    if free < (1 - MAX_TAKEN) * total:
+        taken = f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB"
+        yield Finding(
+            "devices", WARNING, f"device {index}: {taken} are taken already",
+            "training may run out of memory, and shares the device.", "nvidia-smi shows which process has them.",
+        )
+
+
+def versions(group: Group) -> Iterator[Finding]:
+    """Versions that joining does not compare: nccl, CUDA, Python, the GPU's driver, the kinds of CPU and GPU."""
+    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]
+    same_torch = "Install the same torch on all nodes."
+    unreadable = "workers and checkpoints may differ in what they can read."
+    compared = {
+        "nccl": (".".join(map(str, nccl)), UNFIT, "nccl of two versions fails or hangs when it connects.", same_torch),
+        "CUDA": (torch.version.cuda or "", UNFIT, "torch was built for two versions of CUDA.", same_torch),
+        "Python": (platform.python_version(), WARNING, unreadable, "Install the same Python."),
+        "GPU driver": (
+            driver_version(), WARNING, "what works on one node may fail on another, mostly after an update.",
+            "Install the same driver on all nodes, and restart those that were updated.",
+        ),
+        "CPU": (cpu_model(), NOTE, "", ""),
+        "GPU": (torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "", NOTE, "", ""),
+    }
+    gathered = group.gather({name: own for name, (own, *_) in compared.items()})
+    for name, (_, level, why, remedy) in compared.items():
+        holders: dict[str, list[int]] = {}
+        for rank, versions_there in enumerate(gathered):
+            holders.setdefault(versions_there[name], []).append(rank)
+        if len(holders) > 1 and group.rank == 0:
+            seen = ", ".join(f"{value or 'none'} on {ranges(who)}" for value, who in holders.items())
+            weights = f"; weights are the same to the bit on one kind of {name} only" if name in ("CPU", "GPU") else ""
+            yield Finding("versions", level, f"{name} differs: {seen}{weights}", why, remedy)
+
+
+def cpu_model() -> str:
+    """The CPU's name, such as "Intel(R) Xeon(R) Processor @ 2.50GHz"; at least its architecture."""
+    # Linux only; platform.processor() is empty there
+    names = [line for line in read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
+    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
+
+
+def collective(group: Group) -> Iterator[Finding]:
+    """Whether each collective that training uses gives the right numbers."""
+    if wrong := wrong_collectives(group):
+        yield Finding(
+            "collective", UNFIT, f"wrong result: {', '.join(wrong)}",
+            "gradients would be wrong, and nothing would say so.",
+            f"Look for a bad device or cable on {host_name()}. If it is right with NCCL_P2P_DISABLE=1, the "
+            "connection between the GPUs is bad.",
+        )
+    elif group.rank == 0:
+        yield Finding("collective", OK, "all_reduce, broadcast and all_gather give the right numbers")
+
+
+def wrong_collectives(group: Group) -> list[str]:
+    """Each collective that gave a wrong result on this rank; empty if all are right.
+
+    The numbers are integers that float32 holds exactly, so that the results must be equal to the bit.
+    """
+    rank, world_size, device = group.rank, group.world_size, group.device
+    wrong = []
+    for length in (1, 1000, 2**18 + 1):
+        base = torch.arange(length, device=device, dtype=torch.float32) % 997
+        numbers = base + rank
+        group.collective(lambda tensor=numbers: dist.all_reduce(tensor))  # type: ignore[misc]
+        if not torch.equal(numbers, base * world_size + world_size * (world_size - 1) / 2):
+            wrong.append(f"all_reduce of {length} numbers")
+        for source in {0, world_size - 1}:
+            numbers = base + rank
+            group.collective(lambda tensor=numbers, src=source: dist.broadcast(tensor, src=src))  # type: ignore[misc]
+            if not torch.equal(numbers, base + source):
+                wrong.append(f"broadcast of {length} numbers from rank {source}")
+    parts = [torch.zeros(3, device=device) for _ in range(world_size)]
+    group.collective(lambda: dist.all_gather(parts, torch.full((3,), float(rank), device=device)))
+    if [part[0].item() for part in parts] != [float(each) for each in range(world_size)]:
+        wrong.append("all_gather")
+    return wrong
+
+
+# Links --------------------------------------------------------------------------------------------------------------
+
+
+def links(group: Group, facts: dict[str, Any], after_round: Callable[[], None]) -> Iterator[Finding]:
+    """Latency and bandwidth of the links. Writes all of them to `facts` on rank 0."""
+    own = []
+    for pairs, between in plan(group.hosts):
+        for low, high in pairs:
+            if group.rank == low:
+                own.append(LinkSpeed((low, high), *_measure_link(high, group.device, first=True), between))
+            elif group.rank == high:
+                _measure_link(low, group.device, first=False)
+        after_round()
+    gathered = group.gather([asdict(link) for link in own])
+    if group.rank != 0:
+        return
+    found = [LinkSpeed(**{**link, "ranks": tuple(link["ranks"])}) for part in gathered for link in part]
+    facts["links"] = [asdict(link) for link in found]
+    medians = {}
+    for between, words in ((True, "between nodes"), (False, "inside a node")):
+        if kind := [link for link in found if link.between_nodes is between]:
+            medians[between] = _rate(statistics.median(link.bandwidth for link in kind))
+            slowest, latest = min(kind, key=lambda link: link.bandwidth), max(kind, key=lambda link: link.latency_s)
+            yield Finding(
+                "links", OK, f"{words}: slowest {_place(slowest, group)} {_rate(slowest.bandwidth)}; longest latency "
+                f"{_place(latest, group)} {latest.latency_s * 1e6:.0f} us; {len(kind)} measured",
+            )
+    for link in slow_links(found, least=SLOWEST_LINK, apart=APART)[:MAX_NAMED]:
+        yield Finding(
+            "links", WARNING, f"{_place(link, group)}: {_rate(link.bandwidth)} (median {medians[link.between_nodes]})",
+            f"every step waits for it: 100 MB of gradients take {200e6 / link.bandwidth:.1f} s in a ring of two.",
+            "Look at its cable, its port on the switch and its interface (ethtool, ip -s link); or send fewer bytes: "
+            "compressed gradients, a larger batch.",
+        )
+    for link in [each for each in found if each.latency_s > LATE_LINK_S][:MAX_NAMED]:
+        yield Finding(
+            "links", WARNING, f"{_place(link, group)}: {link.latency_s * 1e3:.1f} ms one way",
+            "each collective waits for it several times.", "Put the nodes closer together, or use a larger batch.",
+        )
+
+
+def rounds(members: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """A tournament by the circle method: each member meets one other a round, and each other once in the end.
+
+    >>> list(rounds([0, 1, 2]))
+    [[(1, 2)], [(0, 2)], [(0, 1)]]
+    """
+    circle: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
+    half = len(circle) // 2
+    for _ in range(len(circle) - 1):
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        yield [(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+
+
+def plan(hosts: Sequence[str]) -> list[tuple[list[tuple[int, int]], bool]]:
+    """Rounds of pairs of ranks, and whether these are between nodes. The same on every rank. `hosts`: of each rank."""
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        nodes.setdefault(host, []).append(rank)
+    between = [(pairs, True) for pairs in islice(rounds([ranks[0] for ranks in nodes.values()]), MAX_ROUNDS)]
+    of_each_node = [islice(rounds(ranks), MAX_ROUNDS) for ranks in nodes.values()]
+    inside = [(list(chain(*parts)), False) for parts in zip_longest(*of_each_node, fillvalue=[])]
+    return [(pairs, is_between) for pairs, is_between in between + inside if pairs]
+
+
+def _measure_link(other: int, device: torch.device, *, first: bool) -> tuple[float, float]:
+    """Latency in s and bandwidth in bytes/s. The rank with `first` decides when to stop: their times differ."""
+    ping = torch.zeros(PING_BYTES, dtype=torch.uint8, device=device)
+    ping_s = _best_round_trip_s(other, ping, first=first, count=PINGS)
+    size = FIRST_BYTES
+    while True:
+        block = torch.zeros(size, dtype=torch.uint8, device=device)
+        taken_s = _best_round_trip_s(other, block, first=first, count=TRANSFERS)
+        larger = torch.tensor([size < MAX_BYTES and GROWTH * taken_s < LONG_S], dtype=torch.uint8, device=device)
+        if first:
+            dist.send(larger, other)
+        else:
+            dist.recv(larger, other)
+        if not larger.item():
+            return ping_s / 2, 2 * size / max(taken_s - ping_s, 1e-9)
+        size *= GROWTH
+
+
+def _best_round_trip_s(other: int, message: torch.Tensor, *, first: bool, count: int) -> float:
+    """Seconds of the fastest of `count` round trips: what else uses the machine only makes one slower, never faster.
+
+    The end with `first` sends `message` and gets it back in place; the other end echoes it. Half of a round trip
+    stands for one way: no clock of two machines is exact enough to time one way alone.
+    """
+    best_s = float("inf")
+    for _ in range(count):
+        began_s = time.perf_counter()
+        if first:
+            dist.send(message, other)
+        dist.recv(message, other)
+        if not first:
+            dist.send(message, other)
+        _wait_for_device(message.device)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return best_s
+
+
+def slow_links(links: Sequence[LinkSpeed], *, least: float, apart: float) -> list[LinkSpeed]:
+    """The links below `least` bytes/s, and those `apart` times slower than the median of their kind and below ten times
+    `least`. Slowest first."""
+    found = []
+    for between in (True, False):
+        kind = [link for link in links if link.between_nodes is between]
+        if kind:
+            median = statistics.median(link.bandwidth for link in kind)
+            limit = max(least, min(median / apart, 10 * least))
+            found += [link for link in kind if link.bandwidth < limit]
+    return sorted(found, key=lambda link: link.bandwidth)
+
+
+def _place(link: LinkSpeed, group: Group) -> str:
+    low, high = link.ranks
+    return f"ranks {low} on {group.hosts[low]} and {high} on {group.hosts[high]}"
+
+
+def _rate(bandwidth: float) -> str:
+    """`bandwidth` in bytes/s."""
+    return f"{bandwidth / 1e6:.0f} MB/s" if bandwidth < 1e9 else f"{bandwidth / 1e9:.1f} GB/s"
+
+
+# Ranks --------------------------------------------------------------------------------------------------------------
+
+
+def ranks(group: Group, facts: dict[str, Any]) -> Iterator[Finding]:
+    """How long the same piece of work takes on each rank. Writes the seconds to `facts` on rank 0."""
+    times = group.gather(compute_s(group.device))
+    if group.rank != 0:
+        return
+    slowest = max(range(len(times)), key=times.__getitem__)
+    ratio = times[slowest] / statistics.median(times)
+    facts["compute_s"] = times
+    place = f"rank {slowest} on {group.hosts[slowest]}"
+    yield Finding("ranks", OK, f"slowest: {place}, {ratio:.2f} of the median's time for the same work")
+    if ratio > SLOW_RANK:
+        yield Finding(
+            "ranks", WARNING, f"{place} takes {ratio:.1f} times as long as the median for the same work",
+            "all ranks wait for the slowest at every step.",
+            "Look at its clock, its cooling and its kind of CPU (lscpu).",
+        )
+
+
+def compute_s(device: torch.device) -> float:
+    """Seconds for a fixed piece of work: the best of many short tries.
+
+    What other processes or a CPU limit take away for a moment drops out; a slow clock or another kind of CPU does not.
+    """
+    matrix = torch.ones(192, 192, device=device)
+    best_s = float("inf")
+    for _ in range(50):
+        began_s = time.perf_counter()
+        for _ in range(4):
+            matrix = matrix @ matrix * 1e-3
+        _wait_for_device(device)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return best_s
+
+
+def _wait_for_device(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was given: calls only queue work there, and return at once."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def clocks(group: Group) -> Iterator[Finding]:
+    """How far each rank's clock is from rank 0's."""
+    # All leave a barrier at about the same time, so their clocks should agree then. A rank that waits for a CPU leaves
+    # late: the smallest difference of several tries is nearest to the clocks' own.
+    skews = [float("inf")] * group.world_size
+    for _ in range(CLOCK_TRIES):
+        group.barrier()
+        times = group.gather(time.time())
+        skews = [min(skew, now - times[0], key=abs) for skew, now in zip(skews, times, strict=True)]
+    worst = max(range(len(skews)), key=lambda rank: abs(skews[rank]))
+    if group.rank == 0 and abs(skews[worst]) <= MAX_CLOCK_SKEW_S:
+        yield Finding("clocks", OK, f"at most {abs(skews[worst]):.1f} s apart")
+    elif group.rank == 0:
+        yield Finding(
+            "clocks", WARNING, f"rank {worst} on {group.hosts[worst]} is {skews[worst]:+.1f} s from rank 0",
+            "logs of several nodes can't be read side by side, and certificates and tokens look expired.",
+            "Have both machines' clocks set over the network (timedatectl set-ntp true).",
+        )
+
+
+def shared_disk(group: Group, run_dir: Path, *, token: str) -> Iterator[Finding]:
+    """Whether all ranks see the run's directory of rank 0. `token`: the same on all ranks, and new each time."""
+    path = run_dir / "doctor" / "seen"
+    if group.rank == 0:
+        # A disk that can't be written has its own finding already; the others wait below in any case
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(token)
+    group.barrier()
+    blind = [rank for rank, text in enumerate(group.gather(read(path))) if text != token]
+    group.barrier()  # all have read it
+    if group.rank != 0 or 0 in blind:
+        return
+    path.unlink()
+    seen = f"all ranks see the same {run_dir}"
+    if blind:
+        seen = (
+            f"{run_dir} of rank 0 is not seen by rank {ranges(blind)}: rank 0 alone reads and writes checkpoints, "
+            "which is enough for all but sharded ones"
+        )
+    yield Finding("storage", NOTE if blind else OK, seen)
