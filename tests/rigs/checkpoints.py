@@ -50,12 +50,13 @@ def save_checkpoint(
 
 def save(
     directory: Path, step: int, *, keep: int = 99, value: float | None = None, run: str = "0123456789abcdef",
-    **more: Any,
+    attempt: str = "20200101T000000-abcdef", **more: Any,
 ) -> Path:
     """A plain checkpoint whose weights are all `step`, or `value`."""
     model = {"weight": torch.full((3, 2), float(step) if value is None else value)}
+    state = training_state(step, run=run, attempt=attempt)
     optimizer = {"state": {0: {"momentum_buffer": torch.ones(3)}}}
-    return save_checkpoint(directory, training_state(step, run=run), model, keep=keep, optimizer=optimizer, **more)
+    return save_checkpoint(directory, state, model, keep=keep, optimizer=optimizer, **more)
 
 
 def newest(directory: Path) -> tuple[int, list[str]]:

@@ -15,7 +15,9 @@ import torch
 
 from rankup.agent.logs import host_name
 from rankup.errors import UserError
+from rankup.places.lineage import FILE, Lineage
 from rankup.state import copies as state_copies
+from rankup.state.copies import to_json
 from tests.rigs.checkpoints import SETTINGS, flip, save, save_checkpoint, steps, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, result
@@ -25,8 +27,6 @@ from train.run import copies
 from train.run.checkpoint import load_checkpoint
 from train.run.copier import Copier, fingerprint_tensors
 from train.run.copies import FOLDER, Known, Offer
-from train.run.lineage import FILE, Lineage
-from train.run.training_state import to_json
 
 LINE = ("train", *SETTINGS, "--run-dir=runs", "--name=run", "--save-every-steps=8")
 STOP: dict[str, Any] = {"where": "loss", "call": 12, "signal": "SIGTERM", "rank": 0}  # in step 10
@@ -241,7 +241,7 @@ def test_shared_disk_holds_no_copy(forks: Forks, tmp_path: Path) -> None:
 
 
 def line(number: int, *attempts: str, run: str = "run") -> Lineage:
-    return Lineage(run, "first", "", list(attempts), number)
+    return Lineage(run, "first", "", [[attempt, 0] for attempt in attempts], number)
 
 
 def offer(step: int, attempt: str, lineage: Lineage) -> Offer:

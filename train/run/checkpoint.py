@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 
 from rankup.errors import UserError
+from rankup.places.stored_run import AllDamaged
 from rankup.state import tree
 from rankup.state.copies import (
     FILE,
@@ -31,18 +32,6 @@ __all__ = ["FILE", "find_problem", "list_checkpoints", "looks_whole", "newest_go
 
 
 ITEMS = ("model", "optimizer", "scaler")
-
-
-class AllDamaged(UserError):
-    """There are checkpoints, and none is whole."""
-
-    def __init__(self, place: Path | str, damaged: dict[str, str]) -> None:
-        """`damaged`: what is wrong with each, by its name."""
-        super().__init__(
-            f"checkpoint: {place} must hold a whole checkpoint, got only damaged ones: "
-            f"{'; '.join(f'{name}: {why}' for name, why in damaged.items())}. Put one back from a copy, or set --fresh "
-            "to start anew, which keeps them aside."
-        )
 
 
 @dataclass(frozen=True, slots=True)

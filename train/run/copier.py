@@ -17,6 +17,7 @@ from typing import Any
 
 from rankup.agent.limits import memory_available
 from rankup.errors import UserError
+from rankup.places.lineage import FILE, Lineage
 from rankup.state.copies import STATE, Content, read_manifest, to_json
 from rankup.state.host_copies import HostCopies, beside_training
 from rankup.state.tree import encode, files_of
@@ -25,7 +26,6 @@ from train.group.group import Group
 from train.run import publish
 from train.run.checkpoint import list_checkpoints, step_of
 from train.run.copies import FOLDER
-from train.run.lineage import FILE, Lineage
 from train.run.training_state import TrainingState
 
 

@@ -100,7 +100,7 @@ def _note_saved(t: Training) -> None:
     t.saved, t.saving = t.saving, None
     rescue.remove(t.run.lineage.run, up_to=t.saved.step)
     if t.run.mirror is not None:
-        t.run.mirror.copy(t.saved.step)
+        t.run.mirror.copy(t.run.path / "checkpoints" / f"step-{t.saved.step:08d}")
     if t.group.is_rank0:
         t.group.log.debug(f"saved step {t.saved.step}")
 

@@ -12,8 +12,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from rankup.errors import UserError
+from rankup.places.lineage import RUN_ID
 from rankup.state.copies import to_json
-from train.run.lineage import RUN_ID
 
 # Raise it when a field is added, removed or changes its meaning. A checkpoint of another format is refused, because
 # guessing what a missing field was would change the weights of the resumed run without a word.
@@ -50,7 +50,7 @@ class TrainingState:
     world_size: int
     versions: dict[str, str] = field(default_factory=versions)
     random: str = RANDOM_SCHEME
-    # Who wrote it: the run and the mark of the attempt, see `train.run.lineage`, and which rank on which host.
+    # Who wrote it: the run and the mark of the attempt, see `rankup.places.lineage`, and which rank on which host.
     run: str
     attempt: str
     written_by: str

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import ConfigError, DataError
+from rankup.places.urls import is_url
 from train.config import Config
-from train.config.urls import is_url
 from train.data.sources.cache import writable_cache
 from train.data.sources.fetch import NotFetched, Say, download_lock
 
