@@ -10,7 +10,7 @@ import pytest
 from rankup.errors import ConfigError
 from rankup.explain import diagnose_files, explain_logs
 from rankup.explain.diagnosis import Diagnosis, diagnose
-from rankup.explain.lines import has_time, time_of
+from rankup.explain.logs import has_time, time_of
 from rankup.explain.report import format_report
 from tests.group.test_deadlines import HOST, WORLD, probe, train
 from tests.rigs.fork_server import Forks
@@ -136,6 +136,7 @@ def test_traceback_without_times_has_the_time_of_the_line_before() -> None:
         ("11/22/2026 10:00:01 - WARNING - x", datetime(2026, 11, 22, 10, 0, 1)),
         ("  time      : 2026-11-22_10:00:01", datetime(2026, 11, 22, 10, 0, 1)),
         ("[rank0]:[W1121 10:00:01.500000000 socket.cpp:764] x", datetime(NOW.year, 11, 21, 10, 0, 1, 500_000)),
+        ("[rank0]:[E826 10:00:01.500000000 ProcessGroupNCCL.cpp:607] x", datetime(NOW.year, 8, 26, 10, 0, 1, 500_000)),
         ("epoch 3 [10:00:01<00:20]", None),
         ("9999-99-99T10:00:01 x", None),
     ],
