@@ -33,7 +33,7 @@ from tests.bench.racers import shared
 from tests.bench.racers.report import ADVISED, ENTRANTS, Entrant, Lap, conditions, draw, table
 from tests.bench.racers.shared import Task
 from tests.rigs.jobs import MAIN, ROOT, environment
-from train.data.sources import fashion_mnist, mnist_family
+from train.data.sources import mnist_family
 from train.data.sources.idx import write_idx
 
 PATIENCE_S = 3600.0  # for one training: a ResNet-50 on CPUs takes its time
@@ -124,14 +124,14 @@ def prepare_data(folder: Path, *, random: bool) -> None:
     """Fashion-MNIST as torchvision's class wants it, below `folder`, fetched if need be; or random images alike."""
     raw = folder / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
-    source = None
+    source, family = None, mnist_family.FAMILIES["fashion-mnist"]
     if not random:
-        source = mnist_family.locate(fashion_mnist.FAMILY, data_dir=None, timeout_s=PATIENCE_S, say=print)
+        source = mnist_family.locate(family, data_dir=None, timeout_s=PATIENCE_S, say=print)
     for train, (image_name, label_name) in mnist_family.FILES.items():
         if source is None:
             images, labels = shared.load_images("", "cnn", train=train)
         else:
-            half = mnist_family.read_half(source, fashion_mnist.FAMILY, train=train)
+            half = mnist_family.read_half(source, family, train=train)
             images, labels = half.images, half.labels
         write_idx(raw / image_name, images[:, 0])
         write_idx(raw / label_name, labels.to(torch.uint8))

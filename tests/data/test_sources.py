@@ -21,16 +21,16 @@ import torch
 from PIL import Image
 
 from rankup.errors import USER_MISTAKE, ConfigError, DataError
-from tests.rigs.idx_files import made_up, write_set
+from tests.rigs.idx_files import everything, made_up, write_set
 from tests.rigs.shards import in_child, write_shard
 from train.config import Config
 from train.data import sources
 from train.data.file_samples import FileSamples
-from train.data.sources import SOURCES, fashion_mnist, hold, load, mnist
+from train.data.sources import SOURCES, hold, load
 from train.data.sources.cifar10 import FOLDER
 from train.data.sources.idx import write_idx
 from train.data.sources.imagefolder import EXTENSIONS
-from train.data.sources.mnist_family import locate
+from train.data.sources.mnist_family import FAMILIES, locate
 from train.data.sources.sets import FileSet, ImageSet
 from train.main import main
 
@@ -53,9 +53,9 @@ def test_fashion_mnist_is_found_in_data_dir(tmp_path: Path, suffix: str, below: 
 def test_fashion_mnist_in_debians_place_comes_before_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
     write_set(tmp_path / "cache" / "FashionMNIST" / "raw")
-    debian = replace(fashion_mnist.FAMILY, debian_dir=write_set(tmp_path / "debian", suffix=".gz"))
+    debian = replace(FAMILIES["fashion-mnist"], here=write_set(tmp_path / "debian", suffix=".gz"))
     assert locate(debian, data_dir=None, timeout_s=1.0, say=print) == tmp_path / "debian"
-    without = replace(fashion_mnist.FAMILY, debian_dir=tmp_path / "nothing")
+    without = replace(FAMILIES["fashion-mnist"], here=tmp_path / "nothing")
     there = tmp_path / "cache" / "FashionMNIST" / "raw"
     assert locate(without, data_dir=None, timeout_s=1.0, say=print) == there
 
@@ -251,7 +251,7 @@ def test_only_sets_that_bear_it_are_mirrored() -> None:
     """A mirrored 2 shows no digit; a mirrored shirt is a shirt."""
     mirrored = {name: load(Config(dataset=name))[0].mirror for name in ("digits", "fake")}
     assert mirrored == {"digits": False, "fake": True}
-    assert (mnist.FAMILY.mirror, fashion_mnist.FAMILY.mirror) == (False, True)
+    assert (FAMILIES["mnist"].mirror, FAMILIES["fashion-mnist"].mirror) == (False, True)
 
 
 # CIFAR-10
@@ -350,7 +350,7 @@ def test_data_that_are_damaged_or_not_there_are_not_held(tmp_path: Path, capfd: 
     for folder in ("damaged", "empty"):
         hold(Config(data_dir=str(tmp_path / folder)))
     assert not sources._held
-    assert not list((tmp_path / "empty").iterdir()), "a download was begun"
+    assert not everything(tmp_path / "empty"), "a download was begun"
     assert capfd.readouterr() == ("", "")
 
 

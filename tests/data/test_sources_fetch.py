@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,9 +20,9 @@ import pytest
 import torch
 
 from tests.rigs.idx_files import ROWS, everything, made_up, small, write_set
-from train.data.sources import fashion_mnist, mnist
+from train.data.sources import fetch
 from train.data.sources.fetch import NotFetched
-from train.data.sources.mnist_family import locate, read_half
+from train.data.sources.mnist_family import FAMILIES, locate, read_half
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 240.0
@@ -32,7 +31,7 @@ WAIT_S = 240.0
 class Mirror:
     """A server of four small files, which pauses in the middle of each while `gate` is closed.
 
-    `served` counts downloads: torchvision first asks once for redirects only.
+    `served` counts downloads.
     """
 
     def __init__(self, folder: Path, *, status: int = 200) -> None:
@@ -45,9 +44,8 @@ class Mirror:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 name = self.path.lstrip("/")
-                probe = self.headers.get("Method") == "HEAD"
                 content = (mirror.folder / name).read_bytes()
-                mirror.served[name] += mirror.status != 200 or not probe
+                mirror.served[name] += 1
                 if mirror.status != 200:
                     mirror.begun.set()
                     mirror.gate.wait(WAIT_S)
@@ -56,8 +54,6 @@ class Mirror:
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                if probe:
-                    return
                 try:
                     middle = len(content) // 2
                     for piece in (content[:middle], content[middle:]):
@@ -81,12 +77,12 @@ class Mirror:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def attributes(self) -> dict[str, Any]:
-        files = sorted(self.folder.iterdir())
-        return {
-            "mirrors": [f"http://127.0.0.1:{self.server.server_port}/"],
-            "resources": [(f.name, hashlib.md5(f.read_bytes(), usedforsecurity=False).hexdigest()) for f in files],
-        }
+    def files(self) -> list[tuple[list[str], str]]:
+        """As a family has them. The first address of each leads nowhere."""
+        addresses = ("http://127.0.0.1:1", f"http://127.0.0.1:{self.server.server_port}")
+        return [([f"{address}/{file.name}" for address in addresses],
+                 hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest())
+                for file in sorted(self.folder.iterdir())]
 
 
 @pytest.fixture
@@ -116,7 +112,7 @@ def check(folder):
 seen = []
 print("ready", flush=True)
 sys.stdin.readline()
-remote = Remote("Fashion-MNIST", "FashionMNIST", "FashionMNIST", check, attributes=json.loads(sys.argv[2]))
+remote = Remote("Fashion-MNIST", "FashionMNIST", lambda: json.loads(sys.argv[2]), "FashionMNIST/raw", check)
 try:
     fetch(remote, pathlib.Path(sys.argv[1]), timeout_s=240, say=lambda line: print(line, flush=True))
     check(pathlib.Path(sys.argv[1]) / "FashionMNIST")
@@ -127,9 +123,9 @@ assert "torch" not in sys.modules, "four of these on two cores would take longer
 """
 
 
-def start_workers(count: int, root: Path, attributes: dict[str, Any]) -> list[subprocess.Popen[str]]:
+def start_workers(count: int, root: Path, files: list[Any]) -> list[subprocess.Popen[str]]:
     """Processes that begin to fetch at the same moment: whoever waits for a server may do so for 10 s only."""
-    workers = [start_worker(root, attributes) for _ in range(count)]
+    workers = [start_worker(root, files) for _ in range(count)]
     for worker in workers:
         assert worker.stdout is not None
         assert worker.stdout.readline() == "ready\n"
@@ -140,9 +136,9 @@ def start_workers(count: int, root: Path, attributes: dict[str, Any]) -> list[su
     return workers
 
 
-def start_worker(root: Path, attributes: dict[str, Any]) -> subprocess.Popen[str]:
+def start_worker(root: Path, files: list[Any]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", WORKER, str(root), json.dumps(attributes)],
+        [sys.executable, "-c", WORKER, str(root), json.dumps(files)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -151,35 +147,26 @@ def start_worker(root: Path, attributes: dict[str, Any]) -> subprocess.Popen[str
     )
 
 
-def all_wait_for_the_download(workers: list[subprocess.Popen[str]], root: Path, server: Mirror) -> None:
-    """Returns when one of them downloads and all have the lock's file open."""
+def all_wait_for_the_download(workers: list[subprocess.Popen[str]], server: Mirror) -> list[str]:
+    """Returns the first lines when one of them downloads and all others wait for it."""
     assert server.begun.wait(WAIT_S)
-    until_s = time.monotonic() + WAIT_S
-    while not all(has_open(worker.pid, root / ".FashionMNIST.lock") for worker in workers):
-        assert time.monotonic() < until_s, "not all wait for the lock"
-        time.sleep(0.05)
-
-
-def has_open(pid: int, path: Path) -> bool:
-    try:
-        return any(os.path.samefile(handle, path) for handle in Path(f"/proc/{pid}/fd").iterdir())
-    except FileNotFoundError:  # a file that it closes right now
-        return False
+    return [worker.stdout.readline() for worker in workers if worker.stdout is not None]
 
 
 def test_four_processes_with_one_folder_download_each_file_once(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
     server = mirror()
     server.gate.clear()
     root = tmp_path / "data"
-    workers = start_workers(4, root, server.attributes())
-    all_wait_for_the_download(workers, root, server)
+    workers = start_workers(4, root, server.files())
+    first = all_wait_for_the_download(workers, server)
     server.gate.set()
     outputs = [worker.communicate(timeout=WAIT_S)[0] for worker in workers]
     for worker, output in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, output
-        assert "has 8" in output  # torchvision leaves the packed files beside the plain ones
+        assert "has 4" in output
     assert server.served == {path.name: 1 for path in server.folder.iterdir()}
-    assert sum("downloading Fashion-MNIST to" in output for output in outputs) == 1
+    assert sum(line.startswith("downloading Fashion-MNIST to") for line in first) == 1
+    assert not any("downloading Fashion-MNIST to" in output for output in outputs)
     assert everything(root) == ["FashionMNIST"]
     images = read_half(root / "FashionMNIST" / "raw", small(), train=True).images
     assert torch.equal(images[:, 0], made_up(ROWS["train"])[0])
@@ -191,7 +178,7 @@ def test_killed_downloader_leaves_no_orphan_and_the_next_run_cleans_up(
     server = mirror()
     server.gate.clear()
     root = tmp_path / "data"
-    (killed,) = start_workers(1, root, server.attributes())
+    (killed,) = start_workers(1, root, server.files())
     with killed:
         assert server.begun.wait(WAIT_S)
         killed.send_signal(signal.SIGKILL)
@@ -201,19 +188,20 @@ def test_killed_downloader_leaves_no_orphan_and_the_next_run_cleans_up(
     assert any(".partial-" in name for name in everything(root))
     assert "FashionMNIST" not in everything(root)
     server.gate.set()
-    (second,) = start_workers(1, root, server.attributes())
+    (second,) = start_workers(1, root, server.files())
     with second:
         output = second.communicate(timeout=WAIT_S)[0]
     assert second.returncode == 0, output
-    assert "has 8" in output
+    assert "has 4" in output
     assert everything(root) == ["FashionMNIST"]
 
 
 def test_those_who_waited_share_the_reason_and_do_not_try_again(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
     server = mirror(status=403)
     server.gate.clear()
-    workers = start_workers(3, tmp_path / "data", server.attributes())
-    all_wait_for_the_download(workers, tmp_path / "data", server)
+    workers = start_workers(3, tmp_path / "data", server.files())
+    first = all_wait_for_the_download(workers, server)
+    assert sum(line.startswith("waiting for another process to download Fashion-MNIST") for line in first) == 2
     server.gate.set()
     outputs = [worker.communicate(timeout=WAIT_S)[0] for worker in workers]
     for output in outputs:
@@ -223,20 +211,29 @@ def test_those_who_waited_share_the_reason_and_do_not_try_again(tmp_path: Path, 
 
 
 def test_wrong_md5_is_refused_and_nothing_is_left(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
-    server = mirror()
-    attributes = server.attributes()
-    attributes["resources"][0] = (attributes["resources"][0][0], "0" * 32)
-    with pytest.raises(NotFetched, match=r"torchvision: .*corrupted"):
-        locate(small(attributes), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
+    files = mirror().files()
+    files[0] = (files[0][0], "0" * 32)
+    with pytest.raises(NotFetched, match=r"web: .* gave another file, its md5 is"):
+        locate(small(files), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
     assert everything(tmp_path / "data") == []
 
 
-def test_torchvisions_own_files_are_checked_by_md5() -> None:
+def test_slow_download_is_bounded_and_says_how_far_it_is(
+    tmp_path: Path, mirror: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(fetch, "REPORT_EVERY_S", -1.0)  # at each piece
+    with pytest.raises(NotFetched, match=r"web: t10k-images-idx3-ubyte\.gz is not done in time"):
+        locate(small(mirror().files()), data_dir=str(tmp_path / "data"), timeout_s=0.0, say=said.append)
+    locate(small(mirror().files()), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=said.append)
+    assert any(line.startswith("downloading Fashion-MNIST: t10k-images-idx3-ubyte.gz, 0.0 MB") for line in said)
+
+
+def test_published_files_are_checked_by_md5() -> None:
     from torchvision.datasets import CIFAR10, MNIST, FashionMNIST
 
-    assert small().attributes is None
-    assert fashion_mnist.FAMILY.attributes is None
-    assert mnist.FAMILY.attributes is None
+    assert not FAMILIES["fashion-mnist"].files
+    assert not FAMILIES["mnist"].files
     for kind in (FashionMNIST, MNIST):
         assert len(kind.resources) == 4
         assert all(len(md5) == 32 for _, md5 in kind.resources)

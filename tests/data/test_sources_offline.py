@@ -10,7 +10,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +18,10 @@ import torch
 from rankup.errors import DataError, UserError
 from tests.rigs.idx_files import ROWS, everything, small, write_set
 from train.config import Config
-from train.data.sources import cache, fashion_mnist, fetch, load
+from train.data.sources import cache, fetch, load
 from train.data.sources.fetch import NotFetched, Remote
 from train.data.sources.idx import write_idx
-from train.data.sources.mnist_family import locate, read_half
+from train.data.sources.mnist_family import FAMILIES, locate, read_half
 from train.process import context
 
 ROOT = Path(__file__).parents[2]
@@ -33,19 +32,20 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, reasons: dict[str, str], made: P
     """Let each source fail for a reason, or make a copy of `made` where its download would be; lists what was tried."""
     tried: list[str] = []
 
-    def run(task: list[str], folder: Path, **_: Any) -> str:
-        tried.append(task[0])
-        assert folder.is_absolute(), "apt-get runs in another folder"
-        if task[0] in reasons:
-            return reasons[task[0]]
-        assert made is not None
-        target = folder / "found" if task[0] == "apt" else folder / "FashionMNIST" / "raw"
-        target.mkdir(parents=True)
-        for path in made.iterdir():
-            (target / path.name).write_bytes(path.read_bytes())
-        return ""
+    def pretended(name: str) -> Any:
+        def get(remote: Remote, folder: Path, *_: Any) -> None:
+            tried.append(name)
+            assert folder.is_absolute(), "apt-get runs in another folder"
+            if name in reasons:
+                raise OSError(reasons[name])
+            assert made is not None
+            for path in made.iterdir():
+                (folder / remote.inside / path.name).write_bytes(path.read_bytes())
 
-    monkeypatch.setattr(fetch, "_run", run)
+        return get
+
+    monkeypatch.setattr(fetch, "_from_web", pretended("web"))
+    monkeypatch.setattr(fetch, "_from_debian", pretended("apt"))
     return tried
 
 
@@ -71,10 +71,10 @@ def test_content_that_is_wrong_though_delivered_is_refused(tmp_path: Path, monke
 def test_package_is_unpacked_where_the_download_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     at_hand(monkeypatch, tmp_path, apt_get="exit 1", dpkg="exit 1")
-    tried = pretend(monkeypatch, reasons={"torchvision": "HTTP Error 403"}, made=write_set(tmp_path / "served"))
+    tried = pretend(monkeypatch, reasons={"web": "HTTP Error 403"}, made=write_set(tmp_path / "served"))
     family = replace(small(), debian_package="some-package")
     folder = locate(family, data_dir="data", timeout_s=WAIT_S, say=print)
-    assert tried == ["torchvision", "apt"]
+    assert tried == ["web", "apt"]
     assert folder == tmp_path / "data" / "FashionMNIST" / "raw"
     assert len(read_half(folder, family, train=False)) == ROWS["t10k"]
     assert everything(tmp_path / "data") == ["FashionMNIST"]
@@ -93,91 +93,69 @@ DPKG = """
 """
 
 
+def from_debian(tmp_path: Path, until_s: float = WAIT_S) -> Path:
+    remote = Remote("it", "it", lambda: (), "it/raw", lambda _: None, package="some-package", place="usr/share/place")
+    (tmp_path / "apt" / remote.inside).mkdir(parents=True)
+    fetch._from_debian(remote, tmp_path / "apt", time.monotonic() + until_s, print)
+    return tmp_path / "apt" / remote.inside
+
+
 def test_apt_fetches_its_own_lists_when_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_hand(monkeypatch, tmp_path, apt_get=APT_GET, dpkg=DPKG)
-    folder = tmp_path / "apt"
-    folder.mkdir()
-    task = ["apt", "some-package", "usr/share/place", str(folder)]
-    assert fetch._run(task, folder, until=time.monotonic() + WAIT_S, title="it", say=print) == ""
-    assert (folder / "found" / "file").is_file()
+    assert (from_debian(tmp_path) / "file").is_file()
 
 
 def test_apt_that_fails_gives_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_hand(monkeypatch, tmp_path, apt_get='echo "Err:1 mirror"; echo "E: Failed to fetch it  403"; exit 100', dpkg="")
-    folder = tmp_path / "apt"
-    folder.mkdir()
-    task = ["apt", "some-package", "usr/share/place", str(folder)]
-    reason = fetch._run(task, folder, until=time.monotonic() + WAIT_S, title="it", say=print)
-    assert reason == "apt-get: Err:1 mirror E: Failed to fetch it 403"
+    with pytest.raises(OSError, match="Err:1 mirror E: Failed to fetch it  403"):
+        from_debian(tmp_path)
 
 
-def test_download_is_bounded_and_what_it_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_hand(monkeypatch, tmp_path, apt_get="echo $$ > new; mv new pid; exec sleep 600", dpkg="")
-    folder = tmp_path / "apt"
-    folder.mkdir()
-    monkeypatch.setattr(fetch, "REPORT_EVERY_S", 0.3)
-    said: list[str] = []
-
-    def clock() -> float:
-        """Jumps beyond the deadline once the command runs and its progress was reported."""
-        return time.monotonic() + (1000.0 if said and (folder / "pid").exists() else 0.0)
-
-    monkeypatch.setattr(fetch, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
-    task = ["apt", "some-package", "usr/share/place", str(folder)]
-    reason = fetch._run(task, folder, until=time.monotonic() + 500.0, title="it", say=said.append)
-    assert reason.startswith("not done after 10")
-    assert said[0].startswith("downloading it: 0.0 MB after ")
-    sleeper = int((folder / "pid").read_text())
-    deadline = time.monotonic() + WAIT_S
-    while _runs(sleeper) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _runs(sleeper)
+def test_apt_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_hand(monkeypatch, tmp_path, apt_get="exec sleep 600", dpkg="")
+    with pytest.raises(subprocess.TimeoutExpired):
+        from_debian(tmp_path, until_s=0.2)
 
 
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        # An orphan that has ended stays a zombie where no process one collects it
-        stat = Path(f"/proc/{pid}/stat")
-        return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
-    except (ProcessLookupError, FileNotFoundError):
-        return False
+def test_debians_package_that_is_installed_is_what_was_published() -> None:
+    family = FAMILIES["fashion-mnist"]
+    if not (family.here and family.here.is_dir()):
+        pytest.skip("needs Debian's dataset-fashion-mnist")
+    halves = load(Config())
+    assert [(half.name, len(half)) for half in halves] == [("fashion-mnist", 60_000), ("fashion-mnist", 10_000)]
 
 
 HOLDER = """
-import fcntl, os, sys
-handle = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
-fcntl.lockf(handle, fcntl.LOCK_EX)
-os.write(handle, b"process 4711 on elsewhere")
-print("held", flush=True)
-sys.stdin.read()
+import sys
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
 """
 
 
-def test_waiting_is_bounded_and_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_is_bounded_and_says_for_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "GRACE_S", 0.3)
-    monkeypatch.setattr(fetch, "REPORT_EVERY_S", 0.0)  # at its first look
+    monkeypatch.setattr(fetch, "REPORT_EVERY_S", 0.1)
     said: list[str] = []
-    lock = tmp_path / ".FashionMNIST.lock"
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", HOLDER, str(tmp_path / ".FashionMNIST.lock")], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(
-            DataError, match="process 4711 on elsewhere has not finished downloading Fashion-MNIST"
-        ) as e:
+        with pytest.raises(DataError, match="another process has not finished downloading Fashion-MNIST") as e:
             locate(small(), data_dir=str(tmp_path), timeout_s=0.2, say=said.append)
         assert not isinstance(e.value, NotFetched)  # no ground to fall back: somebody may well succeed
         holder.kill()
-    assert said[0].startswith("waiting for process 4711 on elsewhere to download Fashion-MNIST (0 s of at most 0.2 s)")
+    assert said[0].startswith("waiting for another process to download Fashion-MNIST (0 s of at most 0.2 s)")
 
 
 def test_without_locks_it_still_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     pretend(monkeypatch, reasons={}, made=write_set(tmp_path / "served"))
     of_another = tmp_path / "data" / ".FashionMNIST.partial-x"
     of_another.mkdir(parents=True)
@@ -192,13 +170,13 @@ def test_second_to_rename_keeps_the_first(tmp_path: Path, monkeypatch: pytest.Mo
     def meanwhile(_: Path) -> None:
         (root / "FashionMNIST" / "raw").mkdir(parents=True, exist_ok=True)
 
-    remote = Remote("it", "FashionMNIST", "FashionMNIST", check=meanwhile)
+    remote = Remote("it", "FashionMNIST", lambda: (), "FashionMNIST/raw", meanwhile)
     assert fetch.fetch(remote, root, timeout_s=WAIT_S, say=print) == root / "FashionMNIST"
     assert everything(root) == ["FashionMNIST"]
 
 
 def test_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, dir: Path, **__: Any) -> str:
+    def refuse(suffix: str, prefix: str, dir: str) -> str:
         raise OSError(errno.EROFS, "Read-only file system", str(dir))
 
     monkeypatch.setattr("tempfile.mkdtemp", refuse)
@@ -212,15 +190,15 @@ def test_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(fashion_mnist, "FAMILY", small())
+    monkeypatch.setitem(FAMILIES, "fashion-mnist", small())
     monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
-    return pretend(monkeypatch, reasons={"torchvision": "<urlopen error [Errno -2] Name or service not known>"})
+    return pretend(monkeypatch, reasons={"web": "<urlopen error [Errno -2] Name or service not known>"})
 
 
 def test_default_falls_back_to_digits_and_says_so_in_one_line(offline: list[str]) -> None:
     said: list[str] = []
     assert [half.name for half in load(Config(), say=said.append)] == ["digits", "digits"]
-    assert offline == ["torchvision"], "the second half must not try, and decide, again"
+    assert offline == ["web"], "the second half must not try, and decide, again"
     told = [line for line in said if "digits" in line]
     assert len(told) == 1
     assert "Name or service not known" in told[0]

@@ -34,11 +34,11 @@ def training_state(step: int, **fields: Any) -> TrainingState:
 
 def save(
     directory: Path, step: int, *, keep: int = 99, value: float | None = None, run: str = "0123456789abcdef",
-    **more: Any,
+    attempt: str = "20200101T000000-abcdef", **more: Any,
 ) -> Path:
     """A plain checkpoint whose weights are all `step`, or `value`."""
     model = {"weight": torch.full((3, 2), float(step) if value is None else value)}
-    state = training_state(step, run=run, optimizer={"state": {0: {"momentum_buffer": torch.ones(3)}}})
+    state = training_state(step, run=run, attempt=attempt, optimizer={"state": {0: {"momentum_buffer": torch.ones(3)}}})
     return save_checkpoint(directory, state, model, keep=keep, **more)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from rankup.agent.logs import host_name
 from rankup.errors import UserError
+from rankup.places.lineage import FILE, Lineage
 from tests.rigs.checkpoints import SETTINGS, flip, save, steps, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, result
@@ -25,7 +26,6 @@ from train.run import copies, publish
 from train.run.checkpoint import Checkpoint, load_checkpoint
 from train.run.copier import Copier, fingerprint_tensors
 from train.run.copies import FOLDER, Known, Offer
-from train.run.lineage import FILE, Lineage
 from train.run.training_state import to_json
 
 LINE = ("train", *SETTINGS, "--run-dir=runs", "--name=run", "--save-every-steps=8")
@@ -241,7 +241,7 @@ def test_shared_disk_holds_no_copy(forks: Forks, tmp_path: Path) -> None:
 
 
 def line(number: int, *attempts: str, run: str = "run") -> Lineage:
-    return Lineage(run, "first", "", list(attempts), number)
+    return Lineage(run, "first", "", [[attempt, 0] for attempt in attempts], number)
 
 
 def offer(step: int, attempt: str, lineage: Lineage) -> Offer:

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+from rankup.places.lineage import Lineage
 from tests.rigs.checkpoints import flip, train, training_state
 from tests.rigs.fork_server import Forks
 from train.config import Config
 from train.data.sources import cache
 from train.run import rescue
 from train.run.checkpoint import Checkpoint, load_checkpoint
-from train.run.lineage import Lineage
 from train.run.sharded_checkpoint import fingerprint_file
 
 RUN, ATTEMPT = "0123456789abcdef", "20200101T000000-abcdef"
-LINEAGE = Lineage(RUN, ATTEMPT, "", [ATTEMPT])
+LINEAGE = Lineage(RUN, ATTEMPT, "", [[ATTEMPT, 0]])
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -269,29 +269,3 @@ def test_id_of_a_run_leads_to_no_folder_elsewhere(forks: Forks, tmp_path: Path, 
     assert codes == [0 if file == "run.json" else 2], output
     assert file == "run.json" or f'must be of a run with an id, got "{victim}"' in output
     assert (victim / "text").exists()
-
-
-# Lineage --------------------------------------------------------------------------------------------------------
-
-
-def test_attempts_that_a_run_went_on_without_are_forgotten(tmp_path: Path) -> None:
-    lineage = Lineage.new("first", "start")
-    assert (lineage.attempts, lineage.begun_by) == ([], "first")
-    lineage.go_on("first", writer=None)
-    lineage.go_on("second", writer="first")
-    lineage.go_on("third", writer="second")
-    assert lineage.attempts == ["first", "second", "third"]
-    lineage.write(tmp_path)
-    again = Lineage.read(tmp_path)
-    assert again == lineage
-    again.go_on("fourth", writer="first")  # what the second and the third did since is done again
-    assert again.attempts == ["first", "fourth"]
-    again.go_on("fifth", writer=None)
-    assert again.attempts == ["fifth"]
-
-
-def test_damaged_run_file_is_no_run(tmp_path: Path) -> None:
-    assert Lineage.read(tmp_path) is None
-    for text in ("", "[]", '{"run": "x"}'):
-        (tmp_path / "run.json").write_text(text)
-        assert Lineage.read(tmp_path) is None

@@ -198,7 +198,7 @@ def test_kill_before_the_run_directory_is_taken_hides_yesterdays_success(forks: 
 
 
 def die_at_the_lease() -> None:
-    from train.run.lease import Lease
+    from rankup.places.lease import Lease
 
     Lease.__enter__ = lambda self: os.kill(os.getpid(), 9)  # type: ignore
 

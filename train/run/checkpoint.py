@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 
 from rankup.errors import UserError
+from rankup.places.stored_run import AllDamaged
 from train.group.group import Group, pack, unpack
 from train.run import sharded_checkpoint
 from train.run.sharded_checkpoint import Fingerprint
@@ -29,18 +30,6 @@ NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 FILE = re.compile(r"(shards/)?\.?\w[\w.-]*")
 
 known_damaged: set[Path] = set()  # what this process has read and found damaged
-
-
-class AllDamaged(UserError):
-    """There are checkpoints, and none is whole."""
-
-    def __init__(self, place: Path | str, damaged: dict[str, str]) -> None:
-        """`damaged`: what is wrong with each, by its name."""
-        super().__init__(
-            f"checkpoint: {place} must hold a whole checkpoint, got only damaged ones: "
-            f"{'; '.join(f'{name}: {why}' for name, why in damaged.items())}. Put one back from a copy, or set --fresh "
-            "to start anew, which keeps them aside."
-        )
 
 
 @dataclass(frozen=True, slots=True)

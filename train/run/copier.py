@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 
 from rankup.errors import UserError
+from rankup.places.lineage import FILE, Lineage
 from train.config import Config
 from train.group.group import Group, pack
 from train.run import publish
 from train.run.checkpoint import list_checkpoints, step_of
 from train.run.copies import FOLDER
 from train.run.host_copies import HostCopies, beside_training
-from train.run.lineage import FILE, Lineage
 from train.run.training_state import TrainingState, to_json
 
 

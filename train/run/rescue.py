@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rankup.errors import UserError
+from rankup.places.lineage import Lineage
 from train.config import Config, changed_settings
 from train.group.group import Group
 from train.process.status import read_json
 from train.run import publish
 from train.run.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, share_checkpoint, step_of
-from train.run.lineage import Lineage
 from train.run.training_state import FORMAT, RANDOM_SCHEME
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
@@ -118,7 +118,7 @@ def _fits(path: Path, lineage: Lineage, config: Config) -> bool:
     state = read_json(path / "state.json")
     return (
         isinstance(state, dict) and state.get("format") == FORMAT and state.get("random") == RANDOM_SCHEME
-        and state.get("run") == lineage.run and state.get("attempt") in lineage.attempts
+        and state.get("run") == lineage.run and lineage.has(step_of(path), str(state.get("attempt")))
         and not changed_settings(state.get("config", {}), config)
     )
 

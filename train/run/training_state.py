@@ -13,8 +13,8 @@ from typing import Any, Self
 import torch
 
 from rankup.errors import UserError
+from rankup.places.lineage import RUN_ID
 from train.group.group import pack, unpack
-from train.run.lineage import RUN_ID
 
 # Raise it when a field is added, removed or changes its meaning. A checkpoint of another format is refused, because
 # guessing what a missing field was would change the weights of the resumed run without a word.
@@ -53,7 +53,7 @@ class TrainingState:
     world_size: int
     versions: dict[str, str] = field(default_factory=versions)
     random: str = RANDOM_SCHEME
-    # Who wrote it: the run and the mark of the attempt, see `train.run.lineage`, and which rank on which host.
+    # Who wrote it: the run and the mark of the attempt, see `rankup.places.lineage`, and which rank on which host.
     run: str
     attempt: str
     written_by: str

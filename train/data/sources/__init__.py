@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 # `dataset` -> its module in this folder, with a function load(config, say) -> (training half, test half).
 # A name with a colon stands for all that begin like it. A new data set is a new file here and a line in this table.
 SOURCES = {
-    "fashion-mnist": "fashion_mnist",
-    "mnist": "mnist",
+    "fashion-mnist": "mnist_family",
+    "mnist": "mnist_family",
     "cifar10": "cifar10",
     "imagefolder": "imagefolder",
     "shards": "shards.source",
-    "digits": "digits",
+    "digits": "mnist_family",
     "fake": "fake",
     "hf:PATH_OR_NAME": "huggingface",
 }

@@ -5,33 +5,28 @@ do it is not enough, because other jobs on the node may want the same data. So a
 """
 
 import errno
-import fcntl
-import json
+import gzip
+import hashlib
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
 
 from rankup.errors import DataError
-from train.data.sources.download import size_of
-from train.data.sources.locks import NO_LOCKS
 
 Say = Callable[[str], None]
-Found = TypeVar("Found")
 
 REPORT_EVERY_S = 5.0
 GRACE_S = 10.0  # waiters wait this much longer than a download may take: it fails first, and they learn its reason
-ABANDONED_S = 3600.0
-FAILED = "failed: "
+SILENCE_S = 10.0  # give up when a server has sent nothing for this long
+# What a file system without locks says, as some on a network have none
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class NotFetched(DataError):
@@ -46,18 +41,73 @@ class Remote:
     """
 
     title: str
-    folder: str  # what torchvision makes below its root, and what appears here in the end
-    torchvision: str  # the class in torchvision.datasets
-    check: Callable[[Path], object]  # raises DataError unless that folder is complete
+    folder: str  # what appears below the root in the end
+    files: Callable[[], Sequence[tuple[Sequence[str], str]]]  # the addresses of each file, and its md5; unpacked ...
+    inside: str  # ... into this folder
+    check: Callable[[Path], object]  # raises DataError unless `folder` is complete
     package: str | None = None  # the Debian package
-    place: str = ""  # the folder to take from the package
-    package_folder: str = ""  # where below `folder` to put it
-    attributes: Mapping[str, Any] = field(default_factory=dict)  # set on the torchvision class: mirrors, resources
+    place: str = ""  # the folder to take from the package in place of `inside`
 
 
 def print_to_stderr(line: str) -> None:
     """The usual `say`."""
     print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def locked(path: Path, *, waiting: Callable[[float], None] = lambda waited_s: None) -> Iterator[bool]:
+    """Wait for the lock on the file at `path`, and hold it for the block. The kernel takes it back when its owner dies.
+
+    `waiting` is called now and then, and may raise. Where there are no locks, several processes may do the same, so
+    that what the block makes has to appear whole or not at all; False is given then. Raises OSError.
+    """
+    from filelock import FileLock, Timeout  # here: for what downloads nothing
+
+    lock, began_s, held, wait_s = FileLock(path), time.monotonic(), False, 0.0
+    try:
+        while not held:
+            try:
+                lock.acquire(timeout=wait_s)
+                held = True
+            except Timeout:
+                waiting(time.monotonic() - began_s)
+                wait_s = REPORT_EVERY_S
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                break
+        yield held
+    finally:
+        lock.release()
+
+
+@contextmanager
+def download_lock(path: Path, title: str, *, timeout_s: float, say: Say) -> Iterator[bool]:
+    """`locked` for a download, which holds a lock file of its own beside `path`.
+
+    A block that raises NotFetched leaves the reason there: the processes that waited raise it too, instead of trying
+    the same in vain one after the other. Raises DataError if another process takes much longer than `timeout_s`.
+    """
+
+    def waiting(waited_s: float) -> None:
+        if waited_s > timeout_s + GRACE_S:
+            raise DataError(
+                f"{path.parent}: another process has not finished downloading {title} after {waited_s:.0f} s. "
+                f"Is it alive? (download_timeout_s is {timeout_s:g})"
+            )
+        say(f"waiting for another process to download {title} ({waited_s:.0f} s of at most {timeout_s:g} s)")
+
+    began_s, failed = time.time(), path.with_name(f".{path.name}.failed")
+    with locked(path.with_name(f".{path.name}.lock"), waiting=waiting) as held:
+        if failed.exists():
+            if failed.stat().st_mtime > began_s:
+                raise NotFetched(failed.read_text(errors="replace"))
+            failed.unlink(missing_ok=True)
+        try:
+            yield held
+        except NotFetched as error:
+            failed.write_text(str(error))
+            raise
 
 
 def fetch(remote: Remote, root: Path, *, timeout_s: float, say: Say) -> Path:
@@ -66,14 +116,18 @@ def fetch(remote: Remote, root: Path, *, timeout_s: float, say: Say) -> Path:
     `say` gets a line now and then. Raises NotFetched if no source gives it, DataError if `root` cannot be written or
     the process that downloads does not finish within `timeout_s`.
     """
-    root = root.absolute()  # the commands below run in other folders
-    target = root / remote.folder
+    target = root.absolute() / remote.folder
+    if target.exists():
+        return target
     try:
         root.mkdir(parents=True, exist_ok=True)
-        while not target.exists():
-            with _turn(root / f".{remote.folder}.lock", remote.title, timeout_s=timeout_s, say=say) as turn:
-                if turn is not None and not target.exists():
-                    _download(remote, root, timeout_s=timeout_s, say=say, locked=turn)
+        with download_lock(target, remote.title, timeout_s=timeout_s, say=say) as held:
+            if held:  # so what is half there is of processes that were killed
+                for path in target.parent.glob(f".{remote.folder}.partial-*"):
+                    shutil.rmtree(path, ignore_errors=True)
+            if not target.exists():
+                say(f"downloading {remote.title} to {root} (once, at most {timeout_s:g} s)")
+                _download(remote, target, timeout_s=timeout_s, say=say)
     except OSError as error:
         raise DataError(
             f"{error.filename or root}: {remote.title} cannot be stored there ({error.strerror}). "
@@ -82,181 +136,107 @@ def fetch(remote: Remote, root: Path, *, timeout_s: float, say: Say) -> Path:
     return target
 
 
-def call_once(
-    task: list[str], lock: Path, title: str, *, look: Callable[[], Found | None], timeout_s: float, say: Say
-) -> Found | None:
-    """Let download.py do a task that keeps what it downloads in a cache of its own; what `look` finds there then.
-
-    One process of this node does it, the others wait for it. Raises NotFetched, with the reason, if it fails.
-    """
-    while (found := look()) is None:
-        with _turn(lock, title, timeout_s=timeout_s, say=say) as turn:
-            if turn is None or (found := look()) is not None:
-                continue
-            say(f"downloading {title} (once, at most {timeout_s:g} s)")
-            with tempfile.TemporaryDirectory(prefix="rankup-download-") as folder:
-                until = time.monotonic() + timeout_s
-                reason = _run(task, Path(folder) / "data", until=until, title=title, say=say)
-            if reason:
-                raise NotFetched(f"{title} cannot be downloaded ({reason}).")
-            return look()
-    return found
-
-
-@contextmanager
-def _turn(path: Path, title: str, *, timeout_s: float, say: Say) -> Iterator[bool | None]:
-    """Wait for the lock on `path`. Yields True while it is held; False on a file system without locks (go on: renaming
-    keeps that safe); None if another process has just finished (look again).
-
-    Its owner writes who it is into the file, on failure why, and removes the file. Processes that waited still have it
-    open: they read the reason and raise it too, instead of trying the same in vain one after the other. The package
-    filelock cannot do that: when it truncates or removes its file differs from version to version.
-    """
-    with path.open("a+b", buffering=0) as file:
-        locked = _wait_for_lock(file, path, title, timeout_s=timeout_s, say=say)
-        if locked and _was_removed(file, path):
-            if (note := _read_note(file)).startswith(FAILED):
-                raise NotFetched(note.removeprefix(FAILED))
-            yield None
-            return
-        _write_note(file, f"process {os.getpid()} on {socket.gethostname()}")
+def _download(remote: Remote, target: Path, *, timeout_s: float, say: Say) -> None:
+    """Fetch to a temporary folder beside the target, check, rename."""
+    with tempfile.TemporaryDirectory(prefix=f".{remote.folder}.partial-", dir=target.parent) as temporary:
+        found = _from_anywhere(remote, Path(temporary), until_s=time.monotonic() + timeout_s, say=say)
         try:
-            yield locked
-        except NotFetched as error:
-            _write_note(file, f"{FAILED}{error}")
-            raise
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def _wait_for_lock(file: BinaryIO, path: Path, title: str, *, timeout_s: float, say: Say) -> bool:
-    """True once the lock is ours, False if there are no locks here. Raises DataError if its owner takes too long."""
-    start = reported = time.monotonic()
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            found.rename(target)  # atomic within one file system: a reader sees the whole folder or nothing
         except OSError as error:
-            if error.errno in NO_LOCKS:
-                return False
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise
-        now = time.monotonic()
-        owner = _read_note(file) or "another process"
-        if now - start > timeout_s + GRACE_S:
-            raise DataError(
-                f"{path.parent}: {owner} has not finished downloading {title} after {now - start:.0f} s. "
-                f"Is it alive? (download_timeout_s is {timeout_s:g})"
-            )
-        if now - reported >= REPORT_EVERY_S:
-            reported = now
-            say(f"waiting for {owner} to download {title} ({now - start:.0f} s of at most {timeout_s:g} s)")
-        time.sleep(0.1)
-
-
-def _was_removed(file: BinaryIO, path: Path) -> bool:
-    # Not st_nlink == 0: NFS renames a file that is removed while it is open.
-    try:
-        return not os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return True
-
-
-def _read_note(file: BinaryIO) -> str:
-    file.seek(0)
-    return file.read(4096).decode(errors="replace")
-
-
-def _write_note(file: BinaryIO, note: str) -> None:
-    file.truncate(0)  # what is written is appended: the file was opened so, to create it without truncating it
-    file.write(note.encode()[:4096])
-
-
-def _download(remote: Remote, root: Path, *, timeout_s: float, say: Say, locked: bool) -> None:
-    """Fetch to a temporary folder beside the target, check, rename. Leaves nothing else behind, whatever happens."""
-    prefix = f".{remote.folder}.partial-"
-    if locked:
-        _remove_abandoned(root, prefix)
-    temporary = Path(tempfile.mkdtemp(prefix=f"{prefix}{socket.gethostname()}-", dir=root))
-    try:
-        found = _from_anywhere(remote, temporary, timeout_s=timeout_s, say=say)
-        # rename is atomic within one file system: a reader sees the whole folder or nothing.
-        try:
-            found.rename(root / remote.folder)
-        except OSError as error:
-            # Without locks another process may have been first; its folder was checked as ours was.
+            # Without locks another process may have been first; its folder was checked as ours was
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _remove_abandoned(root: Path, prefix: str) -> None:
-    # We hold the lock, so no process of this host is downloading. Locks may not reach the other nodes that share the
-    # folder: what was made by another host is removed only when it is old.
-    for path in root.glob(f"{prefix}*"):
-        ours = path.name.startswith(f"{prefix}{socket.gethostname()}-")
-        if ours or time.time() - path.stat().st_mtime > ABANDONED_S:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _from_anywhere(remote: Remote, temporary: Path, *, timeout_s: float, say: Say) -> Path:
-    """Try torchvision's sources, then the Debian package; return the checked folder. Raises NotFetched."""
-    start = time.monotonic()
-    say(f"downloading {remote.title} to {temporary.parent} (once, at most {timeout_s:g} s)")
-    tasks = [("torchvision", [remote.torchvision, json.dumps(dict(remote.attributes))])]
+def _from_anywhere(remote: Remote, temporary: Path, *, until_s: float, say: Say) -> Path:
+    """Try the web, then the Debian package; return the checked folder. Raises NotFetched."""
+    sources = {"web": _from_web}
     if remote.package and shutil.which("apt-get") and shutil.which("dpkg"):
-        tasks.append(("apt", [remote.package, remote.place]))
+        sources["apt"] = _from_debian
     reasons = []
-    for number, (source, arguments) in enumerate(tasks, start=1):
-        folder = temporary / source
-        folder.mkdir()
-        # The first of two sources gets half of the time: a slow one leaves the other a chance.
-        until = start + timeout_s * number / len(tasks)
-        reason = _run([source, *arguments, str(folder)], folder, until=until, title=remote.title, say=say)
-        made = folder / remote.folder
-        if not reason:
-            if source == "apt":
-                (made / remote.package_folder).parent.mkdir(parents=True, exist_ok=True)
-                (folder / "found").rename(made / remote.package_folder)
-            try:
-                remote.check(made)
-                return made
-            except DataError as error:
-                reason = str(error).replace(f"{folder}{os.sep}", "")
-        reasons.append(f"{source}: {reason}")
+    for number, (name, get) in enumerate(sources.items(), start=1):
+        folder = temporary / name
+        (folder / remote.inside).mkdir(parents=True)
+        # The first of two sources gets half of the time: a slow one leaves the other a chance
+        now_s = time.monotonic()
+        try:
+            get(remote, folder, now_s + (until_s - now_s) / (len(sources) - number + 1), say)
+            remote.check(folder / remote.folder)
+            return folder / remote.folder
+        except Exception as error:  # each source has errors of its own
+            reason = " ".join(str(error).split()) or type(error).__name__
+            reasons.append(f"{name}: {reason.replace(f'{folder}{os.sep}', '')}")
     raise NotFetched(f"{remote.title} cannot be downloaded ({'; '.join(reasons)}).")
 
 
-def _run(task: list[str], folder: Path, *, until: float, title: str, say: Say) -> str:
-    """Run download.py on one task until the moment `until`; return why it failed, in one line, or ""."""
-    log = folder.with_suffix(".log")
-    # A name server that does not answer should cost seconds, not half a minute.
-    environment = {"RES_OPTIONS": "timeout:2 attempts:1", **os.environ}
-    command = [sys.executable, "-P", str(Path(__file__).with_name("download.py")), *task]
-    with log.open("wb") as output:
-        # A process group of its own, so that apt-get can be killed with it. It also ends when its standard input
-        # closes, which happens when this process dies.
-        child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment,
-            start_new_session=True,
+def _from_web(remote: Remote, folder: Path, until_s: float, say: Say) -> None:
+    """Every file, from the first of its addresses that gives it; archives are unpacked."""
+    for addresses, md5 in remote.files():
+        for last, url in enumerate(addresses, start=1 - len(addresses)):
+            path = folder / remote.inside / url.rpartition("/")[2]
+            try:
+                _get(url, path, md5, title=remote.title, until_s=until_s, say=say)
+                break
+            except Exception:
+                if not last:
+                    raise
+        if path.name.endswith(".tar.gz"):
+            shutil.unpack_archive(path, path.parent, filter="data")
+        else:
+            path.with_suffix("").write_bytes(gzip.decompress(path.read_bytes()))
+        path.unlink()
+
+
+def _get(url: str, path: Path, md5: str, *, title: str, until_s: float, say: Say) -> None:
+    import urllib.request  # here: 0.1 s
+
+    digest, reported_s, size = hashlib.md5(usedforsecurity=False), time.monotonic(), 0
+    request = urllib.request.Request(url, headers={"User-Agent": "rankup"})
+    with urllib.request.urlopen(request, timeout=SILENCE_S) as answer, path.open("wb") as file:
+        while piece := answer.read1(1 << 20):
+            file.write(piece)
+            digest.update(piece)
+            size += len(piece)
+            if (now_s := time.monotonic()) > until_s:
+                raise TimeoutError(f"{path.name} is not done in time, {size / 1e6:.1f} MB of it are here")
+            if now_s - reported_s > REPORT_EVERY_S:
+                reported_s = now_s
+                say(f"downloading {title}: {path.name}, {size / 1e6:.1f} MB")
+    if digest.hexdigest() != md5:
+        raise OSError(f"{url} gave another file, its md5 is {digest.hexdigest()} instead of {md5}")
+
+
+def _from_debian(remote: Remote, folder: Path, until_s: float, say: Say) -> None:
+    """Unpack the folder of the package, without root."""
+    work = folder / "apt"
+    for name in ("lists/partial", "cache/archives/partial"):
+        (work / name).mkdir(parents=True)
+
+    def call(*command: str) -> str:
+        """What went wrong, or ''."""
+        done = subprocess.run(
+            command, cwd=work, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace", env={**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}, check=False,
+            timeout=max(0.0, until_s - time.monotonic()),
         )
-    start = reported = time.monotonic()
-    try:
-        while child.poll() is None:
-            now = time.monotonic()
-            if now > until:
-                return f"not done after {now - start:.0f} s"
-            if now - reported >= REPORT_EVERY_S:
-                reported = now
-                so_far = f"{size_of(folder) / 1e6:.1f} MB " if folder.exists() else ""
-                say(f"downloading {title}: {so_far}after {now - start:.0f} s")
-            time.sleep(0.05)
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
-    if child.returncode == 0:
-        return ""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else f"ended with {child.returncode}"
+        complaints = [line for line in done.stdout.splitlines() if line.startswith(("E:", "Err:", "dpkg"))]
+        return "" if done.returncode == 0 else " ".join(complaints[-2:]) or f"{command[0]}: {done.stdout[-200:]}"
+
+    # As root, apt switches to a user who may not write here, unless this option keeps it from doing so
+    options = ["APT::Sandbox::User=root", "Acquire::Retries=0"]
+    options += [f"Acquire::{kind}::Timeout={SILENCE_S:.0f}" for kind in ("http", "https")]
+    own = [f"Dir::State::Lists={work}/lists", f"Dir::Cache={work}/cache"]  # of packages, which need no root
+    apt, apt_with_own = (
+        ["apt-get", *(word for option in chosen for word in ("-o", option))] for chosen in (options, [*options, *own])
+    )
+    say(f"downloading {remote.title}: Debian's package {remote.package}")
+    if call(*apt, "download", str(remote.package)):  # no lists, as in a container, or old ones
+        unlisted = call(*apt_with_own, "update")
+        # Some of the lists may be enough, so try even if others could not be fetched
+        if failure := call(*apt_with_own, "download", str(remote.package)):
+            raise OSError(unlisted or failure)
+    archive = next(work.glob("*.deb"), Path("no package"))
+    if failure := call("dpkg", "-x", archive.name, "unpacked"):
+        raise OSError(failure)
+    (folder / remote.inside).rmdir()
+    (work / "unpacked" / remote.place).rename(folder / remote.inside)

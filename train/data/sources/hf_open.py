@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rankup.errors import ConfigError, DataError
+from rankup.places.urls import is_url
 from train.config import Config
-from train.config.urls import is_url
 from train.data.sources.cache import writable_cache
-from train.data.sources.fetch import Say, call_once
+from train.data.sources.fetch import NotFetched, Say, download_lock
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # organisation/name, or the first data sets' single word
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
@@ -40,11 +43,13 @@ def open_splits(config: Config, *, say: Say) -> Mapping[str, Any]:
         raise DataError(f"dataset must be hf: and a folder, or a data set's name, got {got}.")
     found = _cached(name, config)
     if found is None and config.hf_download:
-        lock = writable_cache() / f".hf-{name.replace('/', '--')}.lock"
-        found = call_once(
-            ["hub", name, config.hf_config or ""], lock, f"{name} from the Hugging Face hub",
-            look=lambda: _cached(name, config), timeout_s=config.download_timeout_s, say=say,
-        )
+        title, lock = f"{name} from the Hugging Face hub", writable_cache() / f"hf-{name.replace('/', '--')}"
+        with download_lock(lock, title, timeout_s=config.download_timeout_s, say=say):
+            found = _cached(name, config)
+            if found is None:
+                say(f"downloading {title} (once, at most {config.download_timeout_s:g} s)")
+                _download(name, title, config)
+                found = _cached(name, config)
     if found is None:
         asked = f" with configuration {config.hf_config}" if config.hf_config else ""
         raise DataError(
@@ -53,6 +58,21 @@ def open_splits(config: Config, *, say: Say) -> Mapping[str, Any]:
             "--hf-download."
         )
     return found
+
+
+def _download(name: str, title: str, config: Config) -> None:
+    """Let `datasets` put a data set into its cache, in a process of its own, which can be ended. Raises NotFetched."""
+    # It would report to the hub what is used here. Read when the packages are imported
+    env = {**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
+    code = "import sys, datasets; datasets.load_dataset(sys.argv[1], sys.argv[2] or None)"
+    try:
+        subprocess.run(
+            [sys.executable, "-P", "-c", code, name, config.hf_config or ""], env=env, check=True, text=True,
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=config.download_timeout_s,
+        )
+    except subprocess.SubprocessError as error:
+        lines = str(getattr(error, "stderr", "") or error).strip().splitlines()
+        raise NotFetched(f"{title} cannot be downloaded ({lines[-1].strip()}).") from error
 
 
 def _may_be_at_the_hub(name: str, folder: Path) -> bool:

@@ -26,7 +26,7 @@ import torchvision
 from numpy.typing import NDArray
 
 from rankup.errors import DataError
-from train.data.sources.locks import locked
+from train.data.sources.fetch import locked
 
 FORMAT = 1  # to be raised when the same file gives other pixels than before
 PAGE = 4096

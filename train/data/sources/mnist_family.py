@@ -1,14 +1,14 @@
 """MNIST and its relatives, four IDX files each: where the files may be, and how they become an ImageSet."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rankup.errors import DataError
+from train.config import Config
 from train.data.sources.cache import cached, visible, writable_cache
-from train.data.sources.fetch import Remote, Say, fetch
+from train.data.sources.fetch import NotFetched, Remote, Say, fetch
 from train.data.sources.idx import read_idx
 from train.data.sources.sets import ImageSet, stamp
 
@@ -25,36 +25,76 @@ class Family:
 
     name: str
     title: str
-    folder: str  # torchvision keeps the files in <root>/<folder>/raw
+    folder: str  # torchvision keeps the files in <root>/<folder>/raw, and names the class so that knows addresses
     classes: tuple[str, ...]
     mean: float
     std: float
-    counts: Mapping[bool, int]  # images to train on (True) and to test on (False), as published
+    counts: tuple[int, int]  # images to train on and to test on, as published
     digest: str = ""  # of the published ones, see `read_halves`; those of a set without it are named by theirs
     mirror: bool = True  # whether a mirrored image still shows its class; a mirrored 2 does not
-    debian_dir: Path | None = None
+    here: Path | None = None  # where the files may lie on this machine
     debian_package: str | None = None
-    attributes: Mapping[str, Any] | None = None  # set on torchvision's class before it downloads: mirrors, resources
+    files: Sequence[tuple[Sequence[str], str]] = ()  # addresses and md5 of each file, in place of torchvision's
+
+
+FAMILIES = {
+    # Pictures of clothes (Xiao et al. 2017), the default
+    "fashion-mnist": Family(
+        "fashion-mnist", "Fashion-MNIST", "FashionMNIST",
+        ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+        mean=0.2860, std=0.3530, counts=(60_000, 10_000), digest="ced07e3c",
+        here=Path("/usr/share/datasets/fashion-mnist"), debian_package="dataset-fashion-mnist",
+    ),
+    # Handwritten digits (LeCun et al. 1998)
+    "mnist": Family(
+        "mnist", "MNIST", "MNIST", tuple("0123456789"), mean=0.1307, std=0.3081, counts=(60_000, 10_000), mirror=False
+    ),
+    # Handwritten digits that ship with the program, 8 x 8 pixels: samples/make_digits.py made them
+    "digits": Family(
+        "digits", "digits", "digits", tuple("0123456789"), mean=0.2873, std=0.3537, counts=(1_438, 359),
+        digest="27dce9ae", mirror=False, here=Path(__file__).parents[2] / "samples" / "digits",
+    ),
+}
+
+
+def load(config: Config, say: Say) -> tuple[ImageSet, ImageSet]:
+    """The training half and the test half, uint8 [N, 1, H, W]: 28 x 28 pixels, the digits that ship 8 x 8.
+
+    The digits take the place of Fashion-MNIST where it cannot be fetched and the user named no data_dir: a first try
+    without a network shall train something. `say` gets a line then. Raises DataError, see `locate`.
+    """
+    family = FAMILIES[config.dataset]
+    data_dir = None if config.dataset == "digits" else config.data_dir
+    try:
+        folder = locate(family, data_dir=data_dir, timeout_s=config.download_timeout_s, say=say)
+    except NotFetched as error:
+        if config.dataset != "fashion-mnist" or config.data_dir is not None:
+            raise
+        say(f"{error} Using the small dataset digits instead; to use your own copy, set data_dir.")
+        return load(config.model_copy(update={"dataset": "digits"}), say)
+    return read_halves(folder, family)
 
 
 def locate(family: Family, *, data_dir: str | None, timeout_s: float, say: Say) -> Path:
     """The folder that holds the four files, fetched if need be.
 
-    In data_dir if it is given: found there, or downloaded to it if it is empty or not there yet. Otherwise in
-    Debian's place, then in the cache, then downloaded to the cache.
+    In data_dir if it is given: found there, or downloaded to it if it is empty or not there yet. Otherwise on this
+    machine, where Debian's package has it, then in the cache, then downloaded to the cache.
     Raises NotFetched if no source gives the set, DataError for a folder that holds something else, or half of it.
     """
 
+    def published() -> Sequence[tuple[Sequence[str], str]]:
+        import torchvision
+
+        kind = getattr(torchvision.datasets, family.folder)
+        return [([f"{mirror}{name}" for mirror in kind.mirrors], md5) for name, md5 in kind.resources]
+
     def check(folder: Path) -> None:
-        for train, count in family.counts.items():
+        for train, count in zip((True, False), family.counts, strict=True):
             found = len(read_half(folder / "raw", family, train=train))
             if found != count:
                 raise DataError(f"{folder / 'raw'}: {FILES[train][0]} holds {found} images, not {count}.")
 
-    remote = Remote(
-        family.title, family.folder, family.folder, check, package=family.debian_package,
-        place=str(family.debian_dir or "").lstrip("/"), package_folder="raw", attributes=family.attributes or {},
-    )
     if data_dir is not None:
         root = Path(data_dir).expanduser()
         others = visible(root)
@@ -67,11 +107,17 @@ def locate(family: Family, *, data_dir: str | None, timeout_s: float, say: Say) 
                 f"{root}: holds none of the files of {family.title} ({names}; plain or .gz), but {others[0]}. "
                 "Set data_dir to the folder that holds them, or to an empty one to download to."
             )
-        return folder or fetch(remote, root, timeout_s=timeout_s, say=say) / "raw"
-    for there in (family.debian_dir, cached(family.folder)):
-        if there is not None and (folder := find_files(there, family)) is not None:
-            return folder
-    return fetch(remote, writable_cache(), timeout_s=timeout_s, say=say) / "raw"
+    else:
+        places = [there for there in (family.here, cached(family.folder)) if there is not None]
+        folder = next((found for there in places if (found := find_files(there, family)) is not None), None)
+        root = writable_cache() if folder is None else folder
+    if folder is not None:
+        return folder
+    remote = Remote(
+        family.title, family.folder, (lambda: family.files) if family.files else published, f"{family.folder}/raw",
+        check, package=family.debian_package, place=str(family.here or "").lstrip("/"),
+    )
+    return fetch(remote, root, timeout_s=timeout_s, say=say) / "raw"
 
 
 def find_files(root: Path, family: Family) -> Path | None:
@@ -108,12 +154,9 @@ def read_halves(folder: Path, family: Family) -> tuple[ImageSet, ImageSet]:
 def read_half(folder: Path, family: Family, *, train: bool) -> ImageSet:
     """Read one half of a set from a folder: images uint8 [N, 1, H, W], labels int64 [N].
 
-    Raises DataError, naming the file, if one is damaged, the counts differ or a label is out of range.
+    Raises DataError, naming the file, if one is missing or damaged, the counts differ or a label is out of range.
     """
-    image_name, label_name = FILES[train]
-    image_path, label_path = _file(folder, image_name), _file(folder, label_name)
-    if image_path is None or label_path is None:
-        raise DataError(f"{folder}: {image_name if image_path is None else label_name} (or .gz) is missing.")
+    image_path, label_path = (_file(folder, name) or folder / name for name in FILES[train])
     files = (stamp(image_path), stamp(label_path))  # first: a change while they are read is then noticed too
     images, labels = read_idx(image_path, "images"), read_idx(label_path, "labels")
     if len(images) != len(labels):
