@@ -18,13 +18,13 @@ import logging
 import os
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from rankup import timing
 from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
 from rankup.agent.fork_server import ForkServer
@@ -32,7 +32,7 @@ from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
 from rankup.agent.links import Links
 from rankup.agent.logs import host_name, open_log
 from rankup.agent.meeting import Leader
-from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen, open_port
+from rankup.agent.network import choose_interface, chosen_address, listen, open_port
 from rankup.agent.output import Pump, last_exception
 from rankup.agent.processes import (
     die_with_parent,
@@ -43,12 +43,11 @@ from rankup.agent.processes import (
     start_fresh,
     state_of,
 )
-from rankup.agent.protocol import KILLED, Member
-from rankup.agent.record import Records
+from rankup.agent.protocol import KILLED, Member, in_thread
+from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.script_env import PARENT, rank_environment
 from rankup.agent.status import (
-    REPORT_S,
     STACKS,
     RunStatus,
     announce_stacks,
@@ -62,22 +61,7 @@ from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED
 
 log = logging.getLogger("rankup")
-Found = TypeVar("Found")
-
-# Ranks notice within a second that a peer is gone, and leave with what they hold. One that still waits for a peer to
-# join does not: it is told to leave after this time.
-NOTICE_S = 2.0
-# The ranks of a job end together. After one has ended the rest have this long to leave.
-SETTLE_S = 15.0
-SCRIPT_SETTLE_S = 5.0  # a script that knows nothing of us: it has only its own state to write
-KILL_S = 5.0  # how long a process may take to end once it is killed
-STOPPED_S = 10.0  # a rank in state T (SIGSTOP) answers nobody
-TICK_S = 0.25
-SAY_S = 10.0  # between two lines that say where a script is that does not stop
-REPEAT_S = 5.0  # a signal that comes again so much later is meant: leave at once
-DRAIN_S = 2.0  # processes that a script left behind may hold its output open
 ENDING = ("rank", "code", "cause", "suspect")  # what a rank says of its end
-FAREWELL_S = 5.0  # how long the leader stays for the others to hear how the job ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +138,7 @@ class Agent:
             left_s=self.options.join_timeout_s, ip=chosen_address(os.environ) if self.node.num_nodes > 1 else "",
         )
         self.attendance = Attendance(
-            me, settings, self._find_leader, notice=functools.partial(log.warning, "%s"), signs=self._signs
+            me, settings, self._find_leader, notice=functools.partial(log.warning, "%s"), records=self._records
         )
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
@@ -205,9 +189,9 @@ class Agent:
                 self.begin(self._get_ready(event))
             elif event["is"] == "commit":
                 self._start_ranks(event)
-            elif event["is"] in ("lost", "gone", "ranks"):
+            elif event["is"] in ("lost", "gone", "ranks", "leave"):
                 self.links.tell(event["is"], **{name: value for name, value in event.items() if name != "is"})
-                if event["is"] != "ranks":
+                if event["is"] in ("lost", "gone"):
                     self._leave_soon()
             elif event["is"] == "stop":
                 self._pass_on(event["signal"])
@@ -244,16 +228,11 @@ class Agent:
         )
 
     def _forget_server(self) -> None:
-        if self._commit:
-            self.begin(self._replace_server())
+        if self.server is not None and self.server.ready.is_set():
+            log.warning("the process that forks the ranks was killed, and they with it")
+            self._start_server()
         else:  # it has not even imported torch: nor would the next
             self.finish(Verdict(KILLED, f"starting the ranks: SIGKILL: {explain_sigkill(self._oom_kills)}"))
-
-    async def _replace_server(self) -> None:
-        log.warning("the process that forks the ranks was killed, and they with it")
-        if self.server is not None:
-            await self.server.close()
-        self._start_server()
 
     def _start_ranks(self, commit: dict[str, Any]) -> None:
         self._commit, self._oom_kills = commit, oom_kills()
@@ -325,7 +304,7 @@ class Agent:
 
         async def read() -> None:
             assert rank.pump is not None
-            await rank.pump.drained(DRAIN_S)
+            await rank.pump.drained(timing.LAST_WORD_S)  # what it left behind may hold its output open
             self._ended(rank.local_rank, code)
 
         self.begin(read())
@@ -340,13 +319,12 @@ class Agent:
                 self.attendance.say("ending", n=self._commit["n"], **{name: message[name] for name in ENDING})
         elif message["is"] == "ask":
             self.attendance.say("ask")
-        elif message["is"] == "stop":
+        elif message["is"] == "stop" and not self._passed_on:
             self._hear_signal(str(message["signal"]))
 
-    def _signs(self) -> list[dict[str, Any]]:
-        """Where this node's ranks are, as their records say."""
-        running = [(rank.number, self.records.read(rank.local_rank)) for rank in self.ranks if rank.running]
-        return [record.sign(number) for number, record in running]
+    def _records(self) -> Mapping[int, RecordWriter]:
+        """Of this node's ranks that run."""
+        return {rank.number: self.records.of(rank.local_rank) for rank in self.ranks if rank.running}
 
     def _ended(self, local_rank: int, code: int) -> None:
         rank, record = self.ranks[local_rank], self.records.read(local_rank)
@@ -382,14 +360,15 @@ class Agent:
 
     def _leave_soon(self) -> None:
         if self._leaving is None or self._leaving.done():
-            self._leaving = self.begin(self._end_ranks(settle_s=SETTLE_S if self.knows_us else SCRIPT_SETTLE_S))
+            settle_s = timing.LEAVE_S if self.knows_us else timing.SCRIPT_LEAVE_S
+            self._leaving = self.begin(self._end_ranks(settle_s=settle_s))
 
     async def _end_ranks(self, *, settle_s: float) -> None:
         """Return once all ranks have ended. They get a moment to find out by themselves, then SIGTERM, then SIGKILL.
         Without `settle_s` they are killed at once."""
         if self._passed_on in ("SIGTERM", "SIGINT"):
-            settle_s += self.options.stop_grace_s if settle_s and not self.knows_us else 0.0
-        elif not await self._ended_within(min(NOTICE_S, settle_s)):
+            settle_s += self.options.stop_grace_s if settle_s else 0.0
+        elif not await self._ended_within(min(timing.UNNOTICED_S, settle_s)):
             self._signal("SIGTERM", told=True)
         if await self._ended_within(settle_s):
             return
@@ -397,7 +376,7 @@ class Agent:
             if rank.running and settle_s:
                 log.warning("rank %d did not end within %g s after the others: killed", rank.number, settle_s)
             self._kill(rank)
-        if not await self._ended_within(KILL_S):
+        if not await self._ended_within(timing.KILL_S):
             for rank in self.ranks:  # it waits for a dead disk, and ends when the disk answers
                 self._ended(rank.local_rank, PEER_LOST)
 
@@ -431,7 +410,7 @@ class Agent:
     def _hear_signal(self, name: str) -> None:
         """The first one is told to all agents. One that comes again later is meant."""
         now_s = time.monotonic()
-        if self._asked_s and name != "SIGUSR1" and now_s - self._asked_s > REPEAT_S:
+        if self._asked_s and name != "SIGUSR1" and now_s - self._asked_s > timing.REPEAT_S:
             why = f"{name} again, {now_s - self._asked_s:.0f} s after the first: leaving at once"
             self.finish(Verdict(STOPPED, why))
         if name != "SIGUSR1":
@@ -452,10 +431,10 @@ class Agent:
             self.begin(self._oversee_stop(name))
 
     async def _oversee_stop(self, name: str) -> None:
-        """Say every SAY_S where the script's ranks are that do not end; kill them once their grace is over."""
+        """Say every NOTICE_S where the script's ranks are that do not end; kill them once their grace is over."""
         began_s, grace_s = time.monotonic(), self.options.stop_grace_s
         while (left_s := began_s + grace_s - time.monotonic()) > 0:
-            if await self._ended_within(min(SAY_S, left_s)):
+            if await self._ended_within(min(timing.NOTICE_S, left_s)):
                 return
             where = "; ".join(await self._where(timeout_s=began_s + grace_s - time.monotonic()))
             said = f"{time.monotonic() - began_s:.0f} s after {name} the script still runs"
@@ -478,31 +457,33 @@ class Agent:
                 if pid and has_handler(pid, signal.SIGUSR2):
                     self.server.signal(local_rank, signal.SIGUSR2)
             return
-        for line in await self._where(timeout_s=SAY_S):
+        for line in await self._where(timeout_s=timing.NOTICE_S):
             log.info("%s", line)
         log.info("the stacks of all threads are in %s", self.run_dir / STACKS)
 
     async def _where(self, *, timeout_s: float) -> Sequence[str]:
         running = [rank.number for rank in self.ranks if rank.running]
-        return await _aside(lambda: self.helpers.where(self.run_dir, running), timeout_s=timeout_s) or ()
+        with contextlib.suppress(OSError):  # a TimeoutError too
+            return await in_thread(lambda: self.helpers.where(self.run_dir, running), timeout_s=timeout_s)
+        return ()
 
     async def _tick(self) -> None:
         """What tells nobody: ranks that were stopped (SIGSTOP), and orphans that a container's first process reaps."""
         reported_s = 0.0
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(timing.TICK_S)
             pids = {rank: self._pid_of(rank) for rank in self.ranks if rank.running}
             reap_orphans({*pids.values(), self.server.pid if self.server is not None else 0})
             now_s = time.monotonic()
-            if not self.knows_us and now_s - reported_s >= REPORT_S:
+            if not self.knows_us and now_s - reported_s >= timing.REPORT_S:
                 reported_s = now_s
                 for rank, pid in pids.items():
                     write_health(os.environ, rank.number, pid, rank.started_s)
             for rank, pid in pids.items():
                 if not pid or state_of(pid) != "T":
                     rank.stopped_since_s = now_s
-                elif now_s - rank.stopped_since_s > STOPPED_S:
-                    log.warning("rank %d has been stopped (SIGSTOP) for %g s: killed", rank.number, STOPPED_S)
+                elif now_s - rank.stopped_since_s > timing.STOPPED_S:
+                    log.warning("rank %d has been stopped (SIGSTOP) for %g s: killed", rank.number, timing.STOPPED_S)
                     rank.stopped_since_s = now_s
                     self._kill(rank)
                     rank.told = False
@@ -530,32 +511,25 @@ class Lead:
             self.leader.attend, ip="127.0.0.1" if alone else "", port=self.agent.node.master_port
         )
         self.port = self._server.sockets[0].getsockname()[1]
-        self.agent.begin(self._tick())
-        if not alone:
-            self.agent.begin(self._check_address())
-
-    async def _check_address(self) -> None:
-        if warning := await foreign_address(self.agent.node.master_addr):
-            log.warning("%s", warning)
+        self.agent.begin(self.leader.watch(master="" if alone else self.agent.node.master_addr))
+        if self.status is not None:
+            self.agent.begin(self._report(self.status))
 
     async def close(self) -> None:
         """Leave once the others have heard how the job ends."""
-        until_s = time.monotonic() + FAREWELL_S
+        until_s = time.monotonic() + timing.FAREWELL_S
         while len(self.leader.members) > 1 and time.monotonic() < until_s:
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(timing.POLL_S)
         if self._server is not None:
             self._server.close()
         if self.status is not None:
             self.status.release()
 
-    async def _tick(self) -> None:
-        reported_s = 0.0
+    async def _report(self, status: RunStatus) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
-            self.leader.tick()
-            if self.status is not None and self.leader.running and time.monotonic() - reported_s >= REPORT_S:
-                reported_s = time.monotonic()
-                self.status.report()
+            await asyncio.sleep(timing.REPORT_S)
+            if self.leader.running:
+                status.report()
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
         """What a commit says beside its members. Where the job is over instead, this returns nothing any more."""
@@ -595,7 +569,7 @@ class Lead:
             self.leader.tell("stacks")
         elif message["is"] == "stop":
             self.ends.stopped_by = self.ends.stopped_by or str(message["signal"])
-            self.leader.tell("stop", signal=message["signal"])
+            self.leader.stop(str(message["signal"]))
             if not self.leader.running:
                 self._end(Verdict(STOPPED, self.ends.stopped_by))
 
@@ -603,22 +577,3 @@ class Lead:
         if self.status is not None:
             self.status.end(verdict.code or 0, verdict.text, self.ends.latest)
         self.leader.tell("over", code=verdict.code, text=verdict.text)
-
-
-async def _aside(call: Callable[[], Found], *, timeout_s: float) -> Found | None:
-    """What `call` returns, in a thread of its own; None where it can't, or takes longer. A disk may hang: nobody waits
-    for that thread, not even the end of the agent."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Found | None] = loop.create_future()
-
-    def work() -> None:
-        found = None
-        with contextlib.suppress(OSError):
-            found = call()
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(found))
-
-    threading.Thread(target=work, name="disk", daemon=True).start()
-    with contextlib.suppress(TimeoutError):
-        return await asyncio.wait_for(done, max(0.0, timeout_s))
-    return None

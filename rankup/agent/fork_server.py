@@ -8,7 +8,7 @@ The agent runs this file as a program and talks to it through a socket, one JSON
 |   env (beside the server's; null removes), descriptors: how   | started: the local rank, pid                   |
 |   many come along, stdout and stderr. Or start: STORE, with a | ended: the local rank or STORE, code (as a     |
 |   listener, in place of the last store                        |   shell's)                                     |
-| signal: a number, rank: to its process; SIGKILL to its session | warning: a text                                |
+| signal: a number, rank: to its process, SIGKILL to all of it  | warning: a text                                |
 
 A fork copies the thread that calls it and no other, yet all locks and the state of every library. So the server has one
 thread, no device and no process group, and it looks whether that is true. If not, it replaces itself by a process that
@@ -51,12 +51,11 @@ if not __package__:
 from rankup.agent.processes import die_with_parent, end_of, kill_session, send_signal, spawn, state_of
 from rankup.agent.protocol import KILLED
 from rankup.errors import FAULT, FINISHED, USER_MISTAKE
+from rankup.timing import KILL_S, LAST_WORD_S, POLL_S
 
 STORE = -1  # in the place of a local rank
 # When memory runs out, the kernel shall end a rank, which is forked anew, before the agent or the server
 MORE_LIKELY = 100
-END_S = 2.0  # within which the server ends by itself once its ranks are killed
-KILL_S = 5.0  # a process that waits for a dead disk ends when the disk answers
 
 # The agent's side ---------------------------------------------------------------------------------------------------
 
@@ -128,7 +127,7 @@ class ForkServer:
         if self._channel.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._channel)
         self._channel.close()
-        for patience_s in (END_S, KILL_S):
+        for patience_s in (LAST_WORD_S, KILL_S):
             await _until(lambda: self._process.poll() is not None, timeout_s=patience_s)
             self._process.kill()
 
@@ -178,7 +177,7 @@ class ForkServer:
 async def _until(true: Callable[[], bool], *, timeout_s: float) -> None:
     until_s = time.monotonic() + timeout_s
     while not true() and time.monotonic() < until_s:
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(POLL_S)
 
 
 # The server ---------------------------------------------------------------------------------------------------------

@@ -2,23 +2,29 @@
 
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+Check = Callable[[], None]
+
 
 @contextmanager
-def staged(path: Path) -> Iterator[Path]:
+def staged(path: Path, *, check: Check | None = None) -> Iterator[Path]:
     """A hidden path beside `path` to write to. It takes the name `path` at the end of a block that succeeds.
 
-    Raises OSError where the folder can't be made or written. A block that fails leaves `path` as it was.
+    `check`: of an owner, see `rankup.places.lease`; called right before that, it raises where another one owns the
+    folder. Raises OSError where the folder can't be made or written, or where the next owner has called
+    `remove_staged`. A block that fails leaves `path` as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # A random name, not the process's number: two containers that share this folder may have equal numbers
-    staging = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    staging = path.with_name(f".{path.name}.{secrets.token_hex(4)}{'.owned' if check else ''}")
     try:
         yield staging
+        if check:
+            check()
         # Atomic within one file system. Not synced: these files may be lost in a power cut, copies of a state must not
         staging.replace(path)
     except BaseException:
@@ -27,15 +33,22 @@ def staged(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write the whole of `content`, text as UTF-8, or nothing. Makes the folder. Raises OSError."""
-    with staged(path) as staging:
+def remove_staged(folder: Path) -> None:
+    """Remove what earlier owners were about to give a name to in `folder`: they fail then. Raises nothing."""
+    for path in folder.glob(".*.owned"):
+        with suppress(OSError):
+            path.unlink()
+
+
+def write_atomically(path: Path, content: bytes | str, *, check: Check | None = None) -> None:
+    """Write the whole of `content`, text as UTF-8, or nothing; the rest as `staged`."""
+    with staged(path, check=check) as staging:
         staging.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Write `data` so that a reader sees the old file or the new one. Makes the folder. Raises OSError."""
-    write_atomically(path, json.dumps(data, indent=2) + "\n")
+def write_json(path: Path, data: Any, *, check: Check | None = None) -> None:
+    """Write `data` so that a reader sees the old file or the new one; the rest as `staged`."""
+    write_atomically(path, json.dumps(data, indent=2) + "\n", check=check)
 
 
 def read_json(path: Path) -> Any:

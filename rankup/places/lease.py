@@ -1,10 +1,17 @@
-"""One live attempt owns a run directory: by a lock where the file system has locks, else by a heartbeat.
+"""One live attempt owns a run: in its folder, and at an address.
+
+An owner gives signs of life; whoever wants the run takes it from an owner that is gone or silent. An owner that was
+frozen, and taken for dead, may wake up before any of its writes. So each place refuses it:
+
+- In a folder a file is written beside its name, then the lease is read, then the file gets its name. The next owner
+  first writes the lease, and then removes what others have written beside names.
+- At an address every owner has a number, and writes below that alone (see `rankup.places.stored_run`). The one
+  condition that is needed is "create unless it exists" (If-None-Match on S3, a generation of 0 on GCS,
+  overwrite=False on Azure).
 
 A lock of the kernel is exact and instant on one machine, its containers included, and on NFS with a lock service. An
-NFS mounted with `nolock` grants every machine the same lock, other file systems have no locks at all. There the
-heartbeat decides: an owner on another machine counts as dead only after LIFE_S of silence, measured by our own clock,
-because the clocks of two machines differ. An owner that was only frozen, and taken for dead, asks the lease before it
-publishes anything.
+NFS mounted with `nolock` grants every machine the same lock, other file systems have no locks at all. There the signs
+of life decide, measured by our own clock, because the clocks of two machines differ.
 
 fcntl.lockf and not the package filelock, which locks by flock: children inherit that, so that a DataLoader worker would
 keep the lock of its killed parent, and where the file system has no locks filelock falls back to one of its own.
@@ -13,20 +20,23 @@ keep the lock of its killed parent, and where the file system has no locks filel
 import contextlib
 import errno
 import fcntl
+import json
 import os
+import re
 import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from rankup.errors import PeerLost, UserError
-from rankup.places.files import read_json, write_json
+from rankup.places.files import read_json, remove_staged, write_json
+from rankup.places.place import Place
 
-BEAT_S = 2.0
-LIFE_S = 10.0  # several beats: a network file system may show another machine's writes seconds later
 LOCK_PATIENCE_S = 4.0  # a killed attempt's rank 0 may take this long to end, and holds its lock until then
+LAST_WORD_S = 2.0  # how long the end of an attempt may wait for a store that does not answer
 
 
 def _host() -> str:
@@ -40,85 +50,65 @@ def _kernel() -> str:
     return _host()
 
 
-class Lease:
-    """Ownership of `run_dir` for the length of a `with` block. Rank 0 only.
+class _Lease:
+    """Ownership for the length of a `with` block. `attempt`: the id that others see as the owner's."""
 
-    `attempt`: the id that others see as the owner's. `life_s`: how long an owner without a lock may be silent.
-    """
-
-    def __init__(self, run_dir: Path, attempt: str, *, life_s: float = LIFE_S, beat_s: float = BEAT_S) -> None:
-        self.run_dir, self.attempt, self.life_s, self.beat_s = run_dir, attempt, life_s, beat_s
-        self.path = run_dir / "lease.json"
+    def __init__(self, where: Path | str, attempt: str, *, life_s: float, beat_s: float) -> None:
+        self.where, self.attempt, self.life_s, self.beat_s = where, attempt, life_s, beat_s
         self.token = secrets.token_hex(8)  # attempt ids may be given by a launcher, and then given twice
-        self._lock: IO[str] | None = None
         self._released = threading.Event()
         self._writing = threading.Lock()  # no beat may be written over the release
 
-    def __enter__(self) -> "Lease":
-        """Take the run directory over from an owner that is gone.
-
-        Raises UserError, naming the owner, where another attempt is alive, and OSError where nothing can be written.
-        """
-        locked = self._take_lock()
+    def __enter__(self) -> Self:
+        """Take the run over from an owner that is gone. Raises UserError, naming the owner, where another is alive."""
         try:
-            owner = self._owner()
-            # The kernel has freed the lock of its own dead process; about another machine's it may know nothing
-            surely_dead = locked and owner.get("kernel") == _kernel()
-            if owner and not owner.get("released") and not surely_dead and self._alive(owner):
-                raise owned_by(_who(owner), self.run_dir)
-            self._write()
+            owner = self._begin()
+            if owner and not owner.get("released") and not self._surely_dead(owner) and self._alive(owner):
+                raise self._owned_by(owner)
+            self._take()
         except BaseException:
-            self._drop_lock()
+            self._drop()
             raise
         threading.Thread(target=self._beat, name="lease", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._released.set()
-        # The file stays, marked as released: a successor need not watch for a heartbeat before it starts
-        with contextlib.suppress(OSError), self._writing:
+        # It stays, marked as released: a successor need not watch for a sign of life before it starts
+        with contextlib.suppress(OSError, UserError, PeerLost), self._writing:
             if self.is_ours():
-                write_json(self.path, {"token": self.token, "attempt": self.attempt, "released": True})
-        self._drop_lock()
+                self._write(0, released=True)
+        self._drop()
 
-    def check(self) -> None:
-        """Raises PeerLost where another attempt took the run over: this one was frozen for longer than `life_s`."""
-        if not self.is_ours():
-            raise PeerLost(f"another attempt owns {self.run_dir} by now ({_who(self._owner())})")
+    def _begin(self) -> Mapping[str, Any]:
+        """The owner that is there, {} where there is none."""
+        raise NotImplementedError
+
+    def _surely_dead(self, owner: Mapping[str, Any]) -> bool:
+        raise NotImplementedError
+
+    def _take(self) -> None:
+        raise NotImplementedError
+
+    def _drop(self) -> None:
+        """What a lease that is not held needs no more."""
+
+    def _owner(self) -> Mapping[str, Any]:
+        """What the owner wrote last, {} where nothing can be read."""
+        raise NotImplementedError
+
+    def _write(self, beat: int, *, released: bool = False) -> None:
+        raise NotImplementedError
 
     def is_ours(self) -> bool:
-        """Whether no other attempt has taken the run directory over: it would have written its token here."""
-        owner = self._owner()
-        return not owner or owner.get("token") == self.token
+        raise NotImplementedError
 
-    def _owner(self) -> dict[str, Any]:
-        """The content of the lease as it was written last, or {} where nothing can be read."""
-        owner = read_json(self.path)
-        return owner if isinstance(owner, dict) else {}
+    def _look(self) -> bool:
+        """`is_ours`, by a look at the place."""
+        return self.is_ours()
 
-    def _take_lock(self) -> bool:
-        """True if the kernel's lock is ours, False where there are no locks. Raises UserError if another has it."""
-        self._lock = (self.run_dir / ".lock").open("a+", encoding="ascii")
-        until_s = time.monotonic() + LOCK_PATIENCE_S
-        while True:
-            try:
-                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    return False  # ENOLCK, EOPNOTSUPP: this file system has no locks
-                if time.monotonic() > until_s:
-                    self._drop_lock()
-                    raise owned_by(_who(self._owner()), self.run_dir) from None
-            time.sleep(0.1)
-
-    def _drop_lock(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-    def _alive(self, owner: dict[str, Any]) -> bool:
-        """Watch for up to `life_s` whether the owner writes a new beat."""
+    def _alive(self, owner: Mapping[str, Any]) -> bool:
+        """Watch for up to `life_s` whether the owner gives a new sign of life."""
         until_s = time.monotonic() + self.life_s
         while time.monotonic() < until_s:
             now = self._owner()
@@ -126,32 +116,199 @@ class Lease:
                 return False
             if now.get("beat") != owner.get("beat") or now.get("token") != owner.get("token"):
                 return True
-            time.sleep(0.2)
+            time.sleep(min(0.2, self.beat_s / 2))
         return False
 
-    def _write(self, beat: int = 0) -> None:
-        write_json(self.path, {
-            "token": self.token, "attempt": self.attempt, "host": _host(), "pid": os.getpid(),
-            "kernel": _kernel(), "beat": beat,
-        })
-
     def _beat(self) -> None:
-        beat = 0
+        beat = 1
         while not self._released.wait(self.beat_s):
             beat += 1
-            # A full disk: the next save reports it, and may find room again
-            with contextlib.suppress(OSError), self._writing:
-                if self._released.is_set() or not self.is_ours():
+            # A full disk, or a store that does not answer: the next save reports it, and may find it mended
+            with contextlib.suppress(OSError, UserError, PeerLost), self._writing:
+                if self._released.is_set() or not self._look():
                     return
                 self._write(beat)
 
+    def _values(self, beat: int, *, released: bool) -> dict[str, Any]:
+        return {"token": self.token, "attempt": self.attempt, "host": _host(), "pid": os.getpid(), "kernel": _kernel(),
+                "beat": beat, "released": released}
 
-def owned_by(owner: str, place: Path | str) -> UserError:
-    """What to raise where a live attempt owns the run at `place`."""
-    return UserError(
-        f"run_dir: {place} is owned by a live attempt, {owner}. Wait for it, end it, or set another --name."
-    )
+    def _owned_by(self, owner: Mapping[str, Any]) -> UserError:
+        way_out = "Wait for it, end it, or set another --name."
+        return UserError(f"run_dir: {self.where} is owned by a live attempt, {_who(owner)}. {way_out}")
+
+    def _lost_to(self, owner: Mapping[str, Any]) -> PeerLost:
+        return PeerLost(f"another attempt owns {self.where} by now ({_who(owner)})")
 
 
-def _who(owner: dict[str, Any]) -> str:
+class Lease(_Lease):
+    """Ownership of the folder `run_dir`, by `lease.json` in it. `life_s`: how long a machine may give no sign of life.
+
+    `predecessor`: the token of the owner before, "" where there was none.
+    """
+
+    def __init__(self, run_dir: Path, attempt: str, *, life_s: float = 10.0, beat_s: float = 2.0) -> None:
+        # `life_s`, several beats: a network file system may show another machine's writes seconds later
+        super().__init__(run_dir, attempt, life_s=life_s, beat_s=beat_s)
+        self.path, self.predecessor = run_dir / "lease.json", ""
+        self._lock: IO[str] | None = None
+        self._locked = False
+
+    def check(self) -> None:
+        """Raises PeerLost where another attempt took the run over: this one was frozen for longer than `life_s`."""
+        owner = self._owner()
+        if owner and owner.get("token") != self.token:
+            raise self._lost_to(owner)
+
+    def is_ours(self) -> bool:
+        """Whether no other attempt has taken the run over: it would have written its token here."""
+        owner = self._owner()
+        return not owner or owner.get("token") == self.token
+
+    def _begin(self) -> Mapping[str, Any]:
+        """Raises UserError where another attempt has the kernel's lock, and OSError where nothing can be written."""
+        self._lock = (self.path.parent / ".lock").open("a+", encoding="ascii")
+        until_s = time.monotonic() + LOCK_PATIENCE_S
+        while True:
+            try:
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._locked = True
+                break
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    break  # ENOLCK, EOPNOTSUPP: this file system has no locks
+                if time.monotonic() > until_s:
+                    raise self._owned_by(self._owner()) from None
+            time.sleep(0.1)
+        owner = self._owner()
+        self.predecessor = str(owner.get("token", ""))
+        return owner
+
+    def _surely_dead(self, owner: Mapping[str, Any]) -> bool:
+        # The kernel has freed the lock of its own dead process; about another machine's it may know nothing
+        return self._locked and owner.get("kernel") == _kernel()
+
+    def _take(self) -> None:
+        def check() -> None:
+            if str((owner := self._owner()).get("token", "")) != self.predecessor:
+                raise self._owned_by(owner)  # this process was frozen since it looked
+
+        write_json(self.path, self._values(1, released=False), check=check)
+        remove_staged(self.path.parent)
+
+    def _drop(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _owner(self) -> Mapping[str, Any]:
+        owner = read_json(self.path)
+        return owner if isinstance(owner, dict) else {}
+
+    def _write(self, beat: int, *, released: bool = False) -> None:
+        write_json(self.path, self._values(beat, released=released), check=self.check)
+
+
+class StoreLease(_Lease):
+    """Ownership of the run at `place`, by `lease/00000007.json`: whoever creates the next number owns it.
+
+    Each owner writes its signs of life into its own file, and sees that there is a next number. None is ever removed.
+    `tokens`: this attempt's and the one's before, in the folder on this machine that the attempt owns already. The last
+    shows that an owner with the same folder is dead; any other one has to be silent for `life_s`.
+    """
+
+    def __init__(
+        self, place: Place, attempt: str, tokens: tuple[str, str] = ("", ""), *, life_s: float = 30.0,
+        beat_s: float = 5.0,  # each is one small write: 0.4 US cents an hour on S3
+    ) -> None:
+        super().__init__(place.url, attempt, life_s=life_s, beat_s=beat_s)
+        self.place, self.number, self._before, self._lost = place, 0, tokens[1], False
+        self.token = tokens[0] or self.token
+
+    def claim(self, number: int) -> None:
+        """Be the owner of that number, without signs of life. Raises UserError where another is, and as `Place` does.
+
+        Who owns the run up to now, dead or alive, notices that at its next `check`.
+        """
+        self.number = number
+        if not self.place.create(_name(number), _encoded(self._values(0, released=False))):
+            self._lost = True
+            raise self._owned_by(self._owner())
+
+    def check(self) -> None:
+        """Raises PeerLost where another attempt took the run over, and as `Place` does. Costs one small request."""
+        if self._released.is_set():  # a thread that still copies must not publish any more
+            raise PeerLost(f"{self.where} was given back")
+        if (following := self.place.within(self.life_s).read_json(_name(self.number + 1))):
+            self._lost = True
+            raise self._lost_to(following)
+
+    def is_ours(self) -> bool:
+        """Whether no other attempt has been seen to take the run over, by the last sign of life or `check`."""
+        return not self._lost
+
+    def followed(self) -> bool:
+        """Whether another attempt has begun since, be it after this one's end. Raises as `Place` does."""
+        return self.place.once(LAST_WORD_S).read(_name(self.number + 1)) is not None
+
+    def _begin(self) -> Mapping[str, Any]:
+        self.number = highest_number(self.place.names()) + 1
+        return self.place.read_json(_name(self.number - 1))
+
+    def _surely_dead(self, owner: Mapping[str, Any]) -> bool:
+        return bool(self._before) and owner.get("token") == self._before
+
+    def _alive(self, owner: Mapping[str, Any]) -> bool:
+        self.number -= 1  # the one to watch
+        try:
+            return super()._alive(owner)
+        finally:
+            self.number += 1
+
+    def _take(self) -> None:
+        self.claim(self.number)
+        if self.place.create(_name(self.number), _encoded(self._values(1, released=False))):
+            self.place.warn(
+                f"{self.where} knows no conditional writes: two attempts that begin in the same second may both train"
+            )
+            time.sleep(self.beat_s)
+            if (owner := self._owner()).get("token") != self.token:
+                raise self._owned_by(owner)
+
+    def _look(self) -> bool:
+        self._lost = self._lost or self.followed()
+        return not self._lost
+
+    def _owner(self) -> Mapping[str, Any]:
+        return self.place.read_json(_name(self.number))
+
+    def _write(self, beat: int, *, released: bool = False) -> None:
+        self.place.once(LAST_WORD_S).write(_name(self.number), _encoded(self._values(beat, released=released)))
+
+
+def highest_number(names: Iterable[str]) -> int:
+    """The number of the last owner of those with `names` at an address, 0 where there is none."""
+    return max((number_of(name.removeprefix("lease/").replace(".json", "/")) for name in names), default=0)
+
+
+def folder_of(number: int) -> str:
+    """The folder of all that the owner of that number has written."""
+    return f"{number:08d}"
+
+
+def number_of(name: str) -> int:
+    """Whose name this is, 0 where it carries no number."""
+    number = name.partition("/")[0]
+    return int(number) if re.fullmatch(r"\d{8,}", number) else 0
+
+
+def _name(number: int) -> str:
+    return f"lease/{folder_of(number)}.json"
+
+
+def _encoded(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values).encode()
+
+
+def _who(owner: Mapping[str, Any]) -> str:
     return f"{owner.get('attempt', '?')} on {owner.get('host', '?')} (pid {owner.get('pid', '?')})"

@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from tests.rigs.checkpoints import training_state
+from rankup.places.place import Place
+from rankup.places.stored_run import StoredRun
+from rankup.state.copies import find_problem
+from tests.rigs.checkpoints import save_checkpoint, training_state
 from tests.rigs.object_store import BUCKET, S3, Door
-from train.run.objects import Objects
-from train.run.publish import save_checkpoint
-from train.run.run_store import RunStore
 
 RUN = "0123456789abcdef"
 
@@ -40,14 +40,14 @@ def main() -> None:
 
 
 def measure(door: Door, folder: Path, mib: int) -> None:
-    store = RunStore(Objects.open(f"s3://{BUCKET}/runs/one", warn=print, timeout_s=60))
+    store = StoredRun(Place.open(f"s3://{BUCKET}/runs/one", warn=print, timeout_s=60), find_problem, number=1)
     model = {"weight": torch.randn(mib * 2**18)}
     paths = [save_checkpoint(folder / "here", training_state(step), model, keep=9) for step in (1, 2, 3, 4)]
     size = sum(path.stat().st_size for path in paths[0].iterdir())
     print(f"a checkpoint of {size / 2**20:.1f} MiB in {len(list(paths[0].iterdir()))} files, keep 2")
     for path in paths:
         title = f"upload of {path.name}"
-        count(door, title, lambda path=path: store.upload_checkpoint(path, run=RUN, keep=2))  # type: ignore[misc]
+        count(door, title, lambda path=path: store.upload_copy(path, run=RUN, keep=2))  # type: ignore[misc]
     count(door, "fetch of the newest", lambda: store.fetch_newest(folder / "there", run=RUN))
 
 

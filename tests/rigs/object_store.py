@@ -3,7 +3,6 @@
 import contextlib
 import http.client
 import http.server
-import itertools
 import os
 import socket
 import subprocess
@@ -12,12 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from rankup.errors import PeerLost, UserError
-from tests.rigs.checkpoints import steps
 from tests.rigs.jobs import free_port
 
 BUCKET = "bucket"
@@ -153,77 +149,9 @@ def _env(port: int, address: str = "127.0.0.1") -> dict[str, str]:
     }
 
 
-class Freezer:
-    """Stands in for the client of a store in one attempt, and freezes that before its request `number`, from 1 on.
-
-    `stands` is set then, and `go_on` wakes it. `seen`, `names`: its requests so far. `before` is called before each.
-    """
-
-    def __init__(self, number: int, before: Callable[[str], None] = lambda name: None) -> None:
-        self.number, self.seen, self.names, self.before = number, 0, list[str](), before
-        self.stands, self.go_on = threading.Event(), threading.Event()
-
-    def hold(self, holder: Any, name: str = "objects") -> None:
-        """`holder`: has the attempt's objects in the attribute `name`."""
-        objects = getattr(holder, name)
-        setattr(holder, name, replace(objects, fs=_Held(objects.fs, self)))
-
-
-class _Held:
-    def __init__(self, fs: Any, freezer: Freezer) -> None:
-        self._fs, self._freezer = fs, freezer
-
-    def __getattr__(self, name: str) -> Any:
-        value, freezer = getattr(self._fs, name), self._freezer
-        if not callable(value):
-            return value
-
-        def request(*values: Any, **more: Any) -> Any:
-            freezer.seen += 1
-            freezer.names.append(f"{name} {values[:2]}")
-            if freezer.seen == freezer.number:
-                freezer.stands.set()
-            if freezer.stands.is_set():  # all its threads, if it has several
-                freezer.go_on.wait(600)
-            freezer.before(freezer.names[-1])
-            return value(*values, **more)
-
-        return request
-
-
-def freeze_before_each_request(folder: Path, attempt: Callable[[str, Path, list[int], Freezer | None], None]) -> int:
-    """Freeze an attempt before each of its requests in turn, let another finish the run elsewhere, wake the first one:
-    a third finds what the second wrote. Returns how many requests there were.
-
-    `attempt`: gets an address, the run's folder, the steps at which to save, and who freezes it.
-    """
-    for number in itertools.count(1):
-        url, here, freezer = f"memory://{folder.name}-{number}", folder / str(number), Freezer(number)
-
-        def first(url: str = url, here: Path = here, freezer: Freezer = freezer) -> None:
-            with contextlib.suppress(PeerLost, UserError):
-                attempt(url, here / "frozen" / "run", [8, 16], freezer)
-            freezer.stands.set()
-
-        thread = threading.Thread(target=first)
-        thread.start()
-        assert freezer.stands.wait(120)
-        if freezer.seen < number:
-            return number - 1
-        attempt(url, here / "successor" / "run", [8, 16, 24], None)
-        freezer.go_on.set()
-        thread.join(120)
-        attempt(url, here / "reader" / "run", [], None)
-        for name in ("result.json", "metrics.jsonl", "checkpoints/step-00000024/manifest.json"):
-            written, read = ((here / machine / "run" / name).read_bytes() for machine in ("successor", "reader"))
-            assert written == read, f"request {number}, {name}: {freezer.names}"
-        assert steps(here / "reader" / "run" / "checkpoints") == [24], f"request {number}: {freezer.names}"
-    raise AssertionError
-
-
 def impatient() -> None:
     """Call it first in a process: it waits seconds for the silence of an owner, not half a minute."""
-    from train.run.store_lease import StoreLease
+    from rankup.places.lease import StoreLease
 
     defaults = StoreLease.__init__.__kwdefaults__
     assert defaults is not None

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rigs.checkpoints import flip, train, training_state
+from rankup.places.lineage import Lineage
+from rankup.state.copies import Content, fingerprint
+from tests.rigs.checkpoints import files_of, flip, train, training_state
 from tests.rigs.fork_server import Forks
 from train.config import Config
 from train.data.sources import cache
 from train.run import rescue
-from train.run.checkpoint import Checkpoint, load_checkpoint
-from train.run.lineage import Lineage
-from train.run.sharded_checkpoint import fingerprint_file
+from train.run.checkpoint import load_checkpoint
 
 RUN, ATTEMPT = "0123456789abcdef", "20200101T000000-abcdef"
-LINEAGE = Lineage(RUN, ATTEMPT, "", [ATTEMPT])
+LINEAGE = Lineage(RUN, ATTEMPT, "", [[ATTEMPT, 0]])
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -37,9 +37,8 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shm"
 
 
-def files(step: int, **fields: Any) -> dict[str, bytes]:
-    model = {"weight": torch.full((3,), float(step))}
-    return Checkpoint(Path("somewhere"), training_state(step, **fields), model).to_files()
+def files(step: int, **fields: Any) -> dict[str, Content]:
+    return files_of(training_state(step, **fields), {"weight": torch.full((3,), float(step))})
 
 
 def write(step: int, **fields: Any) -> str:
@@ -178,7 +177,7 @@ def test_newest_is_chosen_and_a_checkpoint_of_the_same_step_first(memory: Path) 
     assert chosen(above=6) == (9, [])
 
 
-@pytest.mark.parametrize("name", ["model.pt", "training.pt", "manifest.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "tree.json", "manifest.json"])
 def test_damaged_rescue_is_passed_over_and_said(memory: Path, name: str) -> None:
     write(7)
     path = memory / f"rankup-{os.getuid()}" / RUN / "step-00000007"
@@ -194,7 +193,7 @@ def test_damaged_rescue_that_cannot_be_removed_is_passed_over_too(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(7)
-    flip(memory / f"rankup-{os.getuid()}" / RUN / "step-00000007" / "model.pt", 20)
+    flip(memory / f"rankup-{os.getuid()}" / RUN / "step-00000007" / "model.safetensors", 20)
     monkeypatch.setattr(rescue.shutil, "rmtree", lambda *values, **more: None)
     step, said = chosen()
     assert (step, len(said)) == (None, 1)
@@ -263,35 +262,9 @@ def test_id_of_a_run_leads_to_no_folder_elsewhere(forks: Forks, tmp_path: Path, 
     if file == "state.json":
         (tmp_path / "run/run.json").unlink()
         manifest = json.loads((checkpoint / "manifest.json").read_text())
-        manifest["files"][file] = fingerprint_file(changed)
+        manifest["files"][file] = fingerprint(changed.read_bytes())
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     codes, output = forks.run(*line[:-3], "8", *line[-2:])
     assert codes == [0 if file == "run.json" else 2], output
     assert file == "run.json" or f'must be of a run with an id, got "{victim}"' in output
     assert (victim / "text").exists()
-
-
-# Lineage --------------------------------------------------------------------------------------------------------
-
-
-def test_attempts_that_a_run_went_on_without_are_forgotten(tmp_path: Path) -> None:
-    lineage = Lineage.new("first", "start")
-    assert (lineage.attempts, lineage.begun_by) == ([], "first")
-    lineage.go_on("first", writer=None)
-    lineage.go_on("second", writer="first")
-    lineage.go_on("third", writer="second")
-    assert lineage.attempts == ["first", "second", "third"]
-    lineage.write(tmp_path)
-    again = Lineage.read(tmp_path)
-    assert again == lineage
-    again.go_on("fourth", writer="first")  # what the second and the third did since is done again
-    assert again.attempts == ["first", "fourth"]
-    again.go_on("fifth", writer=None)
-    assert again.attempts == ["fifth"]
-
-
-def test_damaged_run_file_is_no_run(tmp_path: Path) -> None:
-    assert Lineage.read(tmp_path) is None
-    for text in ("", "[]", '{"run": "x"}'):
-        (tmp_path / "run.json").write_text(text)
-        assert Lineage.read(tmp_path) is None

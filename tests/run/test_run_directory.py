@@ -103,7 +103,7 @@ def test_what_a_kill_left_of_a_checkpoint_is_removed(forks: Forks, tmp_path: Pat
     left = [run / "checkpoints" / ".writing-step-00000004-5f0c9a41", run / ".mirrored" / "step-00000004"]
     for folder in left:
         folder.mkdir(parents=True)
-        (folder / "model.pt").write_text("half")
+        (folder / "model.safetensors").write_text("half")
     finished(forks, run, "--epochs", "1")
     assert not [folder for folder in left if folder.exists()]
 
@@ -198,7 +198,7 @@ def test_kill_before_the_run_directory_is_taken_hides_yesterdays_success(forks: 
 
 
 def die_at_the_lease() -> None:
-    from train.run.lease import Lease
+    from rankup.places.lease import Lease
 
     Lease.__enter__ = lambda self: os.kill(os.getpid(), 9)  # type: ignore
 

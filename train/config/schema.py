@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from rankup.places.urls import must_hold_no_secrets, secrets_in
 from train.config.settings import INT32_MAX
-from train.config.urls import must_hold_no_secrets, secrets_in
 from train.config.yaml_text import describe, scalar
 
 SHOW_HINT = "(python -m train.main show lists all)"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rankup.env.rank_env import RankEnv, cache_folder
 from rankup.errors import UserError
+from rankup.places.urls import is_url
 from train.config import Config
 from train.config.command_line import Request
-from train.config.urls import is_url
 from train.process.stop import StopRequest
 
 
@@ -54,7 +54,7 @@ def run_directory(config: Config, launch: RankEnv) -> Path:
 def runs_folder(config: Config) -> Path:
     """The folder of all runs on this machine. An address in `run_dir` has one of its own in the cache.
 
-    A run at an address works there, and rank 0 copies what it publishes: see `train.run.remote`. It may get lost.
+    A run at an address works there, and rank 0 copies what it publishes: see `rankup.places.second`. It may get lost.
     """
     if not is_url(config.run_dir):
         return Path(config.run_dir)

@@ -14,7 +14,7 @@ from train.process.status import End, new_attempt, read_json, write_json
 
 
 class Owner(Protocol):
-    """What says whether the run directory still belongs to this attempt: the lease of `train.run.lease`."""
+    """What says whether the run directory still belongs to this attempt: the lease of `rankup.places.lease`."""
 
     def is_ours(self) -> bool: ...
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import UserError
+from rankup.places.lineage import Lineage, before
 from train.group.group import Group
 from train.process.status import read_json
 from train.run.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, share_checkpoint
-from train.run.lineage import Lineage, before
 
 FOLDER = "copies"
 
@@ -137,7 +137,7 @@ def _fits(offer: Offer, known: Known, wanted: Callable[[Lineage], bool]) -> bool
         return True
     # A node that was away during later attempts may hold what the run went on without. A higher number: the same of
     # rank 0's disk, because another node was node 0 meanwhile
-    of_this_line = offer.attempt in known.lineage.attempts or offer.lineage.number > known.lineage.number
+    of_this_line = known.lineage.has(offer.step, offer.attempt) or offer.lineage.number > known.lineage.number
     return offer.step > known.step and of_this_line
 
 

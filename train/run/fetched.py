@@ -3,15 +3,14 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from rankup.errors import UserError
-from train.config.urls import is_url
+from rankup.places.place import Place
+from rankup.places.stored_run import fetch
+from rankup.places.urls import is_url
 from train.process.context import cache_root
-from train.run.objects import Objects
-from train.run.run_store import RunStore
-from train.run.stored_checkpoint import MANIFEST, fetch_checkpoint
+from train.run.checkpoint import find_problem
 
 
 @contextmanager
@@ -31,27 +30,4 @@ def fetched(place: str, *, warn: Callable[[str], None], timeout_s: float) -> Ite
         text = f"{folder} must be writable, got {error.strerror}. Set RANKUP_CACHE to a folder that is."
         raise UserError(text) from None
     with tempfile.TemporaryDirectory(dir=folder) as own:
-        yield fetch(Objects.open(place, warn=warn, timeout_s=timeout_s), Path(own))
-
-
-def fetch(address: Objects, directory: Path) -> Path:
-    """Copy what is at an address into `directory`, and return its path there: a run's newest checkpoint, or a file.
-
-    `address`: of a run, of a checkpoint's folder, or of an object. A checkpoint is verified. Raises as `Objects` does,
-    and UserError where nothing is there, or nothing whole.
-    """
-    root, _, name = address.root.rpartition("/")
-    beside = replace(address, root=root, url=address.url.rpartition("/")[0])
-    if address.size(MANIFEST) is not None:
-        path, problem = fetch_checkpoint(beside, name, directory)
-        if problem:
-            raise UserError(f"checkpoint: {address.url} must be a whole checkpoint, got a damaged one: {problem}.")
-        return path
-    store = RunStore(address)
-    if run := store.current_run():
-        newest = store.fetch_newest(directory, run=run)
-        if newest is not None:
-            return newest
-    elif beside.download(name, directory / name):
-        return directory / name
-    raise UserError(f"{address.url} must be a run, a checkpoint's folder or a file of weights, got nothing there.")
+        yield fetch(Place.open(place, warn=warn, timeout_s=timeout_s), Path(own), find_problem)

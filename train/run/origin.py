@@ -7,11 +7,11 @@ Rank 0's own disk comes first, then the second copies of checkpoints (`train.run
 from dataclasses import dataclass
 
 from rankup.errors import UserError
+from rankup.places.lineage import Lineage
 from train.config import Config
 from train.group.group import Group, on_rank0
 from train.run import copies, rescue
 from train.run.checkpoint import Checkpoint, share_checkpoint
-from train.run.lineage import Lineage
 from train.run.metrics import Progress
 from train.run.on_disk import OnDisk, check_settings, is_wanted
 
@@ -20,7 +20,7 @@ from train.run.on_disk import OnDisk, check_settings, is_wanted
 class Origin:
     """`checkpoint`: the state to go on from, on all ranks, None at the beginning of a run. `words`: what it is.
 
-    `writer`: the attempt that wrote it, where it is a rescue or a second copy. `saved`: where the run stood at the
+    `writer`: the attempt that wrote it. `saved`: where the run stood at the
     newest checkpoint on rank 0's disk. `keeper`: the rank that keeps second copies, None where none is needed.
     """
 
@@ -82,8 +82,8 @@ def find_origin(config: Config, group: Group, disk: OnDisk, earlier: Checkpoint 
     else:
         origin.checkpoint = share_checkpoint(earlier, group)
         origin.words = origin.checkpoint.path.name if origin.checkpoint else ""
-        return origin
-    origin.writer = origin.checkpoint.state.attempt
+    origin.writer = origin.checkpoint.state.attempt if origin.checkpoint else None
+    return origin
     return origin
 
 

@@ -1,7 +1,7 @@
 """What a run leaves behind: `runs/<name>/` with settings, checkpoints, metrics, pictures and the result. Rank 0 writes.
 
 The same command goes on from what it finds there, or refuses: nothing in the directory is overwritten that a user could
-miss, and one live attempt owns it (see `train.run.lease`).
+miss, and one live attempt owns it (see `rankup.places.lease`).
 """
 
 import contextlib
@@ -17,21 +17,21 @@ import torch
 from rankup.errors import Stopped, UserError, disk_error
 from rankup.observe import tracker
 from rankup.observe.metrics import Metrics
+from rankup.places import lineage
+from rankup.places.lease import Lease
+from rankup.places.lineage import Lineage
+from rankup.places.second import HELD, SecondPlace
+from rankup.places.urls import is_url
 from train.config import Config
-from train.config.urls import is_url
 from train.group.group import Group, on_rank0
 from train.group.join import broke_collective
-from train.run import lineage, rescue
-from train.run.checkpoint import Checkpoint
+from train.run import rescue
+from train.run.checkpoint import Checkpoint, find_problem, list_checkpoints, newest_good_step
 from train.run.copier import Copier
-from train.run.lease import Lease
-from train.run.lineage import Lineage
 from train.run.metrics import Progress
-from train.run.mirror import HELD, Mirror
 from train.run.on_disk import OnDisk, find_earlier, find_run, go_on, is_wanted, not_writable
 from train.run.origin import Origin, find_origin
 from train.run.publish import remove_unfinished
-from train.run.remote import RemoteRun
 from train.run.saver import Saver
 
 
@@ -45,9 +45,9 @@ class RunDirectory:
     origin: Origin
     mark: str  # of this attempt in the lineage
     lease: Lease | None = field(repr=False)
-    remote: RemoteRun | None = field(repr=False)  # rank 0's, where run_dir is an address
+    remote: SecondPlace | None = field(repr=False)  # rank 0's, where run_dir is an address
     saving: Progress | None  # `saved`, where its checkpoint has yet to be copied to the address
-    mirror: Mirror | None = field(repr=False)  # rank 0's, where one is asked for
+    mirror: SecondPlace | None = field(repr=False)  # rank 0's, where one is asked for
     # Writes nothing until `open_metrics`
     metrics: Metrics = field(default_factory=lambda: Metrics(None, Progress(), saved=Progress(), tensorboard=False))
     tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
@@ -84,20 +84,22 @@ class RunDirectory:
         From here on the run continues what this attempt started from, and no other rescue. Raises, on all ranks,
         UserError where rank 0 can't write, and PeerLost where another attempt owns the directory by now.
         """
-        self.lineage.go_on(self.mark, writer=self.origin.writer)
+        self.lineage.go_on(self.mark, step=progress.step, writer=self.origin.writer)
 
         def open_files() -> None:
             self.check_owner()  # the set-up takes long enough to be frozen in, and replaced
             try:
-                self.lineage.write(self.path)
+                self.lineage.write(self.path, check=self.check_owner)
             except OSError as error:
                 raise disk_error(lineage.FILE, self.path, error) from None
             self.metrics = Metrics(
                 self.path, progress, saved=self.saved, tensorboard=self.config.tensorboard, unit=unit,
                 check_owner=self.check_owner,
             )
+            if self.remote is not None:  # or a machine that comes next would not know of a run that was begun anew
+                self.remote.upload(None, timeout_s=self.config.save_timeout_s)
             if self.mirror is not None:
-                self.mirror.start()
+                self.mirror.start(next(reversed(list_checkpoints(self.path / "checkpoints")), None))
 
         self.metrics.unit = unit
         on_rank0(self.group, open_files)
@@ -121,38 +123,52 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
     result has changed, or the newest checkpoint can't be gone on with.
     """
     lease = Lease(group.run_dir, group.attempt) if group.is_rank0 else None
-    remote: RemoteRun | None = None
-    mirror = Mirror(config, group) if config.mirror and group.is_rank0 else None
+    remote: SecondPlace | None = None
+    mirror: SecondPlace | None = None
     earlier: Checkpoint | None = None
+    directory = group.run_dir / "checkpoints"
     if is_url(config.run_dir):
         group.watch.enter("setup", config.setup_timeout_s)  # a checkpoint may have to be fetched
     with contextlib.ExitStack() as stack:
+
+        def second(url: str, *, required: bool) -> SecondPlace:
+            assert lease is not None
+            return stack.enter_context(SecondPlace(
+                url, group.run_dir, lease, group.log, required=required, keep=config.keep, save_s=config.save_timeout_s,
+                setup_s=config.setup_timeout_s, find_problem=find_problem,
+            ))
 
         def claim() -> None:
             assert lease is not None
             group.status.claim(remote or lease, copy=remote.copy_status if remote else None)
 
         def take() -> dict[str, Any]:
-            nonlocal earlier, remote
+            nonlocal earlier, remote, mirror
             assert lease is not None
             try:
                 stack.enter_context(lease)  # here, not around the block: a refusal has to reach all ranks
                 if is_url(config.run_dir):
-                    remote = stack.enter_context(RemoteRun(config, group, lease))
-                    remote.adopt()
-                remove_unfinished(group.run_dir / "checkpoints")
+                    remote = second(config.run_dir, required=True)
+                    remote.adopt(nothing_here=False, wanted=lambda other: True)
+                remove_unfinished(directory)
                 shutil.rmtree(group.run_dir / HELD, ignore_errors=True)
                 claim()
                 if config.tracker != "none":
                     tracker.check(config.tracker)
-                begun = find_run(config, group)
-                if remote is not None and begun is not None:
-                    remote.fetch_checkpoint(begun.run)
-                if mirror is not None:
+                if config.mirror:
                     group.watch.enter("setup", config.setup_timeout_s)  # a checkpoint may have to be fetched
-                    mirror.fetch(begun, wanted=lambda other: is_wanted(other, config, group))
+                begun = find_run(config, group)
+                above = newest_good_step(directory) if remote or config.mirror else -1
+                if config.mirror:
+                    mirror = second(config.mirror, required=False)
+                    nothing = begun is None and above < 0
+                    mirror.adopt(nothing_here=nothing, wanted=lambda other: is_wanted(other, config, group))
                     begun = Lineage.read(group.run_dir)
                     claim()  # the mirror's status is of an earlier attempt
+                for place in filter(None, (remote, mirror)):
+                    if begun is not None:
+                        place.fetch(begun.run, above=above)
+                        above = newest_good_step(directory)
                 finished, earlier, problem = find_earlier(config, group)
             except OSError as error:
                 raise not_writable(group, error) from None
@@ -202,6 +218,6 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
             raise
         run.metrics.close()  # TensorBoard's writer holds up to two minutes of values in memory
         if remote is not None:
-            remote.finish()
+            remote.finish(stopped=False)
         if mirror is not None and not run.finished:
             mirror.finish(stopped=False)

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from rankup.errors import ConfigError, DataError
+from rankup.places.urls import is_url
 from train.config import Config
 from train.config.schema import flag
-from train.config.urls import is_url
 from train.data.sources.cache import writable_cache
 from train.data.sources.fetch import NotFetched, Say, download_lock, print_to_stderr
 from train.data.sources.imagefolder import MEAN, STD

@@ -17,24 +17,24 @@ from typing import Any
 
 import pytest
 
-import train.run.lease
+import rankup.places.lease
 from rankup.errors import PeerLost, UserError
+from rankup.places.lease import Lease
 from tests.rigs.checkpoints import steps
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment, result
-from train.run.lease import Lease
 
 FOR_EVER_S = 600.0  # waiting for this long is a failure, and so is
 pytestmark = pytest.mark.timeout(400)
 OWNER = """
-import sys, train.run.lease
+import sys, rankup.places.lease
 from pathlib import Path
-from train.run.lease import Lease
+from rankup.places.lease import Lease
 
 if sys.argv[2] == "without locks":
-    from tests.run.test_lease import no_locks
+    from tests.places.test_lease import no_locks
     no_locks()
-train.run.lease.LOCK_PATIENCE_S = float(sys.argv[3])
+rankup.places.lease.LOCK_PATIENCE_S = float(sys.argv[3])
 try:
     with Lease(Path(sys.argv[1]), f"attempt-{sys.argv[4]}", beat_s=0.1):
         print("held", flush=True)
@@ -86,7 +86,7 @@ def owner(folder: Path, locks: str = "with locks") -> Iterator[subprocess.Popen[
 
 @pytest.fixture(autouse=True)
 def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train.run.lease, "LOCK_PATIENCE_S", 0.5)
+    monkeypatch.setattr(rankup.places.lease, "LOCK_PATIENCE_S", 0.5)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_live_owner_is_named(tmp_path: Path) -> None:
     with owner(tmp_path) as process:
         with pytest.raises(UserError) as caught, Lease(tmp_path, "second"):
             pass
-        named = f"attempt-1 on {train.run.lease.host_name()} (pid {process.pid})"
+        named = f"attempt-1 on {rankup.places.lease._host()} (pid {process.pid})"
         assert f"is owned by a live attempt, {named}" in str(caught.value)
         assert "another --name" in str(caught.value)
         time.sleep(0.3)
@@ -179,7 +179,7 @@ def test_frozen_owner_is_taken_over_and_finds_out_before_it_publishes(tmp_path: 
         second.check()
         first.__exit__()
         assert held(tmp_path)["attempt"] == "second"
-        assert "released" not in held(tmp_path)
+        assert not held(tmp_path)["released"]
 
 
 def test_release_is_seen_while_a_silent_owner_is_watched(tmp_path: Path, without_locks: None) -> None:
@@ -197,14 +197,15 @@ def test_owner_on_another_machine_lives_by_its_beats(
 ) -> None:
     """With `locks` each machine has its own, as with NFS mounted nolock: that ours is free says nothing."""
     monkeypatch.setattr(fcntl, "lockf", fcntl.lockf)
-    monkeypatch.setattr(train.run.lease, "_kernel", lambda: "another boot")
+    monkeypatch.setattr(rankup.places.lease, "_kernel", lambda: "another boot")
     first = Lease(tmp_path, "first", beat_s=0.1 if beats else FOR_EVER_S)
     first.__enter__()
     if not locks:
         no_locks()
     # The first goes on beating in a thread of its own, on its own machine
     here = threading.main_thread()
-    monkeypatch.setattr(train.run.lease, "_kernel", lambda: "this" if threading.current_thread() is here else "another")
+    kernel = lambda: "this" if threading.current_thread() is here else "another"  # noqa: E731
+    monkeypatch.setattr(rankup.places.lease, "_kernel", kernel)
     # A second lock of one process is always free, as one on another machine would be
     second = Lease(tmp_path, "second", life_s=FOR_EVER_S if beats else 0.3)
     if beats:
@@ -261,7 +262,7 @@ def waiting(until: Path, **more: Any) -> dict[str, str]:
 
 
 def short_waits() -> None:
-    train.run.lease.LOCK_PATIENCE_S = 0.5
+    rankup.places.lease.LOCK_PATIENCE_S = 0.5
     assert Lease.__init__.__kwdefaults__ is not None
     Lease.__init__.__kwdefaults__["life_s"] = 1.5
 
@@ -269,12 +270,12 @@ def short_waits() -> None:
 def on_machine_one() -> None:
     short_waits()
     no_locks()
-    train.run.lease._kernel = lambda: "one"
+    rankup.places.lease._kernel = lambda: "one"
 
 
 def on_machine_two() -> None:
     on_machine_one()
-    train.run.lease._kernel = lambda: "two"
+    rankup.places.lease._kernel = lambda: "two"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -288,7 +289,7 @@ def test_second_attempt_is_refused_on_all_ranks_and_leaves_the_first_alone(
         first.wait_for("epoch 1:")
         before = (run / "status.json").read_text()
         assert json.loads(before)["state"] == "running"
-        impatient = "tests.run.test_lease:short_waits"
+        impatient = "tests.places.test_lease:short_waits"
         codes, output = forks.run(*train_arguments(run), world_size=world_size, preload=impatient)
         assert codes == [2] * world_size, output
         lease = held(run)
@@ -308,11 +309,11 @@ def test_frozen_job_that_was_taken_over_publishes_nothing_more(forks: Forks, tmp
     run = tmp_path / "run"
     there = tmp_path / "there"
     order = waiting(tmp_path / "never", tell=str(there))
-    with forks.running(*train_arguments(run), env=order, preload="tests.run.test_lease:on_machine_one") as first:
+    with forks.running(*train_arguments(run), env=order, preload="tests.places.test_lease:on_machine_one") as first:
         first.wait_until(lambda: there.exists() and steps(run / "checkpoints") == [8], "checkpoint and a step after it")
         (tmp_path / "metrics").hardlink_to(run / "metrics.jsonl")  # what it has open
         first.processes[0].signal("SIGSTOP")
-        codes, output = forks.run(*train_arguments(run), preload="tests.run.test_lease:on_machine_two")
+        codes, output = forks.run(*train_arguments(run), preload="tests.places.test_lease:on_machine_two")
         assert codes == [0], output
         assert "resumed from step-00000008" in output
         left = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file() and path.name != ".lock"}
@@ -329,18 +330,18 @@ def test_frozen_job_that_was_taken_over_publishes_nothing_more(forks: Forks, tmp
 def freeze_in_a_save() -> None:
     """On machine one, and in the save of step 16 a wait for a file, then for its staging folder to be removed."""
     on_machine_one()
-    from train.run import publish
+    from rankup.state import copies
 
-    write, folder = publish._write_durably, Path(os.environ["FOLDER"])
+    write, folder = copies.write_durably, Path(os.environ["FOLDER"])
 
-    def waits(path: Path, data: bytes) -> None:
+    def waits(path: Path, content: Any) -> Any:
         if "step-00000016" in path.parent.name and path.name == "manifest.json":
             (folder / "there").touch()
             while not (folder / "go on").exists():
                 time.sleep(0.01)
-        write(path, data)
+        return write(path, content)
 
-    publish._write_durably = waits
+    copies.write_durably = waits
 
 
 def freeze_before_metrics() -> None:
@@ -361,11 +362,11 @@ def freeze_before_metrics() -> None:
 
 def test_owner_frozen_in_its_set_up_leaves_the_files_of_its_successor(forks: Forks, tmp_path: Path) -> None:
     run, order = tmp_path / "run", {"FOLDER": str(tmp_path)}
-    freezing = "tests.run.test_lease:freeze_before_metrics"
+    freezing = "tests.places.test_lease:freeze_before_metrics"
     with forks.running(*train_arguments(run), env=order, preload=freezing) as first:
         first.wait_until((tmp_path / "there").exists, "the end of the set-up")
         first.processes[0].signal("SIGSTOP")
-        codes, output = forks.run(*train_arguments(run), preload="tests.run.test_lease:on_machine_two")
+        codes, output = forks.run(*train_arguments(run), preload="tests.places.test_lease:on_machine_two")
         assert codes == [0], output
         left = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
         assert {"run.json", "metrics.jsonl", "result.json"} <= left.keys()
@@ -379,11 +380,11 @@ def test_owner_frozen_in_its_set_up_leaves_the_files_of_its_successor(forks: For
 def test_frozen_owner_whose_checkpoint_is_gone_ends_with_171(forks: Forks, tmp_path: Path, save: str) -> None:
     run, more = tmp_path / "run", ("--save", save)
     order = {"FOLDER": str(tmp_path)}
-    freezing = "tests.run.test_lease:freeze_in_a_save"
+    freezing = "tests.places.test_lease:freeze_in_a_save"
     with forks.running(*train_arguments(run, *more), env=order, preload=freezing) as first:
         first.wait_until((tmp_path / "there").exists, "a save of step 16")
         first.processes[0].signal("SIGSTOP")
-        codes, output = forks.run(*train_arguments(run, *more), preload="tests.run.test_lease:on_machine_two")
+        codes, output = forks.run(*train_arguments(run, *more), preload="tests.places.test_lease:on_machine_two")
         assert codes == [0], output
         left = steps(run / "checkpoints")
         (tmp_path / "go on").touch()

@@ -1,5 +1,6 @@
 """A run's copy in a store of objects: whole or not at all, and nothing is loaded that a digest does not confirm."""
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from rankup.errors import PeerLost, UserError
+from rankup.places.lineage import Lineage
+from rankup.places.place import Place
+from rankup.places.stored_run import StoredRun
 from tests.rigs.checkpoints import newest, save, steps
-from train.run.objects import Objects
-from train.run.run_store import RunStore
+from train.run.checkpoint import find_problem
 
 RUN = "0123456789abcdef"
 
@@ -26,15 +29,15 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     fsspec.filesystem("memory").store.clear()
 
 
-def open_store(url: str, *, warnings: list[str] | None = None, timeout_s: float = 0.0) -> RunStore:
+def open_store(url: str, *, warnings: list[str] | None = None, number: int = 1) -> StoredRun:
     said = [] if warnings is None else warnings
-    return RunStore(Objects.open(url, warn=said.append, timeout_s=timeout_s))
+    return StoredRun(Place.open(url, warn=said.append), find_problem, number=number)
 
 
 def test_the_newest_checkpoint_comes_back_on_an_empty_disk(url: str, tmp_path: Path) -> None:
     store = open_store(url)
     for step in (10, 20):
-        store.upload_checkpoint(save(tmp_path / "here", step), run=RUN, keep=2)
+        store.upload_copy(save(tmp_path / "here", step), run=RUN, keep=2)
     fetched = open_store(url).fetch_newest(tmp_path / "there", run=RUN)
     assert fetched == tmp_path / "there" / "step-00000020"
     assert newest(tmp_path / "there") == (20, [])
@@ -43,71 +46,63 @@ def test_the_newest_checkpoint_comes_back_on_an_empty_disk(url: str, tmp_path: P
 
 def test_old_ones_are_removed_and_the_objects_of_a_killed_upload_too(url: str, tmp_path: Path) -> None:
     store = open_store(url)
-    store.objects.write(f"checkpoints/{RUN}/step-00000005-0123456789ab/model.pt", b"cut off")
+    store.place.write(f"00000001/checkpoints/{RUN}/step-00000005-0123456789ab/model.safetensors", b"cut off")
     for step in (10, 20, 30):
-        store.upload_checkpoint(save(tmp_path / "here", step), run=RUN, keep=2)
-    left = {name.split("/")[2][:13] for name in store.objects.names("checkpoints")}
+        store.upload_copy(save(tmp_path / "here", step), run=RUN, keep=2)
+    left = {name.split("/")[3][:13] for name in store.place.names()}
     assert left == {"step-00000020", "step-00000030"}
 
 
 def test_an_upload_without_its_manifest_is_no_checkpoint(url: str, tmp_path: Path) -> None:
     warnings: list[str] = []
     store = open_store(url, warnings=warnings)
-    store.upload_checkpoint(save(tmp_path / "here", 10), run=RUN, keep=9)
+    store.upload_copy(save(tmp_path / "here", 10), run=RUN, keep=9)
 
     def killed() -> None:
         raise PeerLost("another attempt owns it")
 
     with pytest.raises(PeerLost):
-        store.upload_checkpoint(save(tmp_path / "here", 20), run=RUN, keep=9, check_owner=killed)
+        store.upload_copy(save(tmp_path / "here", 20), run=RUN, keep=9, check=killed)
     assert store.fetch_newest(tmp_path / "there", run=RUN) == tmp_path / "there" / "step-00000010"
     assert warnings == []
 
 
-def test_lists_and_the_hint_may_be_missing_or_old(url: str, tmp_path: Path) -> None:
-    store = open_store(url)
-    for step in (10, 20):
-        store.upload_checkpoint(save(tmp_path / "here", step), run=RUN, keep=9)
-    hint = store.objects.read("newest.json")
-    store.objects.remove(["newest.json"])
-    assert store.fetch_newest(tmp_path / "a", run=RUN) == tmp_path / "a" / "step-00000020"
-    assert store.current_run() == RUN
-    assert hint is not None
-    store.objects.write("newest.json", hint)
-    blind = open_store(url)
-    blind.objects = _Blind(**vars(blind.objects))
-    assert blind.fetch_newest(tmp_path / "b", run=RUN) == tmp_path / "b" / "step-00000020"
-
-
-def test_a_store_without_its_leases_still_has_its_run(url: str, tmp_path: Path) -> None:
-    store = open_store(url)
-    store.owner = 3
-    store.upload_checkpoint(save(tmp_path / "here", 10), run=RUN, keep=9)
+def test_a_store_without_its_leases_and_run_file_still_has_its_run(url: str, tmp_path: Path) -> None:
+    open_store(url, number=3).upload_copy(save(tmp_path / "here", 10), run=RUN, keep=9)
     reader = open_store(url)
-    assert reader.current_run() == RUN
+    found = reader.lineage()
+    assert found is not None
+    assert found.run == RUN
     assert reader.fetch_newest(tmp_path / "there", run=RUN) == tmp_path / "there" / "step-00000010"
 
 
-@pytest.mark.parametrize("file", ["run.json", "newest.json"])
-def test_a_run_whose_id_leads_out_of_its_folder_is_no_run(url: str, file: str) -> None:
+def test_a_store_with_copies_of_two_runs_and_no_run_file_is_refused(url: str, tmp_path: Path) -> None:
+    for run in (RUN, "other"):
+        open_store(url).upload_copy(save(tmp_path / "here", 10), run=run, keep=9)
+    with pytest.raises(UserError, match=r"must say in run\.json .*, got none, and checkpoints of 2 runs"):
+        open_store(url).lineage()
+
+
+def test_a_run_of_an_earlier_version_is_refused_and_not_begun_anew(url: str) -> None:
     store = open_store(url)
-    store.objects.write(file, b'{"run": "../.."}')
-    assert store.current_run() is None
+    store.place.write(f"checkpoints/{RUN}/step-00000010-0123456789ab/manifest.json", b"{}")
+    with pytest.raises(UserError, match="must hold a run of this version"):
+        store.lineage()
 
 
-class _Blind(Objects):
-    """A store whose lists lag behind."""
-
-    def names(self, prefix: str = "") -> dict[str, int]:
-        return {}
+def test_a_run_whose_id_leads_out_of_its_folder_is_no_run(url: str) -> None:
+    store = open_store(url)
+    values = Lineage("../..", "", "", [], 1).values()
+    store.place.write("00000001/run.json", json.dumps(values).encode())
+    assert store.lineage() is None
 
 
 def test_all_damaged_is_an_error_and_no_new_start(url: str, tmp_path: Path) -> None:
     store = open_store(url)
-    store.upload_checkpoint(save(tmp_path / "here", 10), run=RUN, keep=9)
-    (model,) = [name for name in store.objects.names() if name.endswith("model.pt")]
-    store.objects.remove([model])
-    with pytest.raises(UserError, match=r"got only damaged ones: step-00000010-\w+: model\.pt is missing"):
+    store.upload_copy(save(tmp_path / "here", 10), run=RUN, keep=9)
+    (model,) = [name for name in store.place.names() if name.endswith("model.safetensors")]
+    store.place.remove([model])
+    with pytest.raises(UserError, match=r"got only damaged ones: step-00000010-\w+: model\.safetensors is missing"):
         store.fetch_newest(tmp_path / "there", run=RUN)
 
 
@@ -116,31 +111,30 @@ def test_a_thousand_damaged_stores_give_no_wrong_state(tmp_path: Path) -> None:
     rng = random.Random(0)
     store = open_store("memory://damaged")
     for step in (10, 20, 30):
-        store.upload_checkpoint(save(tmp_path / "here", step), run=RUN, keep=9)
-    objects = {name: store.objects.read(name) or b"" for name in sorted(store.objects.names())}
+        store.upload_copy(save(tmp_path / "here", step), run=RUN, keep=9)
+    objects = {name: store.place.read(name) or b"" for name in sorted(store.place.names())}
     found: dict[int | None, int] = {}
     for case in range(1000):
         for name, content in objects.items():
-            store.objects.write(name, content)
+            store.place.write(name, content)
         whole = {10, 20, 30}
         for name in rng.sample(list(objects), rng.randint(1, 3)):
             damaged = _damaged(objects[name], list(objects.values()), rng)
-            store.objects.remove([name])
+            store.place.remove([name])
             if damaged is not None:
-                store.objects.write(name, damaged)
-            if damaged != objects[name] and name.startswith("checkpoints/"):
-                whole -= {int(name.split("/")[2][5:13])}
+                store.place.write(name, damaged)
+            if damaged != objects[name]:
+                whole -= {int(name.split("/")[3][5:13])}
         there = tmp_path / str(case)
         try:
-            open_store("memory://damaged").fetch_newest(there, run=RUN)
+            fetched = open_store("memory://damaged").fetch_newest(there, run=RUN)
         except UserError:
-            step = None
-        else:
-            step, _ = newest(there)
+            fetched = None
+        step = newest(there)[0] if fetched else None
         assert step == max(whole, default=None), f"case {case}"
         found[step] = found.get(step, 0) + 1
     assert found.keys() == {10, 20, 30, None}
-    store.objects.fs.store.clear()
+    store.place.fs.store.clear()
 
 
 def _damaged(content: bytes, others: list[bytes], rng: random.Random) -> bytes | None:
@@ -157,18 +151,22 @@ def _damaged(content: bytes, others: list[bytes], rng: random.Random) -> bytes |
 
 def test_files_beside_the_checkpoints_are_copied_where_they_changed(url: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    for name in ("run.json", "metrics.jsonl", "tensorboard/events.1", "before-20260101T000000-1/metrics.jsonl"):
+    for name in ("metrics.jsonl", "tensorboard/events.1", "before-20260101T000000-1/metrics.jsonl"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(f"content of {name}\n")
+    Lineage(RUN, "", "", [], 1).write(run)
     (run / "before-20260101T000000-1" / "checkpoints").mkdir()
-    (run / "before-20260101T000000-1" / "checkpoints" / "model.pt").write_text("large")
-    store = open_store(url)
+    (run / "before-20260101T000000-1" / "checkpoints" / "model.safetensors").write_text("large")
+    store, first = open_store(url), open_store(url).place.below("00000001")
     store.upload_files(run)
-    written = []
+    first.remove(first.names())
+    (run / "run.json").touch()
     (run / "metrics.jsonl").write_text("more\n")
-    object.__setattr__(store.objects, "upload", lambda files: written.extend(files))
     store.upload_files(run)
-    assert written == ["metrics.jsonl"]
+    assert sorted(first.names()) == ["metrics.jsonl", "run.json"]
+    open_store(url, number=2).upload_files(run)
+    for name in ("lease.json", ".lock", "tensorboard/../../elsewhere"):
+        store.place.write(f"00000002/{name}", b"")  # somebody's
     there = tmp_path / "there"
     open_store(url).fetch_files(there)
     found = sorted(path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file())

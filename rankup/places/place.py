@@ -1,7 +1,8 @@
-"""Objects in a store, by name: on S3, GCS, Azure, in a folder, or wherever else fsspec has a file system for.
+"""A place for bytes by name: a folder, a bucket of S3, GCS or Azure, or whatever else fsspec has a file system for.
 
-What is used is what every object store has: an object appears whole, and what was written is what is read next. There
-is no rename, a list may lag behind, and any request may fail, so that each is tried again as long as `patience` says.
+Five verbs: names, read, write, upload and download (whole files), remove. A place promises what every object store
+does: a name has whole content, what was written is read next, and a list shows it. There is no rename. Any request may
+fail, and is tried again as long as `patience` says.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import concurrent.futures
 import contextlib
 import errno
 import json
+import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,16 +19,15 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from rankup.errors import PeerLost, UserError, reason
-from train.config.urls import extra_of, is_url
-from train.process.filesystem import open_filesystem
+from rankup.places.urls import extra_of, is_url
 
-PARALLEL = 4  # objects at a time, and parts of a large one
+PARALLEL = 4  # files at a time, and parts of a large one
 # Bytes: a client gives a request up that gets no answer for 60 s, and it may share a slow line with 15 others. S3 takes
 # at most 10,000 parts, of 5 MiB or more
 PART = 8 * 2**20
-SMALL_S = 60.0  # for one small request: a frozen store, or a firewall, never answers at all
+REQUEST_S = 60.0  # for one small request: a frozen store, or a firewall, never answers at all
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-# Below our own patience: a request that hangs is tried again on another connection. Listings must not come from memory
+# Below our own patience: a request that hangs is tried again on another connection. Lists must not come from memory
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"use_listings_cache": False, "config_kwargs": {
         "connect_timeout": 5, "read_timeout": 60, "retries": {"total_max_attempts": 1}}},
@@ -51,17 +52,17 @@ class Patience:
         return self._until_s - time.monotonic()
 
     def renew(self, *_: object) -> None:
-        """A request was answered, or a part of a large object was taken."""
+        """A request was answered, or a part of a large file was taken."""
         if self._renewed:
             self._until_s = time.monotonic() + self._timeout_s
 
 
 @dataclass(frozen=True)
-class Objects:
-    """The objects below `url`.
+class Place:
+    """What lies below `url`.
 
-    Every method raises UserError where the store refuses (no such bucket, denied, full), and PeerLost, since to try
-    again later may help, where `patience` is over.
+    Every method raises UserError where the place refuses (no such bucket, denied, full), and PeerLost where `patience`
+    is over, since to try again later may help.
     """
 
     url: str  # as the user gave it, for messages
@@ -69,10 +70,11 @@ class Objects:
     root: str  # what `fs` calls `url`
     warn: Callable[[str], None]
     patience: Patience = field(default_factory=Patience)
+    request_s: float | None = None  # the bound of one small request; None: REQUEST_S
 
     @classmethod
-    def open(cls, url: str, *, warn: Callable[[str], None], timeout_s: float) -> Self:
-        """The objects below `url`, a URL or a folder. `timeout_s`: as long requests are tried again from now on."""
+    def open(cls, url: str, *, warn: Callable[[str], None], timeout_s: float = 0.0) -> Self:
+        """The place at `url`, an address or a folder. `timeout_s`: as long requests are tried again from now on."""
         scheme = url.partition("://")[0] if is_url(url) else "file"
         kind = {"s3": "s3", "gcs": "gs", "azure": "az"}.get(extra_of(url), scheme)
         fs, root = open_filesystem(url, **_OPTIONS.get(kind, {}))
@@ -85,38 +87,49 @@ class Objects:
         return replace(self, patience=Patience(timeout_s))
 
     def while_moving(self, silence_s: float) -> Self:
-        """The same, with requests that may take as long as no silence of the store is longer than `silence_s`."""
+        """The same, with requests that may take as long as no silence of the place is longer than `silence_s`."""
         return replace(self, patience=Patience(silence_s, renewed=True))
 
+    def once(self, request_s: float | None = None) -> Self:
+        """The same without warnings and second tries, and with so many seconds for each small request."""
+        return replace(self, warn=lambda text: None, patience=Patience(), request_s=request_s)
+
     def below(self, name: str) -> Self:
-        """The objects whose names begin with `name/`."""
+        """The place whose names are those that begin with `name/` here."""
         return replace(self, url=f"{self.url}/{name}", root=f"{self.root}/{name}")
 
-    @property
-    def is_folder(self) -> bool:
-        """Whether these are files of this machine."""
-        return "file" in _protocols(self.fs)
+    def names(self, prefix: str = "") -> dict[str, int]:
+        """The names that begin with `prefix/`, and their sizes in bytes."""
+        path = self._path(prefix) if prefix else self.root
+        try:
+            list_all = _walk if self._is_folder else lambda path: self._call("find", path, detail=True)
+            found = self._try(f"list {prefix}", lambda: list_all(path))
+        except FileNotFoundError:
+            return {}
+        start = len(self.root) + 1
+        return {str(key)[start:]: int(info.get("size") or 0) for key, info in found.items()}
 
     def read(self, name: str) -> bytes | None:
-        """The content of an object, None where there is none."""
+        """The content under `name`, None where there is none."""
         try:
             return bytes(self._try(f"read {name}", lambda: self._call("cat_file", self._path(name))))
         except FileNotFoundError:
             return None
 
-    def size(self, name: str) -> int | None:
-        """In bytes, None where there is no such object."""
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The object in JSON under `name`; {} where there is none, or where it is damaged."""
         try:
-            return int(self._try(f"look at {name}", lambda: self._call("info", self._path(name)))["size"])
-        except FileNotFoundError:
-            return None
+            values = json.loads(self.read(name) or b"{}")
+        except ValueError:
+            return {}
+        return values if isinstance(values, dict) else {}
 
     def write(self, name: str, content: bytes) -> None:
-        """Write one small object, in place of an earlier one."""
+        """Write something small, in place of what was there."""
         self._try(f"write {name}", lambda: self._call("pipe_file", self._path(name), content), writes=True)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write one small object unless there is one of that name. Whether it was written.
+        """Write something small unless there is that name. Returns whether it was written.
 
         On a store that knows no conditions this is always True.
         """
@@ -124,22 +137,21 @@ class Objects:
 
         def write() -> bool:
             try:
-                if self.is_folder or "memory" in _protocols(self.fs):
+                if {"file", "memory"} & _protocols(self.fs):
                     with self.fs.open(path, "xb") as file:  # their own `pipe_file` looks first, and writes later
                         file.write(content)
                 else:
                     self._call("pipe_file", path, content, mode="create")
             except Exception as error:
                 if _exists_already(error):
-                    # Or our own: a request whose answer was lost was tried again
-                    return self.read(name) == content
+                    return self.read(name) == content  # our own: a request whose answer was lost was tried again
                 raise
             return True
 
         return self._try(f"create {name}", write, writes=True)
 
     def upload(self, files: dict[str, Path]) -> None:
-        """Write files as the objects with these names, several at a time, large ones in parts."""
+        """Write files under these names, several at a time, large ones in parts."""
 
         def one(item: tuple[str, Path]) -> None:
             name, path = item
@@ -151,29 +163,20 @@ class Objects:
                 pass
 
     def download(self, name: str, path: Path) -> bool:
-        """Write an object into a file. Whether there is one."""
+        """Write the content under `name` into a file, and make its folder. Returns whether there is that name."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._try(f"read {name}", lambda: self._call("get_file", self._path(name), str(path), large=True))
         except FileNotFoundError:
             return False
         return True
 
-    def names(self, prefix: str = "") -> dict[str, int]:
-        """Names that begin with `prefix/`, and their sizes in bytes. A hint: a store may not know the newest yet."""
-        path = self._path(prefix) if prefix else self.root
-        try:
-            found = self._try(f"list {prefix}", lambda: self._call("find", path, detail=True))
-        except FileNotFoundError:
-            return {}
-        start = len(self.root) + 1
-        return {str(key)[start:]: int(info.get("size") or 0) for key, info in found.items()}
-
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects, those that are gone already too."""
+        """Remove names, those that are gone already too."""
         paths = [self._path(name) for name in names]
         if not paths:
             return
-        if not self.is_folder:
+        if not self._is_folder:
             with contextlib.suppress(FileNotFoundError):
                 self._try(f"remove {len(paths)} objects", lambda: self._call("rm", paths))
             return
@@ -183,24 +186,27 @@ class Objects:
             with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
 
+    @property
+    def _is_folder(self) -> bool:
+        return "file" in _protocols(self.fs)
+
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}"
 
     def _put(self, path: Path, size: int, name: str) -> None:
-        in_parts = {"s3", "s3a", "gs", "gcs"} & _protocols(self.fs)
-        part = max(PART, size // 9_999 + 1)
-        more: dict[str, Any] = {"chunksize": part} if in_parts else {}
-        if in_parts & {"s3", "s3a"}:
-            more["max_concurrency"] = PARALLEL
         if not self.fs.async_impl:
             self.fs.put_file(str(path), self._path(name))
             return
         # Not fsspec's own `timeout`, which bounds the whole, however well it goes on
         from fsspec.callbacks import Callback  # where an address is used
 
-        callback = Callback(hooks={"renew": self.patience.renew})
-        work = self.fs._put_file(str(path), self._path(name), callback=callback, **more)
-        future, bound_s = asyncio.run_coroutine_threadsafe(work, self.fs.loop), max(SMALL_S, self.patience.left_s)
+        more: dict[str, Any] = {"callback": Callback(hooks={"renew": self.patience.renew})}
+        if {"s3", "s3a", "gs", "gcs"} & _protocols(self.fs):
+            more["chunksize"] = max(PART, size // 9_999 + 1)
+        if {"s3", "s3a"} & _protocols(self.fs):
+            more["max_concurrency"] = PARALLEL
+        work = self.fs._put_file(str(path), self._path(name), **more)
+        future, bound_s = asyncio.run_coroutine_threadsafe(work, self.fs.loop), max(REQUEST_S, self.patience.left_s)
         while not concurrent.futures.wait([future], bound_s).done:
             if (bound_s := self.patience.left_s) <= 0:
                 future.cancel()
@@ -210,7 +216,8 @@ class Objects:
     def _call(self, method: str, *values: Any, large: bool = False, **more: Any) -> Any:
         """Call a method of `fs`, bounded where it goes over a network. `large`: what it moves may take all our time."""
         if self.fs.async_impl:
-            more["timeout"] = max(SMALL_S, self.patience.left_s) if large else SMALL_S
+            request_s = self.request_s or REQUEST_S
+            more["timeout"] = max(request_s, self.patience.left_s) if large else request_s
         return getattr(self.fs, method)(*values, **more)
 
     def _try(self, what: str, work: Callable[[], T], *, writes: bool = False) -> T:
@@ -247,13 +254,33 @@ class Objects:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def parse(content: bytes | None) -> dict[str, Any]:
-    """What a small object says in JSON; nothing where there is no such object, or it is not whole."""
+def open_filesystem(url: str, **options: Any) -> tuple[Any, str]:
+    """fsspec's file system for `url`, an address or a folder, and what it calls that. `options`: of that file system.
+
+    Raises UserError where the package that it needs is not installed, and where fsspec knows no such address.
+    """
     try:
-        values = json.loads(content or b"{}")
-    except ValueError:
-        return {}
-    return values if isinstance(values, dict) else {}
+        import fsspec  # here: 0.1 s, which a run without any address does without
+
+        opened: tuple[Any, str] = fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        extra = extra_of(url)
+        way_out = f"pip install 'rankup[{extra}]', or '.[{extra}]' in a checkout" if extra else reason(error)
+        raise UserError(f"{url} needs a package that is not installed here. {way_out}.") from None
+    except ValueError as error:
+        raise UserError(f"{url} must be an address that fsspec knows, got: {reason(error)}") from None
+    return opened
+
+
+def _walk(path: str) -> dict[str, dict[str, Any]]:
+    """All files below a folder. Raises OSError: fsspec's own takes what it can't read for empty."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in os.scandir(path):
+        try:
+            found |= _walk(entry.path) if entry.is_dir() else {entry.path: {"size": entry.stat().st_size}}
+        except FileNotFoundError:  # removed at this moment
+            continue
+    return found
 
 
 def _protocols(fs: Any) -> set[str]:

@@ -1,0 +1,298 @@
+"""The second place of a run: what is published in its folder is copied to an address, or to another folder.
+
+`--run-dir s3://...`: the place is required. The run works in a folder of this machine, as any other, and whatever
+machine comes next, with an empty disk or an old one, goes on from what is at the address. A save that is not copied is
+an error. `--mirror DIR_OR_URL`: the place may fail. A thread copies, always the newest, and what it had no time for is
+left out. No step and no save waits for it; a place that fails is one line until it is back, and the end says what is
+not there. `rankup.places.stored_run` says what lies at either.
+"""
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from rankup.errors import PeerLost, UserError
+from rankup.places.lease import Lease, StoreLease, folder_of, highest_number
+from rankup.places.lineage import FILE, OF_RUN, Lineage
+from rankup.places.place import Place
+from rankup.places.stored_run import MANIFEST, FindProblem, StoredRun
+
+HELD = ".mirrored"  # in the run directory; who takes that over removes what a kill has left there
+SUPERSEDED = "superseded"
+# How long a mirror may stand still in an upload, and when it is tried again
+SILENCE_S, AGAIN_S = 300.0, 30.0
+# At opening: a run that is here need not wait for a mirror. Where none is here, only the mirror knows of one
+LOOK_S, SEARCH_S = 5.0, 60.0
+# At the end the other ranks wait for rank 0, and a launcher that stops a job gives a minute or less
+END_S, STOP_S = 60.0, 15.0
+LAST_WORD_S = 3.0  # for the status of an attempt that ends: a lost rank's restart does not wait longer for a dead store
+SHARE = 0.9  # of a deadline: ours has to come before the watchdog's, which does not know the place
+
+
+class Log(Protocol):
+    def debug(self, text: str, /) -> None: ...
+    def info(self, text: str, /) -> None: ...
+    def warning(self, text: str, /) -> None: ...
+
+
+class SecondPlace:
+    """The second place of the run in `folder`. Rank 0 only, for the length of a `with` block."""
+
+    def __init__(
+        self, url: str, folder: Path, lease: Lease, log: Log, *, required: bool, keep: int, setup_s: float,
+        save_s: float, find_problem: FindProblem,
+    ) -> None:
+        """`url`: of all runs there. `lease`: of `folder`, which is held already. `keep`: how many copies stay there.
+        `setup_s`, `save_s`: the deadlines. `find_problem`: why the copy in a folder can't be used, or ""."""
+        self.url, self.folder, self.required, self.keep, self.log = url.rstrip("/"), folder, required, keep, log
+        self.address = f"{self.url}/{folder.name}"
+        self._called = self.address if required else f"the mirror {self.address}"
+        self._folder_lease, self._find_problem, self._save_s = lease, find_problem, save_s
+        self._opening_s = min(setup_s, save_s)
+        self._stored: StoredRun | None = None
+        self._lease: StoreLease | None = None
+        self._number = 0  # of a mirror: the one that was free at the opening
+        self._held = contextlib.ExitStack()
+        # Of a mirror's thread
+        self._news = threading.Condition()
+        self._wanted: Path | None = None  # the newest copy that is not there
+        self._busy = self._over = False
+        self._thread: threading.Thread | None = None
+        self._failing = ""  # what was said of a mirror that fails
+
+    def __enter__(self) -> "SecondPlace":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    # At opening -----------------------------------------------------------------------------------------------
+
+    def adopt(self, *, nothing_here: bool, wanted: Callable[[Lineage], bool]) -> None:
+        """Own the place if it is required, and take the run that is there where the folder is behind it, or empty.
+
+        `nothing_here`: the folder has neither a run nor a copy. `wanted`: whether a mirror's run may be gone on with.
+        Raises UserError and PeerLost where the place is required, or where it alone may know of a run; and OSError.
+        """
+        with self._failing_quietly(unless=nothing_here):
+            stored = self._open(self._opening_s if self.required else SEARCH_S if nothing_here else LOOK_S)
+            if self.required:
+                tokens = (self._folder_lease.token, self._folder_lease.predecessor)
+                self._lease = self._held.enter_context(StoreLease(stored.place, self._folder_lease.attempt, tokens))
+                stored.number = self._lease.number
+            else:
+                # Before the look at what is there: an attempt that copies after it takes this number, and this one
+                # can't. Two attempts may note the same number: the first to copy gets it, the other can never copy
+                self._number = highest_number(stored.place.names()) + 1
+            here, there = Lineage.read(self.folder), stored.lineage()
+            if there is None:
+                return
+            if self.required and not (here and here.goes_on_from(there)):
+                self._put_aside()
+            elif not nothing_here or not wanted(there):
+                if here and here.run == there.run and there.number > here.number:  # another machine was node 0 since
+                    there.write(self.folder)
+                elif here and here.run != there.run:
+                    self.log.info(f"{self._called} holds another run, whose checkpoints stay there")
+                return
+            stored.fetch_files(self.folder)
+            if Lineage.read(self.folder) is None:  # lost there
+                there.write(self.folder)
+
+    def fetch(self, run: str, *, above: int) -> None:
+        """Copy the newest copy of that run into the folder, if it is of a later step than `above`. Raises as `adopt`"""
+        with self._failing_quietly(unless=above < 0):
+            stored = self._open(self._opening_s if self.required else SEARCH_S if above < 0 else LOOK_S)
+            if path := stored.fetch_newest(self.folder / "checkpoints", run=run, above=above):
+                had = f"step-{above:08d} as its newest" if above >= 0 else "no good checkpoint"
+                self.log.info(f"fetched {path.name} from {self._called}: {self.folder} had {had}")
+
+    def _put_aside(self) -> None:
+        """What an earlier attempt on this machine left, and others have gone on without."""
+        there = [self.folder / name for name in (*OF_RUN, "status.json") if (self.folder / name).exists()]
+        if not any(path.name in ("checkpoints", FILE) for path in there):
+            return
+        aside = self.folder / SUPERSEDED
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        for path in there:
+            shutil.move(path, aside / path.name)
+        self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
+
+    # While training -------------------------------------------------------------------------------------------
+
+    def holds(self, path: Path, run: str) -> bool:
+        """Whether this copy is there already."""
+        return self._open(self._opening_s).holds(path, run=run)
+
+    def upload(self, path: Path | None, *, timeout_s: float | None = None) -> None:
+        """Copy what has changed beside the copies, and then the copy `path`: a resumed run does not repeat saved steps.
+
+        `timeout_s`: None for as long as bytes arrive. Raises UserError where the place refuses, and PeerLost where it
+        does not answer, or where another attempt owns the run by now. The copy stays here in any case.
+        """
+        stored = self._open(timeout_s)
+        lease = self._own(stored)
+        lease.check()
+        with _kept(path, self.folder / HELD) as kept:
+            stored.upload_files(self.folder)
+            run = Lineage.read(self.folder)
+            if kept is not None and run is not None and not stored.holds(kept, run=run.run):
+                stored.upload_copy(kept, run=run.run, keep=self.keep, check=lease.check)
+                self.log.debug(f"{self._called} has {kept.name}")
+
+    def is_ours(self) -> bool:
+        """Whether no other attempt has been seen to take the run over, here or there. Asks no store."""
+        return self._folder_lease.is_ours() and (self._lease is None or self._lease.is_ours())
+
+    def check(self) -> None:
+        """Raises PeerLost where `is_ours` is not so."""
+        self._folder_lease.check()
+        if self._lease is not None and not self._lease.is_ours():
+            self._lease.check()
+
+    def copy_status(self, path: Path) -> None:
+        """Copy `status.json`, which is written last of all, when the lease has been given back. Raises nothing."""
+        with contextlib.suppress(UserError, PeerLost, OSError):
+            if self._lease is not None and self.is_ours() and not self._lease.followed():
+                place = self._lease.place.once(LAST_WORD_S).below(folder_of(self._lease.number))
+                place.write(path.name, path.read_bytes())
+
+    def finish(self, *, stopped: bool) -> None:
+        """Copy the files a last time, and the newest copy if it is not there. Raises as `upload` if it is required.
+
+        A mirror is waited for for a while, and what is not there then is said.
+        """
+        if self.required:
+            self.upload(None, timeout_s=self._save_s)
+            return
+        patience_s = STOP_S if stopped else min(END_S, self._save_s / 2)
+        until_s = time.monotonic() + patience_s
+        with self._news:
+            # Busy from here on: the thread may not have seen yet what it was given last
+            self._over, self._busy = True, self._thread is not None
+            self._news.notify_all()
+            while self._busy and time.monotonic() < until_s:
+                self._news.wait(0.2)
+            left = self._wanted
+        if left is not None:
+            why = f": {self._failing}" if self._failing else f" {patience_s:.0f} s after the end"
+            self.log.warning(f"the newest checkpoint, {left.name}, is not on {self._called}{why}")
+
+    def _own(self, stored: StoredRun) -> StoreLease:
+        """Own what this attempt writes at a mirror, by the number that was free at the opening. Raises UserError and
+        PeerLost where the run has gone on there without this attempt."""
+        lease = self._lease = self._lease or StoreLease(stored.place, self._folder_lease.attempt)
+        if stored.number:
+            return lease
+        lease.place = stored.place
+        if not self._number:  # the mirror did not answer then
+            number = highest_number(stored.place.names()) + 1
+            there, here = stored.lineage(), Lineage.read(self.folder)
+            if there and here and there.run == here.run and not here.goes_on_from(there):
+                raise PeerLost(f"another attempt has gone on with the run on {self.address}")
+            self._number = number
+        lease.claim(self._number)
+        stored.number = lease.number
+        return lease
+
+    def _open(self, timeout_s: float | None) -> StoredRun:
+        """The run there, with so much patience; None: as long as it goes on. Raises UserError without its package."""
+        if self._stored is None:
+            place = Place.open(self.url, warn=self.log.warning if self.required else self._fail)
+            self._stored = StoredRun(place.below(self.folder.name), self._find_problem)
+        place = self._stored.place
+        self._stored.place = place.while_moving(SILENCE_S) if timeout_s is None else place.within(SHARE * timeout_s)
+        return self._stored
+
+    # A mirror -------------------------------------------------------------------------------------------------
+
+    def start(self, newest: Path | None) -> None:
+        """Begin to copy in the background: which run this is, and the newest copy where it is not there."""
+        self._wanted, self._busy = newest, True
+        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+        self._thread.start()
+
+    def copy(self, path: Path) -> None:
+        """Copy this copy, which stands on the disk, in the background."""
+        with self._news:
+            self._wanted, self._busy = path, True
+            self._news.notify_all()
+
+    def _work(self) -> None:
+        """The thread: the files first, then whatever copy is the newest, again and again."""
+        first = True
+        while True:
+            with self._news:
+                while not (first or self._wanted or self._over):
+                    self._busy = False
+                    self._news.notify_all()
+                    self._news.wait()
+                path, self._busy, over = self._wanted, True, self._over
+            done = self._upload(path)
+            first = False
+            with self._news:
+                if done and self._wanted == path:
+                    self._wanted = None
+                if over and (self._wanted is None or not done):
+                    self._busy = False
+                    self._news.notify_all()
+                    return
+                if not done and not self._over and self._wanted == path:
+                    self._news.wait(AGAIN_S)  # until a newer one is due, or for another try
+
+    def _upload(self, path: Path | None) -> bool:
+        """`upload`; whether that is done."""
+        try:
+            self.upload(path, timeout_s=STOP_S if self._over else None)
+        except Exception as error:  # nobody joins this thread, and a mirror must not end the training
+            if path is None or path.exists():  # else it was removed: a newer one was published, and is wanted
+                self._fail(str(error) or type(error).__name__)
+            return False
+        if self._failing:
+            self._failing = ""
+            self.log.info(f"{self._called} is back")
+        return True
+
+    @contextlib.contextmanager
+    def _failing_quietly(self, *, unless: bool) -> Iterator[None]:
+        try:
+            yield
+        except (UserError, PeerLost) as error:
+            if self.required or unless:
+                raise
+            self._fail(str(error))
+
+    def _fail(self, text: str) -> None:
+        """One line, until it is back."""
+        with contextlib.suppress(OSError):
+            if not self._failing:
+                self.log.warning(f"the mirror fails, the training goes on: {text}")
+        self._failing = text
+
+
+@contextlib.contextmanager
+def _kept(path: Path | None, folder: Path) -> Iterator[Path | None]:
+    """A second name of each file of the copy `path` for the length of the block, in which it may be removed.
+
+    `path` itself where the file system has no such names. Raises OSError where it is removed already.
+    """
+    if path is None:
+        yield None
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    kept = folder / path.name
+    try:
+        try:
+            shutil.copytree(path, kept, copy_function=os.link)
+        except (OSError, shutil.Error):
+            kept = path
+        (kept / MANIFEST).stat()
+        yield kept
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,237 @@
+"""--mirror: what was published is on a second place too, comes back from there, and never stops a training."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rankup.errors import ConfigError
+from rankup.places import second
+from rankup.places.lease import Lease
+from rankup.places.lineage import Lineage
+from rankup.places.place import Place
+from rankup.places.second import SecondPlace
+from tests.rigs.checkpoints import SETTINGS, flip, save
+from tests.rigs.fork_server import Forks, Job
+from tests.rigs.jobs import comparable_metrics, result
+from tests.rigs.object_store import BUCKET, S3
+from train.config import load_config
+from train.run.checkpoint import find_problem
+
+LINE = ("train", *SETTINGS, "--name=run", "--save-every-steps=8")
+IMPATIENT = "tests.places.test_mirror:impatient"
+STOP: dict[str, Any] = {"where": "loss", "call": 12, "signal": "SIGTERM", "rank": 0}  # in step 10
+
+
+class Disks:
+    """A run directory and its mirror."""
+
+    def __init__(self, forks: Forks, folder: Path) -> None:
+        self.forks, self.runs, self.mirror = forks, folder / "runs", folder / "mirror"
+        self.run_dir = self.runs / "run"
+        self.env: dict[str, str] = {}
+
+    def start(self, *more: str, mirror: str = "", preload: str = "", **order: Any) -> Job:
+        env = self.env | ({"PROBE": json.dumps(order)} if order else {})
+        line = (*LINE, f"--run-dir={self.runs}", f"--mirror={mirror or self.mirror}", *more)
+        return self.forks.start(*line, world_size=2, env=env, preload=preload)
+
+    def run(self, *more: str, code: int = 0, **how: Any) -> str:
+        job = self.start(*more, **how)
+        assert job.wait() == [code, code], job.output
+        assert "Traceback" not in job.output
+        return job.output
+
+    def mirrored(self) -> list[str]:
+        """The names of the checkpoints on the mirror, without their digests."""
+        return sorted(path.parent.name[:13] for path in self.mirror.glob("run/*/checkpoints/*/*/manifest.json"))
+
+    def lose(self) -> None:
+        shutil.rmtree(self.runs)
+
+
+@pytest.fixture
+def disks(forks: Forks, tmp_path: Path) -> Disks:
+    return Disks(forks, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    disks = Disks(forks, tmp_path_factory.mktemp("undisturbed"))
+    disks.run()
+    assert "step-00000032" in disks.mirrored()
+    assert json.loads((disks.mirror / "run" / "00000001" / "result.json").read_text()) == result(disks.run_dir)
+    return {"digest": result(disks.run_dir)["digest"], "metrics": comparable_metrics(disks.run_dir)}
+
+
+def test_lost_disk_comes_back_from_the_mirror(disks: Disks, undisturbed: dict[str, Any]) -> None:
+    assert "the mirror" not in disks.run(code=143, **STOP)
+    assert disks.mirrored()[-1] == "step-00000010"
+    disks.lose()
+    output = disks.run()
+    assert f"fetched step-00000010 from the mirror {disks.mirror}/run: {disks.run_dir} had no good checkpoint" in output
+    assert "resumed from step-00000010" in output
+    assert result(disks.run_dir)["digest"] == undisturbed["digest"]
+    assert comparable_metrics(disks.run_dir) == undisturbed["metrics"]
+    assert len(disks.mirrored()) <= 3  # `keep`, and no more than one that was left out
+    disks.lose()
+    assert "is finished: 32 steps" in disks.run()
+
+
+@pytest.mark.parametrize("damage", ["newest here", "all here", "all here and the newest there"])
+def test_newest_whole_one_of_both_places(disks: Disks, undisturbed: dict[str, Any], damage: str) -> None:
+    disks.run("--max-steps=8")
+    disks.run(code=143, **STOP)
+    here = sorted((disks.run_dir / "checkpoints").iterdir())
+    for path in here if damage.startswith("all") else here[-1:]:
+        flip(path / "model.safetensors", 99)
+    resumed = "step-00000018"
+    if damage.endswith("there"):
+        (there,) = disks.mirror.glob("run/*/checkpoints/*/step-00000018-*")
+        flip(there / "model.safetensors", 99)
+        resumed = disks.mirrored()[-2]  # 16, or 8 if the upload of that was left out for the next
+    output = disks.run()
+    assert f"fetched {resumed} from the mirror" in output
+    assert f"resumed from {resumed}" in output
+    assert result(disks.run_dir)["digest"] == undisturbed["digest"]
+
+
+def test_newer_checkpoint_here_is_never_replaced(disks: Disks, undisturbed: dict[str, Any]) -> None:
+    disks.run("--max-steps=4")
+    kept = disks.mirror.with_name("kept")
+    shutil.copytree(disks.mirror, kept)
+    disks.run(code=143, **STOP)
+    shutil.rmtree(disks.mirror)
+    kept.rename(disks.mirror)
+    output = disks.run()
+    assert "fetched" not in output
+    assert "resumed from step-00000014" in output
+    assert result(disks.run_dir)["digest"] == undisturbed["digest"]
+
+
+def test_mirror_that_fails_is_one_line_and_the_end_says_what_is_missing(
+    disks: Disks, undisturbed: dict[str, Any]
+) -> None:
+    disks.run(code=143, **STOP)
+    shutil.rmtree(disks.mirror)
+    disks.mirror.write_text("in the way")
+    output = disks.run(preload=IMPATIENT)
+    assert output.count("the mirror fails, the training goes on: ") == 1
+    assert f"the newest checkpoint, step-00000032, is not on the mirror {disks.mirror}/run: " in output
+    assert result(disks.run_dir)["digest"] == undisturbed["digest"]
+
+
+def test_fresh_begins_anew_there_too_and_keeps_what_was_there(disks: Disks) -> None:
+    disks.run(code=143, **STOP)
+    disks.lose()
+    output = disks.run("--fresh", "--lr=0.25", code=143, **STOP | {"call": 4})  # step 2
+    assert "resumed" not in output
+    assert {"step-00000010", "step-00000002"} <= set(disks.mirrored())
+    disks.lose()
+    assert "resumed from step-00000002" in disks.run("--lr=0.25", "--max-steps=4")
+
+
+def test_only_damaged_ones_are_left_and_nothing_begins_anew_without_a_word(disks: Disks) -> None:
+    disks.run(code=143, **STOP)
+    disks.lose()
+    for path in disks.mirror.glob("run/*/checkpoints/*/*/model.safetensors"):
+        flip(path, 99)
+    assert "must hold a whole checkpoint, got only damaged ones" in disks.run(code=2)
+
+
+def test_mirror_that_cannot_be_read_is_asked_again_later_where_it_alone_may_know_the_run(disks: Disks) -> None:
+    disks.mirror.write_text("in the way")
+    output = disks.run(preload=IMPATIENT, code=171)
+    assert f"{disks.mirror}/run did not answer in time: " in output
+
+
+def impatient() -> None:
+    """Preloaded: a mirror that does not answer is given up at once, at the opening and at the end alike."""
+    second.SEARCH_S = second.LOOK_S = second.END_S = 0.1
+
+
+def test_mirror_in_a_store_of_objects_that_denies_and_then_does_not(
+    disks: Disks, s3: S3, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    url = f"s3://{BUCKET}/{tmp_path.name}"
+    with s3.door() as door:
+        disks.env = door.env
+        door.rule = lambda request: 403 if request.method in ("PUT", "POST") else None
+        output = disks.run("--max-steps=8", mirror=url)
+        assert output.count("the mirror fails, the training goes on: ") == 1
+        assert f"the newest checkpoint, step-00000008, is not on the mirror {url}/run: " in output
+        door.rule = lambda request: None
+        assert "the mirror" not in disks.run(mirror=url, code=143, **STOP)
+        disks.lose()
+        assert f"fetched step-00000018 from the mirror {url}/run" in disks.run(mirror=url)
+    assert result(disks.run_dir)["digest"] == undisturbed["digest"]
+    assert comparable_metrics(disks.run_dir) == undisturbed["metrics"]
+
+
+def test_mirror_that_fails_for_a_while_gets_the_newest_checkpoint_all_the_same(
+    disks: Disks, s3: S3, tmp_path: Path
+) -> None:
+    url, go_on = f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "go-on"
+    with s3.door() as door:
+        disks.env = door.env
+        door.rule = lambda request: 403 if request.method in ("PUT", "POST") else None
+        job = disks.start(mirror=url, where="loss", call=12, until=str(go_on))
+        job.wait_for("the mirror fails, the training goes on: ")
+        door.rule = lambda request: None
+        go_on.touch()
+        assert job.wait() == [0, 0], job.output
+        assert job.output.count("the mirror fails, the training goes on: ") == 1
+        assert job.output.count(f"the mirror {url}/run is back") == 1
+        assert "is not on the mirror" not in job.output
+        disks.lose()
+        assert "is finished: 32 steps" in disks.run(mirror=url)
+
+
+def test_address_with_a_key_in_it_is_refused_and_not_repeated(disks: Disks) -> None:
+    assert "mirror must be an address without user" in (output := disks.run(mirror="s3://me:secret@bucket", code=2))
+    assert "secret@" not in output
+    assert not (disks.run_dir / "config.yaml").exists()
+
+
+def test_mirror_in_the_run_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="mirror must be another place than run_dir"):
+        load_config({"run_dir": str(tmp_path), "mirror": f"{tmp_path}/"})
+
+
+def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`keep` is 1, and the next checkpoint is published while the upload hangs."""
+    run_dir, put, hangs, go_on = tmp_path / "run", Place.upload, threading.Event(), threading.Event()
+    run_dir.mkdir()
+    written: list[str] = []
+
+    def upload(there: Place, files: dict[str, Path]) -> None:
+        if any("step-00000008" in name for name in files):
+            hangs.set()
+            assert go_on.wait(120)
+        put(there, files)
+        written.extend(files)
+
+    monkeypatch.setattr(Place, "upload", upload)
+    Lineage("run", "", "", []).write(run_dir)
+    log: Any = SimpleNamespace(info=print, debug=print, warning=print)
+    with Lease(run_dir, "attempt") as lease, SecondPlace(
+        str(tmp_path / "there"), run_dir, lease, log, required=False, keep=1, setup_s=60, save_s=60,
+        find_problem=find_problem,
+    ) as place:
+        place.adopt(nothing_here=False, wanted=lambda found: True)
+        place.start(save(run_dir / "checkpoints", 8, keep=1))
+        assert hangs.wait(120)
+        newer = save(run_dir / "checkpoints", 16, keep=1)
+        place.copy(newer)
+        go_on.set()
+        place.finish(stopped=False)
+    assert any("step-00000008" in name for name in written)
+    assert [path.parent.name[:13] for path in (tmp_path / "there").glob("run/*/checkpoints/*/*/manifest.json")] == [
+        "step-00000016"
+    ]

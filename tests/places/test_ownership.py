@@ -1,0 +1,277 @@
+"""One owner: a writer may freeze before any operation and wake at any later time, and its successor loses nothing."""
+
+import contextlib
+import json
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rankup.errors import PeerLost, UserError
+from rankup.places.files import write_json
+from rankup.places.lease import Lease, StoreLease
+from rankup.places.lineage import Lineage
+from rankup.places.second import SecondPlace
+from tests.rigs.checkpoints import save, steps
+from tests.rigs.object_store import BUCKET, S3
+from train.run.checkpoint import find_problem, load_checkpoint, newest_good_step
+from train.run.publish import remove_unfinished
+
+SEED = 20261124
+WAITS_S = 100  # for a busy machine
+OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate", "os.listdir"}
+
+
+class Writer:
+    """An attempt in a thread of its own. It freezes before its operation `number`, from 1 on, until `wake`.
+
+    `before` is called with the number of each operation. `ended`: None if it came to its end, or the error.
+    """
+
+    def __init__(self, work: Callable[["Writer"], None], number: int = 0) -> None:
+        self.number, self.count, self.before = number, 0, lambda count: None
+        self.counts = False  # from when it has looked who owns the run: before, it is no owner that could be late
+        self.frozen_or_over, self._go_on = threading.Event(), threading.Event()
+        self.ended: BaseException | None = None
+
+        def run() -> None:
+            writers[threading.get_ident()] = self
+            try:
+                work(self)
+            except (PeerLost, UserError, OSError) as error:
+                self.ended = error
+            finally:
+                del writers[threading.get_ident()]
+                self.frozen_or_over.set()
+
+        self._thread = threading.Thread(target=run, daemon=True)
+
+    def start(self) -> None:
+        """Returns once it is frozen, or over."""
+        self._thread.start()
+        assert self.frozen_or_over.wait(WAITS_S)
+
+    def wake(self) -> None:
+        self._go_on.set()
+
+    def join(self) -> None:
+        self._thread.join(WAITS_S)
+        assert not self._thread.is_alive()
+
+    def operation(self) -> None:
+        self.count += self.counts
+        self.before(self.count)
+        if self.counts and self.count == self.number:
+            self.frozen_or_over.set()
+            assert self._go_on.wait(WAITS_S)
+
+    def hold(self, place: SecondPlace, timeout_s: float) -> None:
+        """Count the requests of `place` as operations."""
+        stored = place._open(timeout_s)
+        # Of two that find a mirror at the same time the first to copy owns it
+        is_owner = (lambda: True) if place.required else (lambda: stored.number > 0)
+        stored.place = replace(stored.place, fs=_Held(stored.place.fs, self, is_owner))
+
+
+class _Held:
+    def __init__(self, fs: Any, writer: Writer, is_owner: Callable[[], bool]) -> None:
+        self._fs, self._writer, self._is_owner = fs, writer, is_owner
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._fs, name)
+        if not callable(value):
+            return value
+
+        def request(*values: Any, **more: Any) -> Any:
+            self._writer.operation()
+            found = value(*values, **more)
+            self._writer.counts = self._is_owner()
+            return found
+
+        return request
+
+
+writers: dict[int, Writer] = {}
+
+
+def _audit(event: str, values: tuple[Any, ...]) -> None:
+    writer = writers.get(threading.get_ident())
+    if writer is not None and event in OPERATIONS and "/run" in str(values[0]):
+        writer.operation()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _audited() -> None:
+    sys.addaudithook(_audit)  # for the rest of the process: it costs one look into an empty dict
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda number: None)
+    monkeypatch.setitem(StoreLease.__init__.__kwdefaults__ or {}, "life_s", 0.02)
+    for kind in (Lease, StoreLease):
+        monkeypatch.setattr(kind, "_beat", lambda self: None)  # the attempts below give their signs of life themselves
+
+
+class _Counting(Lease):
+    def _take(self) -> None:
+        writers[threading.get_ident()].counts = True
+        super()._take()
+
+
+class InFolder:
+    """Attempts with the same run directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir = folder / "run"
+        self.run_dir.mkdir(parents=True)
+
+    def attempt(self, name: str, num_saves: int, writer: Writer) -> None:
+        checkpoints = self.run_dir / "checkpoints"
+        with _Counting(self.run_dir, name) as lease:
+            remove_unfinished(checkpoints)
+            lineage = Lineage.read(self.run_dir) or Lineage.new(name, "")
+            step = max(0, newest_good_step(checkpoints))
+            lineage.go_on(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
+            lineage.write(self.run_dir, check=lease.check)
+            for number in range(1, num_saves + 1):
+                save(checkpoints, step + number, keep=2, attempt=name, check_owner=lease.check)
+                lease._write(number)
+            write_json(self.run_dir / "result.json", name, check=lease.check)
+
+    def look(self, name: str, num_saves: int) -> None:
+        lineage, checkpoints = Lineage.read(self.run_dir), self.run_dir / "checkpoints"
+        assert lineage is not None
+        assert lineage.attempts[-1][0] == name
+        assert json.loads((self.run_dir / "result.json").read_text()) == name
+        assert json.loads((self.run_dir / "lease.json").read_text())["attempt"] == name
+        last = lineage.attempts[-1][1] + num_saves
+        for step in {last, max(last - 1, lineage.attempts[-1][1] + 1)}:
+            found = load_checkpoint(checkpoints / f"step-{step:08d}")
+            assert (found.step, found.state.attempt) == (step, name)
+        for path in checkpoints.glob("step-*"):  # what a late one has published lies on no line, and is passed over
+            found = load_checkpoint(path)
+            assert found.step <= last or not lineage.has(found.step, found.state.attempt)
+
+
+class AtSecondPlace:
+    """Attempts on machines of their own, with the same address."""
+
+    def __init__(self, folder: Path, url: str, *, required: bool) -> None:
+        self.folder, self.url, self.required = folder, url, required
+
+    def attempt(self, name: str, num_saves: int, writer: Writer | None) -> None:
+        run_dir = self.folder / name / "run"
+        run_dir.mkdir(parents=True)
+        lease: Any = SimpleNamespace(token=name, predecessor="", attempt=name, check=lambda: None, is_ours=lambda: True)
+        log = SimpleNamespace(info=str, debug=str, warning=str)
+        with SecondPlace(
+            self.url, run_dir, lease, log, required=self.required, keep=1, setup_s=60.0, save_s=60.0,
+            find_problem=find_problem,
+        ) as place:
+            if writer:
+                writer.hold(place, 60.0)
+            place.adopt(nothing_here=True, wanted=lambda found: True)
+            lineage = Lineage.read(run_dir) or Lineage("run", name, "", [])
+            place.fetch(lineage.run, above=-1)
+            step = max(0, newest_good_step(run_dir / "checkpoints"))
+            if not num_saves:
+                return
+            lineage.go_on(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
+            lineage.write(run_dir)
+            for number in range(1, num_saves + 1):
+                with (run_dir / "metrics.jsonl").open("a") as file:
+                    file.write(f"{name} {step + number}\n")
+                path = save(run_dir / "checkpoints", step + number, keep=1, attempt=name, run=lineage.run)
+                if number == num_saves:
+                    write_json(run_dir / "result.json", name)
+                place.upload(path, timeout_s=60.0)
+                if self.required and place._lease and place._lease._look():
+                    place._lease._write(number)
+            if self.required:
+                place.finish(stopped=False)
+        write_json(run_dir / "status.json", name)
+        if self.required:
+            place.copy_status(run_dir / "status.json")
+
+    def look(self, name: str, num_saves: int) -> None:
+        self.attempt("reader", 0, None)
+        written, read = self.folder / name / "run", self.folder / "reader" / "run"
+        (newest,) = steps(read / "checkpoints")
+        for file in ("run.json", "result.json", "metrics.jsonl", f"checkpoints/step-{newest:08d}/manifest.json"):
+            assert (written / file).read_bytes() == (read / file).read_bytes(), file
+        assert steps(written / "checkpoints") == [newest]
+        if self.required:
+            assert json.loads((read / "status.json").read_text()) == name
+
+
+def schedule(runs: InFolder | AtSecondPlace, counts: list[int], rng: random.Random) -> None:
+    """One or two attempts freeze one after the other, and wake in any order while the last one is at work, or later."""
+    sleepers = []
+    for name in ["first", "second"][: rng.randint(1, 2)]:
+        work = lambda writer, name=name: runs.attempt(name, 2, writer)  # noqa: E731
+        sleepers.append(Writer(work, rng.randint(1, max(counts))))
+        sleepers[-1].start()
+    last = Writer(lambda writer: runs.attempt("last", 3, writer))
+    at = {sleeper: rng.randint(1, 2 * max(counts)) for sleeper in sleepers}  # or after the end
+
+    def wake(count: int) -> None:
+        for sleeper, moment in at.items():
+            if moment == count:
+                sleeper.wake()
+
+    last.before = wake
+    last.start()
+    for sleeper in sleepers:
+        sleeper.wake()
+        sleeper.join()
+    last.join()
+    assert last.ended is None, last.ended
+    runs.look("last", 3)
+
+
+@contextlib.contextmanager
+def told(seed: int) -> Iterator[random.Random]:
+    try:
+        yield random.Random(seed)
+    except BaseException as error:
+        error.add_note(f"schedule {seed}")
+        raise
+
+
+def count_operations(runs: InFolder | AtSecondPlace) -> int:
+    whole = Writer(lambda writer: runs.attempt("whole", 2, writer))
+    whole.start()
+    whole.join()
+    assert whole.ended is None, whole.ended
+    return whole.count
+
+
+def test_owner_of_a_folder_that_freezes_anywhere_takes_nothing_from_its_successor(tmp_path: Path) -> None:
+    count = count_operations(InFolder(tmp_path / "whole"))
+    assert count > 40
+    for seed in range(SEED, SEED + 100):
+        with told(seed) as rng:
+            schedule(InFolder(tmp_path / str(seed)), [count], rng)
+
+
+@pytest.mark.parametrize(("where", "num"), [("folder", 35), ("s3", 15)])
+@pytest.mark.parametrize("required", [True, False])
+def test_owner_of_a_second_place_that_freezes_anywhere_takes_nothing_from_its_successor(
+    tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch, where: str, num: int, required: bool
+) -> None:
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    base = f"s3://{BUCKET}/{tmp_path.name}" if where == "s3" else str(tmp_path / "there")
+    runs = AtSecondPlace(tmp_path / "whole", f"{base}/whole", required=required)
+    count = count_operations(runs)
+    assert count > 20
+    for seed in range(SEED, SEED + num):
+        with told(seed) as rng:
+            schedule(AtSecondPlace(tmp_path / str(seed), f"{base}/{seed}", required=required), [count], rng)

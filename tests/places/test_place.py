@@ -1,0 +1,253 @@
+"""A run in a real S3 server that is slow, deaf, full, forgetful or denies access, through s3fs."""
+
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rankup.errors import PeerLost, UserError
+from rankup.places import place
+from rankup.places.lease import StoreLease
+from rankup.places.place import Place
+from rankup.places.stored_run import StoredRun
+from tests.rigs.checkpoints import newest, save
+from tests.rigs.jobs import free_port
+from tests.rigs.object_store import BUCKET, S3, Door, Request
+from train.run.checkpoint import find_problem
+
+RUN = "0123456789abcdef"
+
+
+@pytest.fixture
+def door(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    import s3fs
+
+    with s3.door() as made:
+        for name, value in made.env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(place, "FIRST_PAUSE_S", 0.02)
+        s3fs.S3FileSystem.clear_instance_cache()  # clients know the door of the test before
+        yield made
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+class Bucket:
+    """Where a test's objects are."""
+
+    def __init__(self, name: str) -> None:
+        self.url = f"s3://{BUCKET}/{name}"
+        self.said: list[str] = []
+
+    def place(self, timeout_s: float = 0.0) -> Place:
+        return Place.open(self.url, warn=self.said.append, timeout_s=timeout_s)
+
+    def run(self, timeout_s: float = 0.0) -> StoredRun:
+        return StoredRun(self.place(timeout_s), find_problem, number=1)
+
+
+@pytest.fixture
+def bucket(door: Door, tmp_path: Path) -> Bucket:
+    return Bucket(tmp_path.name)
+
+
+def test_a_checkpoint_goes_to_s3_and_comes_back(door: Door, bucket: Bucket, tmp_path: Path) -> None:
+    for step in (10, 20):
+        bucket.run().upload_copy(save(tmp_path / "here", step), run=RUN, keep=1)
+    written = [request.name.split("/")[-1] for request in door.seen if request.method == "PUT"]
+    assert [name for name in written if name == "manifest.json"] == written[3::4], "it comes after what it names"
+    assert bucket.run().fetch_newest(tmp_path / "there", run=RUN) is not None
+    assert newest(tmp_path / "there") == (20, [])
+    left = {name.split("/")[3][:13] for name in bucket.place().names()}
+    assert left == {"step-00000020"}
+
+
+def test_a_large_file_goes_in_parts(door: Door, bucket: Bucket, tmp_path: Path) -> None:
+    content = random.Random(0).randbytes(2 * place.PART + 1)
+    (tmp_path / "large").write_bytes(content)
+    bucket.place().upload({"large": tmp_path / "large"})
+    parts = sorted(request.size for request in door.seen if "partNumber" in request.query)
+    assert len(parts) == 3
+    assert sum(parts) >= len(content)  # a checksum goes with them
+    assert bucket.place().read("large") == content
+
+
+def test_a_large_file_has_time_as_long_as_its_parts_are_taken(
+    door: Door, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, failed, over = [0.0], list[str](), threading.Event()
+    monkeypatch.setattr(place, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda pause_s: None))
+    (tmp_path / "large").write_bytes(bytes(6 * place.PART))
+
+    def slow(request: Request) -> int | None:
+        clock[0] += 100 if "partNumber" in request.query else 0
+        if "partNumber=6" not in request.query or failed:
+            return None
+        failed.append(request.query)
+        return 503
+
+    door.rule = slow
+    bucket.place().while_moving(300).upload({"large": tmp_path / "large"})
+    assert bucket.place().names()["large"] == 6 * place.PART
+    assert failed
+
+    def silent(request: Request) -> None:
+        clock[0] += 400
+        over.wait(60)
+
+    door.rule = silent
+    monkeypatch.setattr(place, "REQUEST_S", 0.2)
+    with pytest.raises(PeerLost, match=r"did not answer in time: write large: .* was not taken in time"):
+        bucket.place().while_moving(0.3).upload({"large": tmp_path / "large"})
+    over.set()
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_what_fails_for_a_moment_is_tried_again(status: int, door: Door, bucket: Bucket, tmp_path: Path) -> None:
+    failures = iter([status] * 6)
+    door.rule = lambda request: next(failures, None)
+    bucket.run(timeout_s=60).upload_copy(save(tmp_path / "here", 10), run=RUN, keep=1)
+    assert bucket.run().fetch_newest(tmp_path / "there", run=RUN) is not None
+    assert "tried again for" in bucket.said[0]
+
+
+def test_a_slow_store_is_waited_for(door: Door, bucket: Bucket, tmp_path: Path) -> None:
+    door.rule = lambda request: time.sleep(0.1)
+    bucket.run(timeout_s=60).upload_copy(save(tmp_path / "here", 10), run=RUN, keep=1)
+    assert bucket.run().fetch_newest(tmp_path / "there", run=RUN) is not None
+    assert bucket.said == []
+
+
+def test_a_store_that_stays_away_is_a_lost_peer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")  # nobody listens
+    with pytest.raises(PeerLost, match="did not answer in time: write hint"):
+        bucket.place(timeout_s=0.2).write("hint", b"")
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        s3fs.S3FileSystem.clear_instance_cache()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        monkeypatch.setattr(place, "REQUEST_S", 0.2)
+        with pytest.raises(PeerLost, match="did not answer in time: write hint"):
+            bucket.place(timeout_s=0.2).write("hint", b"")
+
+
+@pytest.mark.parametrize(("status", "why"), [(403, "denies access"), (507, "is full")])
+def test_a_store_that_refuses_is_told_to_the_user_at_once(
+    status: int, why: str, door: Door, bucket: Bucket, tmp_path: Path
+) -> None:
+    bucket.run().upload_copy(save(tmp_path / "here", 10), run=RUN, keep=1)
+    door.rule = lambda request: status if request.method == "PUT" else None
+    with pytest.raises(UserError, match=f"{bucket.url}.* {why}: write checkpoints/"):
+        bucket.run(timeout_s=60).upload_copy(save(tmp_path / "here", 20), run=RUN, keep=1)
+    door.rule = lambda request: None
+    assert bucket.run().fetch_newest(tmp_path / "there", run=RUN) == tmp_path / "there" / "step-00000010"
+
+
+def test_a_bucket_that_is_missing_is_the_users_mistake(door: Door) -> None:
+    with pytest.raises(UserError, match="s3://no-such-bucket/runs: the bucket or container must exist"):
+        Place.open("s3://no-such-bucket/runs", warn=print, timeout_s=60).write("hint", b"")
+
+
+@pytest.mark.parametrize(("url", "message"), [
+    ("gs://bucket/runs", r"needs a package that is not installed here\. pip install 'rankup\[gcs\]'"),
+    ("nowhere://bucket/runs", "must be an address that fsspec knows, got: ValueError: Protocol not known: nowhere"),
+])
+def test_an_address_without_its_package_is_the_users_mistake(
+    url: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(UserError, match=message):
+        Place.open(url, warn=print, timeout_s=0)
+
+
+def test_a_store_that_loses_what_it_took_gets_no_manifest(door: Door, bucket: Bucket, tmp_path: Path) -> None:
+    lost = "optimizer.safetensors"
+    door.rule = lambda request: 200 if request.method == "PUT" and request.name.endswith(lost) else None
+    with pytest.raises(UserError, match="must keep what is written, got None bytes"):
+        bucket.run().upload_copy(save(tmp_path / "here", 10), run=RUN, keep=1)
+    assert not [request for request in door.seen if request.name.endswith("manifest.json") and request.method == "PUT"]
+
+
+def test_twenty_damaged_checkpoints_on_s3_give_no_wrong_state(door: Door, bucket: Bucket, tmp_path: Path) -> None:
+    rng = random.Random(1)
+    store = bucket.run()
+    for step in (10, 20):
+        store.upload_copy(save(tmp_path / "here", step), run=RUN, keep=9)
+    newer = [name for name in store.place.names() if "step-00000020" in name]
+    for case in range(20):
+        name = rng.choice(newer)
+        content = store.place.read(name)
+        assert content
+        damaged = rng.choice([None, content[: rng.randrange(len(content))], bytes(len(content))])
+        if damaged is None:
+            store.place.remove([name])
+        else:
+            store.place.write(name, damaged)
+        there = tmp_path / str(case)
+        assert bucket.run().fetch_newest(there, run=RUN) == there / "step-00000010"
+        assert newest(there)[0] == 10
+        store.place.write(name, content)
+
+
+# Who owns the run ----------------------------------------------------------------------------------------------------
+
+
+def lease(bucket: Bucket, attempt: str, tokens: tuple[str, str] = ("", ""), *, life_s: float = 5.0) -> StoreLease:
+    return StoreLease(bucket.place(timeout_s=5), attempt, tokens, life_s=life_s, beat_s=0.1)
+
+
+def test_a_second_attempt_is_refused_and_told_the_owner(bucket: Bucket) -> None:
+    second = lease(bucket, "second")
+    with lease(bucket, "first"), pytest.raises(UserError, match="owned by a live attempt, first on "):
+        second.__enter__()
+    with lease(bucket, "second") as taken:  # it was given back
+        taken.check()
+
+
+def test_of_two_attempts_in_one_moment_one_gets_the_run(door: Door, bucket: Bucket) -> None:
+    """Both find nobody, and write at once: the store lets one of them."""
+    first, second = lease(bucket, "first"), lease(bucket, "second")
+
+    def between(request: Request) -> None:
+        if request.method == "PUT":
+            door.rule = lambda request: None
+            first.__enter__()
+
+    door.rule = between
+    with pytest.raises(UserError, match="is owned by a live attempt, first on "):
+        second.__enter__()
+    first.check()
+    first.__exit__()
+
+
+def test_the_successor_of_a_killed_attempt_waits_for_its_silence_but_not_on_the_same_disk(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = lease(bucket, "killed", ("its token", ""))
+    monkeypatch.setattr(killed, "_beat", lambda: None)
+    killed.__enter__()
+    watched: list[str] = []
+    monkeypatch.setattr(StoreLease, "_alive", lambda self, owner: bool(watched.append(owner["attempt"])))
+    with lease(bucket, "same disk", ("another", "its token")):
+        assert watched == []
+    again = lease(bucket, "killed again")
+    monkeypatch.setattr(again, "_beat", lambda: None)
+    again.__enter__()
+    with lease(bucket, "another machine", ("third", "its token")):
+        assert watched == ["killed again"]
+
+
+def test_a_store_without_conditions_is_said(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Place, "create", lambda self, name, content: self.write(name, content) is None)
+    with lease(bucket, "first"):
+        assert bucket.said == [
+            f"{bucket.url} knows no conditional writes: two attempts that begin in the same second may both train"
+        ]
