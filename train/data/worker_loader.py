@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from rankup.doctor.machine import ENLARGE_SHM
 from rankup.errors import DataError, PeerLost
 from rankup.group.stacks import open_worker
-from train.data.batch import parts, to_device
+from train.data.batch import tensors, to_device
 from train.data.order import BatchIndex
 from train.data.samples import Samples
 from train.process.stop import STOP_SIGNALS, StopRequest, die_with_parent
@@ -155,15 +155,14 @@ def _shared(batch: Any) -> Any:
 
     torch would do it too, but in a thread that prints the error and goes on: the loop would wait forever.
     """
-    if isinstance(batch, torch.Tensor) and batch.device.type == "cpu" and batch.layout == torch.strided:
-        try:
-            batch.share_memory_()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            if "shared memory" in str(error):
-                raise DataError(SHM_FULL) from None
-            raise
-    for part in parts(batch):
-        _shared(part)
+    for tensor in tensors(batch):
+        if tensor.device.type == "cpu" and tensor.layout == torch.strided:
+            try:
+                tensor.share_memory_()  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                if "shared memory" in str(error):
+                    raise DataError(SHM_FULL) from None
+                raise
     return batch
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from train.data import Samples
-from train.data.batch import parts
+from train.data.batch import tensors
 
 # Sums over the samples of a batch, by name; "count" is the number of samples. Scalars are divided by the count in the
 # end, so "accuracy" is the number of right answers here. Tensors, such as a confusion matrix, are only added up.
@@ -55,7 +55,5 @@ class Workload:
 
 
 def _num_samples(batch: Any) -> int:
-    """The length of the batch's first tensor; 0 where there is none."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.ndim else 0
-    return next((count for part in parts(batch) if (count := _num_samples(part))), 0)
+    """The length of the batch's first tensor that has one; 0 where there is none."""
+    return next((len(tensor) for tensor in tensors(batch) if tensor.ndim and len(tensor)), 0)

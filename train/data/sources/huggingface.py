@@ -28,7 +28,7 @@ from train.data.sources.cache import writable_cache
 from train.data.sources.fetch import NotFetched, Say, download_lock, print_to_stderr
 from train.data.sources.imagefolder import MEAN, STD
 from train.data.sources.sets import FileSet, version_of, version_of_facts
-from train.data.sources.texts import Texts, TextSet, keep_good, labelled_texts, listed_classes, missing
+from train.data.sources.texts import Texts, TextSet, keep_good, labelled_texts, listed_classes
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # organisation/name, or the first data sets' single word
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
@@ -61,7 +61,7 @@ def load_texts(config: Config) -> Texts:
     def read(rows: Rows) -> tuple[TextSet, list[str]]:
         pairs = zip(rows.column(rows.input).to_pylist(), rows.labels, strict=True)
         cells = (((text or "").strip(), (label or "").strip()) for text, label in pairs)
-        found = ((number, label, text, missing(label, text)) for number, (text, label) in enumerate(cells, rows.start))
+        found = ((number, label, text, "") for number, (text, label) in enumerate(cells, rows.start))
         return keep_good(found, Path(config.dataset) / rows.split, classes, config.max_bad_lines, unit="row")
 
     return labelled_texts(read(halves[0]), read(halves[1]), classes, _title(config), config)

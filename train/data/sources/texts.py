@@ -154,20 +154,19 @@ def keep_good(
     rows: Iterable[Row], path: Path, classes: tuple[str, ...], max_bad: float, *, unit: str = "line"
 ) -> tuple[TextSet, list[str]]:
     """The good rows of `path`, and their labels. Raises DataError where the share of bad ones is above `max_bad`."""
-    texts: list[str] = []
-    labels: list[str] = []
+    good: list[tuple[str, str]] = []
     bad: list[str] = []
-    known = set(classes)
+    known = frozenset(classes)
     for number, label, text, problem in rows:
+        problem = problem or ("" if label else "no label") or ("" if text else "no text")
         if not problem and known and label not in known:
             problem = f"unknown label {label[:20]}"
         if problem:
             bad.append(f"{unit} {number}: {problem}")
         else:
-            labels.append(label)
-            texts.append(text)
+            good.append((label, text))
     listed = "; ".join(bad[:NAMED]) + ("; ..." if len(bad) > NAMED else "")
-    total = len(texts) + len(bad)
+    total = len(good) + len(bad)
     if total == 0:
         raise DataError(f"{path}: holds no {unit}s. {LAYOUT}")
     if len(bad) > max_bad * total:
@@ -176,58 +175,38 @@ def keep_good(
             "Correct them, or set --max-bad-lines."
         )
     notes = (f"{path}: left out {len(bad)} bad of {total} {unit}s ({listed})",) if bad else ()
-    return TextSet(tuple(texts), (), path, notes), labels
+    return TextSet(tuple(text for _, text in good), (), path, notes), [label for label, _ in good]
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    return _csv_rows(path) if path.suffix.lower() == ".csv" else _tab_rows(path)
-
-
-def _tab_rows(path: Path) -> Iterator[Row]:
-    # Split at newlines alone: an article may hold the other characters at which splitlines() splits.
-    for number, raw in enumerate(_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        if not raw.strip():
-            continue
+    content = _bytes(path).decode("utf-8-sig", errors="surrogateescape")
+    for number, cells in _csv_cells(content, path) if path.suffix.lower() == ".csv" else _tab_cells(content):
+        problem = "no tab" if len(cells) < 2 else ""
         try:
-            label, tab, text = raw.decode("utf-8").strip("\r").partition("\t")
-        except UnicodeDecodeError:
-            yield number, "", "", "not UTF-8"
-            continue
-        label, text = label.strip(), text.strip()
-        yield number, label, text, missing(label, text) if tab else "no tab"
+            "".join(cells).encode()
+        except UnicodeEncodeError:  # a surrogate stands for a byte that is no UTF-8
+            problem = "not UTF-8"
+        label, text = (cell.strip() for cell in (*cells, "")[:2])
+        yield number, label, text, problem
 
 
-def missing(label: str, text: str) -> str:
-    """What a row lacks, or ""."""
-    if not label:
-        return "no label"
-    return "" if text else "no text"
+def _tab_cells(content: str) -> Iterator[tuple[int, list[str]]]:
+    # Split at newlines alone: an article may hold the other characters at which splitlines() splits
+    for number, line in enumerate(content.split("\n"), 1):
+        if line.strip():
+            yield number, line.split("\t", 1)
 
 
-def _csv_rows(path: Path) -> Iterator[Row]:
+def _csv_cells(content: str, path: Path) -> Iterator[tuple[int, list[str]]]:
     """Two columns, label and text, or a header that names them."""
-    decoded = _bytes(path).decode("utf-8-sig", errors="surrogateescape")
-    reader = csv.reader(io.StringIO(decoded, newline=""))
+    reader = csv.reader(io.StringIO(content, newline=""))
     columns = (0, 1)
     try:
         for row in reader:
             names = [cell.strip().lower() for cell in row]
             if reader.line_num == 1 and {"label", "text"} <= set(names):
                 columns = names.index("label"), names.index("text")
-                continue
-            if not any(cell.strip() for cell in row):
-                continue
-            cells = [row[column].strip() if column < len(row) else "" for column in columns]
-            problem = missing(*cells) if _encodes("".join(cells)) else "not UTF-8"
-            yield reader.line_num, cells[0], cells[1], problem
+            elif any(names):
+                yield reader.line_num, [row[column] if column < len(row) else "" for column in columns]
     except csv.Error as error:
         raise DataError(f"{path}: line {reader.line_num} is no CSV ({error}).") from error
-
-
-def _encodes(text: str) -> bool:
-    # surrogateescape, above, stands for bytes that are no UTF-8, which cannot be encoded again.
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
