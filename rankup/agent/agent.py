@@ -1,6 +1,7 @@
 """The agent of one node: it meets the others, starts this node's ranks, and carries their ends and stop requests.
 
-It lives as long as the job. It has one thread, uses no device and does not import torch.
+It lives as long as the job. Its event loop is one thread; the pipes of a fresh rank are read by others. It uses no
+device and does not import torch.
 
 | a rank ends badly      | its agent says so; the leader ends the membership; every agent has its ranks leave, and     |
 |                        | says how each of them ended; the leader decides (`ends`): another membership, or the end    |
@@ -18,7 +19,6 @@ import logging
 import os
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from rankup.agent.links import Links
 from rankup.agent.logs import host_name, open_log
 from rankup.agent.meeting import Leader
 from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen, open_port
-from rankup.agent.output import Pump, last_exception
+from rankup.agent.output import Pump, aside, last_exception
 from rankup.agent.processes import (
     die_with_parent,
     has_handler,
@@ -484,7 +484,7 @@ class Agent:
 
     async def _where(self, *, timeout_s: float) -> Sequence[str]:
         running = [rank.number for rank in self.ranks if rank.running]
-        return await _aside(lambda: self.helpers.where(self.run_dir, running), timeout_s=timeout_s) or ()
+        return await aside(lambda: self.helpers.where(self.run_dir, running), timeout_s=timeout_s) or ()
 
     async def _tick(self) -> None:
         """What tells nobody: ranks that were stopped (SIGSTOP), and orphans that a container's first process reaps."""
@@ -603,22 +603,3 @@ class Lead:
         if self.status is not None:
             self.status.end(verdict.code or 0, verdict.text, self.ends.latest)
         self.leader.tell("over", code=verdict.code, text=verdict.text)
-
-
-async def _aside(call: Callable[[], Found], *, timeout_s: float) -> Found | None:
-    """What `call` returns, in a thread of its own; None where it can't, or takes longer. A disk may hang: nobody waits
-    for that thread, not even the end of the agent."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Found | None] = loop.create_future()
-
-    def work() -> None:
-        found = None
-        with contextlib.suppress(OSError):
-            found = call()
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(found))
-
-    threading.Thread(target=work, name="disk", daemon=True).start()
-    with contextlib.suppress(TimeoutError):
-        return await asyncio.wait_for(done, max(0.0, timeout_s))
-    return None
