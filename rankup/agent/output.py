@@ -2,7 +2,6 @@
 host and rank. No torch here.
 """
 
-import asyncio
 import contextlib
 import json
 import os
@@ -11,13 +10,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rankup.agent.logs import WAIT_S, Output, file_head, headed, line_head, show
+from rankup.agent.protocol import in_thread
 
-Found = TypeVar("Found")
 TAIL = 400  # lines that are kept to explain the end of a rank
 LONGEST = 2000  # characters of such a line
 READ = 1 << 16  # bytes that are read at once; a line without an end is cut there too
@@ -29,25 +27,6 @@ TRACEBACK = re.compile(r"(\[rank\d+\]: )?Traceback \(most recent call last\):") 
 HOLD_S = 10.0
 # The last line of a traceback, or what argparse says of a wrong argument
 EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failure)\b|\S+: error: ")
-
-
-async def aside(call: Callable[[], Found], *, timeout_s: float) -> Found | None:
-    """What `call` returns, in a thread of its own; None where it raises, or takes longer. A disk may hang: nobody waits
-    for that thread, not even the end of this process."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Found | None] = loop.create_future()
-
-    def work() -> None:
-        found = None
-        with contextlib.suppress(Exception):
-            found = call()
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(found))
-
-    threading.Thread(target=work, name="aside", daemon=True).start()
-    with contextlib.suppress(TimeoutError):
-        return await asyncio.wait_for(done, max(0.0, timeout_s))
-    return None
 
 
 class Pump:
@@ -81,7 +60,8 @@ class Pump:
 
     async def show_held(self) -> None:
         """Print the traceback that is held back: nobody says better how the rank ended."""
-        await aside(self._show_held, timeout_s=WAIT_S)
+        with contextlib.suppress(TimeoutError):
+            await in_thread(self._show_held, timeout_s=WAIT_S)
 
     def drop_held(self) -> list[str]:
         """Leave it to the rank's file. Returns its lines."""
@@ -94,8 +74,13 @@ class Pump:
     async def drained(self, timeout_s: float) -> bool:
         """Wait until all that the rank printed is written; False where processes that it left behind hold its output
         open, or a disk hangs."""
-        await aside(lambda: [thread.join() for thread in self._threads], timeout_s=timeout_s)
+        with contextlib.suppress(TimeoutError):
+            await in_thread(self._join, timeout_s=timeout_s)
         return not any(thread.is_alive() for thread in self._threads)
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join()
 
     def _read(self, pipe: int, name: str) -> None:
         lines, data = _Lines(), b"-"

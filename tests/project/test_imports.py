@@ -18,7 +18,7 @@ FOLDERS = ["config", "process", "group", "data", "workloads", "parallel", "run",
 # What may import what: the later the earlier
 ORDER = [
     *(f"rankup.{name}" for name in (
-        "errors", "env", "places", "agent", "group", "observe", "explain", "doctor", "cli", "__main__",
+        "errors", "timing", "env", "places", "agent", "group", "observe", "explain", "doctor", "cli", "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]
@@ -101,6 +101,12 @@ def test_imports_of_rank_env_are_the_standard_librarys() -> None:
     loaded = modules_after("import rankup.env.rank_env, rankup.errors")
     assert "rankup" in loaded
     assert loaded - modules_after("") <= {*sys.stdlib_module_names, "rankup"}
+
+
+def test_imports_of_rankup_leave_torch_and_the_program_out() -> None:
+    loaded = modules_after("import rankup.cli, rankup.agent.fork_server")
+    assert "rankup" in loaded
+    assert not loaded & {"torch", "numpy", "train"}
 
 
 def test_imports_of_commands_that_do_not_train_leave_torch_out() -> None:

@@ -10,8 +10,9 @@ import torch
 from rankup.errors import reason
 from train.group.group import pack
 from train.run import rescue
+from train.run.checkpoint import list_checkpoints, step_of
 from train.run.metrics import Progress
-from train.run.training import Training, state_of
+from train.run.training import Training, state_of, stopped_at
 
 
 class Rescuer:
@@ -32,6 +33,25 @@ class Rescuer:
             self.t.group.log.warning(f"no rescue: {reason(error)}")
         if not rescued:
             self.t.run.saver.wait()
+
+    def keep_for_stop(self) -> str:
+        """Write the state of the last finished step, on rank 0 as a checkpoint: the job may go on on other machines."""
+        t = self.t
+        if not t.method.every_rank_has_all:
+            return ""
+        if not t.group.is_rank0:
+            self.keep()
+            return stopped_at(t, t.progress.step)
+        t.run.saver.wait()
+        progress = t.changing.stop()
+        if progress is None:
+            return f"{t.group.stop.signal_name}: in the middle of changing the weights, so nothing newer was saved"
+        progress = copy(progress)
+        newest = list_checkpoints(t.run.saver.directory)
+        if progress.step > (step_of(newest[-1]) if newest else 0):
+            t.metrics.flush()
+            t.run.saver.publish_files(progress.step, self._copy(progress))
+        return stopped_at(t, progress.step)
 
     def _keep(self) -> bool:
         """Whether a rescue was written."""

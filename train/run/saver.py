@@ -124,6 +124,17 @@ class Saver:
         self._start(publish_it, state.step)
         return True
 
+    def publish_files(self, step: int, files: dict[str, bytes]) -> None:
+        """Write a checkpoint of these files, and upload it where that is wanted: this process ends. Raises as `save`
+        does. Rank 0 calls it, from any thread, while nothing else is written."""
+        with self._while_ours():
+            staging = publish.create_staging(self.directory, step)
+            path = publish.publish(
+                staging, files, {}, step=step, keep=self.config.keep, check_owner=self.check_owner
+            )
+            if self.upload is not None:
+                self.upload(path, timeout_s=self.config.save_timeout_s)
+
     def upload_beside(self, path: Path, *, step: int) -> None:
         """Upload a checkpoint that is published already, beside the training; `ended` says when that is done."""
         self._start(lambda: path, step)

@@ -111,12 +111,18 @@ def _note_saved(t: Training) -> None:
 
 def save_and_stop(t: Training) -> Stopped:
     """Save, and return what to raise. All ranks come here at the same step."""
+    t.group.watch.settle()
     save(t, wait=True)
     t.profiler.end()
-    step, reason = t.progress.step, t.group.stop.signal_name or "another rank's signal"
+    return Stopped(stopped_at(t, t.progress.step))
+
+
+def stopped_at(t: Training, step: int) -> str:
+    """What to say of a run that was stopped at `step`, whose state is saved."""
+    reason = t.group.stop.signal_name or "another rank's signal"
     where = f"saved at step {step}" if step else "at step 0, nothing to save,"
     again = f"The same command{' without --fresh' if t.config.fresh else ''} goes on from it."
-    return Stopped(f"{reason}: {where} of {t.total_steps}. {again}")
+    return f"{reason}: {where} of {t.total_steps}. {again}"
 
 
 def state_of(t: Training, progress: Progress, optimizer: dict[str, Any]) -> TrainingState:
