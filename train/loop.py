@@ -17,6 +17,7 @@ from rankup.env.rank_env import RankEnv
 from rankup.observe.profiler import Profiler
 from rankup.observe.step_clock import open_clock
 from rankup.observe.stragglers import COMPUTE, DATA, WAITING
+from rankup.state.shards import check_shared
 from train.config import Config, check_world_size
 from train.data.loader import Loader
 from train.data.random_numbers import derive_seed, seed_everything
@@ -44,7 +45,6 @@ from train.run.reporter import Reporter
 from train.run.result import describe, write_result
 from train.run.resume import load_initial_weights, load_training_state
 from train.run.run_directory import RunDirectory, open_run_directory
-from train.run.sharded_checkpoint import check_shared
 from train.run.training import Training, look_at_save, save, save_and_stop
 from train.workloads import Workload, load
 from train.workloads.batches import all_batches, build_order, first_batch, is_evaluated
@@ -70,7 +70,7 @@ def train(config: Config, launch: RankEnv, *, run_dir: Path, log: logging.Logger
         join(config, launch, log=log, stop=stop, status=status, needs_process_group=needs_group) as group,
         start_method(config, group) as method,
         open_run_directory(config, group) as run,
-        Reporter.of(run) as reporter,
+        Reporter(run) as reporter,
     ):
         if run.finished:
             return

@@ -284,16 +284,16 @@ def slow_save() -> None:
     """The save at a stop takes so long that a repeat comes in the middle of it, and a slow sender is still within the
     window."""
     import train.process.stop
-    from train.run import publish
+    from rankup.state import copies
 
     train.process.stop.REPEAT_WINDOW_S = 60.0
-    write = publish._write_durably
+    write = copies.write_durably
 
-    def slow(path: Path, data: bytes) -> None:
+    def slow(path: Path, content: Any) -> Any:
         time.sleep(0.5 if (path.parents[2] / "asked").exists() else 0)
-        write(path, data)
+        return write(path, content)
 
-    publish._write_durably = slow
+    copies.write_durably = slow
 
 
 def test_repeats_within_the_window_count_as_one(forks: Forks, tmp_path: Path) -> None:

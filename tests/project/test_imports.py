@@ -18,7 +18,8 @@ FOLDERS = ["config", "process", "group", "data", "workloads", "parallel", "run",
 # What may import what: the later the earlier
 ORDER = [
     *(f"rankup.{name}" for name in (
-        "errors", "timing", "env", "places", "agent", "group", "observe", "explain", "doctor", "cli", "__main__",
+        "errors", "timing", "env", "places", "agent", "group", "state", "observe", "explain", "doctor", "cli",
+        "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]
@@ -111,7 +112,7 @@ def test_imports_of_rankup_leave_torch_and_the_program_out() -> None:
 
 def test_imports_of_commands_that_do_not_train_leave_torch_out() -> None:
     lines = [["show"], ["--help"], [], ["train", "--stpes", "3"], ["launch", "--nproc", "0", "x.py"],
-             ["status", "--run-dir", "nowhere"], ["status", "none", "--run-dir", "nowhere"]]
+             ["status", "--run-dir", "nowhere"], ["status", "none", "--run-dir", "nowhere"], ["explain", "README.md"]]
     loaded = modules_after(f"from train.main import main\nfor line in {lines}: main(line)")
     assert {"train", "pydantic"} <= loaded
     assert "torch" not in loaded

@@ -116,7 +116,7 @@ def test_damaged_rescue_is_passed_over_and_said(tmp_path: Path, undisturbed: dic
     groups = [[Fault("backward", 0, 8, saved=True)]]
     with ended(launch(tmp_path, faults=tmp_path / "f", groups=groups, max_restarts=0)) as job:
         assert job.wait() == [137], job.output
-    (path,) = (path for place in folders() for path in place.glob(f"rankup-*/{run_id(tmp_path)}/*/model.pt"))
+    (path,) = (path for place in folders() for path in place.glob(f"rankup-*/{run_id(tmp_path)}/*/model.safetensors"))
     path.write_bytes(path.read_bytes()[:-1])
     with ended(launch(tmp_path, faults=tmp_path / "none", groups=[])) as job:
         assert job.wait() == [0], job.output

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from rankup.places.lineage import Lineage
-from tests.rigs.checkpoints import flip, train, training_state
+from rankup.state.copies import Content, fingerprint
+from tests.rigs.checkpoints import files_of, flip, train, training_state
 from tests.rigs.fork_server import Forks
 from train.config import Config
 from train.data.sources import cache
 from train.run import rescue
-from train.run.checkpoint import Checkpoint, load_checkpoint
-from train.run.sharded_checkpoint import fingerprint_file
+from train.run.checkpoint import load_checkpoint
 
 RUN, ATTEMPT = "0123456789abcdef", "20200101T000000-abcdef"
 LINEAGE = Lineage(RUN, ATTEMPT, "", [[ATTEMPT, 0]])
@@ -37,9 +37,8 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shm"
 
 
-def files(step: int, **fields: Any) -> dict[str, bytes]:
-    model = {"weight": torch.full((3,), float(step))}
-    return Checkpoint(Path("somewhere"), training_state(step, **fields), model).to_files()
+def files(step: int, **fields: Any) -> dict[str, Content]:
+    return files_of(training_state(step, **fields), {"weight": torch.full((3,), float(step))})
 
 
 def write(step: int, **fields: Any) -> str:
@@ -178,7 +177,7 @@ def test_newest_is_chosen_and_a_checkpoint_of_the_same_step_first(memory: Path) 
     assert chosen(above=6) == (9, [])
 
 
-@pytest.mark.parametrize("name", ["model.pt", "training.pt", "manifest.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "tree.json", "manifest.json"])
 def test_damaged_rescue_is_passed_over_and_said(memory: Path, name: str) -> None:
     write(7)
     path = memory / f"rankup-{os.getuid()}" / RUN / "step-00000007"
@@ -194,7 +193,7 @@ def test_damaged_rescue_that_cannot_be_removed_is_passed_over_too(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(7)
-    flip(memory / f"rankup-{os.getuid()}" / RUN / "step-00000007" / "model.pt", 20)
+    flip(memory / f"rankup-{os.getuid()}" / RUN / "step-00000007" / "model.safetensors", 20)
     monkeypatch.setattr(rescue.shutil, "rmtree", lambda *values, **more: None)
     step, said = chosen()
     assert (step, len(said)) == (None, 1)
@@ -263,7 +262,7 @@ def test_id_of_a_run_leads_to_no_folder_elsewhere(forks: Forks, tmp_path: Path, 
     if file == "state.json":
         (tmp_path / "run/run.json").unlink()
         manifest = json.loads((checkpoint / "manifest.json").read_text())
-        manifest["files"][file] = fingerprint_file(changed)
+        manifest["files"][file] = fingerprint(changed.read_bytes())
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     codes, output = forks.run(*line[:-3], "8", *line[-2:])
     assert codes == [0 if file == "run.json" else 2], output

@@ -8,11 +8,12 @@ from copy import copy
 import torch
 
 from rankup.errors import reason
-from train.group.group import pack
+from rankup.state import tree
+from rankup.state.copies import STATE, Content
 from train.run import rescue
 from train.run.checkpoint import list_checkpoints, step_of
 from train.run.metrics import Progress
-from train.run.training import Training, state_of, stopped_at
+from train.run.training import Training, state_of, stopped_at, tracked
 
 
 class Rescuer:
@@ -72,17 +73,18 @@ class Rescuer:
         log.debug(f"rescued step {progress.step} in {time.monotonic() - began_s:.2f} s")
         return True
 
-    def _copy(self, progress: Progress) -> dict[str, bytes]:
+    def _copy(self, progress: Progress) -> dict[str, Content]:
         """The files of a checkpoint of the last finished step, at which `progress` stands."""
         t = self.t
         with _beside_a_blocked_stream(t.group.device):
-            weights = t.method.full_state_dict(t.plain)
-            weights |= {name: buffer for name, buffer in t.buffers.kept().items() if name in weights}
-            state = state_of(t, progress, t.method.optimizer_state(t.plain, t.optimizer))
-            files = {"model.pt": pack(weights), **state.to_files()}
+            state = tracked(t)
+            state["model"] |= {name: b for name, b in t.buffers.kept().items() if name in state["model"]}
+            nodes, tensors = tree.encode(state)
+            if t.group.device.type == "cuda":  # else they are written as they lie: the training has stopped
+                tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         if not t.changing.unchanged():
             raise RuntimeError("the weights changed while they were copied")
-        return files
+        return {STATE: state_of(t, progress).to_file(), **tree.files_of(nodes, tensors)}
 
 
 @contextlib.contextmanager
