@@ -1,8 +1,8 @@
 """The process that sends a run to its tracker. Rank 0 starts it, and tells it two things: the facts, and how it ended.
 
-`metrics.jsonl`, which rank 0 writes anyway, is the queue. So a server that is down costs no memory and loses nothing, and
-the next attempt sends what this one could not. A process and not a thread: importing MLflow alone takes two seconds, for
-which a thread would hold Python's lock.
+`metrics.jsonl`, which rank 0 writes anyway, is the queue. So a server that is down costs no memory and loses nothing,
+and the next attempt sends what this one could not. A process and not a thread: importing MLflow alone takes two
+seconds, for which a thread would hold Python's lock.
 
 No step is sent twice. After a resume the steps since the checkpoint are done again, with the same result to the bit,
 and `metrics.jsonl` has them again; trackers can't take a point back, so what they have of these steps stays. How far
