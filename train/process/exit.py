@@ -12,7 +12,7 @@ is dead.
 | `watchdog`: a deadline is over, a peer is lost   | `leave`             | 170, 171, or the code of the lost rank |
 | `watchdog`: leaving itself takes too long        | `leave`             | the one it was leaving with            |
 | `doctor`: a deadline of its checks is over       | `leave`             | 30                                     |
-| a tracker's sender: rank 0 ended 15 s ago        | `leave`             | 1, which nobody reads                  |
+| a tracker's sender: all is sent, or can't be     | `os._exit`          | 0, which nobody reads                  |
 | `die_with_parent`: the parent is gone already    | `leave`             | 137, as if the kernel had done it      |
 | the kernel, where no thread of Python can run    | `set_hard_deadline` | 142; 1 where SIGALRM is taken          |
 
