@@ -27,34 +27,40 @@ def read_idx(path: Path, expect: Kind) -> torch.Tensor:
 
     Raises DataError, naming the file, if it cannot be read, is not of that kind, is empty, truncated or too long.
     """
+    num_sizes = 3 if expect == "images" else 1
     try:
-        content = bytearray(path.read_bytes())
-        if content[:2] == b"\x1f\x8b":
-            content = bytearray(gzip.decompress(content))
+        with path.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            file = gzip.open(raw) if packed else raw  # noqa: SIM115 (`raw` is closed)
+            head = file.read(4 + 4 * num_sizes)
+            if len(head) >= 4 and head[:4] != MAGIC[expect]:
+                if head[:4] in MAGIC.values():
+                    other = "labels" if expect == "images" else "images"
+                    what = f"holds {other} where {expect} are expected"
+                    raise DataError(f"{path}: {what}. Are two files swapped or misnamed?")
+                raise DataError(f"{path}: is no IDX file of {expect} (it starts with {head[:4]!r}). {DAMAGED}")
+            if len(head) < 4 + 4 * num_sizes:
+                raise DataError(f"{path}: truncated in its header, it holds {len(head)} bytes. {DAMAGED}")
+            shape = struct.unpack(f">{num_sizes}I", head[4:])
+            claimed = math.prod(shape)
+            # Neither all that there may be nor all that is claimed: gzip packs by a factor of 1032 at most
+            most = path.stat().st_size * (1032 if packed else 1)
+            content = bytearray(file.read(min(claimed + 1, most)))
     except EOFError as error:
         raise DataError(f"{path}: truncated gzip data. {DAMAGED}") from error
     except (gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: corrupt gzip data ({error}). {DAMAGED}") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
-    magic, num_sizes = bytes(content[:4]), 3 if expect == "images" else 1
-    if magic != MAGIC[expect] and len(magic) == 4:
-        if magic in MAGIC.values():
-            other = "labels" if expect == "images" else "images"
-            raise DataError(f"{path}: holds {other} where {expect} are expected. Are two files swapped or misnamed?")
-        raise DataError(f"{path}: is no IDX file of {expect} (it starts with {magic!r}). {DAMAGED}")
-    values_at = 4 + 4 * num_sizes
-    if len(content) < values_at:
-        raise DataError(f"{path}: truncated in its header, it holds {len(content)} bytes. {DAMAGED}")
-    shape = struct.unpack(f">{num_sizes}I", content[4:values_at])
-    written, claimed, there = "x".join(map(str, shape)), math.prod(shape), len(content) - values_at
+    written, there = "x".join(map(str, shape)), len(content)
     if claimed == 0:
         raise DataError(f"{path}: holds no {expect} (its header says {written}). {DAMAGED}")
     if there < claimed:
         raise DataError(f"{path}: truncated, {there} of {claimed} values ({written}) are there. {DAMAGED}")
     if there > claimed:
         raise DataError(f"{path}: has bytes left over after its {claimed} values ({written}). {DAMAGED}")
-    return torch.frombuffer(content, dtype=torch.uint8, offset=values_at).reshape(shape)
+    return torch.frombuffer(content, dtype=torch.uint8).reshape(shape)
 
 
 def write_idx(path: str | os.PathLike[str], values: torch.Tensor) -> None:
