@@ -17,6 +17,7 @@ from rankup.env.rank_env import RankEnv
 from rankup.observe.profiler import Profiler
 from rankup.observe.step_clock import open_clock
 from rankup.observe.stragglers import COMPUTE, DATA, WAITING
+from rankup.state.shards import check_shared
 from train.config import Config, check_world_size
 from train.data.loader import Loader
 from train.data.random_numbers import derive_seed, seed_everything
@@ -24,12 +25,12 @@ from train.data.worker_loader import free_shared_memory
 from train.group.group import Group
 from train.group.join import join
 from train.parallel import load_method, method_name, start_method
+from train.parallel.allocator import keep_freed_memory
 from train.parallel.buffers import Buffers
 from train.parallel.method import Method
 from train.parallel.model import autocast, check_same_shapes, compile_model, prepare
 from train.parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
 from train.parallel.warm_up import warm_up
-from train.process.allocator import keep_freed_memory
 from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
 from train.run import weights
@@ -44,7 +45,6 @@ from train.run.reporter import Reporter
 from train.run.result import describe, write_result
 from train.run.resume import load_initial_weights, load_training_state
 from train.run.run_directory import RunDirectory, open_run_directory
-from train.run.sharded_checkpoint import check_shared
 from train.run.training import Training, look_at_save, save, save_and_stop
 from train.workloads import Workload, load
 from train.workloads.batches import all_batches, build_order, first_batch, is_evaluated
@@ -90,6 +90,8 @@ def train(config: Config, launch: RankEnv, *, run_dir: Path, log: logging.Logger
                 t.speed.pause()
                 if due and progress.step > progress.evaluated:
                     evaluate_and_report(t)
+                if at_end:
+                    watch.settle()
                 if due or progress.step % (config.save_every_steps or t.steps_per_epoch) == 0:
                     save(t, wait=at_end)
                 t.speed.resume()
@@ -97,12 +99,14 @@ def train(config: Config, launch: RankEnv, *, run_dir: Path, log: logging.Logger
                 if at_end:
                     break
 
+                # Stop -------------------------------------------------------------------------------------------
+                if group.stops_before(progress.step):
+                    raise save_and_stop(t)
+
                 # Step -------------------------------------------------------------------------------------------
                 watch.enter("step", config.step_timeout_s, step=progress.step)
                 with record_function("step"):
                     finished = step(t)
-
-                # Stop -------------------------------------------------------------------------------------------
                 if not finished:
                     raise save_and_stop(t)
                 t.advice.after_step(t.speed)
@@ -198,19 +202,20 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
 def step(t: Training) -> bool:
     """One optimizer update from `accumulate` micro-batches.
 
-    Returns False, and updates nothing, if any rank was asked to stop: all agree on that before the first gradient is
-    exchanged, and a rank that still waits for data agrees without it.
+    Returns False, and updates nothing, where a process alone was asked to stop while it waited for data. Several ranks
+    have agreed on the step to stop at before.
     """
     config, group, clock = t.config, t.group, t.clock
     clock.start()
     batches: list[Any] = []
     with record_function("data"), group.watch.clock.during("data"), t.advice.waiting():
-        while len(batches) < config.accumulate and (batch := t.loader.next()) is not None:
+        alone = group.world_size == 1
+        while len(batches) < config.accumulate and (batch := t.loader.next(until_stop=alone)) is not None:
             batches.append(batch)
     clock.lap(DATA)
-    if group.max(int(group.stop.requested or len(batches) < config.accumulate)):
+    if len(batches) < config.accumulate:
         return False
-    clock.agreed()
+    clock.has_batch()
     # A random state of each step's and rank's own: a resumed run needs none of the past, and no two ranks drop the same
     seed_everything(derive_seed(config.seed, t.progress.step, group.rank), group.device)
     total = torch.zeros((), device=group.device)

@@ -4,9 +4,11 @@ The whole line is understood before anything runs; torch is imported by the comm
 exit code: see `rankup.errors`.
 """
 
+import getpass
 import logging
 import os
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import NoReturn
@@ -24,7 +26,7 @@ if __name__ == "__main__":
     _stop = StopRequest().install()
 
 from rankup.agent.logs import guard, line_head, setup_logging
-from rankup.env.rank_env import RankEnv, read_rank_env, with_options, without_launcher
+from rankup.env.rank_env import RankEnv, code_folder, read_rank_env, with_options, without_launcher
 from rankup.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, Stopped, UserError, exit_code, reason
 from train.commands.table import COMMANDS, print_whole
 from train.config import load_config
@@ -33,7 +35,6 @@ from train.config.help_text import help_text
 from train.config.options import DoctorOptions, RankOptions
 from train.process.context import Context
 from train.process.exit import finish
-from train.process.imports import prepare_imports
 from train.process.last_word import tell_platform
 from train.process.status import tell_torchrun
 from train.run.choices import CHOICES
@@ -99,7 +100,24 @@ def _prepare_process(launch: RankEnv, stop: StopRequest) -> None:
     stop.print_through(log)
     if launch.parent_pid:
         die_with_parent(launch.parent_pid)
-    prepare_imports()
+    _prepare_imports()
+
+
+def _prepare_imports() -> None:
+    """Set what torch reads while it is imported, and let the user's own module be found."""
+    # torch says in 20 lines of C++ frames that a connection ended; we say whose, in one
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if (kept := code_folder()) and kept not in sys.path:
+        sys.path.append(kept)
+    if not {os.getcwd(), ""} & set(sys.path):
+        # For the user's own module, which a checkpoint may name: `python -m` puts the current directory on the path,
+        # `rankup` and a file do not
+        sys.path.append(os.getcwd())
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        # torch before 2.13 asks for the user's name while it is imported, and a container's arbitrary user has none
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
 
 
 def _report(error: BaseException, head: str) -> int:

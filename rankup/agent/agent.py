@@ -18,12 +18,11 @@ import logging
 import os
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
@@ -43,12 +42,11 @@ from rankup.agent.processes import (
     start_fresh,
     state_of,
 )
-from rankup.agent.protocol import KILLED, Member
-from rankup.agent.record import Records
+from rankup.agent.protocol import KILLED, Member, in_thread
+from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.script_env import PARENT, rank_environment
 from rankup.agent.status import (
-    REPORT_S,
     STACKS,
     RunStatus,
     announce_stacks,
@@ -60,24 +58,24 @@ from rankup.agent.status import (
 from rankup.env.addresses import free_port
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED
+from rankup.timing import (
+    FAREWELL_S,
+    KILL_S,
+    LAST_WORD_S,
+    LEAVE_S,
+    NOTICE_S,
+    POLL_S,
+    REPEAT_S,
+    REPORT_S,
+    SCRIPT_LEAVE_S,
+    STOPPED_S,
+    TICK_S,
+    UNNOTICED_S,
+)
 
 log = logging.getLogger("rankup")
-Found = TypeVar("Found")
 
-# Ranks notice within a second that a peer is gone, and leave with what they hold. One that still waits for a peer to
-# join does not: it is told to leave after this time.
-NOTICE_S = 2.0
-# The ranks of a job end together. After one has ended the rest have this long to leave.
-SETTLE_S = 15.0
-SCRIPT_SETTLE_S = 5.0  # a script that knows nothing of us: it has only its own state to write
-KILL_S = 5.0  # how long a process may take to end once it is killed
-STOPPED_S = 10.0  # a rank in state T (SIGSTOP) answers nobody
-TICK_S = 0.25
-SAY_S = 10.0  # between two lines that say where a script is that does not stop
-REPEAT_S = 5.0  # a signal that comes again so much later is meant: leave at once
-DRAIN_S = 2.0  # processes that a script left behind may hold its output open
 ENDING = ("rank", "code", "cause", "suspect")  # what a rank says of its end
-FAREWELL_S = 5.0  # how long the leader stays for the others to hear how the job ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +152,7 @@ class Agent:
             left_s=self.options.join_timeout_s, ip=chosen_address(os.environ) if self.node.num_nodes > 1 else "",
         )
         self.attendance = Attendance(
-            me, settings, self._find_leader, notice=functools.partial(log.warning, "%s"), signs=self._signs
+            me, settings, self._find_leader, notice=functools.partial(log.warning, "%s"), records=self._records
         )
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
@@ -205,9 +203,9 @@ class Agent:
                 self.begin(self._get_ready(event))
             elif event["is"] == "commit":
                 self._start_ranks(event)
-            elif event["is"] in ("lost", "gone", "ranks"):
+            elif event["is"] in ("lost", "gone", "ranks", "leave"):
                 self.links.tell(event["is"], **{name: value for name, value in event.items() if name != "is"})
-                if event["is"] != "ranks":
+                if event["is"] in ("lost", "gone"):
                     self._leave_soon()
             elif event["is"] == "stop":
                 self._pass_on(event["signal"])
@@ -325,7 +323,7 @@ class Agent:
 
         async def read() -> None:
             assert rank.pump is not None
-            await rank.pump.drained(DRAIN_S)
+            await rank.pump.drained(LAST_WORD_S)  # what it left behind may hold its output open
             self._ended(rank.local_rank, code)
 
         self.begin(read())
@@ -340,13 +338,12 @@ class Agent:
                 self.attendance.say("ending", n=self._commit["n"], **{name: message[name] for name in ENDING})
         elif message["is"] == "ask":
             self.attendance.say("ask")
-        elif message["is"] == "stop":
+        elif message["is"] == "stop" and not self._passed_on:
             self._hear_signal(str(message["signal"]))
 
-    def _signs(self) -> list[dict[str, Any]]:
-        """Where this node's ranks are, as their records say."""
-        running = [(rank.number, self.records.read(rank.local_rank)) for rank in self.ranks if rank.running]
-        return [record.sign(number) for number, record in running]
+    def _records(self) -> Mapping[int, RecordWriter]:
+        """Of this node's ranks that run."""
+        return {rank.number: self.records.of(rank.local_rank) for rank in self.ranks if rank.running}
 
     def _ended(self, local_rank: int, code: int) -> None:
         rank, record = self.ranks[local_rank], self.records.read(local_rank)
@@ -382,14 +379,14 @@ class Agent:
 
     def _leave_soon(self) -> None:
         if self._leaving is None or self._leaving.done():
-            self._leaving = self.begin(self._end_ranks(settle_s=SETTLE_S if self.knows_us else SCRIPT_SETTLE_S))
+            self._leaving = self.begin(self._end_ranks(settle_s=LEAVE_S if self.knows_us else SCRIPT_LEAVE_S))
 
     async def _end_ranks(self, *, settle_s: float) -> None:
         """Return once all ranks have ended. They get a moment to find out by themselves, then SIGTERM, then SIGKILL.
         Without `settle_s` they are killed at once."""
         if self._passed_on in ("SIGTERM", "SIGINT"):
-            settle_s += self.options.stop_grace_s if settle_s and not self.knows_us else 0.0
-        elif not await self._ended_within(min(NOTICE_S, settle_s)):
+            settle_s += self.options.stop_grace_s if settle_s else 0.0
+        elif not await self._ended_within(min(UNNOTICED_S, settle_s)):
             self._signal("SIGTERM", told=True)
         if await self._ended_within(settle_s):
             return
@@ -452,10 +449,10 @@ class Agent:
             self.begin(self._oversee_stop(name))
 
     async def _oversee_stop(self, name: str) -> None:
-        """Say every SAY_S where the script's ranks are that do not end; kill them once their grace is over."""
+        """Say every NOTICE_S where the script's ranks are that do not end; kill them once their grace is over."""
         began_s, grace_s = time.monotonic(), self.options.stop_grace_s
         while (left_s := began_s + grace_s - time.monotonic()) > 0:
-            if await self._ended_within(min(SAY_S, left_s)):
+            if await self._ended_within(min(NOTICE_S, left_s)):
                 return
             where = "; ".join(await self._where(timeout_s=began_s + grace_s - time.monotonic()))
             said = f"{time.monotonic() - began_s:.0f} s after {name} the script still runs"
@@ -478,13 +475,15 @@ class Agent:
                 if pid and has_handler(pid, signal.SIGUSR2):
                     self.server.signal(local_rank, signal.SIGUSR2)
             return
-        for line in await self._where(timeout_s=SAY_S):
+        for line in await self._where(timeout_s=NOTICE_S):
             log.info("%s", line)
         log.info("the stacks of all threads are in %s", self.run_dir / STACKS)
 
     async def _where(self, *, timeout_s: float) -> Sequence[str]:
         running = [rank.number for rank in self.ranks if rank.running]
-        return await _aside(lambda: self.helpers.where(self.run_dir, running), timeout_s=timeout_s) or ()
+        with contextlib.suppress(OSError):  # a TimeoutError too
+            return await in_thread(lambda: self.helpers.where(self.run_dir, running), timeout_s=timeout_s)
+        return ()
 
     async def _tick(self) -> None:
         """What tells nobody: ranks that were stopped (SIGSTOP), and orphans that a container's first process reaps."""
@@ -542,7 +541,7 @@ class Lead:
         """Leave once the others have heard how the job ends."""
         until_s = time.monotonic() + FAREWELL_S
         while len(self.leader.members) > 1 and time.monotonic() < until_s:
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(POLL_S)
         if self._server is not None:
             self._server.close()
         if self.status is not None:
@@ -595,7 +594,7 @@ class Lead:
             self.leader.tell("stacks")
         elif message["is"] == "stop":
             self.ends.stopped_by = self.ends.stopped_by or str(message["signal"])
-            self.leader.tell("stop", signal=message["signal"])
+            self.leader.stop(str(message["signal"]))
             if not self.leader.running:
                 self._end(Verdict(STOPPED, self.ends.stopped_by))
 
@@ -603,22 +602,3 @@ class Lead:
         if self.status is not None:
             self.status.end(verdict.code or 0, verdict.text, self.ends.latest)
         self.leader.tell("over", code=verdict.code, text=verdict.text)
-
-
-async def _aside(call: Callable[[], Found], *, timeout_s: float) -> Found | None:
-    """What `call` returns, in a thread of its own; None where it can't, or takes longer. A disk may hang: nobody waits
-    for that thread, not even the end of the agent."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Found | None] = loop.create_future()
-
-    def work() -> None:
-        found = None
-        with contextlib.suppress(OSError):
-            found = call()
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(found))
-
-    threading.Thread(target=work, name="disk", daemon=True).start()
-    with contextlib.suppress(TimeoutError):
-        return await asyncio.wait_for(done, max(0.0, timeout_s))
-    return None

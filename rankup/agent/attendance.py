@@ -10,25 +10,25 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from dataclasses import asdict, replace
 from typing import Any
 
-from rankup.agent.protocol import (
-    ALIVE_S,
-    FROZEN_S,
-    HELLO_S,
-    KILLED,
-    NOTICE_S,
-    SILENT_S,
-    VERSION,
-    Link,
-    Member,
-    interface_of,
-)
+from rankup.agent.protocol import KILLED, VERSION, Link, Member, interface_of
+from rankup.agent.record import RecordWriter
 from rankup.env.addresses import is_loopback
 from rankup.errors import JoinError
+from rankup.timing import (
+    ALIVE_S,
+    BUSY_S,
+    EARLY_PAUSE_S,
+    EARLY_S,
+    FROZEN_S,
+    HELLO_S,
+    LAST_WORD_S,
+    NOTICE_S,
+    PAUSE_S,
+    REACH_S,
+    ROUTE_S,
+    SILENT_S,
+)
 
-TRY_S = 4.0  # for the route to the next member: a packet that a firewall drops is sent again after 1 s and 3 s
-SAID_NOTHING_S = 3.0  # so long it may be busy
-LAST_WORD_S = 2.0  # that the leader has to say who is missing, when this member's time to join is over
-EARLY_S, EARLY_PAUSE_S, PAUSE_S = 3.0, 0.01, 0.1  # between two tries to connect; all members start within seconds
 CROWD = 64  # a job with more ranks tries less often: one machine takes all connections
 HINT = "MASTER_ADDR and MASTER_PORT have to name the machine and port of rank 0 on all ranks."
 NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
@@ -43,12 +43,12 @@ class Attendance:
     def __init__(
         self, me: Member, settings: Mapping[str, str], find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
         notice: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
-        signs: Callable[[], list[dict[str, Any]]] = list, hint: str = HINT,
+        records: Callable[[], Mapping[int, RecordWriter]] = dict, hint: str = HINT,
     ) -> None:
         """`find_leader`: host and port, which may change from one call to the next; an OSError says why there is none
-        yet. `notice`: prints a line, every NOTICE_S, that says what is waited for. `signs`: where this member's ranks
-        are, see `protocol`. `hint`: what has to be right, for the message of a failure."""
-        self._signs, self._hint = signs, hint
+        yet. `notice`: prints a line, every NOTICE_S, that says what is waited for. `records`: of those of
+        this member's ranks that run, by rank. `hint`: what has to be right, for the message of a failure."""
+        self._records, self._hint = records, hint
         self.me, self._settings, self._find_leader, self._notice, self._clock = me, settings, find_leader, notice, clock
         self.problem, self.n = "nothing was heard from rank 0", 0
         self._stage = ""  # of JoinError, while that is the problem
@@ -110,7 +110,7 @@ class Attendance:
                     self._link = None
                     link.close()
                 if self._clock() > self._until_s:
-                    if (silent_s := self._clock() - self._heard_s) > SAID_NOTHING_S:
+                    if (silent_s := self._clock() - self._heard_s) > BUSY_S:
                         self.problem = (
                             f"rank 0 at {self._leader} has said nothing for {silent_s:.0f} s: its process is stopped, "
                             "or the network between is cut"
@@ -139,11 +139,7 @@ class Attendance:
     def _take(self, link: Link, message: dict[str, Any]) -> bool:
         """Do what the meeting needs. Returns whether the message is for others too."""
         kind = message["is"]
-        if kind == "call":
-            link.send("here", call=message["call"])
-        elif kind == "settings":
-            link.send("settings", settings=dict(self._settings))
-        elif kind == "waiting":
+        if kind == "waiting":
             self.problem = message["text"]
             self._say_notice()
         elif kind == "propose":
@@ -157,7 +153,20 @@ class Attendance:
             self._in_membership, self._until_s = True, math.inf
         elif kind == "lost":
             self._leave_membership()
-        return kind not in ("alive", "call", "settings", "waiting", "preparing")
+        elif kind == "prepare":
+            begun = [record.ask_to_stop(message["stop"]) for record in self._records().values()]
+            link.send("standing", n=message["n"], stop=message["stop"], step=max(begun, default=-1))
+        elif kind == "confirm":
+            for record in self._records().values():
+                record.confirm_stop(message["stop"])
+            self._start(self._look_at_stop(link, message["n"]))
+        return kind not in ("alive", "waiting", "preparing", "prepare", "confirm")
+
+    async def _look_at_stop(self, link: Link, n: int) -> None:
+        """Say so where a rank does not come to where all are to stop."""
+        await asyncio.sleep(REACH_S)
+        if not all(record.read().settled for record in self._records().values()):
+            link.send("late", n=n)
 
     def _leave_membership(self) -> None:
         if self._in_membership:
@@ -216,7 +225,9 @@ class Attendance:
             raise _NoLeaderError(over)
         self._listen(self._chosen_ip or link.local_ip)
         waited_s = self.me.left_s - (self._until_s - self._clock())
-        link.send("hello", **asdict(self.me), version=VERSION, waited_s=waited_s, n=self.n)
+        link.send(
+            "hello", **asdict(self.me), version=VERSION, waited_s=waited_s, n=self.n, settings=dict(self._settings)
+        )
         self._link, self._heard_s = link, self._clock()
         self._leader = f"{host}:{port}"
         self.problem = f"rank 0 at {self._leader} is still waiting for others"
@@ -226,7 +237,7 @@ class Attendance:
         """Give signs of life, until the leader gives none or the time to join is over. Returns why it is given up."""
         looked_s = self._clock()
         while True:
-            link.send("alive", ranks=self._signs())
+            link.send("alive", ranks=[record.read().sign(rank) for rank, record in self._records().items()])
             await asyncio.sleep(ALIVE_S)
             now_s = self._clock()
             if now_s - looked_s > FROZEN_S:
@@ -271,7 +282,7 @@ class Attendance:
             return ""
         ip, port, name, interface = to
         try:
-            (await Link.connect(ip, port, timeout_s=TRY_S)).close()
+            (await Link.connect(ip, port, timeout_s=ROUTE_S)).close()
             return ""
         except TimeoutError:
             what = "got no answer from"

@@ -51,12 +51,11 @@ if not __package__:
 from rankup.agent.processes import die_with_parent, end_of, kill_session, send_signal, spawn, state_of
 from rankup.agent.protocol import KILLED
 from rankup.errors import FAULT, FINISHED, USER_MISTAKE
+from rankup.timing import KILL_S, LAST_WORD_S, POLL_S
 
 STORE = -1  # in the place of a local rank
 # When memory runs out, the kernel shall end a rank, which is forked anew, before the agent or the server
 MORE_LIKELY = 100
-END_S = 2.0  # within which the server ends by itself once its ranks are killed
-KILL_S = 5.0  # a process that waits for a dead disk ends when the disk answers
 
 # The agent's side ---------------------------------------------------------------------------------------------------
 
@@ -128,7 +127,7 @@ class ForkServer:
         if self._channel.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._channel)
         self._channel.close()
-        for patience_s in (END_S, KILL_S):
+        for patience_s in (LAST_WORD_S, KILL_S):
             await _until(lambda: self._process.poll() is not None, timeout_s=patience_s)
             self._process.kill()
 
@@ -178,7 +177,7 @@ class ForkServer:
 async def _until(true: Callable[[], bool], *, timeout_s: float) -> None:
     until_s = time.monotonic() + timeout_s
     while not true() and time.monotonic() < until_s:
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(POLL_S)
 
 
 # The server ---------------------------------------------------------------------------------------------------------

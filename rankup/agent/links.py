@@ -6,7 +6,7 @@
 | end(rank, code, cause, suspect): it is about to    | stop(signal): somebody asks the job to stop             |
 | end, and why; suspect: the rank that it lost       | ranks(ranks): where each rank of the job is             |
 | stop(signal): it got a signal itself               |                                                         |
-| ask: where is everybody?                           |                                                         |
+| ask: where is everybody?                           | leave: keep the last finished step, and leave           |
 """
 
 import asyncio

@@ -11,26 +11,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rankup.agent.protocol import (
-    ALIVE_S,
-    FROZEN_S,
-    HELLO_S,
-    KILLED,
-    NOTICE_S,
-    PREPARE_S,
-    SILENT_S,
-    VERSION,
-    Link,
-    Member,
-    encode,
-    interface_of,
-)
+from rankup.agent.protocol import KILLED, VERSION, Link, Member, encode, interface_of
+from rankup.agent.stop import StopAgreement
 from rankup.env.addresses import is_loopback
 from rankup.env.rank_env import ranges
 from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserError
+from rankup.timing import ALIVE_S, ANSWER_S, ENDING_S, FROZEN_S, HELLO_S, NOTICE_S, PREPARE_S, SILENT_S
 
-ANSWER_S = 1.5  # to a call. A machine that lost its power holds its connection for long, and its successor waits
-SETTLE_S = 0.5  # a member that was not reached may be ending, which its connection to the leader says in a moment
 MOST_HOSTS = 8  # that one line names
 ENDED = "its process has ended"
 HINT = (
@@ -45,12 +32,10 @@ class _Seat:
 
     link: Link
     member: Member
+    came_s: float
     heard_s: float
     until_s: float  # when its time to join is over
-    ready: bool = False  # for the membership that is proposed
     problem: str = ""  # with the route to the next member
-    call: int = 0  # that it has to answer, because somebody else claims its ranks
-    called_s: float = 0.0
     gave_up: str = ""  # its time to join was over, and who was missing
     signs: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, as it said last
     finished: set[int] = field(default_factory=set)  # those of its ranks that have ended with 0
@@ -78,16 +63,15 @@ class Leader:
         self._me, self._say, self._prepare, self._hear, self._clock = me, say, prepare, hear, clock
         self.membership, self.running = 0, False
         self._formed = 0  # the last membership that was committed
-        self._proposed, self._num_ready = 0, 0  # the membership that is, or 0, and how many are ready for it
+        self._proposed, self._late = 0, set[_Seat]()  # the membership that is, or 0, and who is not ready for it
         self._preparing: asyncio.Task[None] | None = None
+        self._stop: StopAgreement | None = None  # in the membership that runs
         self._over = ""  # why there will be no membership any more
         self._seats: dict[Link, _Seat] = {}
         self._seat_of: dict[int, _Seat] = {}  # by rank
         self._claims: dict[Link, _Seat] = {}  # came with ranks that have a seat, whose process may be dead
         self._gone: dict[int, tuple[Member, str]] = {}  # by first rank: who left before all were here, and why
         self._settings: dict[str, Mapping[str, str]] = {}  # by digest
-        self._asked: dict[str, Link] = {}  # for those, by digest
-        self._calls = 0
         self._begun_s = self._noticed_s = self._ticked_s = self._beat_s = clock()
 
     @property
@@ -150,7 +134,9 @@ class Leader:
             self._turn_away(link, f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}")
             return
         self.membership = max(self.membership, int(hello["n"]))  # this leader may be a successor
-        self._claims[link] = _Seat(link, member, now_s, now_s + member.left_s - float(hello["waited_s"]))
+        settings = {str(name): str(text) for name, text in dict(hello["settings"]).items()}
+        self._settings.setdefault(member.digest, settings)
+        self._claims[link] = _Seat(link, member, now_s, now_s, now_s + member.left_s - float(hello["waited_s"]))
 
     def _turn_away(self, link: Link, text: str, *, code: int = JOIN_FAILED) -> None:
         """A newcomer can't belong to this job. Such a mistake ends a job that was never whole, but no other."""
@@ -162,15 +148,11 @@ class Leader:
         return {self._seat_of[rank] for rank in claim.member.ranks if rank in self._seat_of}
 
     def _admit(self) -> None:
-        """Give a seat to each newcomer whose ranks are free; whoever has them must show that it lives."""
+        """Give a seat to each newcomer whose ranks are free. Whoever has them gives a sign of life, or is replaced."""
         for claim in list(self._claims.values()):
             for seat in self._rivals(claim):
                 if seat.member.token == claim.member.token:
                     self._remove(seat.link, "its connection was cut")
-                elif not seat.call:
-                    self._calls += 1
-                    seat.call, seat.called_s = self._calls, self._clock()
-                    seat.link.send("call", call=seat.call)
             if not self._over and not self._rivals(claim):
                 del self._claims[claim.link]
                 self._seats[claim.link] = claim
@@ -183,24 +165,22 @@ class Leader:
         if seat is None:
             return  # it was refused, and has not left yet
         seat.heard_s = self._clock()
-        if kind == "here":
-            if message["call"] == seat.call:
-                self._keep(seat)
-        elif kind == "ready":
-            if message["n"] == self._proposed > 0 and not seat.ready:
-                seat.ready, seat.problem = True, str(message["problem"])
-                self._num_ready += 1
+        if link in self._seats and self._claims:
+            self._refuse_claims(seat)
+        if kind == "ready":
+            if message["n"] == self._proposed and seat in self._late:
+                seat.problem = str(message["problem"])
+                self._late.remove(seat)
                 if mistake := str(message.get("mistake", "")):
                     self.refuse(mistake, code=USER_MISTAKE)
                 self._judge()
-        elif kind == "settings":
-            said = dict(message["settings"])
-            self._settings[seat.member.digest] = {str(name): str(value) for name, value in said.items()}
-            self._judge()
         elif kind == "alive":
             seat.signs = [dict(sign) for sign in message.get("ranks", [])]
         elif kind == "ask":
             link.send("ranks", ranks=self.signs())
+        elif kind in ("standing", "late"):
+            if self._stop is not None and message["n"] == self._formed:
+                self._agree_on_stop(link, self._stop, message)
         elif kind != "lost" and link in self._seats and message.get("n", self._formed) == self._formed:
             if kind == "end" and message["code"] == 0:
                 seat.finished.add(message["rank"])
@@ -214,9 +194,8 @@ class Leader:
             self._take(link, {"is": kind, **values})
         return bool(beside)
 
-    def _keep(self, seat: _Seat) -> None:
+    def _refuse_claims(self, seat: _Seat) -> None:
         """It lives, so whoever claims its ranks is one too many."""
-        seat.call = 0
         for claim in [claim for claim in self._claims.values() if seat in self._rivals(claim)]:
             del self._claims[claim.link]
             text = describe_claims(seat.member, claim.member)
@@ -256,16 +235,15 @@ class Leader:
         everybody = [*self._seats.values(), *self._claims.values()]
         if now_s - self._ticked_s > FROZEN_S:
             for seat in everybody:
-                seat.heard_s = seat.called_s = now_s
+                seat.heard_s = seat.came_s = now_s
         self._ticked_s, too_late = now_s, ""
         for seat in everybody:
             if now_s - seat.heard_s > SILENT_S:
                 self._leave(seat.link, f"gave no sign of life for {now_s - seat.heard_s:.0f} s")
-            elif seat.call and now_s - seat.called_s > ANSWER_S:
-                seat.call = 0
-                if by := [claim.member.who for claim in self._claims.values() if seat in self._rivals(claim)]:
-                    self._say(f"{seat.member.who} gives no answer: it was replaced by {by[0]}")
-                    self._leave(seat.link, f"was replaced by {by[0]}")
+            elif seat.link in self._claims and now_s - seat.came_s > ANSWER_S:
+                for rival in self._rivals(seat):
+                    self._say(f"{rival.member.who} gives no answer: it was replaced by {seat.member.who}")
+                    self._leave(rival.link, f"was replaced by {seat.member.who}")
             elif now_s > seat.until_s and not self.running and not self._over:
                 seat.until_s, seat.gave_up = float("inf"), f"it gave up: {self._missing()}"
                 how = "with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
@@ -287,23 +265,18 @@ class Leader:
         """Propose a membership once there is a member for each rank; commit it once all are ready for it."""
         if self.running or self._over or len(self._seat_of) < self._me.world_size:
             return
-        one_of_each = {} if self._proposed else {seat.member.digest: seat.link for seat in self._seats.values()}
-        if len(one_of_each) > 1:
-            unknown = one_of_each.keys() - self._settings.keys()
-            for digest in unknown:
-                if self._asked.get(digest) not in self._seats:
-                    self._asked[digest] = one_of_each[digest]
-                    one_of_each[digest].send("settings")
-            if not unknown:
+        if not self._proposed:
+            if len({seat.member.digest for seat in self._seats.values()}) > 1:
                 self.refuse(describe_differences(self.members, self._settings), code=USER_MISTAKE)
-        elif not self._proposed:
-            self._propose()
-        elif self._num_ready == len(self._seats) and self._preparing is None:
+            else:
+                self._propose()
+        elif not self._late and self._preparing is None:
             self._preparing = asyncio.create_task(self._commit(self._proposed))
 
     def _propose(self) -> None:
         self.membership = self._proposed = self.membership + 1
-        seats = sorted(self._seats.values(), key=lambda seat: seat.member.first_rank)
+        self._late = set(self._seats.values())
+        seats = sorted(self._late, key=lambda seat: seat.member.first_rank)
         # Who is beside the leader came by loopback, which others can't use. Behind a Service, the address at which they
         # reached the leader belongs to no interface here; the one at which they arrived does
         far = (seat.link.local_ip for seat in seats if not is_loopback(seat.member.ip))
@@ -319,9 +292,7 @@ class Leader:
 
     def _void(self) -> None:
         """Somebody came or went: what was proposed will not be."""
-        self._proposed, self._num_ready = 0, 0
-        for seat in self._seats.values():
-            seat.ready = False
+        self._proposed = 0
         if self._preparing is not None:
             self._preparing.cancel()
             self._preparing = None
@@ -329,7 +300,7 @@ class Leader:
     async def _commit(self, n: int) -> None:
         """All are ready. Cancelled where one of them goes."""
         if problems := sorted(seat.problem for seat in self._seats.values() if seat.problem):
-            await asyncio.sleep(SETTLE_S)
+            await asyncio.sleep(ENDING_S)
             first = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
             self.refuse(f"all ranks reached the master, but not each other: {first}. {HINT}")
             return
@@ -356,12 +327,25 @@ class Leader:
         hosts = [[host, sum(member.num_ranks for member in members)] for host, members in on_hosts]
         self.tell("commit", n=n, ip=self.members[0].ip, hosts=hosts, **more)
 
+    def stop(self, name: str) -> None:
+        """Somebody asks the job to stop, by the signal `name`: all are told, and agree on the step to stop at."""
+        self.tell("stop", signal=name)
+        if self.running and self._stop is None:
+            self._stop = StopAgreement(self._seats)
+            self.tell("prepare", n=self._formed, stop=self._stop.step)
+
+    def _agree_on_stop(self, link: Link, stop: StopAgreement, message: Mapping[str, Any]) -> None:
+        if message["is"] == "late":
+            self.tell("leave", n=self._formed)
+        elif stop.hear(link, stop=message["stop"], step=int(message["step"])):
+            self.tell("confirm" if stop.confirmed else "prepare", n=self._formed, stop=stop.step)
+
     def lose(self, member: Member, why: str, *, ranks: Iterable[int] | None = None, **more: Any) -> None:
         """The membership is over, because of these ranks (else all) of a member: every member ends its ranks, and is
         then ready for the next one. Does nothing where no membership runs."""
         if not self.running:
             return
-        self.running = False
+        self.running, self._stop = False, None
         self._begun_s = self._noticed_s = self._clock()
         for seat in self._seats.values():
             seat.until_s = self._begun_s + seat.member.left_s
@@ -400,7 +384,7 @@ class Leader:
             self._over = values.get("text") or "the job at this address has just ended"
 
     def _missing(self) -> str:
-        late = [seat.member for seat in self._seats.values() if self._proposed and not seat.ready]
+        late = [seat.member for seat in self._seats.values() if self._proposed and seat in self._late]
         gone = [self._gone[first] for first in sorted(self._gone)]
         waited_s = round(self._clock() - self._begun_s)
         return describe_missing(self.members, gone, late, of=self._me, waited_s=waited_s)

@@ -13,9 +13,7 @@ import psutil
 from rankup.agent.protocol import LONGEST, addresses_of, interface_of
 from rankup.env.addresses import is_loopback
 from rankup.errors import JoinError, LaunchError
-
-PATIENCE_S = 5.0  # how long the end of an earlier job's process may take to free the port
-RETRY_S = 0.1
+from rankup.timing import PAUSE_S, PORT_S
 
 
 async def listen(attend: Any, *, ip: str, port: int) -> asyncio.Server:
@@ -23,7 +21,7 @@ async def listen(attend: Any, *, ip: str, port: int) -> asyncio.Server:
 
     Raises JoinError, naming who holds the port, and LaunchError where nobody may have it.
     """
-    until_s = time.monotonic() + PATIENCE_S
+    until_s = time.monotonic() + PORT_S
     while True:
         try:
             return await asyncio.start_server(attend, sock=open_port(ip, port), limit=LONGEST)
@@ -40,7 +38,7 @@ async def listen(attend: Any, *, ip: str, port: int) -> asyncio.Server:
                 "all nodes.",
                 stage="port",
             )
-        await asyncio.sleep(RETRY_S)
+        await asyncio.sleep(PAUSE_S)
 
 
 def open_port(ip: str, port: int) -> socket.socket:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from rankup.agent.limits import read
+from rankup.timing import POLL_S
 
 LINUX = sys.platform.startswith("linux")
 # A bare Python runs this between the agent and a fresh interpreter: the kernel kills the interpreter when the agent
@@ -23,7 +24,6 @@ BIND = (
     "if os.getppid() != int(sys.argv[1]): os._exit(137)\n"
     "os.execv(sys.argv[2], sys.argv[2:])\n"
 )
-LOOK_S = 0.02  # between two looks at a process; each takes a microsecond
 
 # Processes ----------------------------------------------------------------------------------------------------------
 
@@ -135,9 +135,9 @@ def start_fresh(
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             on_end(end_of(pid))
         else:
-            loop.call_later(LOOK_S, look)
+            loop.call_later(POLL_S, look)
 
-    loop.call_later(LOOK_S, look)
+    loop.call_later(POLL_S, look)
     return pid
 
 

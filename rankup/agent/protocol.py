@@ -6,13 +6,13 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
-| hello: a Member, version, waited_s, n (last known) | leader(version, over): it speaks first                     |
+| hello: a Member, version, waited_s, n (last known),| leader(version, over): it speaks first                     |
+|   settings: what must be the same for all          |                                                            |
 | alive(ranks): where each of its ranks is, a Sign   | alive                                                      |
 | ask: where is everybody?                           | ranks(ranks): the newest Sign of each, with host and seen  |
-| here(call): the answer to a call                   | call(call): another process claims your ranks, so answer   |
-| settings(settings): those with my digest           | settings: send them, they differ from others'              |
 | ready(n, problem, mistake): my ranks are gone, the | propose(n, ip, next=[ip, port, name, interface]): its own  |
 | route works if problem is ""; a mistake: of a user | address as others see it, the next member's listener       |
+| standing, late: see `rankup.agent.stop`            | prepare, confirm, leave                                    |
 | all else is for Leader's `hear`: end, stop, ...    | commit(n, ip, hosts=[[host, ranks], ...], **more): `ip` is |
 |                                                    | rank 0's, where the store listens                          |
 |                                                    | preparing(left_s): all are ready, and the commit may take  |
@@ -32,22 +32,19 @@ import ipaddress
 import json
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
+from rankup.timing import CONNECT_S
+
+Found = TypeVar("Found")
 KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes it
-VERSION = 1  # of the messages; hello and refused stay as they are
-LONGEST = 1 << 20  # bytes of one message; the longest is a commit, which names every host
-CONNECT_S = 2.0  # for the resolver, and for each address that it names; a lost packet is sent again after a second
-ALIVE_S = 1.0  # between two signs of life
-SILENT_S = 30.0  # without a sign of life; a machine with too much to do may look dead for a while
-FROZEN_S = 5.0  # between two looks at the clock: this process was stopped itself, and knows nothing of the others
-HELLO_S = 5.0  # for the first message of the other side; port scanners send none
-PREPARE_S = 300.0  # for the leader's side of a commit: importing torch from a busy network disk takes minutes
-NOTICE_S = 10.0  # between two lines that say what is waited for
+VERSION = 2  # of the messages; hello and refused stay as they are
+LONGEST = 1 << 20  # bytes of one message; the longest is a commit, which names every host,
+# or a hello, which names every file of the script's own
 
 
 class Link:
@@ -163,39 +160,41 @@ class Member:
 # Addresses ------------------------------------------------------------------------------------------------------------
 
 
+async def in_thread(call: Callable[[], Found], *, timeout_s: float) -> Found:
+    """What `call` returns or raises, in a thread of its own. Raises TimeoutError where it takes longer.
+
+    A disk or a resolver may hang, and nobody waits for that thread, not even the end of the process; asyncio's own
+    threads would hold that.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Found] = loop.create_future()
+
+    def put(set_it: Callable[[Any], None], value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(lambda: None if done.done() else set_it(value))
+
+    def work() -> None:
+        try:
+            put(done.set_result, call())
+        except Exception as error:
+            put(done.set_exception, error)
+
+    threading.Thread(target=work, name="waits", daemon=True).start()
+    async with asyncio.timeout(max(0.0, timeout_s)):
+        return await done
+
+
 async def addresses_of(host: str, *, timeout_s: float = CONNECT_S) -> list[str]:
     """The addresses that `host` resolves to, each once. Raises socket.gaierror."""
     with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(host))]
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[list[str]] = loop.create_future()
-
-    def put(found: list[str] | OSError) -> None:
-        if answer.done():
-            return  # nobody waits any more
-        if isinstance(found, OSError):
-            answer.set_exception(found)
-        else:
-            answer.set_result(found)
-
-    def ask() -> None:
-        found: list[str] | OSError
-        try:
-            found = list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None)))
-        except OSError as error:
-            found = error
-        except UnicodeError as error:
-            found = socket.gaierror(socket.EAI_NONAME, str(error))
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(put, found)
-
-    # Not asyncio's own: the end of the process would wait for a resolver that never answers
-    threading.Thread(target=ask, name="resolver", daemon=True).start()
     try:
-        async with asyncio.timeout(timeout_s):
-            return await answer
+        found = await in_thread(lambda: socket.getaddrinfo(host, None), timeout_s=timeout_s)
     except TimeoutError:
         raise socket.gaierror(socket.EAI_AGAIN, "the resolver gives no answer") from None
+    except UnicodeError as error:
+        raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
+    return list(dict.fromkeys(str(info[4][0]) for info in found))
 
 
 def interface_of(ip: str) -> str:

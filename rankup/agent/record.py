@@ -1,7 +1,8 @@
 """The life of a rank as one record in memory that outlives it: phase, step, deadline and place. No torch here.
 
 All records of an agent lie in one file without a name. A rank writes its own, and so costs no system call; the agent
-reads it at any time, also after the rank was killed. One number goes the other way: the step at which to stop.
+reads it at any time, also after the rank was killed. One number goes the other way: the step at which to stop, see
+`rankup.agent.stop`.
 """
 
 import mmap
@@ -17,13 +18,14 @@ NO_STOP = 2**63 - 1  # a step that no rank reaches
 NO_LIMIT = float("inf")
 # In the machine's own alignment, so that a number is written as a whole: the sizes with "=" are copied byte by byte.
 # "p": a text behind its length, which a reader bounds by the size of the field
-STOP = struct.Struct("q")
+STOP = struct.Struct("q")  # the step before which to stop, and which of those is confirmed
 STEP = struct.Struct("qd")  # and when it began
 SEQUENCE = struct.Struct("Q")  # how often a phase was entered
 FLAG = struct.Struct("?")
 PHASE = struct.Struct("dd64p")  # entered_s, timeout_s
 PLACE = struct.Struct("256p")
-STOP_AT, STEP_AT, SEQUENCE_AT, WAITING_AT, FINISHED_AT, PLACE_AT, SIZE = 0, 8, 24, 32, 33, 200, 512
+STOP_AT, STEP_AT, SEQUENCE_AT, WAITING_AT, FINISHED_AT, SETTLED_AT = 0, 8, 24, 32, 33, 34
+PLACE_AT, CONFIRMED_AT, SIZE = 200, 456, 512
 # The phase lies in one of two places, an even and an odd sequence number. A rank writes the other one and then the
 # number, so that what the number points to is whole, whenever the rank is killed or stopped
 PHASES_AT = (40, 120)
@@ -36,6 +38,7 @@ class Record:
 
     `step`: the one that it has begun last. `entered_s`: when it entered the phase, or began the step. `timeout_s`: how
     long it may take from then on. `waiting`: for other ranks. `place`: in the program. `finished`: all its work.
+    `settled`: it begins no further step, and needs nobody to tell it so.
     """
 
     phase: str
@@ -44,8 +47,8 @@ class Record:
     entered_s: float
     timeout_s: float
     waiting: bool
-    stop_step: int
     finished: bool
+    settled: bool
 
     def sign(self, rank: int) -> dict[str, Any]:
         """Where the rank is, for others: `for_s` is how long it has been there."""
@@ -69,7 +72,10 @@ class Records:
 
     def clear(self, local_rank: int) -> None:
         """For a rank that will be started."""
-        RecordWriter(None, memory=self._memory, offset=SIZE * local_rank).clear()
+        self.of(local_rank).clear()
+
+    def of(self, local_rank: int) -> "RecordWriter":
+        return RecordWriter(None, memory=self._memory, offset=SIZE * local_rank)
 
     def place(self, local_rank: int) -> dict[str, Any]:
         """What `RecordWriter` needs in the process of the rank; it can be written as JSON."""
@@ -77,10 +83,6 @@ class Records:
 
     def read(self, local_rank: int) -> Record:
         return _read(self._memory, SIZE * local_rank)
-
-    def stop_at(self, local_rank: int, step: int) -> None:
-        """Let the rank find this `stop_step`; NO_STOP takes it back."""
-        STOP.pack_into(self._memory, SIZE * local_rank + STOP_AT, step)
 
 
 class RecordWriter:
@@ -96,22 +98,45 @@ class RecordWriter:
             self.clear()
 
     def clear(self) -> None:
-        STOP.pack_into(self._memory, self._offset + STOP_AT, NO_STOP)
+        for at in (STOP_AT, CONFIRMED_AT):
+            STOP.pack_into(self._memory, self._offset + at, NO_STOP)
         STEP.pack_into(self._memory, self._offset + STEP_AT, 0, 0.0)
         self.enter("start")
         self.set_place("")
         self.wait(False)
         self.finish(False)
+        self.settle(False)
 
     def begin(self, step: int) -> None:
         """Say that `step` begins now, in the present phase."""
         STEP.pack_into(self._memory, self._offset + STEP_AT, step, time.monotonic())
 
-    @property
-    def stop_step(self) -> int:
-        """Wait for the agent's decision before this step, instead of beginning it. Read it after `begin`."""
-        step: int = STOP.unpack_from(self._memory, self._offset + STOP_AT)[0]
-        return step
+    def may_begin(self, step: int) -> bool | None:
+        """Say that `step` begins now. Returns False where the rank has to stop instead, and None where it has to ask
+        again in a moment: the members have not agreed yet."""
+        self.begin(step)
+        (stop,) = STOP.unpack_from(self._memory, self._offset + STOP_AT)  # after the line above, see `ask_to_stop`
+        if step < stop:
+            return True
+        return None if STOP.unpack_from(self._memory, self._offset + CONFIRMED_AT)[0] != stop else False
+
+    def ask_to_stop(self, step: int) -> int:
+        """The agent's: let the rank wait before `step`. Returns the step that it has begun last.
+
+        Each side writes its own number and then reads the other's, so that at least one of them sees both. Where this
+        returns less than `step`, the rank will not pass it.
+        """
+        STOP.pack_into(self._memory, self._offset + STOP_AT, step)
+        begun: int = STEP.unpack_from(self._memory, self._offset + STEP_AT)[0]
+        return begun
+
+    def confirm_stop(self, step: int) -> None:
+        """The agent's: no rank of the job passes the step of the last `ask_to_stop`, so stop before it."""
+        STOP.pack_into(self._memory, self._offset + CONFIRMED_AT, step)
+
+    def settle(self, settled: bool = True) -> None:
+        """Say that this rank begins no further step."""
+        FLAG.pack_into(self._memory, self._offset + SETTLED_AT, settled)
 
     def enter(self, phase: str, timeout_s: float = NO_LIMIT, *, since_s: float | None = None) -> None:
         """Begin another phase, or the same one anew. One thread at a time. `since_s`: it began then."""
@@ -148,7 +173,7 @@ def _read(memory: mmap.mmap, offset: int) -> Record:
         phase=phase.decode(errors="replace"), step=step, entered_s=max(entered_s, began_s), timeout_s=timeout_s,
         place=PLACE.unpack_from(memory, offset + PLACE_AT)[0].decode(errors="replace"),
         waiting=memory[offset + WAITING_AT] != 0, finished=memory[offset + FINISHED_AT] != 0,
-        stop_step=STOP.unpack_from(memory, offset + STOP_AT)[0],
+        settled=memory[offset + SETTLED_AT] != 0,
     )
 
 

@@ -58,17 +58,13 @@ class Script:
         # Not Path.is_file, which raises where a folder may not be read
         return self.file is not None and not os.path.isfile(self.file)
 
-    def refuse_missing(self) -> None:
-        """Raises ConfigError for a script that is nowhere."""
-        if self.missing:
-            raise ConfigError(f"SCRIPT must be a file, got {self.file}: there is none.")
-
     def check(self, environ: Mapping[str, str], *, world_size: int) -> None:
         """Raises ConfigError for a script that no node has, and for one whose ranks would not find each other.
 
         Horovod without HOROVOD_SIZE, which horovodrun sets, is a world of one in each process, and says nothing.
         """
-        self.refuse_missing()
+        if self.missing:
+            raise ConfigError(f"SCRIPT must be a file, got {self.file}: there is none.")
         given, by_mpi = environ.get("HOROVOD_SIZE", ""), environ.get("HOROVOD_CONTROLLER", "") == "mpi"
         imports = _imports_of(_body(self.file))  # under a condition it may be one that never runs
         if world_size > 1 and given != str(world_size) and not by_mpi and "horovod" in _packages(imports):

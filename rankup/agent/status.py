@@ -23,7 +23,6 @@ from rankup.errors import FINISHED, STOPPED
 from rankup.places.files import write_atomically, write_json
 from rankup.places.lease import Lease
 
-REPORT_S = 2.0
 STACKS = "stacks"  # the folder in that of the run
 MOST_BYTES = 2**20  # of a file of stacks: nobody reads those of a hundred attempts ago
 

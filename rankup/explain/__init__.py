@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rankup.errors import ConfigError
 from rankup.explain.diagnosis import Diagnosis, Search, diagnose
-from rankup.explain.files import find_files
+from rankup.explain.logs import find_files
 from rankup.explain.report import format_report
 
 FAULTY = 20  # exit code of the command where the logs show a fault

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 
 from rankup.explain.faults import DIED, FOLLOWED, HARMLESS, ROOT, Fault, faults_in
-from rankup.explain.lines import LogLine, has_time, split_prefixes, time_of
+from rankup.explain.logs import LogLine, has_time, split_prefixes, time_of
 
 MAX_SEEN = 300  # characters of a line that are quoted
 MAX_KEPT = 500  # findings of one log: a log of any size needs a few megabytes of memory

@@ -19,10 +19,10 @@ from rankup.agent.links import path_of
 from rankup.agent.meeting import Leader
 from rankup.agent.network import choose_interface, foreign_address, listen
 from rankup.agent.protocol import Member
+from rankup.agent.record import RecordWriter
 from rankup.errors import FINISHED, JOIN_FAILED, USER_MISTAKE, JoinError, UserError
+from rankup.timing import SAY_S, TICK_S
 
-SAY_S = 2.0  # how long a message may take: an agent that is stopped reads nothing
-TICK_S = 0.25
 Deliver = Callable[[Mapping[str, Any]], None]
 
 
@@ -32,7 +32,7 @@ class Line(Protocol):
     def join(self) -> Mapping[str, Any]: ...
 
     def listen(self, deliver: Deliver) -> None:
-        """From now on `deliver`, in the line's thread, what is heard: lost, gone, stop, ranks."""
+        """From now on `deliver`, in the line's thread, what is heard: lost, gone, stop, leave, ranks."""
 
     def say(self, kind: str, **values: Any) -> bool:
         """Any thread. Raises nothing, and takes SAY_S at most. Returns False where it reached nobody."""
@@ -106,10 +106,10 @@ class MemberLine:
 
     def __init__(
         self, me: Member, settings: Mapping[str, str], place: Place, *, say: Callable[[str], None],
-        sign: Callable[[], dict[str, Any]],
+        record: RecordWriter,
     ) -> None:
-        """`say`: prints a line. `sign`: where this rank is."""
-        self._me, self._settings, self._place, self._say, self._sign = me, settings, place, say, sign
+        """`say`: prints a line. `record`: of this rank."""
+        self._me, self._settings, self._place, self._say, self._record = me, settings, place, say, record
         self._port = place.port
         self._commit: queue.Queue[Mapping[str, Any] | Exception] = queue.Queue()
         self._early: list[Mapping[str, Any]] = []  # what was heard before anybody listened
@@ -158,8 +158,8 @@ class MemberLine:
         if self._me.first_rank == 0:
             await self._lead()
         self._attendance = Attendance(
-            self._me, self._settings, self._leader_at, notice=self._say, signs=lambda: [self._sign()],
-            hint=self._place.hint,
+            self._me, self._settings, self._leader_at, notice=self._say,
+            records=lambda: {self._me.first_rank: self._record}, hint=self._place.hint,
         )
         member = False
         async for event in self._attendance.events():
@@ -213,7 +213,7 @@ class MemberLine:
         if message["is"] == "end" and message["code"] != FINISHED:
             self._leader.lose_by(member, message)
         elif message["is"] == "stop":
-            self._leader.tell("stop", signal=message["signal"])
+            self._leader.stop(str(message["signal"]))
 
 
 def join_failed(error: Exception) -> int:

@@ -160,7 +160,8 @@ KNOWN = (
     ("train/data/worker_loader.py", "data: loader.next"),
     ("train/data/loader.py", "data: loader.next"),
     ("torch/utils/data/dataloader.py", "data: next of a DataLoader"),
-    ("run/publish.py", "save"),
+    ("state/copies.py", "save"),
+    ("state/shards.py", "save"),
     ("run/saver.py", "save"),
     ("torch/serialization.py", ""),  # save, load
     ("torch/autograd/__init__.py", "backward"),

@@ -9,12 +9,12 @@ import os
 import re
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from difflib import get_close_matches
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 
 from rankup.env.rank_env import ranges
@@ -77,26 +77,28 @@ def logs(runs: Path, run: str = "", *, rank: str = "", since: str = "", follow: 
 # Which run, ranks, times ----------------------------------------------------------------------------------------------
 
 
+def find_run(runs: Path, name: str, is_run: Callable[[Path], bool]) -> Path:
+    """The folder of the run `name`, which is in the folder `runs`, or is a folder itself. Raises UserError."""
+    for folder in (runs / name, Path(name)):
+        if is_run(folder):
+            return folder
+    names = sorted(path.name for path in runs.glob("*") if is_run(path))
+    near = get_close_matches(name, names, n=1)
+    hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(names[:20]) or 'none'}."
+    raise UserError(f"RUN must be a run in {runs}/ or its folder, got {name}. {hint}")
+
+
 def find_logs(runs: Path, run: str) -> Path:
     """The folder with the logs of a run: `run` is its name or folder; "" stands for the one that wrote last.
 
     Raises UserError where there is none.
     """
     if run:
-        found = [place for place in (runs / run / "logs", Path(run, "logs"), Path(run)) if _files(place)]
-        if not found:
-            names = ", ".join(sorted(folder.parent.name for folder in _folders(runs))[:20])
-            there = f"In {runs} there are {names}." if names else f"There are no runs in {runs}."
-            raise UserError(f"RUN must be a run with logs/rank-N.log, got {run}. {there}")
-        return found[0]
-    ages = {folder: max(path.stat().st_mtime for path in _files(folder).values()) for folder in _folders(runs)}
-    if not ages:
+        return find_run(runs, run, lambda folder: bool(_files(folder / "logs"))) / "logs"
+    newest = max(runs.glob("*/logs/rank-*.log"), key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
         raise UserError(f"no run with logs was found in {runs}. Name its folder, or set --run-dir.")
-    return max(ages, key=lambda folder: ages[folder])
-
-
-def _folders(runs: Path) -> list[Path]:
-    return [folder for folder in runs.glob("*/logs") if _files(folder)]
+    return newest.parent
 
 
 def _files(folder: Path) -> dict[int, Path]:
@@ -298,8 +300,6 @@ def _label(who: tuple[tuple[int, bytes], ...], colour: bool) -> bytes:
     return label + b" "
 
 
-def _write(parts: Iterator[bytes]) -> None:
-    """To standard output, many lines at once: one write for each would take longer than everything else."""
-    while some := list(islice(parts, 1000)):
-        sys.stdout.buffer.write(b"".join(some))
+def _write(lines: Iterator[bytes]) -> None:
+    sys.stdout.buffer.writelines(lines)
     sys.stdout.buffer.flush()

@@ -57,14 +57,17 @@ class MlflowRun:
     """A run at MLflow: the one of the experiment that has our run's id as a tag, since MLflow makes its own ids."""
 
     TAG = "rankup.run"
-    STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # noqa: RUF012
     LONGEST = 6000  # characters of a parameter
 
     def __init__(self, facts: Facts) -> None:
         from mlflow.tracking import MlflowClient
 
         self.client = MlflowClient()
-        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID") or self._experiment()
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if not experiment:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "rankup")
+            there = self.client.get_experiment_by_name(name)
+            experiment = there.experiment_id if there is not None else self.client.create_experiment(name)
         found = self.client.search_runs([experiment], f"tags.`{self.TAG}` = '{facts.run}'", max_results=1)
         if found:
             self.client.update_run(found[0].info.run_id, status="RUNNING")
@@ -75,25 +78,19 @@ class MlflowRun:
         self._log_settings(facts)
         self.address = f"{self.client.tracking_uri.rstrip('/')}/#/experiments/{experiment}/runs/{self.id}"
 
-    def _experiment(self) -> str:
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "rankup")
-        found = self.client.get_experiment_by_name(name)
-        made: str = found.experiment_id if found is not None else self.client.create_experiment(name)
-        return made
-
     def _log_settings(self, facts: Facts) -> None:
         """As parameters, which MLflow never changes: what an attempt has changed, such as epochs, becomes a tag."""
         from mlflow.entities import Param
 
-        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.settings.items()}
+        settings = facts.settings.items()
+        texts = {name: (v if isinstance(v, str) else json.dumps(v))[: self.LONGEST] for name, v in settings}
         there = self.run.data.params
-        new = [Param(name, text[: self.LONGEST]) for name, text in texts.items() if name not in there]
+        new = [Param(name, text) for name, text in texts.items() if name not in there]
         for begin in range(0, len(new), 100):  # that a server takes in one request
             self.client.log_batch(self.id, params=new[begin : begin + 100])
         for name, text in texts.items():
-            tag = f"changed.{name}"
-            if there.get(name, text[: self.LONGEST]) != text[: self.LONGEST] or tag in self.run.data.tags:
-                self.note(tag, text)
+            if there.get(name, text) != text or f"changed.{name}" in self.run.data.tags:
+                self.note(f"changed.{name}", text)
 
     def sent(self) -> dict[str, int] | None:
         """The last step that the server has of each kind. A request that timed out may have been written or not."""
@@ -123,7 +120,7 @@ class MlflowRun:
 
     def end(self, state: str) -> None:
         """`state`: finished, stopped or failed."""
-        self.client.set_terminated(self.id, self.STATES[state])
+        self.client.set_terminated(self.id, {"finished": "FINISHED", "stopped": "KILLED"}.get(state, "FAILED"))
 
 
 def _allowed(name: str) -> str:
@@ -327,13 +324,11 @@ def send(sender: Sender, rank0: BinaryIO, say: Callable[[str, str], None]) -> No
 
 def _reason(error: BaseException) -> str:
     """The error as one line that fits a terminal: what was tried, and the error at the bottom of it."""
-    text = " ".join(str(error).split())
     root = error
     while (below := root.__cause__ or root.__context__) is not None:
         root = below
-    if root is error or len(text) < LONGEST_REASON:
-        return text[:LONGEST_REASON].rstrip(". ")
-    return f"{text[:LONGEST_REASON]}... ({' '.join(str(root).split())[:LONGEST_REASON]})"
+    parts = (" ".join(str(each).split())[:LONGEST_REASON].rstrip(". ") for each in (error, root))
+    return "... ".join(dict.fromkeys(parts))
 
 
 def main() -> None:

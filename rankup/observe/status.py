@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,9 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from rankup.errors import UserError, root_cause
+from rankup.errors import root_cause
 from rankup.observe.goodput import Report, duration, goodput, one_line, read_reports
+from rankup.observe.logs import find_run
 from rankup.observe.tracker import address_of
 from rankup.places.files import read_json
 
@@ -45,7 +45,7 @@ def status(
     `runs`: the folder of all runs. `run`: a run's name or folder; all runs where it is empty. Raises UserError where
     there is no such run.
     """
-    folder = _find(runs, run) if run else None
+    folder = find_run(runs, run, _is_run) if run else None
     redraws = watch and sys.stdout.isatty() and not as_json
     height = 0
     while True:
@@ -67,23 +67,8 @@ def status(
             yield "\n"
 
 
-def _find(runs: Path, name: str) -> Path:
-    """The folder of the run `name`, which may be a folder itself. Raises UserError."""
-    for folder in (Path(name), runs / name):
-        if _is_run(folder):
-            return folder
-    names = [path.name for path in _all(runs)]
-    near = get_close_matches(name, names, n=1)
-    hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(names) or 'none'}."
-    raise UserError(f"status: RUN must be a run in {runs}/ or its folder, got {name}. {hint}")
-
-
 def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("status.json", "run.json"))
-
-
-def _all(runs: Path) -> list[Path]:
-    return sorted(path for path in runs.glob("*") if _is_run(path))
 
 
 def _is_over(run: dict[str, Any]) -> bool:
@@ -95,7 +80,7 @@ def _is_over(run: dict[str, Any]) -> bool:
 
 def look_at_all(runs: Path, *, now: float) -> list[dict[str, Any]]:
     """`look` at each run of a folder, the one that was heard of last in front."""
-    found = [look(path, now=now) for path in _all(runs)]
+    found = [look(path, now=now) for path in sorted(runs.glob("*")) if _is_run(path)]
     return sorted(found, key=lambda run: float(run["last_sign_s"]))
 
 

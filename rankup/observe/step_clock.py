@@ -1,13 +1,12 @@
 """Where the time of this rank's steps goes: waiting for its batch, computing, waiting for the other ranks.
 
 All ranks end a step together, so the length of a step does not tell who is slow. What tells is when each rank arrives
-where it waits for the others: at the agreement before the step, and at the exchange of gradients. Backward does both,
-it computes and then waits, and the moment between the two is seen by a callback of autograd's engine: it is called when
-backward has nothing left to compute. DDP waits for the exchange in a callback that it adds later.
+where it waits for the others, at the exchange of gradients. Backward does both, it computes and then waits, and the
+moment between the two is seen by a callback of autograd's engine: it is called when backward has nothing left to
+compute. DDP waits for the exchange in a callback that it adds later.
 
 FSDP, Horovod and a batch norm over all ranks wait elsewhere too (in forward, in the optimizer): that counts as
-computing here, on all ranks alike. With them a rank that is slow to get its data shows, one that computes slowly does
-not.
+computing here. With them a rank that is slow to get its data shows, one that computes slowly does not.
 """
 
 import time
@@ -56,9 +55,8 @@ class StepClock:
                 self._seconds[WAITING] += linked_s
         self._seconds[part] += took_s
 
-    def agreed(self) -> None:
-        """All ranks go on with this step: the wait for them is over, and computing begins."""
-        self.lap(WAITING)
+    def has_batch(self) -> None:
+        """This rank has its batch, and computing begins."""
 
     def mark(self, part: int) -> None:
         """The work that was given to the device since the last mark was `part`."""
@@ -101,8 +99,7 @@ class DeviceClock(StepClock):
         self._device = device
         self._events: deque[tuple[int | None, torch.Event]] = deque()  # with the part that each one ends
 
-    def agreed(self) -> None:
-        super().agreed()
+    def has_batch(self) -> None:
         self._record(None)
 
     def mark(self, part: int) -> None:

@@ -587,11 +587,6 @@ def test_server_with_a_device_or_a_group_is_not_forked(
     assert obstacle() == why
 
 
-def test_agent_imports_no_torch() -> None:
-    text = "import sys, rankup.agent.fork_server, rankup.agent.record\nprint('torch' in sys.modules)"
-    assert fresh(["-c", text], env=environment(), cwd=ROOT).out == "False\n"
-
-
 @pytest.mark.parametrize(
     ("text", "names"),
     [

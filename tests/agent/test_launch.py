@@ -20,7 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rankup.agent.agent import REPEAT_S, _aside
+from rankup.agent.protocol import in_thread
+from rankup.timing import REPEAT_S
 from tests.rigs.jobs import ROOT, Job, ended, free_port, lives, start
 
 TORCHRUN_SETS = {
@@ -338,7 +339,8 @@ def test_stop_follows_a_notice(tmp_path: Path) -> None:
 def test_disk_that_hangs_holds_nobody() -> None:
     """Not even the end of the event loop, which waits for the threads of its own pool."""
     hangs = threading.Event()
-    assert asyncio.run(_aside(hangs.wait, timeout_s=0.05)) is None
+    with pytest.raises(TimeoutError):
+        asyncio.run(in_thread(hangs.wait, timeout_s=0.05))
     assert not hangs.is_set()
     hangs.set()
 

@@ -92,7 +92,7 @@ def test_port_that_an_earlier_connection_still_holds_is_opened() -> None:
 
 
 def test_port_that_is_taken_is_refused_with_its_holder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(network, "PORT_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(JoinError, match=rf"MASTER_PORT={port} is in use on .* by pid {os.getpid()} \("):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from rankup.agent.processes import (
@@ -112,34 +111,6 @@ def test_sigusr1_becomes_sigterm_without_a_handler(named: "subprocess.Popen[byte
         bare.stdout.readline()
         send_signal(bare.pid, signal.SIGUSR1)
         assert bare.wait() == -signal.SIGTERM
-
-
-def test_what_a_fresh_interpreter_has_started_ends_with_it(tmp_path: Path) -> None:
-    text = (
-        "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "print(child.pid, flush=True)\nimport os\nos._exit(0)"
-    )
-    with (tmp_path / "out").open("w") as out:
-        ended(["-c", text], stdout=out.fileno())
-    child = int((tmp_path / "out").read_text())
-    assert psutil.wait_procs([psutil.Process(child)] if psutil.pid_exists(child) else [], timeout=60)[1] == []
-
-
-def test_killed_agent_takes_its_fresh_interpreters_with_it() -> None:
-    text = (
-        "import asyncio, os\nfrom rankup.agent.processes import start_fresh\n"
-        "async def agent():\n"
-        "    start_fresh(['-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'], env=os.environ, "
-        "on_end=print)\n"
-        "    await asyncio.sleep(600)\n"
-        "asyncio.run(agent())"
-    )
-    command = [sys.executable, "-c", text]
-    with subprocess.Popen(command, env=environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE) as agent:
-        assert agent.stdout is not None
-        rank = psutil.Process(int(agent.stdout.readline()))
-        agent.kill()
-    assert psutil.wait_procs([rank], timeout=60)[1] == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root, and unshare")

@@ -24,9 +24,12 @@ record.set_place("loop.py:12")
 for step in range(1, 1001):
     record.begin(step)
 record.wait(True)
-print(record.stop_step, flush=True)
+print(record.may_begin(1000), flush=True)
 sys.stdin.readline()
-print(record.stop_step, flush=True)
+print(record.may_begin(1000), flush=True)
+sys.stdin.readline()
+print(record.may_begin(1000), flush=True)
+record.settle()
 record.finish()
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -55,21 +58,28 @@ def told(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline().strip()
 
 
+def go_on(process: "subprocess.Popen[str]") -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
 def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() -> None:
     records = Records(3)
     empty = records.read(0)
-    assert empty == Record("start", 0, "", empty.entered_s, NO_LIMIT, False, NO_STOP, False)
+    assert empty == Record("start", 0, "", empty.entered_s, NO_LIMIT, False, False, False)
     others = records.read(0), records.read(2)
     with started(RANK, records.place(1)) as process:
-        assert told(process) == str(NO_STOP)
-        records.stop_at(1, 1004)
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-        assert told(process) == "1004"
+        assert told(process) == "True"
+        assert records.of(1).ask_to_stop(1000) == 1000
+        go_on(process)
+        assert told(process) == "None"
+        records.of(1).confirm_stop(1000)
+        go_on(process)
+        assert told(process) == "False"
     assert process.returncode == -9
     found = records.read(1)
-    assert found == Record("step", 1000, "loop.py:12", found.entered_s, 30.0, True, 1004, True)
+    assert found == Record("step", 1000, "loop.py:12", found.entered_s, 30.0, True, True, True)
     assert empty.entered_s < found.entered_s
     assert (records.read(0), records.read(2)) == others
     records.clear(1)
@@ -108,7 +118,7 @@ def test_record_goes_nowhere_where_its_memory_can_not_be_reached(place: Any, tmp
     writer.begin(5)
     writer.enter("step", 1.0)
     writer.set_place("here")
-    assert writer.stop_step == NO_STOP
+    assert writer.may_begin(NO_STOP - 1)
     if place and Path(place["path"]).exists() and place["offset"] == 0:
         assert Path(place["path"]).read_bytes() == bytes(SIZE)
 

@@ -157,14 +157,6 @@ def test_script_of_a_package_is_forked_where_a_neighbour_imports_rankup(tmp_path
     assert Script.find([str(script)]).imports_rankup()
 
 
-def test_agent_reads_scripts_without_torch() -> None:
-    code = (
-        "import sys\nfrom rankup.agent import output, script, script_env\n"
-        "script.Script.find(['train/main.py']).must_match()\nassert not {'torch', 'train'} & {*sys.modules}"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
 # Horovod -------------------------------------------------------------------------------------------------------------
 
 HOROVOD = "import torch, horovod.torch as hvd\nprint('trains')\n"

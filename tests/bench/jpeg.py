@@ -36,7 +36,7 @@ from train.config import Config  # noqa: E402
 from train.data import Samples  # noqa: E402
 from train.data.loader import Loader  # noqa: E402
 from train.data.order import Order  # noqa: E402
-from train.process.allocator import keep_freed_memory  # noqa: E402
+from train.parallel.allocator import keep_freed_memory  # noqa: E402
 from train.process.stop import StopRequest  # noqa: E402
 from train.workloads import images  # noqa: E402
 

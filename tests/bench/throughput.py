@@ -64,9 +64,8 @@ def measure_checkpoint(model_name: str, repeats: int, directory: Path) -> dict[s
     """Size, and the medians of saving (write, sync, rename) and loading (verify), with SGD's momentum."""
     import torch
 
-    from tests.rigs.checkpoints import training_state
+    from tests.rigs.checkpoints import save_checkpoint, training_state
     from train.run.checkpoint import load_newest
-    from train.run.publish import save_checkpoint
     from train.workloads.vision_models import build_model
 
     model = build_model(model_name, channels=3, size=32, num_classes=10, dropout=0.0)
@@ -77,13 +76,13 @@ def measure_checkpoint(model_name: str, repeats: int, directory: Path) -> dict[s
     saves, loads = [], []
     for step in range(repeats):
         began_s = time.perf_counter()
-        state = training_state(step, optimizer=optimizer.state_dict())
-        path = save_checkpoint(directory, state, model.state_dict(), keep=2)
+        state = optimizer.state_dict()
+        path = save_checkpoint(directory, training_state(step), model.state_dict(), optimizer=state, keep=2)
         saved_s = time.perf_counter()
         earlier = load_newest(directory, print)
         assert earlier is not None
         model.load_state_dict(earlier.model)
-        optimizer.load_state_dict(earlier.state.optimizer)
+        optimizer.load_state_dict(earlier.tracked["optimizer"])
         saves.append(saved_s - began_s)
         loads.append(time.perf_counter() - saved_s)
     size = sum(file.stat().st_size for file in path.iterdir())

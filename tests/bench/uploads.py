@@ -17,10 +17,9 @@ import torch
 
 from rankup.places.place import Place
 from rankup.places.stored_run import StoredRun
-from tests.rigs.checkpoints import training_state
+from rankup.state.copies import find_problem
+from tests.rigs.checkpoints import save_checkpoint, training_state
 from tests.rigs.object_store import BUCKET, S3, Door
-from train.run.checkpoint import find_problem
-from train.run.publish import save_checkpoint
 
 RUN = "0123456789abcdef"
 

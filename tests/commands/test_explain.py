@@ -14,11 +14,9 @@ from pathlib import Path
 import pytest
 
 from rankup.explain import advice, diagnose_files
-from rankup.explain.diagnosis import MAX_SEEN, MAX_UNKNOWN, Diagnosis, diagnose
+from rankup.explain.diagnosis import MAX_SEEN, MAX_UNKNOWN, diagnose
 from rankup.explain.faults import FOLLOWED, HARMLESS, SUMMARY, Fault, known_faults
-from rankup.explain.lines import split_prefixes
 from rankup.explain.report import format_report
-from tests.rigs import jobs
 from tests.rigs.jobs import ROOT, environment
 
 LOGS = Path(__file__).parent / "logs"
@@ -38,13 +36,8 @@ def test_fault_is_found_in_its_own_example(fault: Fault) -> None:
     assert [diagnosis.name for diagnosis in found] == [fault.name]
     assert found[0].harmless == (fault.order == HARMLESS)
     assert found[0].remedy or found[0].harmless
+    assert fault.order in (1, 2, 3, 4, 5, 6, 9)
     assert not re.search(r"[{}]", found[0].title + found[0].why + found[0].remedy)
-
-
-@pytest.mark.parametrize("fault", known_faults(), ids=lambda fault: fault.name)
-def test_fault_fills_its_text_from_groups_of_its_pattern(fault: Fault) -> None:
-    names = set(re.findall(r"\{(\w+)\}", fault.title + fault.why + fault.remedy))
-    assert names <= {*(fault.pattern.groupindex if fault.pattern else ()), "rank"}
 
 
 @pytest.mark.parametrize("fault", known_faults(), ids=lambda fault: fault.name)
@@ -59,12 +52,6 @@ def test_strings_that_a_line_must_contain_hide_no_match_of_a_pattern() -> None:
     for fault in known_faults():
         matched = [line for line in lines if fault.pattern and fault.pattern.search(line)]
         assert all(any(word in line for word in fault.contains) for line in matched), fault.name
-
-
-def test_faults_are_ordered_from_root_to_harmless() -> None:
-    orders = {fault.order for fault in known_faults()}
-    assert orders == {1, 2, 3, 4, 5, 6, 9}
-    assert len(known_faults()) > 60
 
 
 # What torch said ----------------------------------------------------------------------------------------------
@@ -125,37 +112,12 @@ def test_every_line_of_the_logs_alone_names_no_other_root() -> None:
 
 # Order --------------------------------------------------------------------------------------------------------
 
-CLOSED = "[node0 r0/2] RuntimeError: [pair.cc:553] Connection closed by peer [10.77.0.2]:19612."
-KILLED = "srun: error: node1: task 1: Killed"
-OOM = "slurmstepd: error: Detected 1 oom_kill event in StepId=4711.0. Some of the step tasks have been OOM Killed."
-
-
-def test_order_has_a_killed_rank_before_what_its_peers_say() -> None:
-    assert named([CLOSED, KILLED]) == ["killed", "peer-closed"]
-
-
-def test_order_has_memory_before_a_killed_rank() -> None:
-    assert named([CLOSED, KILLED, OOM]) == ["slurm-memory", "killed", "peer-closed"]
-
-
 def test_doubtful_sign_alone_is_harmless_and_beside_a_failure_is_not() -> None:
     warning = "[W1121 10:02:33 socket.cpp:764] [c10d] The IPv6 network addresses of (node0, 29400) cannot be retrieved"
     assert [diagnosis.harmless for diagnosis in diagnose([warning])] == [True]
     failure = "torch.distributed.DistNetworkError: The client socket has timed out after 4000ms while trying to "
     both = diagnose([warning, f"{failure}connect to (node0, 29400)."])
     assert [diagnosis.harmless for diagnosis in both] == [False, False]
-
-
-def test_source_code_in_a_traceback_is_not_what_happened() -> None:
-    text = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    except MemoryError:\nKeyError: 1\n'
-    assert [(d.name, d.seen) for d in diagnose(text.splitlines())] == [("", "KeyError: 1")]
-
-
-def test_chained_exception_counts_once() -> None:
-    text = "Traceback (most recent call last):\nKeyError: 'a'\n\nDuring handling of the above exception, "
-    text += 'another exception occurred:\n\nTraceback (most recent call last):\n'
-    text += '  File "x.py", line 1, in <module>\nValueError: b\n'
-    assert [diagnosis.seen for diagnosis in diagnose(text.splitlines())] == ["ValueError: b"]
 
 
 def test_chained_exception_leaves_an_earlier_one_of_the_same_rank() -> None:
@@ -251,11 +213,6 @@ def test_no_line_at_all_is_nothing_wrong() -> None:
     assert format_report([]) == "nothing wrong was found in these lines."
 
 
-def test_last_line_that_looks_bad_is_quoted_where_nothing_is_known() -> None:
-    (found,) = diagnose(["all is well", "frobnicator: fatal: no flux"])
-    assert (found.seen, found.name) == ("frobnicator: fatal: no flux", "")
-
-
 # The command --------------------------------------------------------------------------------------------------
 
 
@@ -291,16 +248,3 @@ def test_advice_is_one_line_and_only_on_what_is_known() -> None:
     assert known.startswith("this is: ")
     assert "\n" not in known
     assert advice("Traceback (most recent call last):\nKeyError: 'x'") == ""
-
-
-def test_explain_needs_no_torch() -> None:
-    code = "import sys; from rankup.explain import diagnose; diagnose(['x']); "
-    code += "print('torch' in sys.modules)"
-    ran = jobs.start(sys.executable, "-c", code, cwd=ROOT)
-    assert ran.wait(60) == [0]
-    assert ran.output.strip() == "False"
-
-
-def test_split_takes_the_prefixes_off() -> None:
-    assert split_prefixes("node1  | [node1 r1/2] step 3").text == "step 3"
-    assert isinstance(diagnose([OUCH])[0], Diagnosis)

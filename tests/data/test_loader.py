@@ -339,19 +339,19 @@ def test_worker_killed_during_a_save_does_not_hurt_it(forks: Forks, tmp_path: Pa
 
 
 def kill_a_worker_in_the_second_save() -> None:
-    from train.run import publish
+    from rankup.state import copies
 
-    write, written = publish._write_durably, []
+    write, written = copies.write_durably, []
 
-    def killing(path: Path, data: bytes) -> None:
+    def killing(path: Path, content: Any) -> Any:
         written.append(path)
         if len(written) == 6:
             # The oldest: those of an evaluation may be there still, and numbers of processes begin anew at 32768
             min(psutil.Process().children(), key=psutil.Process.create_time).kill()
             time.sleep(0.5)
-        write(path, data)
+        return write(path, content)
 
-    publish._write_durably = killing  # type: ignore[assignment]
+    copies.write_durably = killing
 
 
 # /dev/shm and other advice ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rankup.agent.protocol import Member
+from rankup.agent.record import RecordWriter
 from rankup.group.line import MemberLine
 
 
@@ -39,7 +40,7 @@ def member(rank: int) -> Member:
 def joined() -> Iterator[list[MemberLine]]:
     """The lines of two ranks that have met."""
     place = Place()
-    lines = [MemberLine(member(rank), {}, place, say=print, sign=lambda: {"rank": 0}) for rank in (0, 1)]
+    lines = [MemberLine(member(rank), {}, place, say=print, record=RecordWriter(None)) for rank in (0, 1)]
     commits: dict[int, Mapping[str, Any]] = {}
 
     def join(rank: int) -> None:

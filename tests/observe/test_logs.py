@@ -126,9 +126,11 @@ def test_run_is_found_by_name_folder_and_as_the_newest(write, tmp_path, capfd) -
     where = ["--run-dir", str(tmp_path)]
     assert printed(capfd, *where) == ["02 rank 0 on vm: new"]
     assert printed(capfd, "old", *where) == ["01 rank 0 on vm: old"]
-    assert printed(capfd, str(tmp_path / "old" / "logs")) == ["01 rank 0 on vm: old"]
+    assert printed(capfd, str(tmp_path / "old")) == ["01 rank 0 on vm: old"]
     assert main(["logs", "odl", *where]) == 2
-    assert f"got odl. In {tmp_path} there are new, old." in capfd.readouterr().err
+    assert f"RUN must be a run in {tmp_path}/ or its folder, got odl. Did you mean old?" in capfd.readouterr().err
+    assert main(["logs", "x", *where]) == 2
+    assert "got x. There are: new, old." in capfd.readouterr().err
     assert main(["logs", "--run-dir", str(tmp_path / "none")]) == 2
     assert "no run with logs was found in " in capfd.readouterr().err
 
@@ -265,8 +267,8 @@ def test_since_finds_the_first_line_in_a_long_file(tmp_path, monkeypatch, capfd,
     def stamp(number: int) -> str:
         return datetime.fromtimestamp(1_700_000_000 + number).isoformat()
 
-    path = tmp_path / "rank-0.log"
-    with path.open("w") as file:
+    (tmp_path / "logs").mkdir()
+    with (tmp_path / "logs" / "rank-0.log").open("w") as file:
         for number in range(2000):
             file.write(f"{stamp(number)} vm r0 {number}\n")
             file.write("without a time\n" * (number % 7))

@@ -238,7 +238,7 @@ def test_status_of_a_run_that_is_not_there_names_those_that_are(tmp_path: Path) 
     done = status("digits-cn", "--run-dir", tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"error: status: RUN must be a run in {tmp_path}/ or its folder, got digits-cn. Did you mean digits-cnn?\n"
+        f"error: RUN must be a run in {tmp_path}/ or its folder, got digits-cn. Did you mean digits-cnn?\n"
     )
     assert "unexpected argument" in status("digits-cnn", "more", "--run-dir", tmp_path).stderr
 

@@ -47,8 +47,7 @@ def a_step(steps: StepClock, later: Callable[[float], None]) -> None:
     steps.start()
     later(1.0)
     steps.lap(DATA)
-    later(10.0)
-    steps.agreed()
+    steps.has_batch()
     later(4.0)
     loss = loss_of(later)
     steps.split_backward(loss)
@@ -66,7 +65,7 @@ def test_a_step_is_split_where_backward_has_computed_and_waits(clock: SimpleName
     a_step(steps, later)
     later(50.0)  # an evaluation
     a_step(steps, later)
-    assert steps.take() == [2 * 1.0, 2 * (4 + 5 + 6.0), 2 * (10 + 7.0)]
+    assert steps.take() == [2 * 1.0, 2 * (4 + 5 + 6.0), 2 * 7.0]
     assert steps.take() == [0.0, 0.0, 0.0]
 
 
@@ -76,12 +75,12 @@ def test_waiting_in_the_middle_of_backward_is_not_computing(clock: SimpleNamespa
 
     def later(seconds: float) -> None:
         clock.s += seconds
-        if seconds in (3.0, 7.0, 10.0):
+        if seconds in (3.0, 7.0):
             link.waited_s += seconds
 
     steps = StepClock(link)
     a_step(steps, later)
-    assert steps.take() == [1.0, 4 + 2 + 6.0, 10 + 3 + 7.0]
+    assert steps.take() == [1.0, 4 + 2 + 6.0, 3 + 7.0]
 
 
 def test_gradients_are_the_same(clock: SimpleNamespace) -> None:
@@ -116,7 +115,7 @@ def test_events_of_a_gpu_are_read_when_it_is_done_with_them(
             return float(1000 * (end.at_s - self.at_s))
 
     def later(seconds: float) -> None:
-        if seconds in (1.0, 10.0):
+        if seconds == 1.0:
             clock.s += seconds
         else:
             gpu.queued_s += seconds
@@ -126,7 +125,7 @@ def test_events_of_a_gpu_are_read_when_it_is_done_with_them(
     a_step(steps, later)
     a_step(steps, later)
     gpu.done_s = 4 + 5 + 7 + 6.0  # of the first step
-    assert steps.take() == [2 * 1.0, 4 + 5 + 6.0, 2 * 10 + 7.0]
+    assert steps.take() == [2 * 1.0, 4 + 5 + 6.0, 7.0]
     gpu.done_s *= 2
     assert steps.take() == [0.0, 4 + 5 + 6.0, 7.0]
     monkeypatch.setattr(step_clock, "MOST_EVENTS", 8)

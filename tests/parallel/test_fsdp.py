@@ -11,6 +11,7 @@ from typing import Any, Self
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -168,7 +169,7 @@ def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.mark.parametrize("method", EACH)
 def test_weights_of_each_method_load_into_a_plain_module(trained: dict[str, Path], method: str) -> None:
-    state = torch.load(newest(trained[method]) / "model.pt", weights_only=True)
+    state = load_file(newest(trained[method]) / "model.safetensors")
     model = vision_models.build_model("cnn", channels=1, size=8, num_classes=10, dropout=0.0)
     model.load_state_dict(state)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())

@@ -18,6 +18,7 @@ from train.config import Config, load_config
 from train.parallel import METHODS, load_method, method_name
 from train.parallel.method import Method
 from train.parallel.warm_up import warm_up
+from train.run.checkpoint import load_checkpoint
 from train.run.choices import CHOICES
 
 # A constant rate, since a cosine over fewer steps would be another curve; a small one, which does not magnify
@@ -112,10 +113,9 @@ def test_training_resumes_with_dropout_to_the_bit(forks: Forks, tmp_path: Path) 
 
 def test_scaler_goes_on_with_its_scale(forks: Forks, tmp_path: Path) -> None:
     run = train(forks, tmp_path / "run", 1, "--precision", "fp16", "--max-steps", "15")
-    training = next((run / "checkpoints").glob("step-00000015")) / "training.pt"
-    state = torch.load(training, weights_only=True)
-    assert state["scaler"]["scale"] > 1
-    assert state["scaler"]["_growth_tracker"] == 15  # steps without overflow so far: the next growth depends on it
+    scaler = load_checkpoint(run / "checkpoints" / "step-00000015").tracked["scaler"]
+    assert scaler["scale"] > 1
+    assert scaler["_growth_tracker"] == 15  # steps without overflow so far: the next growth depends on it
 
 
 # Random numbers -------------------------------------------------------------------------------------------------

@@ -330,18 +330,18 @@ def test_frozen_job_that_was_taken_over_publishes_nothing_more(forks: Forks, tmp
 def freeze_in_a_save() -> None:
     """On machine one, and in the save of step 16 a wait for a file, then for its staging folder to be removed."""
     on_machine_one()
-    from train.run import publish
+    from rankup.state import copies
 
-    write, folder = publish._write_durably, Path(os.environ["FOLDER"])
+    write, folder = copies.write_durably, Path(os.environ["FOLDER"])
 
-    def waits(path: Path, data: bytes) -> None:
+    def waits(path: Path, content: Any) -> Any:
         if "step-00000016" in path.parent.name and path.name == "manifest.json":
             (folder / "there").touch()
             while not (folder / "go on").exists():
                 time.sleep(0.01)
-        write(path, data)
+        return write(path, content)
 
-    publish._write_durably = waits
+    copies.write_durably = waits
 
 
 def freeze_before_metrics() -> None:

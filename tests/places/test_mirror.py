@@ -88,11 +88,11 @@ def test_newest_whole_one_of_both_places(disks: Disks, undisturbed: dict[str, An
     disks.run(code=143, **STOP)
     here = sorted((disks.run_dir / "checkpoints").iterdir())
     for path in here if damage.startswith("all") else here[-1:]:
-        flip(path / "model.pt", 99)
+        flip(path / "model.safetensors", 99)
     resumed = "step-00000018"
     if damage.endswith("there"):
         (there,) = disks.mirror.glob("run/*/checkpoints/*/step-00000018-*")
-        flip(there / "model.pt", 99)
+        flip(there / "model.safetensors", 99)
         resumed = disks.mirrored()[-2]  # 16, or 8 if the upload of that was left out for the next
     output = disks.run()
     assert f"fetched {resumed} from the mirror" in output
@@ -138,7 +138,7 @@ def test_fresh_begins_anew_there_too_and_keeps_what_was_there(disks: Disks) -> N
 def test_only_damaged_ones_are_left_and_nothing_begins_anew_without_a_word(disks: Disks) -> None:
     disks.run(code=143, **STOP)
     disks.lose()
-    for path in disks.mirror.glob("run/*/checkpoints/*/*/model.pt"):
+    for path in disks.mirror.glob("run/*/checkpoints/*/*/model.safetensors"):
         flip(path, 99)
     assert "must hold a whole checkpoint, got only damaged ones" in disks.run(code=2)
 

@@ -97,7 +97,7 @@ def test_a_run_killed_in_the_middle_of_an_upload_goes_on_elsewhere_to_the_same_b
         reached.set()
         over.wait(COLD)
 
-    door.rule = at(16, "model.pt", hang)
+    door.rule = at(16, "model.safetensors", hang)
     job = machines.start("first")
     assert reached.wait(COLD), job.output
     job.kill()
@@ -123,7 +123,7 @@ def test_a_second_attempt_anywhere_is_refused_and_told_the_owner(machines: Machi
 
 
 def test_a_store_that_dies_costs_no_finished_step(machines: Machines, door: Door, undisturbed: Path) -> None:
-    door.rule = at(16, "model.pt", lambda: 503)
+    door.rule = at(16, "model.safetensors", lambda: 503)
     output = machines.run("first", "--save-timeout-s", "12", code=171)
     assert "did not answer in time: write checkpoints/" in output
     door.rule = lambda request: None
@@ -135,7 +135,7 @@ def test_a_store_that_dies_costs_no_finished_step(machines: Machines, door: Door
 
 
 def test_a_final_checkpoint_that_can_not_be_copied_is_no_success(machines: Machines, door: Door) -> None:
-    door.rule = at(32, "model.pt", lambda: 507)
+    door.rule = at(32, "model.safetensors", lambda: 507)
     output = machines.run("first", code=2)
     assert f"error: {machines.url}/run/00000001 is full: write checkpoints/" in output
     door.rule = lambda request: None

@@ -46,7 +46,7 @@ def test_the_newest_checkpoint_comes_back_on_an_empty_disk(url: str, tmp_path: P
 
 def test_old_ones_are_removed_and_the_objects_of_a_killed_upload_too(url: str, tmp_path: Path) -> None:
     store = open_store(url)
-    store.place.write(f"00000001/checkpoints/{RUN}/step-00000005-0123456789ab/model.pt", b"cut off")
+    store.place.write(f"00000001/checkpoints/{RUN}/step-00000005-0123456789ab/model.safetensors", b"cut off")
     for step in (10, 20, 30):
         store.upload_copy(save(tmp_path / "here", step), run=RUN, keep=2)
     left = {name.split("/")[3][:13] for name in store.place.names()}
@@ -100,9 +100,9 @@ def test_a_run_whose_id_leads_out_of_its_folder_is_no_run(url: str) -> None:
 def test_all_damaged_is_an_error_and_no_new_start(url: str, tmp_path: Path) -> None:
     store = open_store(url)
     store.upload_copy(save(tmp_path / "here", 10), run=RUN, keep=9)
-    (model,) = [name for name in store.place.names() if name.endswith("model.pt")]
+    (model,) = [name for name in store.place.names() if name.endswith("model.safetensors")]
     store.place.remove([model])
-    with pytest.raises(UserError, match=r"got only damaged ones: step-00000010-\w+: model\.pt is missing"):
+    with pytest.raises(UserError, match=r"got only damaged ones: step-00000010-\w+: model\.safetensors is missing"):
         store.fetch_newest(tmp_path / "there", run=RUN)
 
 
@@ -156,7 +156,7 @@ def test_files_beside_the_checkpoints_are_copied_where_they_changed(url: str, tm
         (run / name).write_text(f"content of {name}\n")
     Lineage(RUN, "", "", [], 1).write(run)
     (run / "before-20260101T000000-1" / "checkpoints").mkdir()
-    (run / "before-20260101T000000-1" / "checkpoints" / "model.pt").write_text("large")
+    (run / "before-20260101T000000-1" / "checkpoints" / "model.safetensors").write_text("large")
     store, first = open_store(url), open_store(url).place.below("00000001")
     store.upload_files(run)
     first.remove(first.names())

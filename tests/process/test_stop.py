@@ -3,9 +3,11 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +196,87 @@ def test_signal_to_a_process_that_the_users_code_forked_is_its_own(forks: Forks,
     assert codes == [0], output
 
 
+# Without a collective -----------------------------------------------------------------------------------------
+
+
+def note_collectives() -> None:
+    from train.group.group import Group
+
+    collective = Group.collective
+
+    def noted(self: Group, call: Any) -> Any:
+        if self.watch.phase == "step":
+            with Path(os.environ["NOTES_DIR"], f"rank-{self.rank}").open("a") as notes:
+                notes.write(f"{self.step}\n")
+        return collective(self, call)
+
+    Group.collective = noted  # type: ignore[method-assign]
+
+
+def test_the_only_collective_of_ours_in_steps_is_that_of_a_report(forks: Forks, tmp_path: Path) -> None:
+    """Here of the last step: the mean loss of all ranks."""
+    quiet = ("--log-every-steps", "100", "--save-every-steps", "100", "--max-steps", "7", *AT_THE_END)
+    codes, output = forks.run(
+        *train(tmp_path / "run", *quiet), world_size=2, env={"NOTES_DIR": str(tmp_path)},
+        preload=f"{__name__}:note_collectives",
+    )
+    assert codes == [0, 0], output
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == ["6\n", "6\n"]
+
+
+def build_uneven(config: Config) -> Workload:
+    """Ranks of different speeds, one of which stops the job at its 21st loss, and ends at once where it shall."""
+    workload, rank, calls = faulting_workload.build(config), int(os.environ["RANK"]), 0
+    loss = workload.loss
+
+    def slower(model: Any, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.004 * rank)
+        if calls == 21 and rank == 1 and (what := os.environ.get("AT_21")):
+            agent = psutil.Process().parents()[1]
+            agent.send_signal(signal.SIGTERM)
+            if what == "lost":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return loss(model, batch)
+
+    return replace(workload, loss=slower)
+
+
+@pytest.mark.parametrize("what", ["stop", "lost"])
+def test_ranks_of_different_speeds_stop_at_one_step_under_launch_also_while_one_is_lost(
+    forks: Forks, tmp_path: Path, what: str
+) -> None:
+    run = tmp_path / "run"
+    more = ("--workload", f"{__name__}:build_uneven", "--save-every-steps", "8", *AT_THE_END)
+    line = ("launch", "--nproc=3", MAIN, *train(run, *more))
+    codes, output = forks.run(*line, env={"AT_21": what})
+    assert codes == [143], output
+    assert "restarted (" not in output
+    newest = steps(run)[-1]
+    codes, output = forks.run(*line)
+    assert codes == [0], output
+    resumed = re.search(r"resumed from .*?(\d+)", output)
+    assert resumed, output
+    # It was the loss of the 20th step, after one pass before the first: whoever finished the 19th has kept it
+    assert 19 <= int(resumed[1]) < TOTAL
+    assert what == "lost" or int(resumed[1]) == newest
+    assert [line["step"] for line in lines(run, "train/loss")] == list(range(1, TOTAL + 1))
+
+
+def test_two_ranks_that_are_asked_at_once_stop_with_the_third(forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    endless = train(run, "--epochs", "100000", "--evaluate-every-epochs", "100000", "--save-every-steps", "1000000")
+    with forks.running(*endless, world_size=3) as job:
+        metrics = run / "metrics.jsonl"
+        job.wait_until(lambda: metrics.exists() and metrics.stat().st_size, "the first step")
+        job.processes[0].signal("SIGTERM")
+        job.processes[2].signal("SIGUSR1")
+        assert job.wait() == [143] * 3, job.output
+    (step,) = {end["step"] for end in status(run)["ranks"].values()}
+    assert steps(run) == [step]
+
+
 # Repeats ------------------------------------------------------------------------------------------------------
 
 
@@ -201,16 +284,16 @@ def slow_save() -> None:
     """The save at a stop takes so long that a repeat comes in the middle of it, and a slow sender is still within the
     window."""
     import train.process.stop
-    from train.run import publish
+    from rankup.state import copies
 
     train.process.stop.REPEAT_WINDOW_S = 60.0
-    write = publish._write_durably
+    write = copies.write_durably
 
-    def slow(path: Path, data: bytes) -> None:
+    def slow(path: Path, content: Any) -> Any:
         time.sleep(0.5 if (path.parents[2] / "asked").exists() else 0)
-        write(path, data)
+        return write(path, content)
 
-    publish._write_durably = slow
+    copies.write_durably = slow
 
 
 def test_repeats_within_the_window_count_as_one(forks: Forks, tmp_path: Path) -> None:
@@ -257,7 +340,7 @@ def test_second_request_leaves_at_once_although_the_loop_waits_for_a_peer(
     there = tmp_path / "there"
     order = probe("loss", 14, rank=0, sleep_s=600, tell=str(there)) | {"NOTES_DIR": str(tmp_path)}
     with forks.running(*train(run), world_size=2, env=order, preload="tests.process.test_stop:no_window") as job:
-        job.wait_until(there.exists, "rank 0 in step 12, for which all have agreed that nobody was asked to stop")
+        job.wait_until(there.exists, "rank 0 in step 12")
         one = job.processes[1]
         ask(job, 1, tmp_path)
         assert not one.ended.wait(0.5)
@@ -277,7 +360,7 @@ def test_rank_that_left_at_once_ends_the_others_as_stopped(forks: Forks, tmp_pat
     there, left = tmp_path / "there", tmp_path / "left"
     order = probe("loss", 14, rank=0, tell=str(there), until=str(left)) | {"NOTES_DIR": str(tmp_path)}
     with forks.running(*train(run), world_size=2, env=order, preload="tests.process.test_stop:no_window") as job:
-        job.wait_until(there.exists, "rank 0 in step 12, for which all have agreed that nobody was asked to stop")
+        job.wait_until(there.exists, "rank 0 in step 12")
         one = job.processes[1]
         ask(job, 1, tmp_path)
         one.signal("SIGTERM")

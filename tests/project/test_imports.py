@@ -1,6 +1,7 @@
 """Imports in rankup/ and train/ run one way, cheap modules stay cheap, and schedulers are known in one place."""
 
 import ast
+import gc
 import io
 import re
 import subprocess
@@ -11,12 +12,14 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 from tests.rigs.jobs import ROOT, environment
+from train.commands.table import without_collections
 
 FOLDERS = ["config", "process", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "samples"]
 # What may import what: the later the earlier
 ORDER = [
     *(f"rankup.{name}" for name in (
-        "errors", "env", "places", "agent", "group", "observe", "explain", "doctor", "cli", "__main__",
+        "errors", "timing", "env", "places", "agent", "group", "state", "observe", "explain", "doctor", "cli",
+        "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]
@@ -101,12 +104,28 @@ def test_imports_of_rank_env_are_the_standard_librarys() -> None:
     assert loaded - modules_after("") <= {*sys.stdlib_module_names, "rankup"}
 
 
+def test_imports_of_rankup_leave_torch_and_the_program_out() -> None:
+    loaded = modules_after("import rankup.cli, rankup.agent.fork_server")
+    assert "rankup" in loaded
+    assert not loaded & {"torch", "numpy", "train"}
+
+
 def test_imports_of_commands_that_do_not_train_leave_torch_out() -> None:
     lines = [["show"], ["--help"], [], ["train", "--stpes", "3"], ["launch", "--nproc", "0", "x.py"],
-             ["status", "--run-dir", "nowhere"], ["status", "none", "--run-dir", "nowhere"]]
+             ["status", "--run-dir", "nowhere"], ["status", "none", "--run-dir", "nowhere"], ["explain", "README.md"]]
     loaded = modules_after(f"from train.main import main\nfor line in {lines}: main(line)")
     assert {"train", "pydantic"} <= loaded
     assert "torch" not in loaded
+
+
+def test_garbage_is_collected_again_after_slow_imports() -> None:
+    try:
+        with without_collections():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 SCHEDULERS = re.compile(r"slurm|sbatch|srun|scancel|kube|k8s|pytorchjob|trainjob|volcano|\bpods?\b", re.IGNORECASE)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from tests.observe.test_metrics import assert_same
 from tests.rigs import places
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, Job, comparable_metrics, ended, free_port, result, start
 from tests.rigs.places import Fault
 from tests.rigs.small_filesystems import own_tmpfs
-from tests.run.test_metrics import assert_same
 from train.run.rescue import places as folders
 
 # 8 steps an epoch. A batch norm, a dropout, buckets
@@ -116,7 +116,7 @@ def test_damaged_rescue_is_passed_over_and_said(tmp_path: Path, undisturbed: dic
     groups = [[Fault("backward", 0, 8, saved=True)]]
     with ended(launch(tmp_path, faults=tmp_path / "f", groups=groups, max_restarts=0)) as job:
         assert job.wait() == [137], job.output
-    (path,) = (path for place in folders() for path in place.glob(f"rankup-*/{run_id(tmp_path)}/*/model.pt"))
+    (path,) = (path for place in folders() for path in place.glob(f"rankup-*/{run_id(tmp_path)}/*/model.safetensors"))
     path.write_bytes(path.read_bytes()[:-1])
     with ended(launch(tmp_path, faults=tmp_path / "none", groups=[])) as job:
         assert job.wait() == [0], job.output

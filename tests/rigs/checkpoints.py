@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 
+from rankup.state import copies
+from rankup.state.copies import STATE, Content
+from rankup.state.tree import to_files
 from train.config import Config
 from train.run.checkpoint import list_checkpoints, load_newest
-from train.run.publish import save_checkpoint
 from train.run.training_state import TrainingState
 
 # 8 steps an epoch, 32 in all; checkpoints of 3 to 4 KiB, or with --options.width 20000 of 2 x 1 MiB
@@ -27,9 +29,23 @@ def training_state(step: int, **fields: Any) -> TrainingState:
         "step": step, "evaluated": 0, "metrics": None, "line": None, "steps_per_epoch": 8, "data": "made-up points",
         "config": Config().model_dump(), "world_size": 1, "run": "0123456789abcdef",
         "attempt": "20200101T000000-abcdef", "written_by": "rank 0 on node0",
-        "optimizer": {}, "scaler": {},
     }
     return TrainingState(**usual | fields)
+
+
+def files_of(
+    state: TrainingState, model: dict[str, torch.Tensor], optimizer: dict[str, Any] | None = None
+) -> dict[str, Content]:
+    tracked = {"model": model, "optimizer": optimizer or {}, "scaler": {}}
+    return {STATE: state.to_file(), **to_files(tracked)}
+
+
+def save_checkpoint(
+    directory: Path, state: TrainingState, model: dict[str, torch.Tensor], *, keep: int,
+    optimizer: dict[str, Any] | None = None, **more: Any,
+) -> Path:
+    """A plain checkpoint."""
+    return copies.save(directory, files_of(state, model, optimizer), step=state.step, keep=keep, **more)
 
 
 def save(
@@ -38,8 +54,9 @@ def save(
 ) -> Path:
     """A plain checkpoint whose weights are all `step`, or `value`."""
     model = {"weight": torch.full((3, 2), float(step) if value is None else value)}
-    state = training_state(step, run=run, attempt=attempt, optimizer={"state": {0: {"momentum_buffer": torch.ones(3)}}})
-    return save_checkpoint(directory, state, model, keep=keep, **more)
+    state = training_state(step, run=run, attempt=attempt)
+    optimizer = {"state": {0: {"momentum_buffer": torch.ones(3)}}}
+    return save_checkpoint(directory, state, model, keep=keep, optimizer=optimizer, **more)
 
 
 def newest(directory: Path) -> tuple[int, list[str]]:

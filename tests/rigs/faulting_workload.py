@@ -129,16 +129,16 @@ def probe_saves() -> None:
 
 def slow_save() -> None:
     """Call it first in a process: its second save never ends."""
-    from train.run import publish
+    from rankup.state import copies
 
-    quick, calls = publish.save_checkpoint, []
+    quick, calls = copies.save, []
 
     def save(*values: Any, **more: Any) -> Any:
         calls.append(1)
         time.sleep(1000 if len(calls) == 2 else 0)
         return quick(*values, **more)
 
-    publish.save_checkpoint = save
+    copies.save = save
 
 
 def impatient() -> None:

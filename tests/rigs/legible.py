@@ -7,14 +7,14 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from train.process.figures import WIDTH, to_pixels
+from train.workloads.pictures import WIDTH, to_tensor
 
 SMALLEST = 15.5  # of WIDTH; a phone shows a figure at about a third of it
 
 
 def texts(figure: Figure) -> list[Text]:
     """Those that are drawn."""
-    to_pixels(figure)
+    to_tensor(figure)
     found = [*figure.texts, *([figure._suptitle] if figure._suptitle else [])]
     found += [text for legend in figure.legends for text in legend.get_texts()]
     for axes in figure.axes:

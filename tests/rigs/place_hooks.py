@@ -93,14 +93,15 @@ def _hook_group(group: Any) -> None:
     group.Group.sum = summed
 
 
-def _hook_publish(publish: Any) -> None:
-    write = publish._write_durably
+def _hook_copies(copies: Any) -> None:
+    write = copies.write_durably
 
-    def written(path: Path, *values: Any) -> None:
-        write(path, *values)
+    def written(path: Path, *values: Any) -> Any:
+        done = write(path, *values)
         at("saving" if _kind(path) == "checkpoint" else "writing the rescue")
+        return done
 
-    publish._write_durably = written
+    copies.write_durably = written
 
 
 def _hook_keeper(keeper: Any) -> None:
@@ -186,7 +187,7 @@ HOOKS: Mapping[str, Callable[[Any], None]] = {
     "train.group.join": _hook_join,
     "train.group.watchdog": _hook_watchdog,
     "train.group.group": _hook_group,
-    "train.run.publish": _hook_publish,
+    "rankup.state.copies": _hook_copies,
     "train.run.keeper": _hook_keeper,
     "train.run.rescue": _hook_rescue,
     "train.loop": _hook_loop,

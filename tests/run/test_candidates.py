@@ -8,14 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rankup.errors import UserError
 from rankup.places.lineage import Lineage
-from tests.rigs.checkpoints import flip, save, training_state
+from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
 from train.run import rescue
 from train.run.candidates import Origin, find_origin
-from train.run.checkpoint import Checkpoint, load_checkpoint
+from train.run.checkpoint import load_checkpoint
 from train.run.on_disk import COPIES, OnDisk
 
 RUN = "0123456789abcdef"
@@ -54,8 +55,8 @@ class Node:
         return path
 
     def rescue(self, step: int, attempt: str, **fields: Any) -> Path:
-        state, model = training_state(step, attempt=attempt, **fields), load_checkpoint(self.checkpoint(step)).model
-        assert rescue.write(state.run, step, lambda: Checkpoint(Path("somewhere"), state, model).to_files()) == ""
+        state = training_state(step, **{"attempt": attempt} | fields)
+        assert rescue.write(state.run, step, lambda: files_of(state, {"weight": torch.ones(3)})) == ""
         return self.memory / f"rankup-{os.getuid()}" / state.run / f"step-{step:08d}"
 
     def checkpoint(self, step: int, attempt: str = "a") -> Path:
@@ -150,7 +151,7 @@ def test_rescue_is_taken_where_it_is_newer(node: Node) -> None:
     {"run": "fedcba9876543210"}, {"attempt": "another"}, {"random": "dice"}, {"config": Config(lr=0.5).model_dump()},
 ])
 def test_rescue_of_other_origin_is_never_taken(node: Node, fields: dict[str, Any]) -> None:
-    node.rescue(7, **{"attempt": "a"} | fields)
+    node.rescue(7, "a", **fields)
     assert node.go_on(A, (6, "a")).words == "step-00000006"
     assert node.said == []
 

@@ -3,7 +3,6 @@
 Each rank has a working directory of its own, and its run directory in it: a "node".
 """
 
-import io
 import json
 import shutil
 import threading
@@ -16,12 +15,12 @@ import torch
 
 from rankup.agent.logs import host_name
 from rankup.places.lineage import FILE, Lineage
-from tests.rigs.checkpoints import SETTINGS, flip, save, steps, training_state
+from rankup.state import copies as state_copies
+from tests.rigs.checkpoints import SETTINGS, flip, save, save_checkpoint, steps, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, result
 from train.config import Config
-from train.run import publish
-from train.run.checkpoint import Checkpoint, load_checkpoint
+from train.run.checkpoint import load_checkpoint
 from train.run.copier import Copier, fingerprint_tensors
 from train.run.on_disk import COPIES
 
@@ -84,7 +83,7 @@ def test_copy_is_rank_0s_checkpoint_and_the_only_one(nodes: Nodes) -> None:
     own = nodes.runs(0) / "checkpoints" / copied.name
     assert own.exists()
     assert fingerprint_tensors(copied) == fingerprint_tensors(own)
-    assert (copied / "model.pt").read_bytes() == (own / "model.pt").read_bytes()
+    assert (copied / "model.safetensors").read_bytes() == (own / "model.safetensors").read_bytes()
     assert load_checkpoint(copied).state.written_by.startswith("rank 1 on ")
     assert not list(nodes.runs(1).glob(f"{COPIES}/*/.*"))
     assert not (nodes.runs(1) / "checkpoints").exists()
@@ -152,7 +151,7 @@ def test_nodes_that_come_in_another_order_go_on_from_the_newest(nodes: Nodes, un
 # Which of several ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["model.pt", "training.pt", "state.json", FILE])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", FILE])
 def test_damaged_copy_is_no_loss_and_never_a_silent_beginning(
     nodes: Nodes, undisturbed: dict[str, Any], name: str
 ) -> None:
@@ -161,7 +160,7 @@ def test_damaged_copy_is_no_loss_and_never_a_silent_beginning(
     kept = nodes.folders[0].with_name("kept")
     shutil.copytree(nodes.folders[0], kept)
     flip(copied / name, 20)
-    if name in ("model.pt", "training.pt"):
+    if name in ("model.safetensors", "optimizer.safetensors"):
         nodes.lose()
         output = nodes.run(code=2)
         assert "second copies: one must be whole, got only damaged ones: rank 1 on " in output
@@ -182,7 +181,7 @@ def test_copy_instead_of_damaged_checkpoints_and_of_none_that_is_newer(
     checkpoints = nodes.runs(0) / "checkpoints"
     assert steps(checkpoints) == [8, 14]
     for path in checkpoints.iterdir():
-        flip(path / "model.pt", 99)
+        flip(path / "model.safetensors", 99)
     output = nodes.run(code=143, **STOP)
     assert f"resumed from step 14, {FROM_COPY} only damaged checkpoints" in output
     assert steps(checkpoints)[-2:] == [16, 24]
@@ -252,9 +251,9 @@ class Writer:
     def begin(self, step: int, *, wait: bool = False) -> str:
         """The fingerprint of what rank 0 would have saved at this step."""
         model = {"weight": torch.full((3,), float(step))}
-        self.copier.begin(training_state(step), model, wait=wait)
-        files = Checkpoint(Path("somewhere"), training_state(step), model).to_files()
-        return fingerprint_tensors({name: io.BytesIO(data) for name, data in files.items()})
+        state = training_state(step)
+        self.copier.begin(state, {"model": model, "optimizer": {}, "scaler": {}}, wait=wait)
+        return fingerprint_tensors(save_checkpoint(self.folder.parent / "rank 0", state, model, keep=1))
 
 
 @pytest.mark.parametrize("how", ["async", "sync"])
@@ -290,8 +289,14 @@ def test_other_tensors_than_rank_0s_are_said_and_not_kept(tmp_path: Path) -> Non
 
 
 def test_slow_disk_leaves_copies_out_but_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, write = threading.Event(), publish._write_durably
-    monkeypatch.setattr(publish, "_write_durably", lambda *values: (go_on.wait(60), write(*values)))
+    go_on, write = threading.Event(), state_copies.write_durably
+
+    def slow(path: Path, content: Any) -> Any:
+        if path.is_relative_to(writer.folder):
+            go_on.wait(60)
+        return write(path, content)
+
+    monkeypatch.setattr(state_copies, "write_durably", slow)
     writer = Writer(tmp_path)
     writer.copier.confirm(4, writer.begin(4))
     writer.copier.confirm(8, writer.begin(8))  # left out: the training does not wait

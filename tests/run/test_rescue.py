@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from rankup.places.lineage import Lineage
-from tests.rigs.checkpoints import train, training_state
+from rankup.state.copies import Content, fingerprint
+from tests.rigs.checkpoints import files_of, train, training_state
 from tests.rigs.fork_server import Forks
 from train.config import Config
 from train.data.sources import cache
 from train.run import rescue
-from train.run.checkpoint import Checkpoint, load_checkpoint
-from train.run.sharded_checkpoint import fingerprint_file
+from train.run.checkpoint import load_checkpoint
 
 RUN, ATTEMPT = "0123456789abcdef", "20200101T000000-abcdef"
 LINEAGE = Lineage(RUN, ATTEMPT, "", [[ATTEMPT, 0]])
@@ -36,9 +36,8 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shm"
 
 
-def files(step: int, **fields: Any) -> dict[str, bytes]:
-    model = {"weight": torch.full((3,), float(step))}
-    return Checkpoint(Path("somewhere"), training_state(step, **fields), model).to_files()
+def files(step: int, **fields: Any) -> dict[str, Content]:
+    return files_of(training_state(step, **fields), {"weight": torch.full((3,), float(step))})
 
 
 def write(step: int, **fields: Any) -> str:
@@ -180,7 +179,7 @@ def test_id_of_a_run_leads_to_no_folder_elsewhere(forks: Forks, tmp_path: Path, 
     if file == "state.json":
         (tmp_path / "run/run.json").unlink()
         manifest = json.loads((checkpoint / "manifest.json").read_text())
-        manifest["files"][file] = fingerprint_file(changed)
+        manifest["files"][file] = fingerprint(changed.read_bytes())
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     codes, output = forks.run(*line[:-3], "8", *line[-2:])
     assert codes == [0 if file == "run.json" else 2], output

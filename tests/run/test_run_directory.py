@@ -103,7 +103,7 @@ def test_what_a_kill_left_of_a_checkpoint_is_removed(forks: Forks, tmp_path: Pat
     left = [run / "checkpoints" / ".writing-step-00000004-5f0c9a41", run / ".mirrored" / "step-00000004"]
     for folder in left:
         folder.mkdir(parents=True)
-        (folder / "model.pt").write_text("half")
+        (folder / "model.safetensors").write_text("half")
     finished(forks, run, "--epochs", "1")
     assert not [folder for folder in left if folder.exists()]
 

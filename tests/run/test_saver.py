@@ -28,23 +28,25 @@ def held_save() -> None:
     The file `writing` beside that one says that it waits. `fails`: the number of the error that it ends with, or -1 for
     one that nobody expects; the file `failed` says so.
     """
-    from train.run import publish
+    from rankup.state import copies
 
-    write, order = publish._write_durably, json.loads(os.environ["HOLD"])
+    write, order = copies.write_durably, json.loads(os.environ["HOLD"])
     until = Path(order["until"])
 
-    def held(path: Path, data: bytes) -> None:
-        write(path, data)
-        if path.name != "model.pt" or f"step-{order['step']:08d}" not in path.parent.name or "dev" in path.parts:
-            return
+    def held(path: Path, content: Any) -> Any:
+        done = write(path, content)
+        wanted = path.name == "model.safetensors" and f"step-{order['step']:08d}" in path.parent.name
+        if not wanted or "dev" in path.parts:
+            return done
         until.with_name("writing").touch()
         while not until.exists():
             time.sleep(0.01)
         if number := order["fails"]:
             until.with_name("failed").touch()
             raise OSError(number, os.strerror(number)) if number > 0 else LookupError("nobody expected this")
+        return done
 
-    publish._write_durably = held
+    copies.write_durably = held
 
 
 HELD = "tests.run.test_saver:held_save"
@@ -101,21 +103,22 @@ def test_evaluation_with_workers_goes_on_beside_a_save(forks: Forks, tmp_path: P
 
 def counted_saves() -> None:
     """Preloaded: a save notes in the file SAVES when it begins and ends, and in which thread. It takes a while."""
-    from train.run import host_copies, publish
+    from rankup.state import copies
+    from train.run import saver
 
-    save, file = publish.save_checkpoint, Path(os.environ["SAVES"])
+    save, file = copies.save, Path(os.environ["SAVES"])
 
-    def counted(directory: Path, state: Any, *values: Any, **more: Any) -> Any:
+    def counted(directory: Path, *values: Any, step: int, **more: Any) -> Any:
         with file.open("a") as lines:
-            print("begin", state.step, threading.current_thread().name, file=lines, flush=True)
+            print("begin", step, threading.current_thread().name, file=lines, flush=True)
             time.sleep(0.1)
-            done = save(directory, state, *values, **more)
-            print("end", state.step, threading.current_thread().name, file=lines, flush=True)
+            done = save(directory, *values, step=step, **more)
+            print("end", step, threading.current_thread().name, file=lines, flush=True)
         return done
 
-    publish.save_checkpoint = counted
+    copies.save = counted
     if "FREE" in os.environ:
-        host_copies.memory_available = lambda: int(os.environ["FREE"])
+        saver.memory_available = lambda: int(os.environ["FREE"])
 
 
 @pytest.mark.parametrize(("how", "free", "thread"), [
@@ -150,7 +153,7 @@ def test_files_are_those_of_a_save_that_is_waited_for_to_the_byte(
         other = tmp_path / "async" / "checkpoints" / folder.name
         assert sorted(path.name for path in other.iterdir()) == sorted(path.name for path in folder.iterdir())
         assert find_problem(other) == ""
-        for name in ("model.pt", "training.pt"):
+        for name in ("model.safetensors", "optimizer.safetensors", "tree.json"):
             assert (other / name).read_bytes() == (folder / name).read_bytes(), f"{folder.name}/{name}"
 
 

@@ -1,18 +1,20 @@
 """Weights: their digest, starting from given ones, and the same ones on every rank at the start."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rankup.errors import UserError
-from tests.rigs.checkpoints import SETTINGS, flip, train, training_state
+from tests.rigs.checkpoints import SETTINGS, flip, save_checkpoint, train, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
-from train.run import publish, weights
+from train.run import weights
 
 
 def test_digest_sees_names_types_shapes_and_bits() -> None:
@@ -77,11 +79,30 @@ def test_tensors_of_other_shapes_keep_their_value_and_are_listed(tmp_path: Path)
 
 def test_a_checkpoint_of_ours_is_taken_too(tmp_path: Path) -> None:
     given = plain_model().state_dict()
-    path = publish.save_checkpoint(tmp_path, training_state(3), given, keep=1)
+    path = save_checkpoint(tmp_path, training_state(3), given, keep=1)
     assert weights.digest(started_from(path)[0]) == weights.digest(given)
-    flip(path / "model.pt", 100)
+    flip(path / "model.safetensors", 100)
     with pytest.raises(UserError, match="got a damaged one: model"):
         started_from(path)
+
+
+def test_safetensors_and_folders_of_hugging_face_are_taken(tmp_path: Path) -> None:
+    given = plain_model().state_dict()
+    for folder in ("whole", "parts"):
+        (tmp_path / folder).mkdir()
+    save_file(given, tmp_path / "whole" / "model.safetensors")
+    names = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(given)}
+    for file in {*names.values()}:
+        save_file({name: given[name] for name in given if names[name] == file}, tmp_path / "parts" / file)
+    index = tmp_path / "parts" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    for place in ("whole", "whole/model.safetensors", "parts"):
+        assert weights.digest(started_from(tmp_path / place)[0]) == weights.digest(given)
+    os.truncate(tmp_path / "parts" / names["2.bias"], 100)
+    for _ in range(2):
+        with pytest.raises(UserError, match="must hold safetensors, or weights that"):
+            started_from(tmp_path / "parts")
+        index.write_text(json.dumps({"weight_map": {"2.bias": "../whole/model.safetensors"}}))
 
 
 @pytest.mark.parametrize(
@@ -91,9 +112,9 @@ def test_a_checkpoint_of_ours_is_taken_too(tmp_path: Path) -> None:
         ([1, 2], "got none that fits"),
         (torch.ones(3), "got none that fits"),
         ({0: torch.ones(3), "epoch": 1}, "got none that fits"),
-        (Path("x"), "must hold weights that load with weights_only"),
-        (b"no archive", "must hold weights that load with weights_only"),
-        (b"", "must hold weights that load with weights_only"),
+        (Path("x"), "must hold safetensors, or weights that load with weights_only"),
+        (b"no archive", "must hold safetensors, or weights that load with weights_only"),
+        (b"", "must hold safetensors, or weights that load with weights_only"),
         (None, "must name an existing file"),
     ],
     ids=str,
@@ -113,7 +134,7 @@ def test_unfit_weights_are_refused_in_one_line(tmp_path: Path, content: Any, mes
 def test_truncated_weights_are_refused_in_one_line(tmp_path: Path) -> None:
     torch.save(plain_model().state_dict(), tmp_path / "w.pt")
     os.truncate(tmp_path / "w.pt", (tmp_path / "w.pt").stat().st_size // 2)
-    with pytest.raises(UserError, match="must hold weights"):
+    with pytest.raises(UserError, match="must hold safetensors, or weights"):
         started_from(tmp_path / "w.pt")
 
 
@@ -128,7 +149,7 @@ def test_job_starts_from_weights_on_rank_0s_disk(forks: Forks, tmp_path: Path) -
     assert codes == [0, 0], output
     assert "started from w.pt: 2 of 4 tensors" in output
     assert "3.weight keeps its initial value: its shape there is (5, 16), here (4, 16)" in output
-    trained = torch.load(folders[0] / "runs" / "run" / "checkpoints" / "step-00000004" / "model.pt")
+    trained = load_file(folders[0] / "runs" / "run" / "checkpoints" / "step-00000004" / "model.safetensors")
     assert torch.equal(trained["0.weight"], model.state_dict()["0.weight"])
     codes, output = forks.run(*arguments[:-1], "missing.pt", "--fresh", world_size=2, cwds=folders)
     assert codes == [2, 2], output

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import BertForSequenceClassification
 
 from tests.rigs.fork_server import Forks
@@ -48,9 +49,8 @@ def losses(run: Path) -> list[float]:
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
-    (file,) = (run / "checkpoints").glob(f"step-*{STEPS}/model.pt")
-    found: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
-    return found
+    (file,) = (run / "checkpoints").glob(f"step-*{STEPS}/model.safetensors")
+    return load_file(file)
 
 
 @pytest.fixture(scope="module")

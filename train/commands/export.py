@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from rankup.errors import UserError
+from rankup.places.files import write_atomically
 from train.commands.checkpoint_model import read_checkpoint
 from train.config.options import ExportOptions
-from train.process.atomic_file import write_atomically
 from train.process.context import Context
 from train.run import weights
 

@@ -39,14 +39,15 @@ class Loader:
                 num_workers=num_workers, prefetch_factor=prefetch_factor, warn=warn,
             )
 
-    def next(self) -> Any | None:
-        """The next batch on the device, or None if a stop was requested while waiting for it.
+    def next(self, *, until_stop: bool = True) -> Any | None:
+        """The next batch on the device, or None if a stop was requested while waiting for it. Without `until_stop` wait
+        for it whatever comes.
 
         Raises StopIteration at the end, DataError for an unreadable sample, and what `WorkerLoader.next` raises.
         """
         index = next(self._batches)
         if self._workers is not None and self._by_workers(index):
-            return self._workers.next()
+            return self._workers.next(until_stop=until_stop)
         epoch, indices = index
         return to_device(self._samples_of(index).batch(indices, epoch), self._device)
 

@@ -91,13 +91,13 @@ class WorkerLoader:
         # A daemon: it may wait for a stuck disk when the process wants to end.
         threading.Thread(target=self._pull, args=(iterator,), name="wait for workers", daemon=True).start()
 
-    def next(self) -> Any | None:
-        """The next batch on the device, or None if a stop was requested while waiting for it.
+    def next(self, *, until_stop: bool = True) -> Any | None:
+        """The next batch on the device, or None if a stop was requested while waiting for it, see `Loader.next`.
 
         Raises StopIteration at the end, DataError for an unreadable sample or a full /dev/shm, PeerLost if a worker
         process died, and what the data set itself raised.
         """
-        while not self.stop.requested:
+        while not (until_stop and self.stop.requested):
             try:
                 item = self._ready.get(timeout=0.1)
             except queue.Empty:

@@ -7,6 +7,7 @@ what arrives, which runs whatever code the sender wants, and anybody in the netw
 import io
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from train.process.stop import StopRequest
 
 # gloo's and nccl's own timeouts are this much longer than ours, which know the phase and name the rank.
 BEHIND_OURS_S = 120.0
+LOOK_S = 0.001
 T = TypeVar("T")
 
 
@@ -57,6 +59,19 @@ class Group:
     def attempt(self) -> str:
         """The id of this attempt, rank 0's on all ranks once they have met."""
         return self.status.attempt
+
+    def stops_before(self, step: int) -> bool:
+        """Say that this rank is about to begin `step`. Returns whether all ranks stop before it instead.
+
+        Without any collective, see `rankup.agent.stop`. Waits some milliseconds where they are just agreeing on it.
+        """
+        if self.world_size == 1:
+            return self.stop.requested
+        while (may_begin := self.record.may_begin(step)) is None:
+            time.sleep(LOOK_S)
+        if not may_begin:
+            self.watch.settle()
+        return not may_begin
 
     @property
     def step(self) -> int:

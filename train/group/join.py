@@ -10,7 +10,6 @@ import hashlib
 import importlib.util
 import json
 import logging
-import re
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from rankup.agent.ends import LOST_PEER
 from rankup.agent.meeting import HINT, describe_differences
 from rankup.agent.protocol import Member
 from rankup.agent.record import RecordWriter
@@ -41,13 +41,6 @@ from train.process.stop import StopRequest
 WATCHDOG_LATER_S = 10.0
 # How long ranks that reach each other may take to connect; more where there are many.
 FORM_S = 20.0
-# What a collective says when the other side is gone. gloo has no class of its own for it: a plain RuntimeError of C++.
-LOST = re.compile(
-    r"gloo/transport/|closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|"
-    r"recvValue|sendBytes|Connection was likely closed|NCCL (error|communicator)|Application timeout|"
-    r"Horovod has been shut down",
-    re.IGNORECASE,
-)
 
 
 @contextlib.contextmanager
@@ -91,6 +84,7 @@ def starting(
         yield group
         _part(group)
     except BaseException as error:
+        watch.wait_if_leaving()
         watch.exit_within(PEER_LOST)  # the phase that failed is over, its deadline must not cut this short
         failure = _explain(group, error)
         watch.exit_within(exit_code(failure))
@@ -118,11 +112,12 @@ def meet(config: Config, group: Group) -> None:
     same = fingerprint(config, pick_backend(config.backend, group.device))
     met = meeting.meet(
         launch, settings=same, attempt=group.attempt, timeout_s=config.join_timeout_s, log=group.log,
-        sign=lambda: group.record.read().sign(group.rank),
+        record=group.record,
     )
     group.meeting, group.status.attempt = met, met.attempt
     group.hosts, group.restarted = met.hosts, met.restarted
-    losses = Losses(met.line, group.rank)
+    losses = Losses(met.line, group.rank, ask=group.stop.ask)
+    group.stop.tell_others(lambda name: met.line.say("stop", signal=name))
     group.ends.connect(met.line, met.hosts, losses)
     group.watch.watch(losses, group.hosts)
 
@@ -262,7 +257,7 @@ def broke_collective(error: BaseException) -> bool:
     if _raised_by_python(error) and not type(error).__module__.startswith("horovod."):
         return False  # the user's own code may say "Connection reset by peer", in a DataLoader's worker too
     # A failed check inside gloo (of sizes that differ, say) is a fault, although it carries the path of the connection
-    return bool(LOST.search(str(error))) and "enforce fail" not in str(error)
+    return bool(LOST_PEER.search(str(error))) and "enforce fail" not in str(error)
 
 
 def _raised_by_python(error: BaseException) -> bool:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,10 @@ class Suspect:
 class Losses:
     """What the line has said so far."""
 
-    def __init__(self, line: Line, rank: int) -> None:
-        self._line, self._rank = line, rank
+    def __init__(self, line: Line, rank: int, *, ask: Callable[[str], None] = lambda name: None) -> None:
+        """`ask`: is called with the signal by which somebody asks the job to stop."""
+        self._line, self._rank, self._ask = line, rank, ask
+        self.must_leave = False  # for a stop: the ranks do not come to the step that all stop at
         self._heard, self._answered = [threading.Event()], threading.Event()
         self._lost: Mapping[str, Any] = {}
         self._signs: list[dict[str, Any]] = []
@@ -41,6 +43,10 @@ class Losses:
             self._lost = message
             for event in self._heard:
                 event.set()
+        elif message["is"] == "stop":
+            self._ask(str(message["signal"]))
+        elif message["is"] == "leave":
+            self.must_leave = True
         elif message["is"] == "ranks":
             self._signs = message["ranks"]
             self._answered.set()

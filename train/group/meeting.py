@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,13 +20,14 @@ from rankup.agent.attendance import HINT
 from rankup.agent.logs import host_name
 from rankup.agent.network import address_of, chosen_address
 from rankup.agent.protocol import Member
+from rankup.agent.record import RecordWriter
 from rankup.env.addresses import is_loopback
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, LaunchError
 from rankup.group.line import AgentLine, Line, MemberLine
+from rankup.places.files import write_atomically
 from train.group.network import allow_connections
 from train.group.store import connect_store, start_store
-from train.process.atomic_file import write_atomically
 
 LEADER = "rankup/leader"  # in the launcher's store: the port where the leader listens
 GRACE_S = 2.0  # how long a launcher's store may take to answer
@@ -47,9 +48,9 @@ class Meeting:
 
 def meet(
     launch: RankEnv, *, settings: Mapping[str, str], attempt: str, timeout_s: float, log: logging.Logger,
-    sign: Callable[[], dict[str, Any]],
+    record: RecordWriter,
 ) -> Meeting:
-    """Meet the other ranks. `settings`: what must be the same on all ranks, by name. `sign`: where this rank is.
+    """Meet the other ranks. `settings`: what must be the same on all ranks, by name. `record`: of this rank.
 
     Raises JoinError (code 170) where they do not come together within `timeout_s`, naming who or what is missing, and
     UserError where they differ.
@@ -67,7 +68,7 @@ def meet(
         allow_connections(2 * launch.world_size)
         own = _Place(launch, attempt, timeout_s, log, until_formed)
         member = _member(launch, settings, timeout_s, host_name())
-        line = MemberLine(member, settings, own, say=log.warning, sign=sign)
+        line = MemberLine(member, settings, own, say=log.warning, record=record)
         commit = line.join()
         own.withdraw()
         store = own.open(commit)

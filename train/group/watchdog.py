@@ -57,6 +57,10 @@ class Keeper(Protocol):
         """Write the state of the last finished step. Called once, from a thread of its own, while the main thread may
         be blocked in a collective or be in the middle of a step."""
 
+    def keep_for_stop(self) -> str:
+        """The same where the job is to stop, and may go on elsewhere. Returns what to say of it; "" where this process
+        alone can not keep the state."""
+
 
 class Watchdog:
     """The phase this rank is in, its deadline, and what the other ranks last reported."""
@@ -80,6 +84,9 @@ class Watchdog:
         self._keeper: Keeper | None = None
         self._keep_timeout_s = 0.0
         self._keep_lock = threading.Lock()
+        self._stop_lock = threading.Lock()
+        self._stopping = False  # this thread ends the process, and keeps the state for that
+        self._settled = False
         stop.guarded = True
         threading.Thread(target=self._watch_clock, name="deadlines", daemon=True).start()
         health.report(self.rank, self.state, self._ended)
@@ -147,6 +154,20 @@ class Watchdog:
         `timeout_s` seconds."""
         self._keeper, self._keep_timeout_s = keeper, timeout_s
 
+    def settle(self) -> None:
+        """This rank begins no further step: it saves and leaves with the others, however long that takes."""
+        with self._stop_lock:
+            self._settled = True
+        self.wait_if_leaving()
+        self.record.settle()
+
+    def wait_if_leaving(self) -> None:
+        """Never return where this process is about to end for a stop."""
+        with self._stop_lock:
+            stopping = self._stopping
+        if stopping:
+            threading.Event().wait()
+
     def all_done(self) -> None:
         """All ranks are done: one that goes is no loss from now on."""
         self._quiet = True
@@ -182,6 +203,9 @@ class Watchdog:
             now_s = time.monotonic()
             if why := self.stop.leave_now:
                 leave(STOPPED, functools.partial(self.ends.report_stop, why), timeout_s=FAREWELL_S)
+            if self._losses is not None and self._losses.must_leave:
+                self._losses.must_leave = False
+                self._leave_for_stop()
             if now_s - placed_s > PLACE_S:
                 self.record.set_place(self._place())
                 placed_s = now_s
@@ -198,6 +222,23 @@ class Watchdog:
                 if self._leaving is not None:
                     leave(self._leaving)
                 self._leave("")
+
+    def _leave_for_stop(self) -> None:
+        """The ranks do not come to the step at which all would stop: keep the last finished one, and leave."""
+        with self._stop_lock:
+            if self._settled or self._keeper is None:
+                return
+            self._stopping = True
+        with self._keep_lock:
+            keeper = self._keeper
+            self._extend(self._keep_timeout_s + LEAVING_S)
+            why = within(self._keep_timeout_s, keeper.keep_for_stop) if keeper is not None else None
+        if why == "":  # it takes all ranks, so they go on until they come to that step
+            self._stopping = False
+            return
+        why = why or f"{self.stop.signal_name}: the state could not be kept"
+        self.log.info(why)
+        leave(STOPPED, lambda: self.ends.report(STOPPED, why, together=True), timeout_s=LAST_WORD_S)
 
     def _patience_s(self, losses: Losses) -> float:
         """How long after a loss this rank's loop may take to notice it by itself."""

@@ -76,27 +76,15 @@ class FSDP(Method):
 
     # Shards, for sharded checkpoints --------------------------------------------------------------------------
 
-    def local_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-        """({"model": {name: DTensor}, "optimizer": {name: {key: DTensor}}}, the optimizer's state without tensors)."""
-        state: dict[str, Any] = dcp_state.get_optimizer_state_dict(plain, optimizer, options=SHARDS)
-        tensors: dict[str, Any] = {}
-        values: dict[str, Any] = {}
-        for name, entries in state["state"].items():
-            for key, value in entries.items():
-                kind = tensors if isinstance(value, torch.Tensor) else values
-                kind.setdefault(name, {})[key] = value
-        shards = {"model": dcp_state.get_model_state_dict(plain, options=SHARDS), "optimizer": tensors}
-        return shards, {"state": values, "param_groups": state["param_groups"]}
+    def local_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {
+            "model": dcp_state.get_model_state_dict(plain, options=SHARDS),
+            "optimizer": dcp_state.get_optimizer_state_dict(plain, optimizer, options=SHARDS),
+        }
 
-    def load_local_state(
-        self, plain: nn.Module, optimizer: torch.optim.Optimizer, shards: dict[str, Any], rest: dict[str, Any]
-    ) -> None:
-        """Put shards and values back, whatever the number of ranks was. Raises RuntimeError and others."""
-        names = shards["optimizer"].keys() | rest["state"].keys()
-        state = {name: {**rest["state"].get(name, {}), **shards["optimizer"].get(name, {})} for name in names}
-        whole: dict[str, Any] = {"state": state, "param_groups": rest["param_groups"]}
-        dcp_state.set_model_state_dict(plain, shards["model"])
-        dcp_state.set_optimizer_state_dict(plain, optimizer, whole)
+    def load_local_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        dcp_state.set_model_state_dict(plain, state["model"])
+        dcp_state.set_optimizer_state_dict(plain, optimizer, state["optimizer"])
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

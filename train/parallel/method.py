@@ -104,15 +104,13 @@ class Method:
         found = rekeyed(keep_kernels(state, optimizer), numbers)
         optimizer.load_state_dict(laid_out(found, dict(enumerate(parameters))))
 
-    def local_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-        """For a sharded checkpoint: this rank's shards {"model": ..., "optimizer": ...}, and the values of the
-        optimizer's state that are not tensors. For methods that split the state."""
+    def local_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """For a sharded checkpoint: {"model": ..., "optimizer": ...} with this rank's DTensors. For methods that split
+        the state."""
         raise NotImplementedError
 
-    def load_local_state(
-        self, plain: nn.Module, optimizer: torch.optim.Optimizer, shards: dict[str, Any], rest: dict[str, Any]
-    ) -> None:
-        """Put both back. `shards` is what `local_state` returned, filled from the checkpoint."""
+    def load_local_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Put back what `local_state` returned, whatever the number of ranks was. Raises RuntimeError and others."""
         raise NotImplementedError
 
 

@@ -32,7 +32,7 @@ def report(rank: int, state: Callable[[], dict[str, Any]], ended: threading.Even
     if not folder:
         return
     # Not at the top: the health check runs this file by itself, without the package
-    from train.process.atomic_file import write_atomically
+    from rankup.places.files import write_atomically
 
     path = Path(folder) / f"rank-{rank}.json"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup import errors
-from train.process.atomic_file import write_atomically
+from rankup.places.files import write_atomically
 
 # States in the store only
 UNDECIDED = "undecided"  # of a rank that still looks for the rank that it lost

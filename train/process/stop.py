@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from rankup.errors import STOPPED
 from rankup.group import stacks
@@ -49,6 +50,7 @@ class StopRequest:
         self._log: logging.Logger | None = None
         self._finish_step_first = False
         self._requested_at_s = 0.0  # of the first signal to this process itself
+        self._tell_others: Callable[[str], object] = lambda name: None
         self._held = threading.local()
 
     @property
@@ -119,6 +121,10 @@ class StopRequest:
         """
         self._finish_step_first = True
 
+    def tell_others(self, tell: Callable[[str], object]) -> None:
+        """From now on `tell(signal)` when a signal has come to this process itself."""
+        self._tell_others = tell
+
     def ask(self, name: str) -> None:
         """Request a stop as that signal does, which may have come to another rank. SIGUSR1 is only a notice."""
         if not self.requested or self.signal_name == "SIGUSR1" != name:
@@ -139,7 +145,9 @@ class StopRequest:
             self.ask(name)
             if not self._requested_at_s:
                 self._requested_at_s = now_s
-                if not self._finish_step_first:
+                if self._finish_step_first:
+                    self._tell_others(name)
+                else:
                     self._leave(f"{name} before the first step: nothing new to save. The same command starts it again.")
             elif now_s - self._requested_at_s > REPEAT_WINDOW_S:
                 waited_s = now_s - self._requested_at_s

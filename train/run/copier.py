@@ -8,25 +8,25 @@ The training never waits for this disk but at its end, and a copy that fails is 
 """
 
 import hashlib
-import io
 import shutil
 import threading
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import torch
-
+from rankup.agent.limits import memory_available
 from rankup.errors import UserError
 from rankup.places.lineage import FILE, Lineage
+from rankup.state.copies import STATE, Content, read_manifest, to_json
+from rankup.state.host_copies import HostCopies, beside_training
+from rankup.state.tree import encode, files_of
 from train.config import Config
-from train.group.group import Group, pack
+from train.group.group import Group
 from train.run import publish
 from train.run.checkpoint import list_checkpoints, step_of
-from train.run.host_copies import HostCopies, beside_training
 from train.run.on_disk import COPIES
-from train.run.training_state import TrainingState, to_json
+from train.run.training_state import TrainingState
 
 
 class Copier:
@@ -48,7 +48,7 @@ class Copier:
         self._tensors = ""  # and the fingerprint of its tensors
         self._said = ""
 
-    def begin(self, state: TrainingState, model: dict[str, torch.Tensor], *, wait: bool) -> None:
+    def begin(self, state: TrainingState, tracked: dict[str, Any], *, wait: bool) -> None:
         """Begin to write the copy, as rank 0 begins to save. Where the one before is not done, this one is left out;
         with `wait` that one gets done first."""
         if wait and self._thread is not None:
@@ -56,21 +56,19 @@ class Copier:
         if self._thread is not None and self._thread.is_alive():
             self.group.log.debug(f"no second copy of step {state.step}: that of step {self._step} is still under way")
             return
+        nodes, tensors = encode(tracked)
         if self._beside_training is None:
-            say = self.group.log.debug
-            self._beside_training = beside_training((model, state), self.config.save, say=say)
-        lineage = to_json(self.lineage.values())
-        if self._beside_training:
-            copied_model, copied = self._copies.take((model, state))
+            self._beside_training = beside_training(
+                tensors, self.config.save, free_bytes=memory_available, say=self.group.log.debug
+            )
+        # Without memory for a copy that is kept, one for this save: the tensors change with the next step
+        copies = self._copies if self._beside_training else HostCopies(self.group.device)
+        copied = copies.take(tensors)
+        small = {STATE: state.to_file(), FILE: to_json(self.lineage.values())}
 
-            def make() -> dict[str, bytes]:
-                self._copies.wait()
-                return _files(copied, copied_model, lineage)
-        else:
-            files = _files(state, model, lineage)  # now: the tensors change with the next step
-
-            def make() -> dict[str, bytes]:
-                return files
+        def make() -> dict[str, Content]:
+            copies.wait()
+            return {**small, **files_of(nodes, copied)}
 
         self._step, self._began_s, self._known = state.step, time.monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._write, args=(make, state.step), name="copy", daemon=True)
@@ -92,13 +90,19 @@ class Copier:
 
     # The thread -----------------------------------------------------------------------------------------------
 
-    def _write(self, make: Callable[[], dict[str, bytes]], step: int) -> None:
+    def _write(self, make: Callable[[], dict[str, Content]], step: int) -> None:
         try:
             files = make()
-            own = fingerprint_tensors({name: io.BytesIO(data) for name, data in files.items()})
             publish.remove_unfinished(self.folder)
             staging = publish.create_staging(self.folder, step)
-            publish.publish(staging, files, {}, step=step, keep=1, check_owner=lambda: self._await_rank0(step, own))
+            own = ""
+
+            def check() -> None:
+                nonlocal own
+                own = own or fingerprint_tensors(staging)
+                self._await_rank0(step, own)
+
+            publish.publish(staging, files, {}, step=step, keep=1, check_owner=check)
             self.kept = step
         except _Withheld as error:
             if str(error):
@@ -135,20 +139,8 @@ class _Withheld(Exception):
     """The copy is whole, but must not appear. The reason, "" where another line says it."""
 
 
-def _files(state: TrainingState, model: dict[str, torch.Tensor], lineage: bytes) -> dict[str, bytes]:
-    return {"model.pt": pack(model), **state.to_files(), FILE: lineage}
-
-
-def fingerprint_tensors(files: "dict[str, io.BytesIO] | Path") -> str:
-    """A digest over the sizes and CRC-32 of all tensors in a checkpoint's files, a folder or their contents by name.
-
-    Not of the files themselves: they name the device of the tensors and the rank. torch writes the sums, so that
-    nothing but the files' tables is read. They show that two ranks hold the same, not that nobody changed a file.
-    """
-    digest = hashlib.sha256()
-    for name in ("model.pt", "training.pt"):
-        with zipfile.ZipFile(files / name if isinstance(files, Path) else files[name]) as archive:
-            for record in archive.infolist():
-                if "/data/" in record.filename:
-                    digest.update(f"{record.filename} {record.file_size} {record.CRC}\n".encode())
-    return digest.hexdigest()
+def fingerprint_tensors(path: Path) -> str:
+    """A digest over those of all tensors in a copy, equal on two ranks that hold the same. Reads only the manifest."""
+    entries = read_manifest(path)["files"]
+    digests = [f"{name} {entries[name]['sha256']}" for name in sorted(entries) if name.endswith(".safetensors")]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()

@@ -8,10 +8,12 @@ from copy import copy
 import torch
 
 from rankup.errors import reason
-from train.group.group import pack
+from rankup.state import tree
+from rankup.state.copies import STATE, Content
 from train.run import rescue
+from train.run.checkpoint import list_checkpoints, step_of
 from train.run.metrics import Progress
-from train.run.training import Training, state_of
+from train.run.training import Training, state_of, stopped_at, tracked
 
 
 class Rescuer:
@@ -33,6 +35,25 @@ class Rescuer:
         if not rescued:
             self.t.run.saver.wait()
 
+    def keep_for_stop(self) -> str:
+        """Write the state of the last finished step, on rank 0 as a checkpoint: the job may go on on other machines."""
+        t = self.t
+        if not t.method.every_rank_has_all:
+            return ""
+        if not t.group.is_rank0:
+            self.keep()
+            return stopped_at(t, t.progress.step)
+        t.run.saver.wait()
+        progress = t.changing.stop()
+        if progress is None:
+            return f"{t.group.stop.signal_name}: in the middle of changing the weights, so nothing newer was saved"
+        progress = copy(progress)
+        newest = list_checkpoints(t.run.saver.directory)
+        if progress.step > (step_of(newest[-1]) if newest else 0):
+            t.metrics.flush()
+            t.run.saver.publish_files(progress.step, self._copy(progress))
+        return stopped_at(t, progress.step)
+
     def _keep(self) -> bool:
         """Whether a rescue was written."""
         t, log = self.t, self.t.group.log
@@ -52,17 +73,18 @@ class Rescuer:
         log.debug(f"rescued step {progress.step} in {time.monotonic() - began_s:.2f} s")
         return True
 
-    def _copy(self, progress: Progress) -> dict[str, bytes]:
+    def _copy(self, progress: Progress) -> dict[str, Content]:
         """The files of a checkpoint of the last finished step, at which `progress` stands."""
         t = self.t
         with _beside_a_blocked_stream(t.group.device):
-            weights = t.method.full_state_dict(t.plain)
-            weights |= {name: buffer for name, buffer in t.buffers.kept().items() if name in weights}
-            state = state_of(t, progress, t.method.optimizer_state(t.plain, t.optimizer))
-            files = {"model.pt": pack(weights), **state.to_files()}
+            state = tracked(t)
+            state["model"] |= {name: b for name, b in t.buffers.kept().items() if name in state["model"]}
+            nodes, tensors = tree.encode(state)
+            if t.group.device.type == "cuda":  # else they are written as they lie: the training has stopped
+                tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         if not t.changing.unchanged():
             raise RuntimeError("the weights changed while they were copied")
-        return files
+        return {STATE: state_of(t, progress).to_file(), **tree.files_of(nodes, tensors)}
 
 
 @contextlib.contextmanager

@@ -14,11 +14,12 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rankup.errors import UserError
+from rankup.state.copies import Content
 from train.config import Config, changed_settings
 from train.process.status import read_json
 from train.run import publish
@@ -36,12 +37,12 @@ def places() -> list[Path]:
     return [place for place in (SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
 
 
-def write(run: str, step: int, make_files: Callable[[], dict[str, bytes]]) -> str:
+def write(run: str, step: int, make_files: Callable[[], Mapping[str, Content]]) -> str:
     """Write the files of a checkpoint where there is room, unless another rank of this node has done so already.
 
     `make_files` is called if they are needed. Returns why they were not written anywhere, or "".
     """
-    files: dict[str, bytes] = {}
+    files: Mapping[str, Content] = {}
     problems = []
     for place in places():
         try:

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from rankup.errors import UserError
+from rankup.state.shards import INDEX, Shards
 from train.config import Config
 from train.group.group import Group, on_rank0
 from train.parallel.method import Method
@@ -15,7 +17,6 @@ from train.run.candidates import Origin
 from train.run.checkpoint import Checkpoint
 from train.run.fetched import fetched
 from train.run.metrics import Progress
-from train.run.sharded_checkpoint import FOLDER, read_shards_into
 
 
 def load_initial_weights(
@@ -68,27 +69,40 @@ def load_training_state(
     """
     if earlier is None:
         return
-    state = earlier.state
     with _must_fit(earlier):
         if earlier.sharded:
-            # Rank 0 chose the checkpoint under its own path; another node may have mounted the folder elsewhere
-            folder = group.run_dir / "checkpoints" / earlier.path.name / FOLDER
-            shards, _ = method.local_state(plain, optimizer)
-            read_shards_into(folder, shards, group)
-            method.load_local_state(plain, optimizer, shards, state.optimizer)
+            tracked = _read_shards(group, earlier, method.local_state(plain, optimizer))
+            method.load_local_state(plain, optimizer, tracked)
         else:
-            method.load_optimizer_state(plain, optimizer, state.optimizer)
-        if state.scaler:  # empty where the precision needs no scaler
-            scaler.load_state_dict(state.scaler)
+            tracked = earlier.tracked
+            method.load_optimizer_state(plain, optimizer, tracked["optimizer"])
+        if tracked["scaler"]:  # empty where the precision needs no scaler
+            scaler.load_state_dict(tracked["scaler"])
+
+
+def _read_shards(group: Group, earlier: Checkpoint, target: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint's state, split as `target` is. Raises RuntimeError on all ranks where it does not fit one."""
+    # Rank 0 chose the checkpoint under its own path; another node may have mounted the folder elsewhere
+    folder = group.run_dir / "checkpoints" / earlier.path.name
+    found, problem = target, ""
+    try:
+        with Shards(folder, earlier.files[INDEX]) as shards:
+            found = shards.read_into(target)
+    except Exception as error:  # the others read their part meanwhile, and wait then
+        problem = str(error) or type(error).__name__
+    for rank, text in enumerate(group.gather(problem)):
+        if text:
+            raise RuntimeError(f"rank {rank}: {text}")
+    return found
 
 
 @contextmanager
 def _must_fit(earlier: Checkpoint) -> Iterator[None]:
-    """torch raises one of three types where names or shapes differ: make each the user's one line."""
+    """torch raises one of several types where names or shapes differ: make each the user's one line."""
     try:
         yield
     except UserError:  # a ValueError that says already what is wrong
         raise
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{earlier.path} does not fit this model: {reason}. Set --fresh or another --name.") from None

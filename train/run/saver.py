@@ -9,26 +9,27 @@ import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from rankup.agent.limits import memory_available
 from rankup.errors import UserError
+from rankup.state import copies
+from rankup.state.copies import STATE, Content
+from rankup.state.host_copies import HostCopies, beside_training
+from rankup.state.shards import write_shards
+from rankup.state.tree import encode, files_of
 from train.config import Config
 from train.group.group import Group, on_rank0
-from train.run import publish
 from train.run.copier import Copier, fingerprint_tensors
-from train.run.host_copies import HostCopies, beside_training
-from train.run.sharded_checkpoint import FOLDER, write_shards
 from train.run.training_state import TrainingState
 
 
 class Saver:
     """Writes the checkpoints of a run into `directory`, at most one at a time.
 
-    `check_owner`: see `train.run.publish.publish`. Rank 0 alone calls it. `copier`: the one rank's that keeps the
+    `check_owner`: see `rankup.state.copies.publish`. Rank 0 alone calls it. `copier`: the one rank's that keeps the
     newest checkpoint a second time.
     """
 
@@ -49,7 +50,7 @@ class Saver:
         self._tensors = ""  # the fingerprint of those in the checkpoint that was written last
 
     def save(
-        self, state: TrainingState, tensors: dict[str, Any], *, may_go_on: bool, flush: Callable[[], None], wait: bool
+        self, state: TrainingState, tracked: dict[str, Any], *, may_go_on: bool, flush: Callable[[], None], wait: bool
     ) -> bool:
         """Write one checkpoint. All ranks call this, rank 0 publishes.
 
@@ -57,21 +58,20 @@ class Saver:
         it returns True, and call this no more before that. `may_go_on`: False where the method of training in parallel
         does not allow that.
 
-        `tensors`: on rank 0 the plain state dict of the model; with checkpoint_format sharded each rank's part of the
-        model's and the optimizer's tensors, and `state.optimizer` holds the rest. `flush`: of the metrics. A resumed
-        run does not repeat the saved steps, so their metrics must be on the disk first. `wait`: the training ends with
-        this one.
+        `tracked`: whole on rank 0, or with checkpoint_format sharded each rank's part. `flush`: of the metrics. A
+        resumed run does not repeat the saved steps, so their metrics must be on the disk first. `wait`: the training
+        ends with this one.
         Raises, on all ranks, UserError where rank 0 can't write, and PeerLost where another attempt owns the run.
         """
         if self.config.checkpoint_format == "sharded":
-            return self._save_shards(state, tensors, flush)
+            return self._save_shards(state, tracked, flush)
 
         def begin() -> tuple[bool, str]:
             flush()
-            return self._begin(state, tensors, may_go_on), self._tensors
+            return self._begin(state, tracked, may_go_on), self._tensors
 
         if self.copier is not None and may_go_on:  # this rank has all that rank 0 has
-            self.copier.begin(state, tensors, wait=wait)
+            self.copier.begin(state, tracked, wait=wait)
         self._step = state.step
         under_way, written = on_rank0(self.group, begin)
         if not under_way:
@@ -107,22 +107,33 @@ class Saver:
 
     # Rank 0 ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, state: TrainingState, model: dict[str, torch.Tensor], may_go_on: bool) -> bool:
+    def _begin(self, state: TrainingState, tracked: dict[str, Any], may_go_on: bool) -> bool:
         assert self._thread is None, "the save before has to be finished first"
+        record, (nodes, tensors) = state.to_file(), encode(tracked)
         if self._beside_training is None:
-            say = self.group.log.info
-            self._beside_training = may_go_on and beside_training((model, state), self.config.save, say=say)
+            self._beside_training = may_go_on and beside_training(
+                tensors, self.config.save, free_bytes=memory_available, say=self.group.log.info
+            )
         if not self._beside_training:
             with self._while_ours():
-                return self._upload_published(self._publish(state, model), state.step)
-        copied_model, copied = self._copies.take((model, state))
+                path = self._publish(state.step, {STATE: record, **files_of(nodes, tensors)})
+                return self._upload_published(path, state.step)
+        copied = self._copies.take(tensors)
 
         def publish_it() -> Path:
             self._copies.wait()
-            return self._publish(copied, copied_model)
+            return self._publish(state.step, {STATE: record, **files_of(nodes, copied)})
 
         self._start(publish_it, state.step)
         return True
+
+    def publish_files(self, step: int, files: Mapping[str, Content]) -> None:
+        """Write a checkpoint of these files, and upload it where that is wanted: this process ends. Raises as `save`
+        does. Rank 0 calls it, from any thread, while nothing else is written."""
+        with self._while_ours():
+            path = self._publish(step, files)
+            if self.upload is not None:
+                self.upload(path, timeout_s=self.config.save_timeout_s)
 
     def upload_beside(self, path: Path, *, step: int) -> None:
         """Upload a checkpoint that is published already, beside the training; `ended` says when that is done."""
@@ -159,10 +170,8 @@ class Saver:
         finally:
             self._published.set()
 
-    def _publish(self, state: TrainingState, model: dict[str, torch.Tensor]) -> Path:
-        path = publish.save_checkpoint(
-            self.directory, state, model, keep=self.config.keep, check_owner=self.check_owner
-        )
+    def _publish(self, step: int, files: Mapping[str, Content]) -> Path:
+        path = copies.save(self.directory, files, step=step, keep=self.config.keep, check_owner=self.check_owner)
         self._tensors = fingerprint_tensors(path)
         return path
 
@@ -197,15 +206,15 @@ class Saver:
 
     # All ranks ------------------------------------------------------------------------------------------------
 
-    def _save_shards(self, state: TrainingState, tensors: dict[str, Any], flush: Callable[[], None]) -> bool:
+    def _save_shards(self, state: TrainingState, tracked: dict[str, Any], flush: Callable[[], None]) -> bool:
         def begin() -> str:
             flush()
             self.check_owner()
-            return publish.create_staging(self.directory, state.step).name
+            return copies.create_staging(self.directory, state.step).name
 
         staging = self.directory / on_rank0(self.group, begin)
         try:
-            shards = write_shards(staging / FOLDER, tensors, self.group)
+            files, written = write_shards(staging, tracked, self.group)
         except UserError:
             # All ranks raise it together, so no rank still writes there
             if self.group.is_rank0:
@@ -215,8 +224,8 @@ class Saver:
 
         def publish_it() -> bool:
             with self._while_ours():
-                path = publish.publish(
-                    staging, state.to_files(), shards, step=state.step, keep=self.config.keep,
+                path = copies.publish(
+                    staging, {STATE: state.to_file(), **files}, written, step=state.step, keep=self.config.keep,
                     check_owner=self.check_owner,
                 )
                 return self._upload_published(path, state.step)

@@ -68,13 +68,9 @@ def save(t: Training, *, wait: bool = False) -> None:
     if (newest.step, newest.evaluated) != (progress.step, progress.evaluated):
         look_at_save(t, wait=True)
         group.watch.enter("save", config.save_timeout_s, step=progress.step)
-        if config.checkpoint_format == "sharded":
-            tensors, optimizer = t.method.local_state(t.plain, t.optimizer)
-        else:
-            tensors, optimizer = t.method.full_state_dict(t.plain), t.method.optimizer_state(t.plain, t.optimizer)
-        state = state_of(t, progress, optimizer)
         under_way = t.run.saver.save(
-            state, tensors, may_go_on=t.method.replicates_state, flush=t.metrics.flush, wait=wait
+            state_of(t, progress), tracked(t, split=config.checkpoint_format == "sharded"),
+            may_go_on=t.method.replicates_state, flush=t.metrics.flush, wait=wait,
         )
         t.saving = copy(progress)
         if not under_way:
@@ -111,21 +107,37 @@ def _note_saved(t: Training) -> None:
 
 def save_and_stop(t: Training) -> Stopped:
     """Save, and return what to raise. All ranks come here at the same step."""
+    t.group.watch.settle()
     save(t, wait=True)
     t.profiler.end()
-    step, reason = t.progress.step, t.group.stop.signal_name or "another rank's signal"
+    return Stopped(stopped_at(t, t.progress.step))
+
+
+def stopped_at(t: Training, step: int) -> str:
+    """What to say of a run that was stopped at `step`, whose state is saved."""
+    reason = t.group.stop.signal_name or "another rank's signal"
     where = f"saved at step {step}" if step else "at step 0, nothing to save,"
     again = f"The same command{' without --fresh' if t.config.fresh else ''} goes on from it."
-    return Stopped(f"{reason}: {where} of {t.total_steps}. {again}")
+    return f"{reason}: {where} of {t.total_steps}. {again}"
 
 
-def state_of(t: Training, progress: Progress, optimizer: dict[str, Any]) -> TrainingState:
-    """The state of the step at which `progress` stands."""
+def tracked(t: Training, *, split: bool = False) -> dict[str, Any]:
+    """What a checkpoint keeps, by item. The tensors are those of the training itself, or whole on rank 0; with `split`
+    they are as each rank holds them. All ranks call this where the method splits the state."""
+    if split:
+        state = t.method.local_state(t.plain, t.optimizer)
+    else:
+        model, optimizer = t.method.full_state_dict(t.plain), t.method.optimizer_state(t.plain, t.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+    return {**state, "scaler": t.scaler.state_dict()}
+
+
+def state_of(t: Training, progress: Progress) -> TrainingState:
+    """What is said of the step at which `progress` stands."""
     group = t.group
     return TrainingState(
         step=progress.step, evaluated=progress.evaluated, metrics=progress.metrics, line=progress.line,
         steps_per_epoch=t.steps_per_epoch, data=t.workload.data_name, config=t.config.model_dump(),
         world_size=group.world_size, run=t.run.lineage.run, attempt=t.run.mark,
         written_by=f"rank {group.rank} on {group.hosts[group.rank]}",
-        optimizer=optimizer, scaler=t.scaler.state_dict(),
     )

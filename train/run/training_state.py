@@ -1,32 +1,29 @@
-"""What a checkpoint holds beside the weights: one typed record with a format version. It is written and read here only.
-
-Two files hold it: `state.json` what a person may want to read, `training.pt` what holds tensors.
-"""
+"""What a checkpoint says of the training beside the tracked state: one typed record, `state.json`."""
 
 import dataclasses
 import json
 import platform
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from rankup.errors import UserError
 from rankup.places.lineage import RUN_ID
-from train.group.group import pack, unpack
+from rankup.state.copies import to_json
 
 # Raise it when a field is added, removed or changes its meaning. A checkpoint of another format is refused, because
 # guessing what a missing field was would change the weights of the resumed run without a word.
-FORMAT = 3
+FORMAT = 4
 WAY_OUT = "Go on with the version of this program that wrote it, or set --fresh to start anew, or another --name."
 # How random numbers are drawn. No generator's state is saved: each step, epoch and sample derives its own seed. So a
 # run that is resumed under another scheme would draw other numbers and end with other weights.
 RANDOM_SCHEME = (
     "blake2b(seed, step, rank) each step; blake2b(seed, epoch) orders; splitmix64(seed, epoch, sample) augments"
 )
-# The fields that go to training.pt: JSON can't hold tensors, and would round their numbers.
-TENSOR_FIELDS = ("optimizer", "scaler")
 
 
 def versions() -> dict[str, str]:
@@ -35,10 +32,10 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """All that an attempt needs, beside the weights, to go on with the same bits as if nothing had happened.
+    """All that an attempt needs, beside model, optimizer and scaler, to go on with the same bits as if nothing had
+    happened.
 
-    To add a field: declare it here (in TENSOR_FIELDS too if it holds tensors), raise FORMAT, and set it where
-    `train.run.training.save` makes a TrainingState.
+    To add a field: declare it here, raise FORMAT, and set it in `train.run.training.state_of`.
     """
 
     # Where the run stands, see `train.run.metrics.Progress`.
@@ -57,27 +54,27 @@ class TrainingState:
     run: str
     attempt: str
     written_by: str
-    # State dicts of torch on the CPU. In a sharded checkpoint `optimizer` holds only what is not a tensor.
-    optimizer: dict[str, Any]
-    scaler: dict[str, Any]
 
-    def to_files(self) -> dict[str, bytes]:
-        """The contents of `state.json` and `training.pt`."""
-        values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
-        tensors = {name: values.pop(name) for name in TENSOR_FIELDS}
-        return {"training.pt": pack(tensors), "state.json": to_json({"format": FORMAT, **values})}
+    def to_file(self) -> bytes:
+        """The contents of `state.json`."""
+        return to_json({"format": FORMAT, **dataclasses.asdict(self)})
 
-    @classmethod
-    def from_files(cls, path: Path, files: dict[str, bytes]) -> Self:
-        """The state in verified files of the checkpoint `path`. Raises UserError where it is of another format."""
-        values = json.loads(files["state.json"])
+    @staticmethod
+    def from_file(path: Path, content: bytes) -> "TrainingState":
+        """The state in the verified file of the checkpoint `path`. Raises UserError where it is of another format, and
+        ValueError where a field is missing or of another type."""
+        values = json.loads(content)
         found = values.pop("format", None)
         if found != FORMAT:
             raise UserError(f"checkpoint: {path} must be of format {FORMAT}, got format {found}. {WAY_OUT}")
         run = str(values.get("run", ""))
         if not RUN_ID.fullmatch(run):
             raise UserError(f'checkpoint: {path} must be of a run with an id, got "{run}".')
-        return cls(**values, **unpack(files["training.pt"]))
+        try:
+            return _adapter().validate_json(content, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"state.json: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
     def check_random_scheme(self, path: Path) -> None:
         """Raises UserError where a run that goes on from the checkpoint `path` would draw other random numbers."""
@@ -88,6 +85,6 @@ class TrainingState:
             )
 
 
-def to_json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
-
+@cache
+def _adapter() -> TypeAdapter[TrainingState]:
+    return TypeAdapter(TrainingState)

@@ -1,6 +1,7 @@
 """Weights without the rest of a checkpoint: their digest, and starting a run from given weights."""
 
 import hashlib
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 import torch
 
 from rankup.errors import UserError
+from rankup.state.copies import FILE, MANIFEST
 from train.group.group import Group
 from train.run.checkpoint import load_checkpoint
+
+HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
@@ -39,26 +43,47 @@ def without_prefixes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {re.sub(r"(^|\.)((module|_orig_mod)\.)+", r"\1", name): value for name, value in state.items()}
 
 
+def _read(path: Path, place: str) -> Any:
+    """What a checkpoint, a folder of Hugging Face's or a file of weights holds. Raises UserError."""
+    from safetensors.torch import load_file
+
+    if path.is_dir() and ((path / MANIFEST).exists() or not any((path / name).exists() for name in HUGGING_FACE)):
+        return load_checkpoint(path).as_plain().model
+    try:
+        if path.is_dir():
+            return {name: tensor for file in _files_of(path) for name, tensor in load_file(file).items()}
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"init_from must name an existing file or checkpoint directory, got {place}.") from None
+    except Exception as error:  # torch.load raises half a dozen unrelated types for a damaged file
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        text = f"init_from: {place} must hold safetensors, or weights that load with weights_only, got: {reason}"
+        raise UserError(text) from None
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files of weights in a folder of Hugging Face's. Raises OSError and ValueError, LookupError or TypeError."""
+    index = folder / HUGGING_FACE[1]
+    if not index.exists():
+        return [folder / HUGGING_FACE[0]]
+    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    if not all(FILE.fullmatch(name) for name in names):
+        raise ValueError(f"{index.name} names files elsewhere")
+    return [folder / name for name in names]
+
+
 def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None], *, place: str = "") -> None:
-    """Load weights into `model` in place, from a checkpoint folder of this program or from any file of a state dict.
+    """Load weights into `model` in place, from a checkpoint folder of this program, from a folder of Hugging Face's or
+    a file in safetensors, or from any file of a state dict that torch loads with weights_only.
 
     Tensors whose shape differs, or that the file lacks, keep their initial value, and `say` lists them: a new head on a
     trained body is the usual case. `place`: what the user named, where `path` is a copy of it. Raises UserError where
     the file can't be read or nothing in it fits.
     """
-    state: Any
     place = place or str(path)
-    if path.is_dir():
-        state = load_checkpoint(path).as_plain().model
-    else:
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except FileNotFoundError:
-            raise UserError(f"init_from must name an existing file or checkpoint directory, got {place}.") from None
-        except Exception as error:  # torch.load raises half a dozen unrelated types for a damaged file
-            reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            text = f"init_from: {place} must hold weights that load with weights_only, got: {reason}"
-            raise UserError(text) from None
+    state = _read(path, place)
     for key in ("state_dict", "model_state_dict", "model"):  # in which published checkpoints usually wrap it
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]

@@ -13,9 +13,8 @@ from train.data import Samples, TensorSamples
 from train.data.sources import load
 from train.data.sources.imagefolder import EXTENSIONS, MEAN, STD
 from train.data.sources.sets import FileSet, ImageSet
-from train.process.figures import readable
 from train.workloads.classification import Classification
-from train.workloads.pictures import COLUMNS, LETTERS, confusion_pictures, grid_picture
+from train.workloads.pictures import COLUMNS, LETTERS, confusion_pictures, grid_picture, readable
 from train.workloads.vision_models import build_model
 from train.workloads.workload import Sums, Workload
 

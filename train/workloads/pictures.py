@@ -1,27 +1,28 @@
-"""Pictures for TensorBoard and trackers: uint8 [3, H, W]."""
+"""Pictures for TensorBoard and trackers, uint8 [3, H, W]: legible on a phone too, with any names of classes.
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+matplotlib draws them, imported where something is drawn: 0.4 s that no start pays. It is silent whatever the machine
+lacks. Never pyplot, whose state threads share.
+"""
+
+import logging
+import os
+import tempfile
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from train.process.figures import (
-    DPI,
-    SMALL,
-    TEXT,
-    WIDTH,
-    draw_bars,
-    new_figure,
-    readable,
-    set_title,
-    to_pixels,
-)
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+WIDTH = 1000  # pixels: a phone shows them at a third of this, so TEXT is 10 pixels there
+TEXT, SMALL = 28, 22  # pixels, as a point is one at this resolution
+DPI = 72
+FONT = "DejaVu Sans"  # matplotlib brings it: Latin, Greek, Cyrillic, Arabic, but neither Chinese nor Japanese
 LETTERS = 15  # of a name
 NAMED = 20  # with more classes, the names and counts of a matrix would be too small to read
 CELLS = 400  # rows of a matrix that the picture can tell apart; with more classes, cells are put together
@@ -30,6 +31,7 @@ PAIRS = 15  # classes most often confused that are listed then
 COLUMNS = 4  # of misclassified images
 SIDE, HEAD = WIDTH // COLUMNS - 16, 60  # pixels: of such an image, and of the line of explanation
 ROW = SIDE + 2 * TEXT + 28
+_fallbacks: dict[str, str] = {}  # family -> file, of the fonts found so far for what FONT lacks
 
 
 def confusion_pictures(matrix: torch.Tensor, classes: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -44,11 +46,11 @@ def confusion_pictures(matrix: torch.Tensor, classes: tuple[str, ...]) -> dict[s
             draw_matrix(figure, matrix, labels)
         else:
             draw_overview(figure, matrix)
-        pictures = {"eval/confusion": _tensor(figure)}
+        pictures = {"eval/confusion": to_tensor(figure)}
     if len(classes) > NAMED and int(matrix.sum() - matrix.trace()):
         with new_figure(120 + 58 * PAIRS) as figure:
             draw_pairs(figure, matrix, labels)
-            pictures["eval/most_confused"] = _tensor(figure)
+            pictures["eval/most_confused"] = to_tensor(figure)
     return pictures
 
 
@@ -119,11 +121,19 @@ def draw_pairs(figure: "Figure", matrix: torch.Tensor, labels: Sequence[str]) ->
     most, places = wrong.topk(min(PAIRS, int((wrong > 0).sum())))
     pairs = [divmod(place, count) for place in places.tolist()]
     totals = matrix.sum(1)
-    bars = [
-        (f"{labels[true]} → {labels[guess]}", float(number), f"{number:,} of {int(totals[true]):,}")
-        for (true, guess), number in zip(pairs, most.tolist(), strict=True)
-    ]
-    draw_bars(figure, bars, "Most often confused: true class → predicted class")
+    names = [f"{labels[true]} → {labels[guess]}" for true, guess in pairs]
+    texts = [f"{number:,} of {int(totals[true]):,}" for (true, _), number in zip(pairs, most.tolist(), strict=True)]
+    axes = figure.subplots()
+    axes.barh(range(len(pairs)), most.tolist(), color="#2a6fb0", height=0.7)
+    axes.set_xlim(0, max([*most.tolist(), 1]))
+    axes.set_xticks([])
+    # The layout makes room for labels of an axis, whatever their length; texts behind the bars would hang over
+    for side, words in ((axes, names), (axes.twinx(), texts)):
+        side.set_ylim(len(pairs) - 0.5, -0.5)
+        side.set_yticks(range(len(pairs)), words)
+        side.tick_params(length=0, pad=8)
+        side.spines[["top", "right", "bottom"]].set_visible(False)
+    set_title(figure, "Most often confused: true class → predicted class")
 
 
 def grid_picture(images: torch.Tensor, names: list[tuple[str, str]]) -> torch.Tensor:
@@ -131,7 +141,7 @@ def grid_picture(images: torch.Tensor, names: list[tuple[str, str]]) -> torch.Te
     rows = -(-len(names) // COLUMNS)
     with new_figure(HEAD + rows * ROW) as figure:
         draw_grid(figure, images, names)
-        return _tensor(figure)
+        return to_tensor(figure)
 
 
 def draw_grid(figure: "Figure", images: torch.Tensor, names: list[tuple[str, str]]) -> None:
@@ -154,5 +164,110 @@ def _shares(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.double() / matrix.sum(1, keepdim=True).clamp(min=1)
 
 
-def _tensor(figure: "Figure") -> torch.Tensor:
-    return torch.from_numpy(to_pixels(figure)).permute(2, 0, 1).contiguous()
+# Figures -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def new_figure(height: int) -> Iterator["Figure"]:
+    """An empty figure, WIDTH x `height` pixels. Draw and save it in the block: there matplotlib's settings are ours.
+
+    A user's own matplotlibrc may ask for LaTeX or a window, and their workload may have changed settings too.
+    """
+    matplotlib = _import()
+    from matplotlib.figure import Figure
+
+    ours = {name: value for name, value in matplotlib.rcParamsDefault.items() if not name.startswith("backend")}
+    # A name such as "$5 to $10" is no formula
+    ours |= {
+        "font.family": [FONT, *_fallbacks], "font.size": TEXT, "text.parse_math": False, "axes.linewidth": 1.5,
+        "axes.edgecolor": "#808080", "figure.constrained_layout.use": True, "figure.constrained_layout.w_pad": 0.15,
+        "figure.constrained_layout.h_pad": 0.15, "savefig.dpi": "figure",
+    }
+    with matplotlib.rc_context(ours):
+        yield Figure(figsize=(WIDTH / DPI, height / DPI), dpi=DPI)
+
+
+def set_title(figure: "Figure", text: str) -> None:
+    """`text` at the upper left, in as many lines as it takes."""
+    figure.suptitle(textwrap.fill(text, 58), x=0.02, ha="left", size=TEXT, color="#303030")
+
+
+def to_tensor(figure: "Figure") -> torch.Tensor:
+    """The figure as uint8 [3, H, W]."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    return torch.from_numpy(np.array(canvas.buffer_rgba())[:, :, :3]).permute(2, 0, 1).contiguous()
+
+
+def readable(names: Sequence[str], *, limit: int) -> list[str]:
+    """Labels for classes: names of at most `limit` characters, and `class 3` where no font has a name's characters.
+
+    Ask before `new_figure`, which takes the fonts found by then.
+    """
+    clean = ["".join(c if c.isprintable() else " " for c in name).strip() for name in names]
+    missing = _without_glyphs({c for name in clean for c in name})
+    return [
+        f"class {number}" if not name or missing & set(name) else shorten(name, limit)
+        for number, name in enumerate(clean)
+    ]
+
+
+def shorten(text: str, limit: int) -> str:
+    """Both ends of a long text: names of classes often begin alike. A Chinese character is as wide as two."""
+    wide = any(ord(c) > 0x2E7F for c in text)
+    limit = limit // 2 if wide else limit
+    return text if len(text) <= limit else f"{text[: limit - limit // 3 - 1]}…{text[-(limit // 3) :]}"
+
+
+def _without_glyphs(wanted: set[str]) -> set[str]:
+    """Those of these characters that no font of this machine has. Fonts that are needed go to `_fallbacks`."""
+    manager = _import().font_manager
+    from matplotlib.ft2font import FT2Font
+
+    for file in (manager.findfont(FONT), *_fallbacks.values()):
+        wanted = {c for c in wanted if not manager.get_font(file).get_char_index(ord(c))}
+    # Not the font manager's own list: it is a cache, and a font that was installed since would not be in it
+    for file in sorted(manager.findSystemFonts()) if wanted else ():
+        try:
+            font = FT2Font(file)
+            has = {c for c in wanted if font.get_char_index(ord(c))}
+            if has and font.scalable:  # coloured emoji are pictures of one size
+                manager.fontManager.addfont(file)
+                _fallbacks[font.family_name] = file
+                wanted -= has
+        except (OSError, RuntimeError):
+            continue  # not a font that FreeType can read
+    return wanted
+
+
+def _import() -> Any:
+    """matplotlib. Its cache of fonts is in the home directory; where that can't be written, it is made for this import.
+
+    matplotlib would do so by itself, but with a warning, and leave a folder behind when a process ends by os._exit.
+    """
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it also says that it looks for fonts
+    if "MPLCONFIGDIR" in os.environ or _can_write_home():
+        import matplotlib.font_manager
+    else:
+        with tempfile.TemporaryDirectory(prefix="rankup-fonts-") as folder:
+            os.environ["MPLCONFIGDIR"] = folder
+            try:
+                import matplotlib.font_manager
+            finally:
+                del os.environ["MPLCONFIGDIR"]
+    return matplotlib
+
+
+def _can_write_home() -> bool:
+    """Whether matplotlib can have its folders there."""
+    for variable, usual in (("XDG_CONFIG_HOME", "~/.config"), ("XDG_CACHE_HOME", "~/.cache")):
+        folder = os.path.join(os.environ.get(variable) or os.path.expanduser(usual), "matplotlib")
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError:
+            return False
+        if not os.access(folder, os.W_OK | os.X_OK):
+            return False
+    return True

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.bench.racers import shared
 from train.data.random_numbers import derive_seed
-from train.process.allocator import keep_freed_memory
+from train.parallel.allocator import keep_freed_memory
 
 
 def shares(task: shared.Task, num_samples: int) -> Iterator[torch.Tensor]:

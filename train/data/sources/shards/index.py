@@ -21,11 +21,11 @@ import torch
 from numpy.typing import NDArray
 
 from rankup.errors import DataError
+from rankup.places.files import staged, write_atomically
 from train.data.sources.cache import writable_cache
 from train.data.sources.fetch import Say, locked
 from train.data.sources.imagefolder import EXTENSIONS
 from train.data.sources.shards.place import Place, Shard, each
-from train.process.atomic_file import staged, write_atomically
 
 FORMAT = 2
 UNKNOWN = ""  # the stamp of a shard that was not looked at where it lies now: its size alone is compared

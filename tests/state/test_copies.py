@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from rankup.errors import PeerLost, UserError
+from rankup.state import copies
 from tests.rigs.checkpoints import flip, newest, save, steps, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, result
 from tests.rigs.small_filesystems import small_disk
-from train.run import publish
 from train.run.checkpoint import find_problem, list_checkpoints, load_checkpoint, load_newest
 
 RUNS = int(os.environ.get("RANKUP_RUNS", "30"))
@@ -40,8 +40,8 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
 
 def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    os.truncate(save(tmp_path, 2) / "model.pt", 50)
-    flip(save(tmp_path, 3) / "model.pt", 50)
+    os.truncate(save(tmp_path, 2) / "model.safetensors", 50)
+    flip(save(tmp_path, 3) / "model.safetensors", 50)
     assert newest(tmp_path)[0] == 1  # a run begins with this; no save reads what others wrote
     save(tmp_path, 4, keep=2)
     assert steps(tmp_path) == [1, 2, 3, 4]
@@ -49,7 +49,7 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
     assert steps(tmp_path) == [4, 5]
 
 
-@pytest.mark.parametrize("files", ['["model.pt"]', '"model.pt"', '{"model.pt": 1}'])
+@pytest.mark.parametrize("files", ['["model.safetensors"]', '"model.safetensors"', '{"model.safetensors": 1}'])
 def test_manifest_with_values_of_other_types_does_not_count_as_kept(tmp_path: Path, files: str) -> None:
     save(tmp_path, 1)
     (save(tmp_path, 2) / "manifest.json").write_text(f'{{"step": 2, "files": {files}}}')
@@ -82,7 +82,7 @@ def test_kill_between_the_renames_leaves_the_replaced_one(
             save(tmp_path, 1, keep=1)
     assert newest(tmp_path) == (1, [])
     if again:  # and once more right there
-        flip(save(tmp_path, 1, keep=99) / "model.pt", 50)
+        flip(save(tmp_path, 1, keep=99) / "model.safetensors", 50)
         (tmp_path / "step-00000001").rename(tmp_path / "step-00000001.replaced")
         save(tmp_path, 1)
     save(tmp_path, 2, keep=2)
@@ -130,7 +130,7 @@ def kill_savers(directory: Path, runs: int) -> None:
 
 
 def test_kill_at_any_point_of_a_save_leaves_the_last_good_one(tmp_path: Path) -> None:
-    code = f"from tests.run.test_publish import *; kill_savers(Path(sys.argv[1]), {RUNS})"
+    code = f"from tests.state.test_copies import *; kill_savers(Path(sys.argv[1]), {RUNS})"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -139,9 +139,9 @@ def test_kill_at_any_point_of_a_save_leaves_the_last_good_one(tmp_path: Path) ->
 
 CALLS = {
     "mkdir": (Path, "mkdir", ".writing-"),
-    "write": (publish, "_write_durably", "model.pt"),
-    "last write": (publish, "_write_durably", "manifest.json"),
-    "sync": (publish, "_sync", ".writing-"),
+    "write": (copies, "write_durably", "model.safetensors"),
+    "last write": (copies, "write_durably", "manifest.json"),
+    "sync": (copies, "_sync", ".writing-"),
     "rename": (Path, "rename", ".writing-"),
 }
 
@@ -194,8 +194,8 @@ class Held:
         self.thread: threading.Thread | None = None
         for place in ((Path, "rename"), (Path, "mkdir"), (shutil, "rmtree")):
             monkeypatch.setattr(*place, self.wrap(getattr(*place)))
-        for name in ("_write_durably", "_sync"):
-            monkeypatch.setattr(publish, name, self.wrap(getattr(publish, name)))
+        for name in ("write_durably", "_sync"):
+            monkeypatch.setattr(copies, name, self.wrap(getattr(copies, name)))
 
     def wrap(self, real: Any) -> Any:
         def call(*values: Any, **more: Any) -> Any:
@@ -234,7 +234,7 @@ def test_owner_frozen_at_any_point_of_a_save_takes_nothing_from_its_successor(
             if len(held.names) < number:
                 break
             owner[0] = "second"
-            publish.remove_unfinished(directory)
+            copies.remove_unfinished(directory)
             for step in (16, 24):
                 save(directory, step, keep=2, value=0.5, check_owner=lambda check=check: check("second"))
             held.go_on.set()
@@ -321,7 +321,7 @@ def test_disk_that_fills_between_two_saves_is_one_line(forks: Forks, tmp_path: P
         far = (*arguments, "--save-every-steps", "100000", "--evaluate-every-epochs", "60")
         codes, output = forks.run(*arguments, "--max-steps", "8")
         assert codes == [0], output
-        filling = "tests.run.test_publish:fill_at_step_10"
+        filling = "tests.state.test_copies:fill_at_step_10"
         codes, output = forks.run(*far, preload=filling, env={"DISK": str(disk.path)})
         assert codes == [2], output
         assert f"error: metrics: {run} has no space left, 0 MiB free" in output

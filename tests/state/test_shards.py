@@ -1,30 +1,27 @@
 """Sharded checkpoints: each rank writes its part, whole or not at all; they resume and load wherever plain ones do."""
 
-import enum
-import io
 import json
 import os
-import pickle
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorProperties
 
 from rankup.errors import UserError
-from tests.rigs.bare_group import group_of
+from rankup.state import copies, shards
+from rankup.state.copies import STATE, fingerprint
+from rankup.state.shards import Shards
 from tests.rigs.checkpoints import training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import small_disk
-from train.group.group import pack, unpack
-from train.run import publish, shard_pickles, sharded_checkpoint, weights
+from train.run import weights
 from train.run.checkpoint import find_problem, list_checkpoints, load_checkpoint, load_newest
 
 # 8 steps an epoch
@@ -69,8 +66,8 @@ def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_rank_writes_its_part(trained: Path) -> None:
     path = newest(trained)
     files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
-    shards = ["shards/.metadata", "shards/__0_0.distcp", "shards/__1_0.distcp"]
-    assert files == ["manifest.json", *shards, "state.json", "training.pt"]
+    ranks = ["rank-00000.safetensors", "rank-00001.safetensors"]
+    assert files == ["manifest.json", *ranks, "shards.json", "state.json"]
     assert json.loads((path / "manifest.json").read_text())["files"].keys() == {*files} - {"manifest.json"}
     assert not list(path.parent.glob(".*"))
 
@@ -80,10 +77,10 @@ def test_format_changes_no_bit(forks: Forks, trained: Path, tmp_path: Path) -> N
     assert digest(tmp_path) == digest(trained)
     one, other = load_checkpoint(newest(tmp_path)), load_checkpoint(newest(trained)).as_plain()
     assert weights.digest(one.model) == weights.digest(other.model) == digest(trained)
-    names = one.state.optimizer["state"].keys()
-    assert names == other.state.optimizer["state"].keys() != set()
+    names = one.tracked["optimizer"]["state"].keys()
+    assert names == other.tracked["optimizer"]["state"].keys() != set()
     for name in names:
-        a, b = (found.state.optimizer["state"][name] for found in (one, other))
+        a, b = (found.tracked["optimizer"]["state"][name] for found in (one, other))
         assert a.keys() == b.keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(a[key], b[key]) for key in a)
 
@@ -145,22 +142,24 @@ def test_run_goes_on_in_another_way(
     assert all(torch.allclose(found[name], alone[name], rtol=1e-4, atol=1e-6) for name in alone)
 
 
-def test_shards_of_another_size_are_refused_by_name(trained: Path) -> None:
-    tensors = {"model": {"0.weight": torch.zeros(24, 8)}}
-    with pytest.raises(RuntimeError, match=r"rank 0: .*0\.weight"):
-        sharded_checkpoint.read_shards_into(newest(trained) / "shards", tensors, group_of(0, 1))
+@pytest.mark.parametrize(("model", "message"), [
+    ({"0.weight": torch.zeros(24, 8)}, r"model/0.weight has the shape \[16, 8\] there, \[24, 8\] here"),
+    ({"0.weights": torch.zeros(16, 8)}, "model/0.weights is not in it"),
+    ({"0.weight": torch.zeros(16, 8)}, "model/0.bias has no place here"),
+])
+def test_state_of_another_shape_is_refused_by_name(trained: Path, model: dict[str, Any], message: str) -> None:
+    path = newest(trained)
+    with Shards(path, (path / shards.INDEX).read_bytes()) as found, pytest.raises(ValueError, match=message):
+        found.read_into({"model": model})
 
 
 # Weights --------------------------------------------------------------------------------------------------------
 
 
-def test_weights_load_into_a_plain_module_by_torchs_own_tool(trained: Path, tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    dcp_to_torch_save(newest(trained) / "shards", tmp_path / "torch.pt")
-    model = plain_model()
-    model.load_state_dict(torch.load(tmp_path / "torch.pt")["model"])
-    assert weights.digest(model.state_dict()) == digest(trained)
+def test_parts_are_plain_safetensors(trained: Path) -> None:
+    parts = [load_file(newest(trained) / shards.file_of(rank)) for rank in range(2)]
+    whole = {name: torch.cat([part[f"model/{name}"] for part in parts]) for name in plain_model().state_dict()}
+    assert weights.digest(whole) == digest(trained)
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -216,11 +215,27 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def rewrite(path: Path, **entry: Any) -> None:
+    """Change what the index says of a tensor, as somebody would who wants it to be read: every digest is right."""
+    index = json.loads((path / shards.INDEX).read_text())
+    index["shards"]["model/0.weight"] |= entry
+    (path / shards.INDEX).write_text(json.dumps(index))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][shards.INDEX] = fingerprint((path / shards.INDEX).read_bytes())
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+FIT = "its files don't fit together (%s"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "shard flipped": (lambda p: flip(p / "shards/__1_0.distcp"), "shards/__1_0.distcp does not match its digest"),
-    "shard truncated": (lambda p: os.truncate(p / "shards/__0_0.distcp", 9), "shards/__0_0.distcp has 9 bytes instead"),
-    "shard removed": (lambda p: (p / "shards/__1_0.distcp").unlink(), "__1_0.distcp is missing"),
-    "metadata flipped": (lambda p: flip(p / "shards/.metadata"), "shards/.metadata does not match its digest"),
+    "part missing": (lambda p: rewrite(p, parts=[[0, [0, 0]]]), FIT % "model/0.weight has 64 of 128 elements"),
+    "part outside": (lambda p: rewrite(p, parts=[[0, [0, 0]], [1, [9, 0]]]), FIT % "a part of model/0.weight lies out"),
+    "part of nobody": (lambda p: rewrite(p, parts=[[0, [0, 0]], [7, [8, 0]]]), FIT % "No such file"),
+    "part elsewhere": (lambda p: rewrite(p, parts=[["../../x", [0, 0]]]), FIT % ""),
+    "shape of another size": (lambda p: rewrite(p, shape=[2**40, 2**40]), FIT % ""),
+    "shard flipped": (lambda p: flip(p / "rank-00001.safetensors"), "rank-00001.safetensors does not match its digest"),
+    "shard truncated": (lambda p: os.truncate(p / "rank-00000.safetensors", 9), "rank-00000.safetensors has 9 bytes"),
+    "shard removed": (lambda p: (p / "rank-00001.safetensors").unlink(), "rank-00001.safetensors is missing"),
+    "index flipped": (lambda p: flip(p / "shards.json"), "shards.json does not match its digest"),
     "manifest removed": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
 }
 
@@ -237,121 +252,15 @@ def test_damaged_one_is_passed_over_and_said(trained: Path, tmp_path: Path, dama
     assert said[0].startswith(f"checkpoint step-00000012 was passed over: {why}")
 
 
-def test_metadata_runs_nothing_that_somebody_put_there(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "harm")))
-    with pytest.raises(UserError, match="mkdir has no place in it"):
-        sharded_checkpoint.read_all_shards(tmp_path)
-    assert not (tmp_path / "harm").exists()
-
-
-class Evil:
-    """Makes the folder `where` when it is unpickled."""
-
-    def __init__(self, where: Path) -> None:
-        self.where = where
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.where),)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [("bytes", "BytesStorageMetadata has no place in it"), ("absolute", "names a file elsewhere"),
-     ("above", "names a file elsewhere")],
-)
-def test_metadata_reads_tensors_of_its_own_folder_alone(
-    forks: Forks, trained: Path, tmp_path: Path, kind: str, message: str
-) -> None:
-    """A weight declared as bytes would be unpickled by torch as it is."""
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    shards = newest(tmp_path) / "shards"
-    shutil.copy(shards / "__0_0.distcp", tmp_path / "run" / "elsewhere")
-    metadata = pickle.loads((shards / ".metadata").read_bytes())
-    for index, info in metadata.storage_data.items():
-        if kind == "bytes" and index.fqn == "model.0.weight":
-            metadata.state_dict_metadata[index.fqn] = BytesStorageMetadata()
-            content = io.BytesIO()
-            torch.save(Evil(tmp_path / "harm"), content)
-            (shards / "__2_0.distcp").write_bytes(content.getvalue())
-            index = MetadataIndex(index.fqn)
-            info = replace(info, relative_path="__2_0.distcp", offset=0, length=len(content.getvalue()))
-            metadata.storage_data = {**metadata.storage_data, index: info}
-            break
-        if info.relative_path == "__0_0.distcp":
-            info.relative_path = str(tmp_path / "run/elsewhere") if kind == "absolute" else "../../../elsewhere"
-    (shards / ".metadata").write_bytes(pickle.dumps(metadata))
-    sign(newest(tmp_path))
-    line = (*LINE, *SHARDED, "--optimizer", "adamw", "--lr", "0.01", "--max-steps", "15", "--run-dir", tmp_path)
-    codes, output = forks.run(*line)
-    assert not (tmp_path / "harm").exists()
-    assert codes == [2], output
-    assert message in output
-
-
-def sign(path: Path) -> None:
-    """Give the checkpoint a manifest of its files as they are now."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    files = [file for file in path.rglob("*") if file.is_file() and file.name != "manifest.json"]
-    found = {str(file.relative_to(path)): sharded_checkpoint.fingerprint_file(file) for file in files}
-    (path / "manifest.json").write_text(json.dumps({**manifest, "files": found}))
-
-
-def test_members_of_enums_are_read_as_each_release_of_python_writes_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """3.11.0 to 3.11.3, Debian 12's among them, write `getattr(WriteItemType, "TENSOR")`."""
-    member = shard_pickles.WriteItemType.TENSOR
-    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
-    with torch.serialization.safe_globals([*shard_pickles.SENT]):
-        assert unpack(pack(member)) is member
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(TensorProperties(memory_format=torch.preserve_format)))
-    properties: Any = shard_pickles.SafeReader(tmp_path).read_metadata()
-    assert properties.memory_format is torch.preserve_format
-    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), "mro")))
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(TensorProperties(memory_format=torch.preserve_format)))
-    with pytest.raises(UserError, match=r"'mro'\) has no place in it"):
-        shard_pickles.SafeReader(tmp_path).read_metadata()
-    sent = torch.serialization.safe_globals([*shard_pickles.SENT])
-    with sent, pytest.raises(pickle.UnpicklingError, match=r"'mro'\) has no place in it"):
-        unpack(pack(member))
-
-
-def unreadable(trained: Path, folder: Path) -> Path:
-    """A copy of the run whose newest `.metadata` was written by a release that knows more classes than ours."""
-    shutil.copytree(trained, folder, dirs_exist_ok=True)
-    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000009")
-    path = newest(folder)
-    (path / "shards/.metadata").write_bytes(b"ctorch.distributed.checkpoint.metadata\nClassOfTorch9\n.")
-    sign(path)
-    return folder
-
-
-@pytest.mark.parametrize("command", ["train", "evaluate", "export"])
-def test_metadata_that_this_release_cannot_read_is_said_and_no_fresh_start_is_advised(
-    forks: Forks, trained: Path, tmp_path: Path, command: str
-) -> None:
-    folder = unreadable(trained, tmp_path)
-    line = ("--name", "run", "--run-dir", folder)
-    if command == "train":
-        line = (*LINE[1:], *SHARDED, "--optimizer", "adamw", "--lr", "0.01", "--max-steps", "15", *line)
-    codes, output = forks.run(command, *line, world_size=1 if command == "export" else 2)
-    assert set(codes) == {2}, output
-    assert output.count("ClassOfTorch9 has no place in it") == 1, output
-    assert "Nothing is lost: run the same command with the versions that wrote it" in output
-    assert "--fresh" not in output
-    assert "Traceback" not in output
-    assert find_problem(newest(folder)) == ""
-
-
 def record_reads() -> None:
     """In the process of a rank: note which files of checkpoints are opened to be read, but the newest's."""
     rank = os.environ.get("RANK", "0")
 
     def note(event: str, values: tuple[Any, ...]) -> None:
         path = Path(str(values[0])) if event == "open" else Path()
-        if path.suffix not in (".pt", ".distcp") and path.name not in (".metadata", "state.json"):
+        if path.suffix != ".safetensors" and path.name not in ("tree.json", "shards.json", "state.json"):
             return
-        step = path.parents[path.parent.name == "shards"]
+        step = path.parent
         newest = max((other.name for other in step.parent.glob("step-*")), default="")
         if step.parent.name == "checkpoints" and step.name != newest and values[2] & os.O_ACCMODE == os.O_RDONLY:
             with Path(f"{os.environ['READS']}-{rank}").open("a") as file:
@@ -362,7 +271,7 @@ def record_reads() -> None:
 
 @pytest.mark.parametrize("more", [("--parallel", "ddp"), SHARDED], ids=["plain", "sharded"])
 def test_save_reads_neither_what_it_writes_nor_older_ones(forks: Forks, tmp_path: Path, more: tuple[str, ...]) -> None:
-    preload = "tests.run.test_sharded_checkpoint:record_reads"
+    preload = "tests.state.test_shards:record_reads"
     train(forks, tmp_path, 2, *more, "--keep", "3", preload=preload, env={"READS": str(tmp_path / "reads")})
     assert [path.read_text() for path in tmp_path.glob("reads-*")] == []
     found = {path.name: find_problem(path) for path in list_checkpoints(tmp_path / "run/checkpoints")}
@@ -371,33 +280,30 @@ def test_save_reads_neither_what_it_writes_nor_older_ones(forks: Forks, tmp_path
 
 def die_in_save() -> None:
     """In the process of a rank: the one that is named is killed at a point of its second save."""
-    from train.run import sharded_checkpoint
-
     where, rank = os.environ["DIE"].split()
     if os.environ["RANK"] != rank:
         return
     calls: list[int] = []
-    owner, name = {"begin": (publish, "create_staging"), "write": (sharded_checkpoint, "_write"),
-                   "between": (sharded_checkpoint._HashedFiles, "fingerprints"), "publish": (publish, "publish")}[where]
+    owner, name = {
+        "begin": (copies, "create_staging"), "write": (shards, "write_durably"), "publish": (copies, "publish")
+    }[where]
     real = getattr(owner, name)
 
-    def dies(*given: Any, **more: Any) -> Any:
-        path = str(given[0].path if where == "write" else given[0])  # a writer's, or the path itself
-        calls.append(1) if "step-00000006" in path or where in ("begin", "between") else None
-        if len(calls) == (2 if where in ("begin", "between") else 1):
-            if where == "write":
-                real(*given, **more)
+    def dies(path: Path, *given: Any, **more: Any) -> Any:
+        calls.append(1)
+        done = real(path, *given, **more) if len(calls) == 1 or where == "write" else None
+        if len(calls) == 2:
             os.kill(os.getpid(), 9)
-        return real(*given, **more)
+        return done
 
     setattr(owner, name, dies)
 
 
-@pytest.mark.parametrize("where", ["begin 0", "write 0", "write 1", "between 1", "publish 0"])
+@pytest.mark.parametrize("where", ["begin 0", "write 0", "write 1", "publish 0"])
 def test_kill_in_a_save_leaves_the_one_before(forks: Forks, trained: Path, tmp_path: Path, where: str) -> None:
     more = (*SHARDED, "--optimizer", "adamw", "--lr", "0.01")
     line = (*LINE, *more, "--run-dir", tmp_path)
-    preload = "tests.run.test_sharded_checkpoint:die_in_save"
+    preload = "tests.state.test_shards:die_in_save"
     codes, output = forks.run(*line, world_size=2, env={"DIE": where}, preload=preload)
     assert sorted(codes) == [-9, 171], output
     assert [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")] == ["step-00000003"]
@@ -447,10 +353,10 @@ def test_take_over_by_another_attempt_publishes_nothing(tmp_path: Path) -> None:
     def lost() -> None:
         raise UserError("another attempt has it")
 
-    staging = publish.create_staging(tmp_path, 123456789)
-    files = training_state(123456789).to_files()
+    staging = copies.create_staging(tmp_path, 123456789)
+    files = {STATE: training_state(123456789).to_file()}
     with pytest.raises(UserError, match="another attempt"):
-        publish.publish(staging, files, {}, step=123456789, keep=1, check_owner=lost)
+        copies.publish(staging, files, {}, step=123456789, keep=1, check_owner=lost)
     assert list(tmp_path.iterdir()) == []
-    publish.publish(publish.create_staging(tmp_path, 123456789), files, {}, step=123456789, keep=1)
+    copies.publish(copies.create_staging(tmp_path, 123456789), files, {}, step=123456789, keep=1)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-123456789"]

@@ -1,0 +1,226 @@
+"""Which files hold the logs of a job, who wrote each of their lines, and when: anybody's files and folders, and runs.
+
+A log is read line by line, so its size does not matter: one of 10 GB needs no more memory than one of 10 KB.
+"""
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from rankup.errors import ConfigError
+from rankup.places.files import read_json
+
+MAX_FILES = 10_000
+STDIN = "-"
+# slurm-7.out, job.e123 of PBS, worker.log.1 of logrotate; a name without a dot may be one too
+LOG_NAME = re.compile(r"[^.]+|.*\.(?:log|out|err|txt|stdout|stderr|[oe]\d+)(?:\.\d+)?")
+RANK_NAME = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
+# LOG_DIR/ID_RANDOM/attempt_0/LOCAL_RANK/stderr.log, as torchrun writes it. Beside the ranks' folders it keeps copies of
+# what it showed: filtered_stdout.log
+TORCHRUN_FILE = re.compile(r"(?P<job>.*/|)attempt_(?P<attempt>\d+)/(?P<rank>\d+)/[^/]+")
+TORCHRUN_ERROR = "error.json"
+MAX_LINE = 1500  # characters: the rest of a longer line is not looked at
+MAX_PREFIXES = 5  # docker compose, a time stamp, srun's label, torchrun's and ours have been seen on one line
+COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+DIGITS = "0123456789"
+# The characters that a prefix may begin with, and its pattern. The first test is cheap and spares most of the patterns.
+# Several prefixes may follow each other: the innermost one knows best who wrote the line.
+PREFIXES = [
+    (begin, re.compile(pattern))
+    for begin, pattern in (
+        ("[", r"\[(?P<host>[\w.-]+) r(?P<rank>\d+)/\d+\] ?"),  # ours, on the terminal
+        (DIGITS, r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d (?P<host>[\w.-]+) r(?P<rank>\d+) "),  # ours, in logs/rank-N.log
+        ("[", r"\[(?:\w*?)(?:default|rank)(?P<rank>\d+)\]:\s?"),  # torchrun's --tee, and torch's hook for exceptions
+        ("[", r"\[pod/(?P<host>[\w.-]+)/[\w.-]+\] "),  # kubectl logs --prefix
+        ("", r"(?P<host>[\w.-]{1,80})\s*\| "),  # docker compose
+        (DIGITS, r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[.,\d]*(?:Z|[+-]\d\d:?\d\d) "),  # time stamps of docker and kubectl
+        (DIGITS + " ", r"\s{0,3}(?P<rank>\d{1,5}): "),  # srun --label
+        ("[", r"\[\d+,(?P<rank>\d+)\]<std(?:err|out)>:\s?"),  # mpirun --tag-output
+        ("MTWFS", r"\w{3} \w{3} [ \d]\d [\d:]{8} \d{4}\[(?P<rank>\d+)\]<std(?:err|out)>:\s?"),  # horovodrun
+        ("(", r"\(\w+ pid=\d+(?:, ip=(?P<host>[\w.:]+))?\) "),  # Ray
+    )
+]
+CLOCK = re.compile(r"\d\d:\d\d:\d\d")
+# Where in a line a time is, by who writes it so. glog and torch leave out the year
+TIMES = [re.compile(pattern) for pattern in (
+    r"(?P<year>\d{4})[-/](?P<month>\d\d)[-/](?P<day>\d\d)[T _](?P<clock>\d\d:\d\d:\d\d)(?P<part>[.,]\d{1,6})?\d*"
+    r"(?P<zone>Z|[+-]\d\d:?\d\d)?",
+    r"(?P<month>\d\d)/(?P<day>\d\d)/(?P<year>\d{4}) (?P<clock>\d\d:\d\d:\d\d)(?P<part>(?P<zone>))",  # transformers
+    r"\b[IWEF](?P<month>\d\d?)(?P<day>\d\d) (?P<clock>\d\d:\d\d:\d\d)(?P<part>\.\d{1,6})?\d*(?P<year>)(?P<zone>)",
+)]
+
+
+@dataclass(frozen=True, slots=True)
+class LogFile:
+    """A file, and who wrote those of its lines that do not say so themselves. `name`: as messages call it."""
+
+    path: Path
+    name: str = ""
+    rank: int | None = None
+    host: str = ""
+    since: str = ""  # a time as our logs have it: what is older belongs to an earlier attempt
+    ends: tuple[str, ...] = ()  # in place of a file: how the ranks of a run ended, as `status/` has it
+
+    def lines(self) -> Iterator[str]:
+        """Its lines. Bytes that are not UTF-8 become question marks. Raises OSError."""
+        if self.ends or self.path.name == TORCHRUN_ERROR:
+            yield from self.ends or _error_lines(self.path)
+            return
+        is_input = str(self.path) == STDIN
+        file_or_number = sys.stdin.fileno() if is_input else self.path
+        with open(file_or_number, encoding="utf-8", errors="replace", closefd=not is_input, newline="\n") as file:
+            belongs = not self.since
+            # A size for each readline: a file without line ends would otherwise be read into memory as a whole
+            for line in iter(lambda: file.readline(1 << 16), ""):
+                if self.since and re.match(r"\d{4}-\d\d-\d\dT", line):
+                    belongs = line[:19] >= self.since  # ISO times compare as text
+                if belongs:
+                    # A progress bar writes over itself: what a terminal would show in the end
+                    yield line.rstrip("\r\n").rpartition("\r")[2] if "\r" in line else line
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line without the prefixes that launchers and loggers put before it. The prefixes say who wrote the line."""
+
+    text: str
+    rank: int | None = None
+    host: str = ""
+    source: str = ""  # lines of one source belong together, such as the lines of a traceback
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+
+def find_files(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[LogFile]:
+    """The logs at these places: files, "-", folders of logs, runs, and names of runs in `run_dir`.
+
+    Raises ConfigError where there is nothing to read.
+    """
+    found: list[LogFile] = []
+    for path in paths:
+        place = run_dir / path if not path.exists() and (run_dir / path).is_dir() else path
+        if not place.is_dir():
+            found.append(LogFile(place, str(path)))
+        elif (place / "status.json").is_file() or [*place.glob("logs/rank-*.log")]:
+            found += _of_run(place)
+        elif files := [*_of_folder(place)]:
+            found += files
+        else:
+            raise ConfigError(f"explain needs a folder with logs (*.log, *.out, *.err, *.txt), got {place}.")
+    return [replace(file, name="") for file in found] if len(found) == 1 else found
+
+
+def _of_run(directory: Path) -> list[LogFile]:
+    """How each rank ended in the last attempt, then what its log says of that attempt."""
+    status = _read_object(directory / "status.json")
+    if status.get("state") == "finished":
+        return []  # whatever went wrong in earlier attempts was overcome
+    attempt = str(status.get("attempt", ""))
+    began = re.match(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)", attempt)
+    since = "{}-{}-{}T{}:{}:{}".format(*began.groups()) if began else ""
+    ends = []
+    for path in sorted((directory / "status" / attempt).glob("rank-*.json")) if attempt else []:
+        end = _read_object(path)
+        if end.get("state") == "failed":
+            # A user's mistake is marked as on the terminal
+            code, why = end.get("code"), end.get("why")
+            text = f"error: {why}" if code == 2 else f"{why} (exit code {code})"
+            ends.append(f"[{end.get('host')} r{end.get('rank')}/{status.get('world_size')}] {text}\n")
+    logs = [
+        LogFile(path, path.name, _rank_in(path.name), since=since)
+        for path in sorted((directory / "logs").glob("rank-*.log"))
+    ]
+    return [LogFile(directory, "status", ends=tuple(ends)), *logs] if ends else logs
+
+
+def _of_folder(folder: Path) -> Iterator[LogFile]:
+    """All logs below a folder; of torchrun's attempts only the last."""
+    names = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))[:MAX_FILES] if path.is_file()}
+    of_torchrun = {name: match for name in names if (match := TORCHRUN_FILE.fullmatch(name))}
+    last: dict[str, int] = {}
+    for match in of_torchrun.values():
+        last[match["job"]] = max(last.get(match["job"], 0), int(match["attempt"]))
+    for name, path in names.items():
+        if found := of_torchrun.get(name):
+            # Its folders count the ranks of one node. Several nodes' are told apart by the folders' names alone
+            if int(found["attempt"]) == last[found["job"]]:
+                yield LogFile(path, name, int(found["rank"])) if len(last) == 1 else LogFile(path, name, host=name)
+        elif LOG_NAME.fullmatch(path.name) and "filtered_" not in path.name and _is_text(path):
+            rank = _rank_in(path.name)
+            yield LogFile(path, name, rank, path.name.split(".")[0] if rank is None else "")
+
+
+def _rank_in(name: str) -> int | None:
+    rank = RANK_NAME.search(name)
+    return int(rank[1]) if rank else None
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return b"\0" not in file.read(1024)
+    except OSError:
+        return True  # whoever reads it gets the reason
+
+
+def _error_lines(path: Path) -> Iterator[str]:
+    """The traceback that torch's `@record` keeps, with its time."""
+    message = _read_object(path).get("message")
+    more = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+        yield f"{datetime.fromtimestamp(int(more['timestamp'])).isoformat()}\n"
+    text = more.get("py_callstack") or (message if isinstance(message, str) else json.dumps(message))
+    yield from (f"{line}\n" for line in str(text).splitlines())
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one if there is none, since a failed run may have left anything."""
+    found = read_json(path)
+    return found if isinstance(found, dict) else {}
+
+
+# Lines --------------------------------------------------------------------------------------------------------------
+
+
+def split_prefixes(text: str) -> LogLine:
+    """Take the prefixes off a line."""
+    rest = text[:MAX_LINE].rstrip("\r\n")
+    rest = COLOUR.sub("", rest) if "\x1b" in rest else rest
+    rank, host, prefixed = None, "", False
+    for _ in range(MAX_PREFIXES):
+        piped = "| " in rest[:90]
+        candidates = [pattern for begin, pattern in PREFIXES if (rest[:1] in begin if begin else piped)]
+        found = next(filter(None, (pattern.match(rest) for pattern in candidates)), None)
+        if found is None or not rest:
+            break
+        names = found.groupdict()
+        rank = int(names["rank"]) if names.get("rank") else rank
+        host = names.get("host") or host
+        prefixed, rest = True, rest[found.end() :]
+    return LogLine(rest, rank, host, f"{rank} {host}" if prefixed else "")
+
+
+def has_time(text: str) -> bool:
+    """Whether `time_of` may find a time in this line; quick."""
+    return CLOCK.search(text, 0, 120) is not None
+
+
+def time_of(text: str) -> float | None:
+    """The time in a line, in seconds since 1970; a time without a zone is taken for this machine's."""
+    for found in filter(None, (pattern.search(text, 0, 160) for pattern in TIMES)):
+        now = datetime.now()
+        date = f"{found['year'] or now.year}-{int(found['month']):02}-{found['day']}T{found['clock']}"
+        with contextlib.suppress(ValueError):
+            time = datetime.fromisoformat(date + (found["zone"] or "").replace("Z", "+00:00"))
+            # A line of last December, read in January
+            if not found["year"] and time > now + timedelta(days=1):
+                time = time.replace(year=now.year - 1)
+            return time.timestamp() + float("0." + (found["part"] or ".0")[1:])
+    return None

@@ -1,0 +1,275 @@
+"""A copy of the state is a folder of named files, which appears whole or not at all.
+
+`step-00001200/` holds `state.json` (what a person may want to read, `step` among it), `tree.json` and
+`<item>.safetensors` (see `rankup.state.tree`), or one file per rank (see `rankup.state.shards`), and `manifest.json`:
+the step, and size in bytes and SHA-256 of each other file. The manifest is written last.
+
+A copy is put together in a hidden folder, synced and renamed. The order matters: every file is on the disk, and its
+digest in the manifest, before the folder gets its name; only then are old copies removed. A kill at any point leaves
+the earlier ones, and at most a hidden folder. Whoever takes a run over removes hidden folders first: an owner that was
+frozen, and taken for dead, may wake up anywhere, and finds nothing to rename. No save removes the hidden folders of
+others, because such an owner would remove its successor's. Nothing that was written is read back: it would come from
+the page cache, and prove nothing about the disk. No torch.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rankup.errors import disk_error
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+STAGING = ".writing-"
+# `.replaced`: the earlier one of the same step, for the moment until the new one has its name
+NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+# A manifest may come from outside: no name in it may lead out of the copy's folder
+FILE = re.compile(r"\w[\w.-]*")
+Fingerprint = dict[str, Any]  # {"bytes": int, "sha256": str} of one file
+
+known_damaged: set[Path] = set()  # what this process has read and found damaged
+
+
+class Content(Protocol):
+    """What a file is to hold: bytes, or an object that makes them piece by piece."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+# Reading --------------------------------------------------------------------------------------------------------
+
+
+def list_copies(directory: Path) -> list[Path]:
+    """All folders that are named like a copy, good or not, oldest first; a replaced one before its successor."""
+    try:
+        # Not after a look whether it is there: ranks of one node remove a rescue's folder at the same time
+        paths = list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    named = [(match, path) for path in paths if (match := NAME.fullmatch(path.name)) and path.is_dir()]
+    # As numbers: from step 100,000,000 on the names have a digit more
+    return [path for match, path in sorted(named, key=lambda pair: (int(pair[0][1]), not pair[0][2]))]
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a copy's folder."""
+    return int(path.name.removeprefix("step-").split(".")[0])
+
+
+def verify(path: Path) -> tuple[dict[str, bytes], str]:
+    """Read every file of a copy. Returns the contents of all but the ranks' files, and what is wrong, "" if nothing is.
+
+    The caller uses these bytes: a file that is read twice may have changed between its check and its use.
+    """
+    files: dict[str, bytes] = {}
+    try:
+        manifest = read_manifest(path)
+        for name, entry in manifest["files"].items():
+            if is_shard(name):  # it may be larger than the memory that is free
+                found = _fingerprint_file(path / name)
+            else:
+                files[name] = (path / name).read_bytes()
+                found = fingerprint(files[name])
+            if found["bytes"] != entry["bytes"]:
+                return {}, f"{name} has {found['bytes']} bytes instead of {entry['bytes']}"
+            if found["sha256"] != entry["sha256"]:
+                return {}, f"{name} does not match its digest"
+        return files, _compare_steps(path, manifest["step"], json.loads(files[STATE])["step"])
+    except FileNotFoundError as error:
+        return {}, f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return {}, f"can't be read ({error.strerror})"
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return {}, f"{MANIFEST} is damaged"
+
+
+def find_problem(path: Path) -> str:
+    """Why a copy can't be used, or "" if every byte is as it was written."""
+    return verify(path)[1]
+
+
+def looks_whole(path: Path) -> bool:
+    """Whether a copy is of the step in its name, its files have their sizes, and this process found no damage in it.
+
+    For a save, which must not wait until older copies are read.
+    """
+    try:
+        manifest = read_manifest(path)
+        if path in known_damaged or _compare_steps(path, manifest["step"], manifest["step"]):
+            return False
+        return all((path / name).stat().st_size == entry["bytes"] for name, entry in manifest["files"].items())
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return False
+
+
+def newest_good_step(directory: Path) -> int:
+    """The step of the newest copy that verifies, -1 where there is none."""
+    return next((step_of(path) for path in reversed(list_copies(directory)) if not find_problem(path)), -1)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Raises OSError, and ValueError, TypeError, LookupError, AttributeError or RecursionError where it is damaged."""
+    manifest: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
+    if not all(FILE.fullmatch(name) for name in manifest["files"]):
+        raise ValueError
+    return manifest
+
+
+def is_shard(name: str) -> bool:
+    """Whether the file of that name holds one rank's part of the tensors."""
+    return name.startswith("rank-")
+
+
+def _compare_steps(path: Path, in_manifest: Any, in_state: Any) -> str:
+    """A copy under the name of a higher step has whole files, and would win against the steps trained since."""
+    named = NAME.fullmatch(path.name)
+    # A folder that the user names may have any name
+    steps = {"name": int(named[1]) if named else in_state, "manifest": in_manifest, "state": in_state}
+    if len(set(steps.values())) == 1:
+        return ""
+    return ", ".join(f"its {where} says step {step}" for where, step in steps.items())
+
+
+def fingerprint(content: bytes) -> Fingerprint:
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _fingerprint_file(path: Path) -> Fingerprint:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+# Writing --------------------------------------------------------------------------------------------------------
+
+
+def to_json(value: dict[str, Any]) -> bytes:
+    """JSON for a person."""
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def save(
+    directory: Path, files: Mapping[str, Content], *, step: int, keep: int,
+    check_owner: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write one copy that this process holds whole; the rest as `publish`."""
+    check_owner()
+    return publish(create_staging(directory, step), files, {}, step=step, keep=keep, check_owner=check_owner)
+
+
+def create_staging(directory: Path, step: int) -> Path:
+    """An empty hidden folder of its own in which the copy of that step is put together. Raises UserError."""
+    staging = directory / f"{STAGING}step-{step:08d}-{secrets.token_hex(4)}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        staging.mkdir()
+    except OSError as error:
+        raise disk_error("checkpoint", directory, error) from None
+    return staging
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what others were writing. Nobody else may own the directory. Raises nothing."""
+    for left in directory.glob(f"{STAGING}*"):
+        # Renamed first: its owner must not give its name to a folder that is half removed
+        _remove(left, left.with_name(f"{STAGING}{secrets.token_hex(4)}"))
+
+
+def publish(
+    staging: Path, files: Mapping[str, Content], written: dict[str, Fingerprint], *, step: int, keep: int,
+    check_owner: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write `files` beside those that the ranks have `written`, give the folder its name, and remove old ones.
+
+    The `keep` newest that look whole stay. `check_owner` raises where another attempt owns the run by now: it is called
+    before the copy appears, and again before others are removed. Raises UserError where the disk is full or not
+    writable: the earlier copies stay as they were. `staging` is gone in any case.
+    """
+    directory = staging.parent
+    target = directory / f"step-{step:08d}"
+    try:
+        entries = written | {name: write_durably(staging / name, content) for name, content in files.items()}
+        write_durably(staging / MANIFEST, [to_json({"step": step, "files": entries})])
+        _sync(staging)
+        check_owner()
+        _rename(staging, target)
+        known_damaged.discard(target)
+        _sync(directory)
+    except OSError as error:
+        raise disk_error("checkpoint", directory, error) from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    check_owner()
+    _remove_old(directory, keep, newest=target)
+    return target
+
+
+def write_durably(path: Path, content: Iterable[Any]) -> Fingerprint:
+    """Write the pieces of `content`, or bytes, and return what the manifest says of the file. Raises OSError."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for piece in [content] if isinstance(content, bytes) else content:
+            file.write(piece)
+            digest.update(piece)
+            size += len(piece)
+        file.flush()
+        # close() alone leaves the bytes in the page cache: after a power cut the rename could outlive the contents
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _rename(staging: Path, target: Path) -> None:
+    """Atomic within one file system: a reader sees no copy or a whole one. Raises OSError."""
+    aside = target.with_name(f"{target.name}.replaced")
+    if aside.exists():  # left by a kill between the renames, and whole: it stays until the new one has its name
+        aside = staging.with_name(f"{staging.name}-old")
+    # Of the same step: damaged, or saved before its evaluation. A folder can't be renamed onto another one; after a
+    # kill between the two renames the replaced one is found and used.
+    with contextlib.suppress(FileNotFoundError):
+        target.rename(aside)
+    try:
+        staging.rename(target)
+    except OSError:
+        with contextlib.suppress(OSError):  # it may be the next owner's
+            aside.rename(target)
+        raise
+    if aside.name.startswith(STAGING):
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync(directory: Path) -> None:
+    """A name lasts through a power cut only once its directory is synced."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
+    """Remove all but `newest` and the next ones to `keep` in all that look whole.
+
+    One that a run has found damaged does not count, nor one whose sizes are wrong: it must not push a good one out.
+    Other damage is not seen, because nothing is read here.
+    """
+    good = 0
+    for path in reversed(list_copies(directory)):
+        if good >= keep or (path.suffix and path.with_suffix("").exists()):
+            # Renamed first: a folder whose removal is cut short must not look like a copy
+            _remove(path, path.with_name(f"{STAGING}{path.name}-old"))
+        elif path == newest or looks_whole(path):
+            good += 1
+
+
+def _remove(path: Path, doomed: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)

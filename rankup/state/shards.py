@@ -1,0 +1,220 @@
+"""Sharded copies: each rank writes the parts of tensors that it holds, and reads the slices that it needs.
+
+`rank-00000.safetensors` is rank 0's part and so on. Tensors that all ranks hold whole are in rank 0's. The index,
+`shards.json` in place of `tree.json`, has a table beside the tree: the type and the whole shape of each tensor, and
+rank and offset of each of its parts. So a copy loads at any number of ranks, split in any way or not at all. The folder
+has to be on storage that all nodes share.
+"""
+
+import json
+import math
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rankup.errors import UserError, disk_error
+from rankup.state.copies import Fingerprint, write_durably
+from rankup.state.tree import DTYPES, TensorFile, decode, encode
+
+INDEX = "shards.json"
+VISIBLE_S = 10.0  # NFS caches directories: a node may see another node's new file this much later
+TYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def file_of(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def check_shared(directory: Path, group: Any) -> None:
+    """Raises UserError on all ranks where one does not see what rank 0 writes into `directory`. All ranks call this.
+
+    Before the training: without shared storage the first save would fail, hours later.
+    """
+    mark, problem = directory / f".shared-{group.attempt}", ""
+    if group.is_rank0:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError as error:
+            problem = str(disk_error("checkpoint", directory, error))
+    if problem := group.broadcast(problem):
+        raise UserError(problem, printed_elsewhere=not group.is_rank0)
+    unseen = [rank for rank, seen in enumerate(group.gather(_wait_until_visible(mark))) if not seen]
+    if group.is_rank0:
+        mark.unlink(missing_ok=True)
+    if unseen:
+        raise _not_shared(unseen, directory, group)
+
+
+def write_shards(staging: Path, tracked: dict[str, Any], group: Any) -> tuple[dict[str, bytes], dict[str, Fingerprint]]:
+    """Write this rank's part of the tracked items, whose tensors are plain or DTensors. All ranks call this.
+
+    Returns the other file, for rank 0 to publish, and the fingerprints of all ranks' files. Raises UserError on all
+    ranks where one can't write, and where a value can't be kept, or rank 0 does not see what the others wrote.
+    """
+    directory, problem = staging.parent, ""
+    parts: dict[str, Any] = {}
+    written: Fingerprint = {}
+    tree, tensors = encode(tracked)
+    try:
+        own = {name: part for name, tensor in tensors.items() if (part := _own_part(name, tensor, group.rank))}
+        parts = {name: list(offset) for name, (_, offset) in own.items()}
+        written = write_durably(staging / file_of(group.rank), TensorFile({n: local for n, (local, _) in own.items()}))
+    except OSError as error:
+        problem = str(disk_error("checkpoint", directory, error))
+    except UserError as error:
+        problem = str(error)
+    found = group.gather([parts, written, problem])
+    if problems := [problem for _, _, problem in found if problem]:
+        raise UserError(problems[0], printed_elsewhere=not group.is_rank0)
+    files = {file_of(rank): entry for rank, (_, entry, _) in enumerate(found)}
+    seen = not group.is_rank0 or all(
+        _wait_until_visible(staging / name, size=entry["bytes"]) for name, entry in files.items()
+    )
+    if not group.broadcast(seen):
+        raise _not_shared([0], directory, group)
+    table = {
+        name: {
+            "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape),
+            "parts": [[rank, parts[name]] for rank, (parts, _, _) in enumerate(found) if name in parts],
+        }
+        for name, tensor in tensors.items()
+    }
+    return {INDEX: json.dumps({"tree": tree, "shards": table}).encode()}, files
+
+
+class Shards:
+    """The tensors of a sharded copy in the folder `path`, whose index is `content`. `with` closes its files.
+
+    Every method raises ValueError, KeyError or another error where the files are not what a rank wrote.
+    """
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        values = json.loads(content)
+        self.path, self.tree, self.table = path, values["tree"], values["shards"]
+        self._open = ExitStack()
+        self._files: dict[int, Any] = {}
+
+    def __enter__(self) -> "Shards":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def check(self) -> None:
+        """Whether the parts are in the files and make up all tensors. Reads nothing but the heads of the files."""
+        for name, entry in self.table.items():
+            found = 0
+            for _, offset, shape in self._parts(name):
+                if any(o < 0 or o + n > whole for o, n, whole in zip(offset, shape, entry["shape"], strict=True)):
+                    raise ValueError(f"a part of {name} lies outside of it")
+                found += math.prod(shape)
+            if found != math.prod(entry["shape"]):
+                raise ValueError(f"{name} has {found} of {math.prod(entry['shape'])} elements")
+        decode(self.tree, lambda name: torch.empty(self.table[name]["shape"], device="meta"))
+
+    def read_all(self) -> dict[str, Any]:
+        """The tracked items with whole tensors, on the CPU of one process."""
+        def take(name: str) -> torch.Tensor:
+            entry = self.table[name]
+            whole = torch.empty(entry["shape"], dtype=TYPES[entry["dtype"]])
+            self._fill(name, whole, [0] * whole.ndim)
+            return whole
+
+        return dict(decode(self.tree, take))
+
+    def read_into(self, target: dict[str, Any]) -> dict[str, Any]:
+        """The tracked items with the tensors of `target`, which are split as this rank needs them, filled in place.
+
+        `target` has the same structure. Raises ValueError where names or shapes differ.
+        """
+        _, tensors = encode(target)
+        for name, tensor in tensors.items():
+            if name not in self.table:
+                raise ValueError(f"{name} is not in it")
+            if list(tensor.shape) != self.table[name]["shape"]:
+                raise ValueError(f"{name} has the shape {self.table[name]['shape']} there, {list(tensor.shape)} here")
+            self._fill(name, *_local(name, tensor))
+
+        def take(name: str) -> torch.Tensor:
+            if name not in tensors:
+                raise ValueError(f"{name} has no place here")
+            return tensors[name]
+
+        return dict(decode(self.tree, take))
+
+    def _parts(self, name: str) -> list[tuple[Any, list[int], list[int]]]:
+        """File, offset and shape of each part of a tensor."""
+        from safetensors import safe_open
+
+        parts = []
+        for rank, offset in self.table[name]["parts"]:
+            if rank not in self._files:
+                file = safe_open(self.path / file_of(rank), framework="pt")
+                self._files[rank] = self._open.enter_context(file)
+            parts.append((self._files[rank], offset, self._files[rank].get_slice(name).get_shape()))
+        return parts
+
+    def _fill(self, name: str, local: torch.Tensor, offset: list[int]) -> None:
+        """Fill what a rank holds of a tensor, from `offset` on."""
+        left = local.numel()
+        for file, begin, shape in self._parts(name):
+            if not local.ndim:
+                local.copy_(file.get_tensor(name))
+                return
+            low = [max(own, other) for own, other in zip(offset, begin, strict=True)]
+            high = [min(own + n, other + m)
+                    for own, n, other, m in zip(offset, local.shape, begin, shape, strict=True)]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                there, here = (
+                    tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+                    for origin in (begin, offset)
+                )
+                local[here].copy_(file.get_slice(name)[there])
+                left -= local[here].numel()
+        if left:
+            raise ValueError(f"{name} lacks {left} elements")
+
+
+def _own_part(name: str, tensor: Any, rank: int) -> tuple[torch.Tensor, list[int]] | None:
+    """What this rank writes of a tensor, and its offset; None where others write all of it."""
+    if not hasattr(tensor, "to_local"):
+        return (tensor, [0] * tensor.ndim) if rank == 0 else None
+    copies = [place for place, kind in zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+              if kind.is_replicate()]
+    local, offset = _local(name, tensor)
+    return (local, offset) if local.numel() and not any(copies) else None
+
+
+def _local(name: str, tensor: Any) -> tuple[torch.Tensor, list[int]]:
+    """What this rank holds of a tensor, and its offset. Raises UserError for parts that are no slice."""
+    if not hasattr(tensor, "to_local"):
+        return tensor, [0] * tensor.ndim
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not all(type(kind) in (Replicate, Shard) for kind in tensor.placements):
+        raise UserError(f"state: {name} must be split by Shard and Replicate, got {tensor.placements}.")
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), [*offset]
+
+
+def _wait_until_visible(path: Path, *, size: int = 0) -> bool:
+    until_s = time.monotonic() + VISIBLE_S
+    while not path.exists() or path.stat().st_size != size:
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _not_shared(unseen: list[int], directory: Path, group: Any) -> UserError:
+    named = ", ".join(f"rank {rank} on {group.hosts[rank]}" for rank in unseen[:4])
+    text = (
+        f"checkpoint_format sharded needs a run directory that all nodes share, got {directory}, in which {named} "
+        "can't see what others write. Set --run-dir to shared storage, or --checkpoint-format plain."
+    )
+    return UserError(text, printed_elsewhere=not group.is_rank0)

@@ -1,0 +1,222 @@
+"""Tracked state as files: tensors as safetensors, everything else as JSON. Nothing is pickled.
+
+JSON alone loses int keys, tuples, inf and Counters; safetensors alone loses which tensors are one and the same, and how
+a tensor lies in memory. So the JSON is a tree of tagged values: `{"$": "tuple", "v": [1, 2]}`. A tensor stands in it by
+name, `{"$": "tensor", "is": "model/0.weight"}`: a tensor that appears twice has the same name twice and is written
+once. `stride` is kept where a tensor is dense but not in C order, as in channels_last.
+
+`model/0.weight` is the tensor `0.weight` of the file `model.safetensors`: each tracked item has a file of its own,
+which `safetensors.torch.load_file` reads. With shards the files belong to ranks, see `rankup.state.shards`.
+"""
+
+import base64
+import json
+import math
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from rankup.errors import UserError
+
+TREE = "tree.json"
+ITEM = re.compile(r"[A-Za-z]\w*")  # an item's name is the name of a file
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32",
+    torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
+Tensors = dict[str, torch.Tensor]
+
+
+class TensorFile:
+    """The bytes of a safetensors file, made of tensors on any device while they are iterated: one at a time is copied.
+
+    Equal tensors under equal names give equal bytes, whatever their device and memory format.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        # As safetensors itself orders them: large elements first, so that each tensor is aligned
+        self._tensors = dict(sorted(tensors.items(), key=lambda pair: (-pair[1].itemsize, pair[0])))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        end = 0
+        for name, tensor in self._tensors.items():
+            begin, end = end, end + tensor.numel() * tensor.itemsize
+            header[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._header = len(text).to_bytes(8, "little") + text
+        self._size = len(self._header) + end
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        yield self._header
+        for tensor in self._tensors.values():
+            if tensor.numel():
+                whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+                yield whole.reshape(-1).view(torch.uint8).numpy().data
+
+
+def encode(tracked: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
+    """The tree of the tracked items, for JSON, and the tensors in it by their names. No tensor is copied.
+
+    Raises UserError for a value that can't be kept, by its path.
+    """
+    tensors: Tensors = {}
+    known: dict[object, str] = {}
+
+    def of(value: Any, path: str) -> Any:
+        kind = type(value)
+        if value is None or kind in (str, int, bool) or (kind is float and math.isfinite(value)):
+            return value
+        if kind is float:
+            return {"$": "float", "v": str(value)}
+        if kind is bytes:
+            return {"$": "bytes", "v": base64.b64encode(value).decode()}
+        if kind is list:
+            return [of(entry, _join(path, number)) for number, entry in enumerate(value)]
+        if kind is tuple:
+            return {"$": "tuple", "v": [of(entry, _join(path, number)) for number, entry in enumerate(value)]}
+        if kind in (dict, Counter, OrderedDict):
+            if kind is dict and all(type(key) is str for key in value) and "$" not in value:
+                return {key: of(entry, _join(path, key)) for key, entry in value.items()}
+            pairs = [[of(key, path), of(entry, _join(path, key))] for key, entry in value.items()]
+            more = {"metadata": of(value._metadata, path)} if hasattr(value, "_metadata") else {}
+            return {"$": kind.__name__, "v": pairs} | more
+        if isinstance(value, torch.Tensor):
+            return tensor_of(value, path)
+        raise _unkept(path, f"{kind.__module__}.{kind.__qualname__}")
+
+    def tensor_of(value: torch.Tensor, path: str) -> dict[str, Any]:
+        local = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor: what this rank holds
+        if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout != torch.strided or local.is_quantized:
+            raise _unkept(path, f"a tensor of the kind {type(value).__name__}, {value.layout}")
+        if local.dtype not in DTYPES or local.device.type == "meta":
+            raise _unkept(path, f"a tensor of {local.dtype} on {local.device.type}")
+        place = (local.untyped_storage()._cdata, local.storage_offset(), value.shape, local.stride(), local.dtype)
+        if place not in known or not local.numel():
+            name = path if not path.endswith("/") else f"{path}value"
+            while name in tensors or name.endswith("/__metadata__"):  # {"a": {"b": ...}, "a.b": ...}
+                name += "_"
+            known[place], tensors[name] = name, value.detach()
+        leaf = {"$": "tensor", "is": known[place]}
+        dense = local is value and not value.is_contiguous() and is_dense(value.shape, value.stride())
+        return leaf | ({"stride": [*value.stride()]} if dense else {})
+
+    try:
+        for item in tracked:
+            if not ITEM.fullmatch(item):
+                raise UserError(f"state: an item's name must be letters, digits and _, got {item!r}.")
+        return {item: of(value, f"{item}/") for item, value in tracked.items()}, tensors
+    except RecursionError:
+        raise UserError("state: values must not hold themselves, got some that do or are nested too deep.") from None
+
+
+def decode(tree: Any, take: Callable[[str], torch.Tensor]) -> Any:
+    """The value of a tree. `take` gives the tensor of a name.
+
+    Raises ValueError, TypeError, LookupError, AttributeError, RecursionError or RuntimeError for what `encode` did not
+    make: trees come from files.
+    """
+    known: Tensors = {}
+
+    def of(node: Any) -> Any:
+        if isinstance(node, list):
+            return [of(entry) for entry in node]
+        if not isinstance(node, dict):
+            return node
+        if "$" not in node:
+            return {key: of(entry) for key, entry in node.items()}
+        match node["$"]:
+            case "float":
+                return float(node["v"])
+            case "bytes":
+                return base64.b64decode(node["v"], validate=True)
+            case "tuple":
+                return tuple(of(entry) for entry in node["v"])
+            case "dict" | "Counter" | "OrderedDict" as kind:
+                pairs = [(of(key), of(entry)) for key, entry in node["v"]]
+                made = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}[kind](dict(pairs))
+                if "metadata" in node:
+                    made._metadata = of(node["metadata"])
+                return made
+            case "tensor":
+                name = node["is"]
+                if name not in known:
+                    known[name] = _laid_out(take(name), node["stride"]) if "stride" in node else take(name)
+                return known[name]
+        raise ValueError(f"unknown tag {node['$']!r}")
+
+    return of(tree)
+
+
+def to_files(tracked: dict[str, Any]) -> dict[str, bytes | TensorFile]:
+    """The files of tracked items whose tensors are whole. Raises UserError as `encode` does."""
+    return files_of(*encode(tracked))
+
+
+def files_of(tree: dict[str, Any], tensors: Tensors) -> dict[str, bytes | TensorFile]:
+    """The same of what `encode` returned, or of copies of these tensors."""
+    by_item: dict[str, Tensors] = {}
+    for name, tensor in tensors.items():
+        item, _, rest = name.partition("/")
+        by_item.setdefault(item, {})[rest] = tensor
+    files: dict[str, bytes | TensorFile] = {f"{item}.safetensors": TensorFile(part) for item, part in by_item.items()}
+    return files | {TREE: json.dumps({"tree": tree}).encode()}
+
+
+def from_files(files: dict[str, bytes]) -> dict[str, Any]:
+    """The tracked items in the contents of files, on the CPU. Raises ValueError in one line where they are damaged."""
+    from safetensors.torch import load
+
+    try:
+        loaded: dict[str, Tensors] = {}
+
+        def take(name: str) -> torch.Tensor:
+            item, _, rest = name.partition("/")
+            if item not in loaded:
+                loaded[item] = load(files[f"{item}.safetensors"])
+            return loaded[item][rest]
+
+        tracked = decode(json.loads(files[TREE])["tree"], take)
+        if not isinstance(tracked, dict):
+            raise TypeError("the tree is no mapping")
+        return tracked
+    except Exception as error:  # safetensors and torch raise half a dozen unrelated types
+        raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+
+
+def _join(path: str, key: object) -> str:
+    """`model/` -> `model/0.weight` -> `model/0.weight.x`"""
+    return f"{path}{key}" if path.endswith("/") else f"{path}.{key}"
+
+
+def _unkept(path: str, what: str) -> UserError:
+    return UserError(
+        f"state: {path.rstrip('/')} must be a dense tensor, a number, a text, None, or a list, tuple or dict of these, "
+        f"got {what}. Convert it, or leave it out."
+    )
+
+
+def is_dense(shape: Any, stride: Any) -> bool:
+    """Whether the elements fill their memory without holes or overlap, in any order of the dimensions."""
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _laid_out(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
+    if not all(type(step) is int and step >= 0 for step in stride) or not is_dense(tensor.shape, stride):
+        raise ValueError(f"stride {stride} does not fit {tuple(tensor.shape)}")
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,0 +1,249 @@
+"""Tracked state comes back as it was, to the bit and to the type; what can't be kept is named; damage loads nothing."""
+
+import json
+import math
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from rankup.errors import UserError
+from rankup.state import copies
+from rankup.state.tree import TensorFile, encode, from_files, to_files
+from tests.rigs.checkpoints import save
+from train.run.checkpoint import load_newest
+
+
+def contents(tracked: dict[str, Any]) -> dict[str, bytes]:
+    return {name: b"".join(file) if isinstance(file, TensorFile) else file for name, file in to_files(tracked).items()}
+
+
+def back(**tracked: Any) -> Any:
+    return from_files(contents(tracked))
+
+
+def test_plain_values_keep_their_types() -> None:
+    value = {
+        "tuple": (1, (2.5, None)), "list": [True, 1, 1.0], 3: "an int key", (1, 2): "a tuple", None: "none",
+        "inf": [math.inf, -math.inf], "bytes": b"\0\xff", "$": "tag", "nested": {"$": {"$": 1}}, "text": "ü\n",
+        "Counter": Counter([4, 4]), "ordered": OrderedDict(b=1, a=2), "small": 5e-324,
+        "negative zero": -0.0, "large": 2**70,
+    }
+    found = back(value=value)["value"]
+    assert repr(found) == repr(value)
+    assert math.isnan(back(value={"nan": math.nan})["value"]["nan"])
+
+
+@pytest.mark.parametrize("dtype", [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.int8, torch.bool,
+    torch.complex64, torch.float8_e4m3fn,
+], ids=str)
+def test_tensors_come_back_to_the_bit(dtype: torch.dtype) -> None:
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (24 * dtype.itemsize,), dtype=torch.uint8)
+    value = bits.view(dtype).reshape(2, 3, 4)
+    found = back(value={"whole": value, "scalar": value[0, 0, 0], "empty": value[:0], "part": value[:, ::2]})["value"]
+    assert found["whole"].dtype == dtype
+    assert torch.equal(found["whole"].reshape(-1).view(torch.uint8), bits)
+    assert found["scalar"].shape == ()
+    assert found["empty"].shape == (0, 3, 4)
+    assert torch.equal(found["part"].view(torch.uint8), value[:, ::2].contiguous().view(torch.uint8))
+
+
+def test_shared_tensors_stay_one_and_layouts_stay() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(3, 4, 3))
+    model = model.to(memory_format=torch.channels_last)
+    model[2].weight = model[0].weight  # type: ignore[union-attr, assignment]
+    found = back(model=model.state_dict(), turned=[torch.arange(6).view(2, 3).t()])
+    assert found["model"]["0.weight"] is found["model"]["2.weight"]
+    assert found["model"]["0.weight"].stride() == model[0].weight.stride()  # type: ignore[union-attr, operator]
+    assert found["turned"][0].stride() == (1, 3)
+    assert found["model"]._metadata == model.state_dict()._metadata
+    model.load_state_dict(found["model"])
+
+
+def test_paths_that_look_alike_are_told_apart() -> None:
+    value = {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1), "__metadata__": torch.full((1,), 2.0)}
+    found = back(value=value)["value"]
+    assert [found["a"]["b"].item(), found["a.b"].item(), found["__metadata__"].item()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: torch.optim.lr_scheduler.MultiStepLR(p, [2, 4, 4]),
+    lambda p: torch.optim.lr_scheduler.ReduceLROnPlateau(p),
+    lambda p: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(p, 3),
+], ids=["MultiStepLR", "ReduceLROnPlateau", "CosineAnnealingWarmRestarts"])
+@pytest.mark.parametrize("optimizer", [
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
+    lambda p: torch.optim.LBFGS(p), lambda p: torch.optim.Adafactor(p),
+], ids=["SGD", "AdamW", "LBFGS", "Adafactor"])
+def test_torchs_optimizers_and_schedulers_go_on_as_if_nothing_had_happened(optimizer: Any, make: Any) -> None:
+    def build() -> tuple[Any, Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        steps = optimizer(model.parameters())
+        return model, steps, make(steps)
+
+    def train(model: Any, steps: Any, schedule: Any) -> None:
+        def loss() -> torch.Tensor:
+            steps.zero_grad()
+            value: torch.Tensor = model(torch.ones(2, 4)).square().sum()
+            value.backward()  # type: ignore[no-untyped-call]
+            return value
+
+        steps.step(loss)
+        schedule.step(*[1.0] * isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau))
+
+    whole, resumed = build(), build()
+    for _ in range(3):
+        train(*whole)
+    names = ("model", "optimizer", "scheduler")
+    state = back(**{name: part.state_dict() for name, part in zip(names, whole, strict=True)})
+    for name, part in zip(names, resumed, strict=True):
+        part.load_state_dict(state[name])
+    for each in (whole, resumed):
+        for _ in range(3):
+            train(*each)
+    assert all(torch.equal(a, b) for a, b in zip(whole[0].parameters(), resumed[0].parameters(), strict=True))
+    assert repr(whole[2].state_dict()) == repr(resumed[2].state_dict())
+
+
+def itself() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(("value", "message"), [
+    ({"a": [1, object()]}, "state: value/a.1 must be .* got builtins.object"),
+    ({"f": torch.sum}, "state: value/f must be"),
+    ({"s": torch.eye(2).to_sparse()}, "state: value/s must be .* got a tensor of the kind Tensor, torch.sparse_coo"),
+    ({"c": torch.ones(2, dtype=torch.complex128)}, "state: value/c must be .* got a tensor of torch.complex128"),
+    ({"m": torch.ones(2, device="meta")}, "state: value/m must be .* on meta"),
+    ({1: {"two": {3}}}, "state: value/1.two must be .* got builtins.set"),
+    (itself(), "must not hold themselves"),
+])
+def test_value_that_cannot_be_kept_is_named_by_its_path(value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        encode({"value": value})
+    assert "\n" not in str(caught.value)
+
+
+def test_file_is_what_safetensors_writes_and_depends_on_no_layout(tmp_path: Path) -> None:
+    from safetensors.torch import save as reference
+
+    given = {"b": torch.randn(3, 2), "a": torch.randn(5, dtype=torch.float64), "n": torch.tensor(3, dtype=torch.int8)}
+    files = to_files({"model": given})
+    content = b"".join(files["model.safetensors"])  # type: ignore[arg-type]
+    assert content == reference(given, {"format": "pt"})
+    assert len(files["model.safetensors"]) == len(content)
+    turned = {name: tensor.t().contiguous().t() if tensor.ndim == 2 else tensor for name, tensor in given.items()}
+    assert b"".join(to_files({"model": turned})["model.safetensors"]) == content  # type: ignore[arg-type]
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert load_file(tmp_path / "model.safetensors").keys() == given.keys()
+
+
+# Damage -----------------------------------------------------------------------------------------------------------
+
+
+def flipped(path: Path, draw: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(draw.choice((1, 1, 8))):
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
+
+
+def cut(path: Path, draw: random.Random) -> None:
+    path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
+
+
+def swapped(path: Path, draw: random.Random) -> None:
+    other = draw.choice(sorted({*path.parent.iterdir()} - {path}))
+    path.write_bytes(other.read_bytes())
+
+
+def grown(path: Path, draw: random.Random) -> None:
+    with path.open("ab") as file:
+        file.write(draw.randbytes(draw.randrange(1, 99)))
+
+
+def crafted(path: Path, draw: random.Random) -> None:
+    """A header of safetensors, or JSON, that lies."""
+    lies: list[Any] = [
+        -1, 2**63, "evil", None, [], {}, [2**40, 2**40], [-1, 3], {"$": "tensor", "is": "../model/x"},
+        {"$": "tuple", "v": 5}, {"$": "os.system", "v": "id"}, "F128", {"$": "bytes", "v": "!"},
+        {"$": "float", "v": "x"}, {"$": []},
+    ]
+    data = path.read_bytes()
+    head = int.from_bytes(data[:8], "little") if path.suffix == ".safetensors" else 0
+    node = top = json.loads(data[8 : 8 + head] if head else data)
+    while True:
+        places = list(node) if isinstance(node, dict) else range(len(node))
+        if not places:
+            break
+        place = draw.choice([*places])
+        if isinstance(node[place], dict | list) and node[place] and draw.random() < 0.8:
+            node = node[place]
+        else:
+            node[place] = draw.choice(lies)
+            break
+    text = json.dumps(top).encode()
+    path.write_bytes((len(text).to_bytes(8, "little") if head else b"") + text + (data[8 + head :] if head else b""))
+
+
+HARMS: list[Callable[[Path, random.Random], None]] = [flipped, cut, swapped, grown, crafted]
+
+
+def signed(path: Path) -> None:
+    """Give the copy a manifest of its files as they are now, as somebody would who wants it to be read."""
+    files = {file.name: copies.fingerprint(file.read_bytes()) for file in path.iterdir()}
+    del files[copies.MANIFEST]
+    manifest = {"step": 20, "files": files}
+    (path / copies.MANIFEST).write_bytes(copies.to_json(manifest))
+
+
+def test_a_thousand_damaged_copies_load_nothing_wrong(tmp_path: Path) -> None:
+    """One with wrong digests is never taken. Of one with right digests only what it says itself may be loaded."""
+    draw = random.Random(0)
+    save(tmp_path, 10)
+    good = {file.name: file.read_bytes() for file in save(tmp_path, 20).iterdir()}
+    path, counts = tmp_path / "step-00000020", Counter[int | None]()
+    for number in range(1000):
+        for name, content in good.items():
+            (path / name).write_bytes(content)
+        harm, name = HARMS[number % len(HARMS)], draw.choice(sorted(good))
+        harm(path / name, draw)
+        changed = (path / name).read_bytes() != good[name]
+        sign = number % 3 == 0 and name != copies.MANIFEST
+        if sign:
+            signed(path)
+        step, weight, said = loaded(tmp_path)
+        where = f"{number}: {harm.__name__} {name}, signed {sign}: {said}"
+        assert said.count("\n") == 0, where
+        if step is None:
+            assert (sign, name) == (True, copies.STATE), where
+        elif step == 10:
+            assert said != "", where
+            assert weight.eq(10).all(), where
+        elif not sign:
+            # The manifest is text around digests: blanks and the like may differ
+            assert not changed or name == copies.MANIFEST, where
+            assert weight.eq(20).all(), where
+        counts[step] += 1
+    assert counts[10] > 800, counts
+
+
+def loaded(directory: Path) -> tuple[int | None, torch.Tensor, str]:
+    """Step and weight of what a run would go on from, None where it is refused: of another format, or of no run."""
+    said: list[str] = []
+    try:
+        found = load_newest(directory, said.append)
+    except UserError as error:
+        return None, torch.empty(0), str(error)
+    assert found is not None
+    return found.step, found.model.get("weight", torch.empty(0)), " | ".join(said)
