@@ -54,8 +54,8 @@ class Node:
         lineage.write(path)
         return path
 
-    def rescue(self, step: int, attempt: str, **fields: Any) -> Path:
-        state = training_state(step, **{"attempt": attempt} | fields)
+    def rescue(self, step: int, writer: str, **fields: Any) -> Path:
+        state = training_state(step, **{"attempt": writer} | fields)
         assert rescue.write(state.run, step, lambda: files_of(state, {"weight": torch.ones(3)})) == ""
         return self.memory / f"rankup-{os.getuid()}" / state.run / f"step-{step:08d}"
 
