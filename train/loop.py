@@ -70,7 +70,7 @@ def train(config: Config, launch: RankEnv, *, run_dir: Path, log: logging.Logger
         join(config, launch, log=log, stop=stop, status=status, needs_process_group=needs_group) as group,
         start_method(config, group) as method,
         open_run_directory(config, group) as run,
-        Reporter.of(run) as reporter,
+        Reporter(run) as reporter,
     ):
         if run.finished:
             return

@@ -1,6 +1,7 @@
 """The agent of one node: it meets the others, starts this node's ranks, and carries their ends and stop requests.
 
-It lives as long as the job. It has one thread, uses no device and does not import torch.
+It lives as long as the job. Its event loop is one thread; the pipes of a fresh rank are read by others. It uses no
+device and does not import torch.
 
 | a rank ends badly      | its agent says so; the leader ends the membership; every agent has its ranks leave, and     |
 |                        | says how each of them ended; the leader decides (`ends`): another membership, or the end    |
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rankup import timing
 from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
 from rankup.agent.fork_server import ForkServer
@@ -31,7 +33,7 @@ from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
 from rankup.agent.links import Links
 from rankup.agent.logs import host_name, open_log
 from rankup.agent.meeting import Leader
-from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen, open_port
+from rankup.agent.network import choose_interface, chosen_address, listen, open_port
 from rankup.agent.output import Pump, last_exception
 from rankup.agent.processes import (
     die_with_parent,
@@ -58,23 +60,8 @@ from rankup.agent.status import (
 from rankup.env.addresses import free_port
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED
-from rankup.timing import (
-    FAREWELL_S,
-    KILL_S,
-    LAST_WORD_S,
-    LEAVE_S,
-    NOTICE_S,
-    POLL_S,
-    REPEAT_S,
-    REPORT_S,
-    SCRIPT_LEAVE_S,
-    STOPPED_S,
-    TICK_S,
-    UNNOTICED_S,
-)
 
 log = logging.getLogger("rankup")
-
 ENDING = ("rank", "code", "cause", "suspect")  # what a rank says of its end
 
 
@@ -242,16 +229,11 @@ class Agent:
         )
 
     def _forget_server(self) -> None:
-        if self._commit:
-            self.begin(self._replace_server())
+        if self.server is not None and self.server.ready.is_set():
+            log.warning("the process that forks the ranks was killed, and they with it")
+            self._start_server()
         else:  # it has not even imported torch: nor would the next
             self.finish(Verdict(KILLED, f"starting the ranks: SIGKILL: {explain_sigkill(self._oom_kills)}"))
-
-    async def _replace_server(self) -> None:
-        log.warning("the process that forks the ranks was killed, and they with it")
-        if self.server is not None:
-            await self.server.close()
-        self._start_server()
 
     def _start_ranks(self, commit: dict[str, Any]) -> None:
         self._commit, self._oom_kills = commit, oom_kills()
@@ -323,7 +305,7 @@ class Agent:
 
         async def read() -> None:
             assert rank.pump is not None
-            await rank.pump.drained(LAST_WORD_S)  # what it left behind may hold its output open
+            await rank.pump.drained(timing.LAST_WORD_S)  # what it left behind may hold its output open
             self._ended(rank.local_rank, code)
 
         self.begin(read())
@@ -379,14 +361,15 @@ class Agent:
 
     def _leave_soon(self) -> None:
         if self._leaving is None or self._leaving.done():
-            self._leaving = self.begin(self._end_ranks(settle_s=LEAVE_S if self.knows_us else SCRIPT_LEAVE_S))
+            settle_s = timing.LEAVE_S if self.knows_us else timing.SCRIPT_LEAVE_S
+            self._leaving = self.begin(self._end_ranks(settle_s=settle_s))
 
     async def _end_ranks(self, *, settle_s: float) -> None:
         """Return once all ranks have ended. They get a moment to find out by themselves, then SIGTERM, then SIGKILL.
         Without `settle_s` they are killed at once."""
         if self._passed_on in ("SIGTERM", "SIGINT"):
             settle_s += self.options.stop_grace_s if settle_s else 0.0
-        elif not await self._ended_within(min(UNNOTICED_S, settle_s)):
+        elif not await self._ended_within(min(timing.UNNOTICED_S, settle_s)):
             self._signal("SIGTERM", told=True)
         if await self._ended_within(settle_s):
             return
@@ -394,7 +377,7 @@ class Agent:
             if rank.running and settle_s:
                 log.warning("rank %d did not end within %g s after the others: killed", rank.number, settle_s)
             self._kill(rank)
-        if not await self._ended_within(KILL_S):
+        if not await self._ended_within(timing.KILL_S):
             for rank in self.ranks:  # it waits for a dead disk, and ends when the disk answers
                 self._ended(rank.local_rank, PEER_LOST)
 
@@ -428,7 +411,7 @@ class Agent:
     def _hear_signal(self, name: str) -> None:
         """The first one is told to all agents. One that comes again later is meant."""
         now_s = time.monotonic()
-        if self._asked_s and name != "SIGUSR1" and now_s - self._asked_s > REPEAT_S:
+        if self._asked_s and name != "SIGUSR1" and now_s - self._asked_s > timing.REPEAT_S:
             why = f"{name} again, {now_s - self._asked_s:.0f} s after the first: leaving at once"
             self.finish(Verdict(STOPPED, why))
         if name != "SIGUSR1":
@@ -452,7 +435,7 @@ class Agent:
         """Say every NOTICE_S where the script's ranks are that do not end; kill them once their grace is over."""
         began_s, grace_s = time.monotonic(), self.options.stop_grace_s
         while (left_s := began_s + grace_s - time.monotonic()) > 0:
-            if await self._ended_within(min(NOTICE_S, left_s)):
+            if await self._ended_within(min(timing.NOTICE_S, left_s)):
                 return
             where = "; ".join(await self._where(timeout_s=began_s + grace_s - time.monotonic()))
             said = f"{time.monotonic() - began_s:.0f} s after {name} the script still runs"
@@ -475,7 +458,7 @@ class Agent:
                 if pid and has_handler(pid, signal.SIGUSR2):
                     self.server.signal(local_rank, signal.SIGUSR2)
             return
-        for line in await self._where(timeout_s=NOTICE_S):
+        for line in await self._where(timeout_s=timing.NOTICE_S):
             log.info("%s", line)
         log.info("the stacks of all threads are in %s", self.run_dir / STACKS)
 
@@ -489,19 +472,19 @@ class Agent:
         """What tells nobody: ranks that were stopped (SIGSTOP), and orphans that a container's first process reaps."""
         reported_s = 0.0
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(timing.TICK_S)
             pids = {rank: self._pid_of(rank) for rank in self.ranks if rank.running}
             reap_orphans({*pids.values(), self.server.pid if self.server is not None else 0})
             now_s = time.monotonic()
-            if not self.knows_us and now_s - reported_s >= REPORT_S:
+            if not self.knows_us and now_s - reported_s >= timing.REPORT_S:
                 reported_s = now_s
                 for rank, pid in pids.items():
                     write_health(os.environ, rank.number, pid, rank.started_s)
             for rank, pid in pids.items():
                 if not pid or state_of(pid) != "T":
                     rank.stopped_since_s = now_s
-                elif now_s - rank.stopped_since_s > STOPPED_S:
-                    log.warning("rank %d has been stopped (SIGSTOP) for %g s: killed", rank.number, STOPPED_S)
+                elif now_s - rank.stopped_since_s > timing.STOPPED_S:
+                    log.warning("rank %d has been stopped (SIGSTOP) for %g s: killed", rank.number, timing.STOPPED_S)
                     rank.stopped_since_s = now_s
                     self._kill(rank)
                     rank.told = False
@@ -529,32 +512,25 @@ class Lead:
             self.leader.attend, ip="127.0.0.1" if alone else "", port=self.agent.node.master_port
         )
         self.port = self._server.sockets[0].getsockname()[1]
-        self.agent.begin(self._tick())
-        if not alone:
-            self.agent.begin(self._check_address())
-
-    async def _check_address(self) -> None:
-        if warning := await foreign_address(self.agent.node.master_addr):
-            log.warning("%s", warning)
+        self.agent.begin(self.leader.watch(master="" if alone else self.agent.node.master_addr))
+        if self.status is not None:
+            self.agent.begin(self._report(self.status))
 
     async def close(self) -> None:
         """Leave once the others have heard how the job ends."""
-        until_s = time.monotonic() + FAREWELL_S
+        until_s = time.monotonic() + timing.FAREWELL_S
         while len(self.leader.members) > 1 and time.monotonic() < until_s:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(timing.POLL_S)
         if self._server is not None:
             self._server.close()
         if self.status is not None:
             self.status.release()
 
-    async def _tick(self) -> None:
-        reported_s = 0.0
+    async def _report(self, status: RunStatus) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
-            self.leader.tick()
-            if self.status is not None and self.leader.running and time.monotonic() - reported_s >= REPORT_S:
-                reported_s = time.monotonic()
-                self.status.report()
+            await asyncio.sleep(timing.REPORT_S)
+            if self.leader.running:
+                status.report()
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
         """What a commit says beside its members. Where the job is over instead, this returns nothing any more."""

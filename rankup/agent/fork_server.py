@@ -8,7 +8,7 @@ The agent runs this file as a program and talks to it through a socket, one JSON
 |   env (beside the server's; null removes), descriptors: how   | started: the local rank, pid                   |
 |   many come along, stdout and stderr. Or start: STORE, with a | ended: the local rank or STORE, code (as a     |
 |   listener, in place of the last store                        |   shell's)                                     |
-| signal: a number, rank: to its process; SIGKILL to its session | warning: a text                                |
+| signal: a number, rank: to its process, SIGKILL to all of it  | warning: a text                                |
 
 A fork copies the thread that calls it and no other, yet all locks and the state of every library. So the server has one
 thread, no device and no process group, and it looks whether that is true. If not, it replaces itself by a process that

@@ -11,12 +11,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rankup.agent.network import foreign_address
 from rankup.agent.protocol import KILLED, VERSION, Link, Member, encode, interface_of
 from rankup.agent.stop import StopAgreement
 from rankup.env.addresses import is_loopback
 from rankup.env.rank_env import ranges
 from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserError
-from rankup.timing import ALIVE_S, ANSWER_S, ENDING_S, FROZEN_S, HELLO_S, NOTICE_S, PREPARE_S, SILENT_S
+from rankup.timing import ALIVE_S, ANSWER_S, ENDING_S, FROZEN_S, HELLO_S, NOTICE_S, PREPARE_S, SILENT_S, TICK_S
 
 MOST_HOSTS = 8  # that one line names
 ENDED = "its process has ended"
@@ -229,8 +230,16 @@ class Leader:
             self.lose(seat.member, why, ranks=None, **more)
             self._hear(seat.member, {"is": "lost", "n": self._formed, "why": why})
 
+    async def watch(self, *, master: str = "") -> None:
+        """Look at the clock from now on. `master`: MASTER_ADDR; a warning where it is no address of this machine."""
+        if master and (warning := await foreign_address(master)):
+            self._say(warning)
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick()
+
     def tick(self) -> None:
-        """Call it a few times a second: signs of life, deadlines, and who is missing."""
+        """Signs of life, deadlines, and who is missing."""
         now_s = self._clock()
         everybody = [*self._seats.values(), *self._claims.values()]
         if now_s - self._ticked_s > FROZEN_S:

@@ -2,7 +2,6 @@
 host and rank. No torch here.
 """
 
-import asyncio
 import contextlib
 import json
 import os
@@ -11,15 +10,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from rankup.agent.logs import WAIT_S, Output, file_head, headed, line_head, show
+from rankup.agent.protocol import in_thread
 
 TAIL = 400  # lines that are kept to explain the end of a rank
 LONGEST = 2000  # characters of such a line
-READ = 1 << 16  # bytes that one turn of the event loop takes from a pipe; a line without an end is cut there too
+READ = 1 << 16  # bytes that are read at once; a line without an end is cut there too
 # A progress bar writes a carriage return, and no newline for hours: so often its newest state becomes a line
 BAR_S = 10.0
 TRACEBACK = re.compile(r"(\[rank\d+\]: )?Traceback \(most recent call last\):")  # torch's own prefix
@@ -30,29 +29,9 @@ HOLD_S = 10.0
 EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failure)\b|\S+: error: ")
 
 
-async def aside(work: Callable[[], object]) -> None:
-    """Do `work` in a thread of its own: while a disk hangs, the event loop goes on, and so may the end of this process.
-
-    What it raises is lost.
-    """
-    loop = asyncio.get_running_loop()
-    done = asyncio.Event()
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            work()
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(done.set)
-
-    try:
-        threading.Thread(target=run, name="output", daemon=True).start()
-    except RuntimeError:  # no more threads
-        run()
-    await done.wait()
-
-
 class Pump:
-    """Reads what a rank prints: to its file with a time, to the terminal with rank and host.
+    """Reads what a rank prints, each of its two pipes in a thread: to its file with a time, to the terminal with rank
+    and host.
 
     A rank that prints faster than the terminal and the disk take it waits at its full pipe. A traceback, and what
     follows it on standard error, is held back from the terminal for HOLD_S.
@@ -61,88 +40,85 @@ class Pump:
     def __init__(
         self, stdout: int, stderr: int, *, rank: int, world_size: int, host: str = "", file: Output | None = None
     ) -> None:
-        """Begin to read, in the running event loop. `stdout`, `stderr`: the reading ends of the pipes, closed here."""
+        """Begin to read. `stdout`, `stderr`: the reading ends of the pipes, closed here."""
         self._tail: deque[str] = deque(maxlen=TAIL)
         self._alone, self._file = world_size == 1, file
         self._terminal_head, self._file_head = line_head(rank, world_size, host), file_head(rank, host)
-        self._outbox: list[Callable[[], object]] = []  # what is to be written, in this order
-        self._writing = asyncio.Lock()
+        self._writing = threading.Lock()  # held for as long as a disk hangs, so never taken by the event loop
+        self._holding = threading.Lock()
         self._held: list[str] = []
-        self._hold: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        for number, name in ((stdout, "stdout"), (stderr, "stderr")):
-            self._begin(self._read(_Stream(number), name))
+        self._timer: threading.Timer | None = None
+        pipes = ((stdout, "stdout"), (stderr, "stderr"))
+        self._threads = [threading.Thread(target=self._read, args=pipe, name=pipe[1], daemon=True) for pipe in pipes]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def tail(self) -> str:
         """The last lines that it printed."""
-        return "\n".join(self._tail)
-
-    def note(self, text: str) -> None:
-        """Write lines of the agent's about this rank into its file alone."""
-        self._keep(text.splitlines())
-        self._begin(self._write())
+        return "\n".join(self._tail.copy())
 
     async def show_held(self) -> None:
         """Print the traceback that is held back: nobody says better how the rank ended."""
-        self._print(self.drop_held(), "stderr")
-        await asyncio.wait([self._begin(self._write())], timeout=WAIT_S)
+        with contextlib.suppress(TimeoutError):
+            await in_thread(self._show_held, timeout_s=WAIT_S)
 
     def drop_held(self) -> list[str]:
         """Leave it to the rank's file. Returns its lines."""
-        if self._hold is not None:
-            self._hold.cancel()
-        held, self._held, self._hold = self._held, [], None
-        return held
+        with self._holding:
+            if self._timer is not None:
+                self._timer.cancel()
+            held, self._held, self._timer = self._held, [], None
+            return held
 
     async def drained(self, timeout_s: float) -> bool:
         """Wait until all that the rank printed is written; False where processes that it left behind hold its output
         open, or a disk hangs."""
-        return not self._tasks or not (await asyncio.wait(self._tasks, timeout=timeout_s))[1]
+        with contextlib.suppress(TimeoutError):
+            await in_thread(self._join, timeout_s=timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.create_task(work)
-        self._tasks.add(task)  # the event loop itself holds none
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join()
 
-    async def _read(self, stream: "_Stream", name: str) -> None:
-        data = b"-"
+    def _read(self, pipe: int, name: str) -> None:
+        lines, data = _Lines(), b"-"
         while data:
-            data = await stream.read()
-            self._take(data, stream.lines(data), name)
-            await self._write()
-        os.close(stream.number)
+            data = os.read(pipe, READ)
+            self._take(data, lines.of(data), name)
+        os.close(pipe)
 
     def _take(self, data: bytes, lines: list[str], name: str) -> None:
         self._tail.extend(line[:LONGEST] for line in lines[-TAIL:])
-        self._keep(lines)
-        if self._alone:
-            self._outbox.append(lambda: _pass_on(data, getattr(sys, name)))  # as it is: a bar stays a bar
-        elif name == "stderr" and (self._held or any(map(TRACEBACK.match, lines))):
-            self._held += lines
-            if len(self._held) > TAIL:
-                self._print(self.drop_held(), name)
-            elif self._hold is None:
-                loop = asyncio.get_running_loop()
-                self._hold = loop.call_later(HOLD_S, lambda: self._begin(self.show_held()))
-        else:
-            self._print(lines, name)
+        with self._writing:
+            if lines and self._file is not None:
+                self._file.write(headed(self._file_head, lines).encode(errors="backslashreplace"))
+            if self._alone:
+                _pass_on(data, getattr(sys, name))  # as it is: a bar stays a bar
+            else:
+                self._print(self._held_back(lines) if name == "stderr" else lines, name)
 
-    def _keep(self, lines: list[str]) -> None:
-        if lines and (file := self._file) is not None:
-            text = headed(self._file_head, lines).encode(errors="backslashreplace")
-            self._outbox.append(lambda: file.write(text))
+    def _held_back(self, lines: list[str]) -> list[str]:
+        """What is to be printed now."""
+        with self._holding:
+            if not self._held and not any(map(TRACEBACK.match, lines)):
+                return lines
+            self._held += lines
+            if self._timer is None:
+                self._timer = threading.Timer(HOLD_S, self._show_held)
+                self._timer.daemon = True
+                self._timer.start()
+            if len(self._held) <= TAIL:
+                return []
+        return self.drop_held()
+
+    def _show_held(self) -> None:
+        self._print(self.drop_held(), "stderr")
 
     def _print(self, lines: list[str], name: str) -> None:
         if lines:
-            self._outbox.append(lambda: show(headed(self._terminal_head, lines), getattr(sys, name)))
-
-    async def _write(self) -> None:
-        async with self._writing:
-            todo, self._outbox = self._outbox, []
-            if todo:
-                await aside(lambda: [write() for write in todo])
+            show(headed(self._terminal_head, lines), getattr(sys, name))
 
 
 def _pass_on(data: bytes, stream: Any) -> None:
@@ -152,25 +128,14 @@ def _pass_on(data: bytes, stream: Any) -> None:
         stream.buffer.flush()
 
 
-class _Stream:
-    """Standard output or error of a rank, cut into lines."""
+class _Lines:
+    """What comes through one pipe, cut into lines."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self) -> None:
         self._rest = b""
         self._cut_s = time.monotonic()
 
-    async def read(self) -> bytes:
-        """What is there, or b"" at the end."""
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self.number, ready.set)
-        try:
-            await ready.wait()
-        finally:
-            loop.remove_reader(self.number)
-        return os.read(self.number, READ)
-
-    def lines(self, data: bytes) -> list[str]:
+    def of(self, data: bytes) -> list[str]:
         """The lines that are whole by now; at the end (no data) the rest too. Of a bar only its newest state."""
         *whole, rest = (self._rest + data).split(b"\n")
         is_bar = b"\r" in rest

@@ -376,15 +376,12 @@ class Search:
     def _earliest_first(self, group: list[_Finding], errors: bool) -> list[_Finding]:
         """Findings of one kind. `errors`: there are exceptions among all findings."""
         timed = all(each.time is not None for each in group)
-        # Nothing else says which file's came first. In one file the order of the lines does
-        by_rank = len({each.file for each in group}) > 1 or any(each.fault.proof for each in group)
 
-        def place(each: _Finding) -> tuple[bool, bool, float, bool]:
-            other_rank = self._first_rank is None or each.rank != self._first_rank
+        def place(each: _Finding) -> tuple[bool, float, bool]:
             # A line that its process survived for a while comes after what ended a process
             survived = errors and not (each.raised or each.last or each.fault.proof)
-            late_code = errors and each.name == "exit-code" and each.rank != self._first_rank
-            return late_code, survived, (each.time or 0.0) if timed else 0.0, by_rank and other_rank
+            other_rank = self._first_rank is None or each.rank != self._first_rank
+            return survived, (each.time or 0.0) if timed else 0.0, other_rank
 
         return sorted(group, key=place)
 

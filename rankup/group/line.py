@@ -17,11 +17,11 @@ from typing import Any, Protocol
 from rankup.agent.attendance import Attendance
 from rankup.agent.links import path_of
 from rankup.agent.meeting import Leader
-from rankup.agent.network import choose_interface, foreign_address, listen
+from rankup.agent.network import choose_interface, listen
 from rankup.agent.protocol import Member
 from rankup.agent.record import RecordWriter
 from rankup.errors import FINISHED, JOIN_FAILED, USER_MISTAKE, JoinError, UserError
-from rankup.timing import SAY_S, TICK_S
+from rankup.timing import SAY_S
 
 Deliver = Callable[[Mapping[str, Any]], None]
 
@@ -189,17 +189,7 @@ class MemberLine:
         server = await listen(self._leader.attend, ip=self._place.ip, port=self._port)
         self._port = server.sockets[0].getsockname()[1]
         await asyncio.to_thread(self._place.publish, self._port)
-        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._check_address())]
-
-    async def _check_address(self) -> None:
-        if self._place.master and (warning := await foreign_address(self._place.master)):
-            self._say(warning)
-
-    async def _tick(self) -> None:
-        assert self._leader is not None
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._leader.tick()
+        self._watch = asyncio.create_task(self._leader.watch(master=self._place.master))
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
         assert self._leader is not None

@@ -45,10 +45,8 @@ class Metrics:
         check_owner: Callable[[], None] = lambda: None,
     ) -> None:
         self.directory, self.unit, self._check_owner = directory, unit, check_owner
-        self._resumed = progress.step > 0
         self.last: dict[str, Any] = {}
         self._writer: Any = None
-        self._first: dict[str, tuple[float, int, float] | None] = {}  # points of curves that have no second one yet
         self._file = None
         if directory is None:
             return
@@ -158,15 +156,10 @@ class Metrics:
         return missing
 
     def _show(self, entry: dict[str, Any]) -> None:
-        """In TensorBoard. Curves of ranks and nodes begin with their second point: one point is no chart."""
-        for name in [name for name in entry if name not in ("step", "time")]:
-            point = _number(entry[name]), entry["step"], entry.get("time", time.time())
-            if name.startswith(("ranks/", "nodes/")) and name not in self._first and not self._resumed:
-                self._first[name] = point
-                continue
-            first, self._first[name] = self._first.get(name), None
-            for value, step, walltime in filter(None, (first, point)):
-                self._writer.add_scalar(name, value, step, walltime=walltime)
+        """In TensorBoard."""
+        for name, value in entry.items():
+            if name not in ("step", "time"):
+                self._writer.add_scalar(name, _number(value), entry["step"], walltime=entry.get("time"))
 
     @contextmanager
     def _disk(self) -> Iterator[None]:

@@ -1,14 +1,12 @@
 """The process that sends a run to its tracker. Rank 0 starts it, and tells it two things: the facts, and how it ended.
 
-`metrics.jsonl`, which rank 0 writes anyway, is the queue. So a server that is down for an hour costs no memory and
-loses nothing, and the next attempt sends what this one could not. A process and not a thread: importing MLflow alone
-takes two seconds, for all of which a thread would fight the training for Python's lock.
+`metrics.jsonl`, which rank 0 writes anyway, is the queue. So a server that is down costs no memory and loses nothing,
+and the next attempt sends what this one could not. A process and not a thread: importing MLflow alone takes two
+seconds, for which a thread would hold Python's lock.
 
 No step is sent twice. After a resume the steps since the checkpoint are done again, with the same result to the bit,
 and `metrics.jsonl` has them again; trackers can't take a point back, so what they have of these steps stays. How far
 the run was sent is kept as steps, in `tracker/sent.json`: a resume cuts the file, so that a place in it says nothing.
-
-Run: python -m rankup.observe.sender      (`rankup.observe.tracker` does)
 """
 
 import contextlib
@@ -50,7 +48,7 @@ class Point:
 
 # The trackers ---------------------------------------------------------------------------------------------------------
 # Each method may be called again with the same arguments, and raises what the package raises. Servers and credentials
-# come from the packages' own variables and files, never from our settings.
+# come from the packages' own variables and files.
 
 
 class MlflowRun:
@@ -129,10 +127,8 @@ def _allowed(name: str) -> str:
 
 
 class WandbRun:
-    """A run at Weights & Biases, which takes our run's id as its own.
-
-    W&B writes all to a file below the run directory, and a process of its own uploads that. With WANDB_MODE=offline the
-    file is all there is: one for each attempt, of the same run.
+    """A run at Weights & Biases, which takes our run's id as its own. W&B writes all to a file below the run directory,
+    one for each attempt, and a process of its own uploads that, unless WANDB_MODE=offline.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -181,9 +177,6 @@ class WandbRun:
 def open_run(facts: Facts) -> MlflowRun | WandbRun:
     """The run of these facts at its tracker: a new one, or that of an earlier attempt."""
     return MlflowRun(facts) if facts.tracker == "mlflow" else WandbRun(facts)
-
-
-# Sending --------------------------------------------------------------------------------------------------------------
 
 
 class Sender:
@@ -291,9 +284,6 @@ def without_secrets(text: str) -> str:
         if SECRET.search(name) and len(value) > 3:
             text = text.replace(value, "***")
     return re.sub(r"://(?:[^/\s@]*:\S*|[^/\s]*)@", "://", text)
-
-
-# The process ----------------------------------------------------------------------------------------------------------
 
 
 def send(sender: Sender, rank0: BinaryIO, say: Callable[[str, str], None]) -> None:

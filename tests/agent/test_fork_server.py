@@ -401,30 +401,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield server
 
 
-def test_server_kills_what_is_left_of_a_rank_before_it_gives_the_number_back(
-    server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And goes on where it may not kill: a rank can have changed its user."""
-    states = []
-
-    def refuse(pid: int, _: int) -> None:
-        states.append(state_of(pid))
-        raise PermissionError
-
-    pid = os.posix_spawnp("true", ["true"], {})
-    server._running[pid] = 3
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    monkeypatch.setattr(os, "killpg", refuse)
-    monkeypatch.setattr(os, "kill", refuse)
-    server._signal(3, signal.SIGKILL)
-    server._signal(3, signal.SIGTERM)
-    assert states == ["Z"] * 3
-    server._report_ends()
-    assert states == ["Z"] * 5
-    assert json.loads(server.agent.recv(4096)) == {"ended": 3, "code": 0}
-    assert state_of(pid) == ""
-
-
 def test_rank_that_can_not_be_started_is_told(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_more() -> int:
         raise BlockingIOError(11, "Resource temporarily unavailable")

@@ -134,16 +134,6 @@ def test_orientation_is_applied_as_pil_does(tmp_path: Path, suffix: str, orienta
     assert decode(str(path)).shape == ((3, 48, 32) if 5 <= orientation <= 8 else (3, 32, 48))
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_orientation_of_a_jpeg_is_applied_as_torchvision_does(tmp_path: Path, orientation: int) -> None:
-    exif = Image.Exif()
-    exif[ORIENTATION] = orientation
-    path = tmp_path / "a.jpg"
-    photograph(5, width=48, height=32).save(path, exif=exif)
-    data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-    assert torch.equal(decode(str(path)), torch.ops.image.decode_jpeg(data, decoding._RGB, True))
-
-
 def test_orientation_that_an_editor_wrote_as_xmp_is_applied(tmp_path: Path) -> None:
     path = tmp_path / "a.jpg"
     photograph(5, width=48, height=32).save(path, xmp=b'<x:xmpmeta><rdf tiff:Orientation="6"/></x:xmpmeta>')

@@ -12,7 +12,7 @@ from rankup.errors import DataError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.config import Config
-from train.data.sources import hf_texts
+from train.data.sources import huggingface
 from train.data.sources.texts import SAMPLE, load_texts
 
 
@@ -44,7 +44,7 @@ def save(folder: Path, **splits: dict[str, list[Any]]) -> Path:
 
 
 def load_hf(folder: Path, **settings: Any) -> Any:
-    return hf_texts.load(Config(workload="text", dataset=f"hf:{folder}", **settings))
+    return huggingface.load_texts(Config(workload="text", dataset=f"hf:{folder}", **settings))
 
 
 @pytest.mark.parametrize("eval_split", ["dev", "test"])

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
-import multiprocessing.synchronize
 import os
 import pickle
-import signal
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 from rankup.errors import DataError
 from tests.rigs.fork_server import Forks
@@ -26,7 +21,7 @@ from train.data import file_samples
 from train.data.file_samples import FileSamples
 from train.data.sources import image_cache, load
 from train.data.sources.image_cache import PAGE, ImageCache, Plan, open_caches
-from train.data.sources.sets import FileSet
+from train.data.sources.sets import FileSet, version_of
 
 ALL = torch.arange(10)
 FORK = multiprocessing.get_context("fork")
@@ -87,13 +82,6 @@ def test_cached_images_are_those_of_the_files_and_decoded_once(
             assert torch.equal(found[0], images)
             assert torch.equal(found[1], labels)
         assert sorted(decoded) == sorted(samples.files.paths)
-
-
-def test_origin_says_how_many_are_decoded_already(folder: Path, tmp_path: Path) -> None:
-    samples = samples_of(folder)
-    assert samples.files.origin.endswith(f", 0 of 14 decoded in {tmp_path / 'cache'}")
-    samples.batch(torch.tensor([3, 7]), None)
-    assert ", 2 of 14 decoded in " in samples_of(folder).files.origin
 
 
 def test_settings_that_change_the_pixels_have_a_cache_of_their_own(folder: Path) -> None:
@@ -203,15 +191,6 @@ def test_damaged_or_foreign_cache_is_made_anew_and_said(
     assert capfd.readouterr().err == ""
 
 
-def test_run_that_maps_a_damaged_cache_goes_on_when_another_run_makes_it_anew(folder: Path) -> None:
-    first = samples_of(folder)
-    images = first.batch(ALL, None)[0]
-    overwrite(cache_of(first).path, 0, b"damage")
-    second = samples_of(folder)
-    for samples in (first, second):
-        assert torch.equal(samples.batch(ALL, None)[0], images)
-
-
 # Shared by ranks, killed ranks ----------------------------------------------------------------------------------
 
 
@@ -242,7 +221,7 @@ def test_process_killed_while_filling_leaves_nothing_half_used(folder: Path) -> 
     def fill() -> None:
         while True:
             for index in range(10):
-                cache.write(index, image_cache.version_of(samples.files.paths[index]), images[index])
+                cache.write(index, version_of(samples.files.paths[index]), images[index])
                 # And half of the next: the kill may come between its pixels and its entry
                 following = (index + 1) % 10
                 os.pwrite(cache._file, bytes(300), cache.plan.pixels_at + following * cache.plan.image_bytes)
@@ -275,30 +254,6 @@ def test_processes_that_fill_at_the_same_time_read_what_is_right(folder: Path) -
     for child in children:
         child.join(60)
     assert [child.exitcode for child in children] == [0] * 4
-
-
-def test_ranks_wait_for_the_one_that_makes_the_file_until_it_is_done_or_killed(folder: Path, tmp_path: Path) -> None:
-    samples_of(folder)
-
-    def hold(ready: multiprocessing.synchronize.Event) -> None:
-        with (tmp_path / "cache" / ".images.lock").open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            ready.set()
-            time.sleep(600)
-
-    ready = FORK.Event()
-    child = FORK.Process(target=hold, args=(ready,))
-    child.start()
-    ready.wait(60)
-    waiting = threading.Thread(target=samples_of, args=(folder,), daemon=True)
-    waiting.start()
-    waiting.join(0.3)
-    assert waiting.is_alive()
-    assert child.pid is not None
-    os.kill(child.pid, signal.SIGKILL)
-    waiting.join(60)
-    assert not waiting.is_alive()
-    child.join()
 
 
 # Size -----------------------------------------------------------------------------------------------------------
@@ -380,10 +335,3 @@ def test_place_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> 
     (tmp_path / "cache").write_text("a file, since root may write into any folder")
     with pytest.raises(DataError, match="cannot be written"):
         samples_of(folder)
-
-
-def test_cached_images_hold_any_kind_of_file(folder: Path) -> None:
-    Image.new("L", (9, 300), 77).save(folder / "train" / "class0" / "thin.png")
-    plain, cached = (samples_of(folder, cached=kept).batch(torch.arange(11), None)[0] for kept in (False, True))
-    assert torch.equal(plain, cached)
-    assert torch.equal(plain, samples_of(folder).batch(torch.arange(11), None)[0])

@@ -80,8 +80,12 @@ def test_report_says_for_how_long_rank_0_is_in_a_step(phase: str, open_s: float)
     for seconds in (spent, dict(reversed(spent.items()))):
         clock = SimpleNamespace(present=lambda: (phase, 40.0), seconds=lambda seconds=seconds: seconds)
         watch = SimpleNamespace(clock=clock, signs_of_life=list)
-        group: Any = SimpleNamespace(is_rank0=True, attempt="a", watch=watch)
-        assert Reporter(group, run="r")._look().open_s == open_s
+        group = SimpleNamespace(is_rank0=True, attempt="a", watch=watch)
+        run: Any = SimpleNamespace(
+            group=group, finished=False, origin=SimpleNamespace(checkpoint=None), lineage=SimpleNamespace(run="r"),
+            config=SimpleNamespace(tracker="none"),
+        )
+        assert Reporter(run)._look().open_s == open_s
 
 
 def test_a_run_that_had_finished_did_not_wait_for_more_epochs() -> None:

@@ -27,7 +27,7 @@ SETTINGS = (
     "--workload=tests.rigs.faulting_workload:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4",
     "--log-every-steps=1", "--tensorboard=false", "--progress=none", "--join-timeout-s=60", "--num-workers=1",
 )
-AGREEMENT = r"ranks 0, 2: agreement \(loop\.py:\d+ step\) of step \d+"
+WAITING = r"ranks 0, 2: backward \(loop\.py:\d+ step\) of step \d+"
 
 
 def settings(run: Path) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ def test_rank_that_hangs_is_somewhere_else(
     run, arrived = tmp_path / "run", tmp_path / "arrived"
     with forks.running("train", *settings(run), world_size=WORLD, env=probe(where, arrived, **order)) as job:
         job.wait_until(arrived.exists, "hang")
-        shown_at_last(run, odd, AGREEMENT if where == "data" else "ranks 0, 2: ")
+        shown_at_last(run, odd, WAITING if where == "data" else "ranks 0, 2: ")
         assert all(process.code is None for process in job.processes), "it only looks"
         full = shown(run, "--full")
         assert "rank 0 on " in full
@@ -130,7 +130,7 @@ def test_signal_to_one_agent_asks_the_ranks_of_all_and_any_machine_reads_the_ans
     order = probe("data", arrived, sleep_s=1000)
     with launched(run, [str(MAIN), *settings(run), "--simulated-nodes"], order, nodes=3) as (process, output):
         wait_for("hang", lambda: arrived.exists() or process.poll() is not None, log=output)
-        shown_at_last(run, AGREEMENT)
+        shown_at_last(run, WAITING)
         before = answers(run)
         process.send_signal(signal.SIGUSR2)
         wait_for("answers", lambda: all(n > old for n, old in zip(answers(run), before, strict=True)), log=output)
@@ -142,7 +142,7 @@ def test_signal_to_one_agent_asks_the_ranks_of_all_and_any_machine_reads_the_ans
         said = capsys.readouterr().out
         asked = r"is asked there, or by kill -USR2 to any agent of its job; last stacks, at \S+ \(asked\): "
         there = rf"rank {{}} on \S+ {asked}"
-        for rank, place in ((0, "agreement"), (1, "data: loader"), (2, "agreement")):
+        for rank, place in ((0, "backward"), (1, "data: loader"), (2, "backward")):
             assert re.search(there.format(rank) + place, said), said
         assert process.poll() is None
 

@@ -9,8 +9,7 @@ from train.config.settings import Augment
 from train.data.crops import center_crop, random_crop, shift_and_flip_into
 from train.data.random_numbers import derive_seed, random_numbers, seed_host
 from train.data.sources.decode import decode, decode_bytes
-from train.data.sources.image_cache import version_of
-from train.data.sources.sets import FileSet
+from train.data.sources.sets import FileSet, version_of
 
 
 class FileSamples:

@@ -10,59 +10,46 @@ import secrets
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankup.errors import Stopped
 from rankup.observe.goodput import REPORT_S, Report, goodput, read_reports
 from rankup.observe.tracker import Facts, Tracker
-from train.group.group import Group
 from train.process.phase_clock import process_began
-
-if TYPE_CHECKING:  # `run` reports too, and needs nothing of a training
-    from train.run.run_directory import RunDirectory
-    from train.run.training import Training
+from train.run.run_directory import RunDirectory
+from train.run.training import Training
 
 # Which kind of time a phase of the watchdog's clock is; all others, set-up and imports among them, are "start"
 KIND_OF_PHASE = {
     "step": "steps", "data": "data", "evaluation": "evaluation", "save": "saves", "end": "saves", "join": "join",
-    "script": "script",
 }
 LAST_S = 1.0  # how long the end of an attempt may wait for the last report: a disk may hang
 TRAINING = ("step", "data", "evaluation", "save")  # the phases that a run spends its time in once it trains
 
 
 class Reporter:
-    """Reports for the length of a `with` block; on rank 0 alone, to which the run directory must belong."""
+    """Reports for the length of a `with` block; on rank 0 alone, to which the run directory must belong.
 
-    def __init__(
-        self, group: Group, *, run: str, first_step: int = 0, over: bool = False, tracker: Tracker | None = None
-    ) -> None:
-        """`run`: the id of the run. `first_step`: the step it goes on from. `over`: it is finished: report nothing.
+    A run that is finished already gets no report, but its tracker gets what it has not got.
+    """
 
-        `tracker`: rank 0's; it gets what it has not got of a finished run too.
-        """
-        self.group, self.run, self.first_step = group, run, first_step
-        self.active = group.is_rank0 and not over
-        self._began = process_began()
-        self._token, self._tracker = secrets.token_hex(4), tracker
+    def __init__(self, run: RunDirectory) -> None:
+        self.run, self.group = run, run.group
+        self.active = run.group.is_rank0 and not run.finished
+        self._began, self._token = process_began(), secrets.token_hex(4)
         self._training: Training | None = None
         self._finished = False
         self._last: Report | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="reporter", daemon=True)
-
-    @classmethod
-    def of(cls, run: "RunDirectory") -> "Reporter":
-        """Of a training."""
-        first_step = run.origin.checkpoint.step if run.origin.checkpoint is not None else 0
-        tracker = None
+        self._first_step = run.origin.checkpoint.step if run.origin.checkpoint is not None else 0
+        self._tracker: Tracker | None = None
         if run.group.is_rank0 and run.config.tracker != "none":
             facts = Facts(
                 tracker=run.config.tracker, run=run.lineage.run, name=run.path.name, run_dir=str(run.path),
                 address=run.address, settings=run.config.model_dump(mode="json"),
             )
-            tracker = Tracker(facts, run.group.log)
-        return cls(run.group, run=run.lineage.run, first_step=first_step, over=run.finished, tracker=tracker)
+            self._tracker = Tracker(facts, run.group.log)
 
     def __enter__(self) -> "Reporter":
         if self.active:
@@ -80,7 +67,7 @@ class Reporter:
             stopped = kind is not None and issubclass(kind, Stopped)
             self._tracker.end("finished" if self._finished else "stopped" if stopped else "failed")
 
-    def follow(self, training: "Training") -> None:
+    def follow(self, training: Training) -> None:
         """From now on there are steps to report."""
         self._training = training
         if self._tracker is not None:
@@ -115,7 +102,7 @@ class Reporter:
             seconds[KIND_OF_PHASE.get(name, "start")] += spent
         # The watchdog's clock is younger than the process, which first imported what it needs
         seconds["start"] += max(0.0, now - self._began - sum(by_phase.values()))
-        first_step = step = self.first_step
+        first_step = step = self._first_step
         total_steps, unit, per_s, remaining_s = None, "", 0.0, None
         metrics: dict[str, float] = {}
         if t is not None:
@@ -130,7 +117,7 @@ class Reporter:
             evaluated = (t.progress.metrics or {}).items()
             metrics |= {f"eval/{name}": value for name, value in evaluated if math.isfinite(value)}
         return Report(
-            run=self.run, attempt=self.group.attempt, began=self._began, time=now, first_step=first_step,
+            run=self.run.lineage.run, attempt=self.group.attempt, began=self._began, time=now, first_step=first_step,
             step=step, total_steps=total_steps, finished=self._finished,
             seconds={kind: round(spent, 3) for kind, spent in seconds.items()}, unit=unit, per_s=round(per_s, 1),
             remaining_s=None if remaining_s is None else round(remaining_s, 1), metrics=metrics,

@@ -8,7 +8,7 @@ from torch import nn
 
 from train.config import Config
 from train.data import Samples
-from train.data.sources import hf_texts
+from train.data.sources import huggingface
 from train.data.sources.texts import load_texts, read_lines
 from train.workloads.bert import WordPieceTokenizer, build_bert
 from train.workloads.class_scores import class_scores, macro_f1, report
@@ -54,7 +54,7 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
 
     Raises DataError, ConfigError.
     """
-    found = hf_texts.load(config) if config.dataset.startswith("hf:") else load_texts(config)
+    found = huggingface.load_texts(config) if config.dataset.startswith("hf:") else load_texts(config)
     num_classes = len(found.classes)
     tokenizer, model, notes, digest = _model(config, num_classes, found.characters, pretrained=pretrained)
 

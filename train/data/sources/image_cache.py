@@ -69,20 +69,6 @@ class Plan:
         return f"images-{hashlib.sha256(self.header()).hexdigest()[:24]}.cache"
 
 
-def version_of(path: str) -> int:
-    """A number that differs once the file has been replaced or written again; 0 if there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return 0
-    return version_of_facts(found.st_ino, found.st_size, found.st_mtime_ns)
-
-
-def version_of_facts(*facts: int | str) -> int:
-    """A number of 64 bits for what tells one version of a file from another."""
-    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little")
-
-
 class ImageCache:
     """The images of one Plan, in a file that `open_caches` has made."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +27,20 @@ def stamp(path: Path) -> Stamp:
     except OSError:
         return str(path), 0, 0, 0, 0
     return str(path), found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def version_of(path: str) -> int:
+    """A number that differs once the file has been replaced or written again; 0 if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return 0
+    return version_of_facts(found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def version_of_facts(*facts: int | str) -> int:
+    """A number of 64 bits for what tells one version of a file from another."""
+    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True)

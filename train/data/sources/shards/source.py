@@ -9,9 +9,8 @@ import torch
 from rankup.errors import DataError
 from train.config import Config
 from train.data.sources.fetch import Say
-from train.data.sources.image_cache import version_of_facts
 from train.data.sources.imagefolder import MEAN, STD
-from train.data.sources.sets import FileSet
+from train.data.sources.sets import FileSet, version_of_facts
 from train.data.sources.shards.index import Index, open_index, read_sample
 from train.data.sources.shards.place import Place, find_shards
 
