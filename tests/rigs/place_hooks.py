@@ -108,9 +108,9 @@ def _hook_keeper(keeper: Any) -> None:
     _wrap(keeper.Rescuer, "keep", before="before the rescue")
 
 
-def _hook_rescue(rescue: Any) -> None:
-    _wrap(rescue, "load_checkpoint", before="reading the rescue")
-    _wrap(rescue, "share_checkpoint", before="sending the rescue", after="rescue known")
+def _hook_candidates(candidates: Any) -> None:
+    _wrap(candidates, "load_checkpoint", before="reading the rescue")
+    _wrap(candidates, "share_checkpoint", before="sending the rescue", after="rescue known")
 
 
 def _hook_loop(loop: Any) -> None:
@@ -189,6 +189,6 @@ HOOKS: Mapping[str, Callable[[Any], None]] = {
     "train.group.group": _hook_group,
     "rankup.state.copies": _hook_copies,
     "train.run.keeper": _hook_keeper,
-    "train.run.rescue": _hook_rescue,
+    "train.run.candidates": _hook_candidates,
     "train.loop": _hook_loop,
 }

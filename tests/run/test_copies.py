@@ -14,19 +14,15 @@ import pytest
 import torch
 
 from rankup.agent.logs import host_name
-from rankup.errors import UserError
 from rankup.places.lineage import FILE, Lineage
 from rankup.state import copies as state_copies
-from rankup.state.copies import to_json
 from tests.rigs.checkpoints import SETTINGS, flip, save, save_checkpoint, steps, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, result
-from tests.run.test_rescue import Ranks
 from train.config import Config
-from train.run import copies
 from train.run.checkpoint import load_checkpoint
 from train.run.copier import Copier, fingerprint_tensors
-from train.run.copies import FOLDER, Known, Offer
+from train.run.on_disk import COPIES
 
 LINE = ("train", *SETTINGS, "--run-dir=runs", "--name=run", "--save-every-steps=8")
 STOP: dict[str, Any] = {"where": "loss", "call": 12, "signal": "SIGTERM", "rank": 0}  # in step 10
@@ -53,7 +49,7 @@ class Nodes:
         return self.folders[node] / "runs" / "run"
 
     def copies(self, node: int = 1) -> list[Path]:
-        return sorted(self.runs(node).glob(f"{FOLDER}/*/step-*"))
+        return sorted(self.runs(node).glob(f"{COPIES}/*/step-*"))
 
     def lose(self, node: int = 0) -> None:
         """A machine in place of this one, with an empty disk."""
@@ -89,7 +85,7 @@ def test_copy_is_rank_0s_checkpoint_and_the_only_one(nodes: Nodes) -> None:
     assert fingerprint_tensors(copied) == fingerprint_tensors(own)
     assert (copied / "model.safetensors").read_bytes() == (own / "model.safetensors").read_bytes()
     assert load_checkpoint(copied).state.written_by.startswith("rank 1 on ")
-    assert not list(nodes.runs(1).glob(f"{FOLDER}/*/.*"))
+    assert not list(nodes.runs(1).glob(f"{COPIES}/*/.*"))
     assert not (nodes.runs(1) / "checkpoints").exists()
 
 
@@ -213,7 +209,7 @@ def test_other_settings_are_refused_and_fresh_takes_no_copy(nodes: Nodes) -> Non
     assert len(nodes.copies()) == 1
     output = nodes.run("--lr=0.25", "--fresh", code=143, **STOP | {"call": 4})  # before the first checkpoint of it
     assert "resumed" not in output
-    (aside,) = nodes.runs(1).glob(f"before-*/{FOLDER}/*/step-*")
+    (aside,) = nodes.runs(1).glob(f"before-*/{COPIES}/*/step-*")
     assert load_checkpoint(aside).state.config["lr"] == 0.08
     nodes.lose()
     assert "resumed from step 2, " in nodes.run("--lr=0.25", "--max-steps=4")
@@ -223,7 +219,7 @@ def test_disk_that_takes_no_copy_is_one_line_and_the_training_goes_on(
     nodes: Nodes, undisturbed: dict[str, Any]
 ) -> None:
     nodes.runs(1).mkdir(parents=True)
-    (nodes.runs(1) / FOLDER).write_text("in the way")
+    (nodes.runs(1) / COPIES).write_text("in the way")
     output = nodes.run()
     assert output.count("no second copy: checkpoint: runs/run/copies") == 1
     assert output.count("no second copy of step 32: only rank 0's disk holds that checkpoint") == 1
@@ -234,52 +230,7 @@ def test_shared_disk_holds_no_copy(forks: Forks, tmp_path: Path) -> None:
     codes, output = forks.run(*LINE, world_size=2, cwds=[tmp_path, tmp_path])
     assert codes == [0, 0], output
     assert "copies " not in output
-    assert not (tmp_path / "runs" / "run" / FOLDER).exists()
-
-
-# The rules, one by one -----------------------------------------------------------------------------------------
-
-
-def line(number: int, *attempts: str, run: str = "run") -> Lineage:
-    return Lineage(run, "first", "", [[attempt, 0] for attempt in attempts], number)
-
-
-def offer(step: int, attempt: str, lineage: Lineage) -> Offer:
-    return Offer(1, "somewhere", step, attempt, lineage)
-
-
-@pytest.mark.parametrize(("step", "known", "offered", "fits"), [
-    (None, None, offer(4, "a", line(1, "a")), True),  # node 0 came back empty
-    (4, None, offer(8, "a", line(1, "a")), False),  # it has checkpoints, and does not know of which run
-    (None, line(2, "b"), offer(4, "a", line(1, "a")), True),  # its checkpoints are gone: better than nothing
-    (None, line(2, "b"), offer(4, "a", line(1, "a", run="other")), False),
-    (4, line(1, "a"), offer(8, "a", line(1, "a")), True),
-    (8, line(1, "a"), offer(8, "a", line(1, "a")), False),  # its own is as new
-    (4, line(2, "b"), offer(8, "a", line(1, "a")), False),  # the run went on without it
-    (4, line(1, "a"), offer(8, "b", line(2, "b")), True),  # another node was node 0 meanwhile
-    (9, line(1, "a"), offer(8, "b", line(2, "b")), False),
-])
-def test_which_copy_fits(step: int | None, known: Lineage | None, offered: Offer, fits: bool) -> None:
-    assert copies._fits(offered, Known(step, known, ""), lambda lineage: True) == fits
-
-
-def test_run_that_is_not_wanted_is_not_gone_on_with() -> None:
-    offered = offer(4, "a", line(1, "a"))
-    assert not copies._fits(offered, Known(None, None, ""), lambda lineage: False)
-
-
-def test_copies_of_several_runs_are_refused_where_node_0_knows_none(tmp_path: Path) -> None:
-    ranks: Any = Ranks()
-    ranks.run_dir, ranks.hosts, ranks.is_rank0 = tmp_path, ["node0"], True
-    for name in ("one", "other"):
-        folder = tmp_path / FOLDER / name
-        save(folder, 4)
-        place = folder / "step-00000004"
-        state = json.loads((place / "state.json").read_text())
-        (place / "state.json").write_bytes(to_json(state | {"run": name}))
-        (place / FILE).write_bytes(to_json(line(1, "a", run=name).values()))
-    with pytest.raises(UserError, match=r"got nothing there and copies of 2 runs: .* and .* Move away"):
-        copies.choose(ranks, Known(None, None, ""), wanted=lambda lineage: True)
+    assert not (tmp_path / "runs" / "run" / COPIES).exists()
 
 
 # The writer ----------------------------------------------------------------------------------------------------
@@ -294,8 +245,8 @@ class Writer:
         group = SimpleNamespace(
             run_dir=folder, attempt="attempt", hosts=["node0", "node1"], device=torch.device("cpu"), log=log, rank=1
         )
-        self.copier = Copier(Config(**settings), group, line(1, "a"))  # type: ignore[arg-type]
-        self.folder = folder / FOLDER / "run"
+        self.copier = Copier(Config(**settings), group, Lineage("run", "first", "", [["a", 0]], 1))  # type: ignore[arg-type]
+        self.folder = folder / COPIES / "run"
 
     def begin(self, step: int, *, wait: bool = False) -> str:
         """The fingerprint of what rank 0 would have saved at this step."""

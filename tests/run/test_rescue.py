@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import stat
 import time
 from collections import namedtuple
@@ -15,7 +14,7 @@ import torch
 
 from rankup.places.lineage import Lineage
 from rankup.state.copies import Content, fingerprint
-from tests.rigs.checkpoints import files_of, flip, train, training_state
+from tests.rigs.checkpoints import files_of, train, training_state
 from tests.rigs.fork_server import Forks
 from train.config import Config
 from train.data.sources import cache
@@ -46,29 +45,8 @@ def write(step: int, **fields: Any) -> str:
 
 
 def found() -> int | None:
-    paths = rescue.find(LINEAGE, Config())
-    return load_checkpoint(paths[-1]).step if paths else None
-
-
-class Ranks:
-    """A group of one rank, as far as `choose` looks at it."""
-
-    rank, world_size = 0, 1
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def broadcast(self, value: Any, *, source: int = 0) -> Any:
-        return value
-
-    def broadcast_bytes(self, data: bytes, *, source: int = 0) -> bytes:
-        return data
-
-
-def chosen(*, above: int = 0) -> tuple[int | None, list[str]]:
-    said: list[str] = []
-    found = rescue.choose(Ranks(), LINEAGE, Config(), above=above, warn=said.append)  # type: ignore[arg-type]
-    return (found.step if found else None), said
+    steps = [load_checkpoint(path).step for path, state in rescue.found(Config()) if state["run"] == RUN]
+    return max(steps, default=None)
 
 
 # Writing --------------------------------------------------------------------------------------------------------
@@ -114,7 +92,7 @@ def test_temporary_directory_where_shared_memory_is_small_and_nothing_where_both
     for name in full:
         assert place is not None or f"{memory.parent / name} has 0 MiB free, " in problem
     assert (problem == "") == (place is not None)
-    assert [path.parents[2].name for path in rescue.find(LINEAGE, Config())] == ([place] if place else [])
+    assert [path.parents[2].name for path, _ in rescue.found(Config())] == ([place] if place else [])
 
 
 def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> None:
@@ -122,7 +100,7 @@ def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> Non
     (memory / "elsewhere").mkdir(mode=0o700)
     own.symlink_to(memory / "elsewhere")
     assert write(7) == ""
-    assert [path.parents[2].name for path in rescue.find(LINEAGE, Config())] == ["tmp"]
+    assert [path.parents[2].name for path, _ in rescue.found(Config())] == ["tmp"]
     assert list((memory / "elsewhere").glob("*/step-*")) == []
     own.unlink()
     (memory.parent / "tmp" / own.name).rename(own)
@@ -130,7 +108,7 @@ def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> Non
     own.chmod(0o777)  # somebody else may have put it there
     assert found() is None
     assert write(8) == ""
-    assert [path.parents[2].name for path in rescue.find(LINEAGE, Config())] == ["tmp"]
+    assert [path.parents[2].name for path, _ in rescue.found(Config())] == ["tmp"]
 
 
 def test_old_data_in_the_cache_are_no_old_rescues(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,67 +121,6 @@ def test_old_data_in_the_cache_are_no_old_rescues(memory: Path, monkeypatch: pyt
     os.utime(data, (0, 0))
     assert write(7) == ""
     assert data.exists()
-
-
-# Taking ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"run": "fedcba9876543210"}, {"attempt": "20200101T000001-abcdef"}, {"random": "dice"},
-        {"config": Config(lr=0.5).model_dump()},
-    ],
-)
-def test_rescue_of_other_origin_is_never_taken(memory: Path, fields: dict[str, Any]) -> None:
-    assert write(7, **fields) == ""
-    assert found() is None
-    assert chosen() == (None, [])
-
-
-def test_setting_without_effect_on_the_weights_may_change(memory: Path) -> None:
-    write(7, config=Config(keep=9, epochs=99).model_dump())
-    assert found() == 7
-
-
-def test_newest_is_chosen_and_a_checkpoint_of_the_same_step_first(memory: Path) -> None:
-    write(7)
-    assert chosen(above=6) == (7, [])
-    assert chosen(above=7) == (None, [])
-    # A rescue in the other place
-    (memory.parent / "tmp" / f"rankup-{os.getuid()}").mkdir(mode=0o700)
-    shutil.copytree(memory / f"rankup-{os.getuid()}" / RUN, memory.parent / "tmp" / f"rankup-{os.getuid()}" / RUN)
-    write(9)
-    assert chosen(above=6) == (9, [])
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "tree.json", "manifest.json"])
-def test_damaged_rescue_is_passed_over_and_said(memory: Path, name: str) -> None:
-    write(7)
-    path = memory / f"rankup-{os.getuid()}" / RUN / "step-00000007"
-    flip(path / name, 20)
-    step, said = chosen()
-    assert step is None
-    assert len(said) == 1
-    assert said[0].startswith(f"a rescue was passed over: checkpoint: {path} must be a whole checkpoint, got a damaged")
-    assert chosen() == (None, [])
-
-
-def test_damaged_rescue_that_cannot_be_removed_is_passed_over_too(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(7)
-    flip(memory / f"rankup-{os.getuid()}" / RUN / "step-00000007" / "model.safetensors", 20)
-    monkeypatch.setattr(rescue.shutil, "rmtree", lambda *values, **more: None)
-    step, said = chosen()
-    assert (step, len(said)) == (None, 1)
-
-
-def test_another_format_is_not_looked_at(memory: Path) -> None:
-    write(7)
-    path = memory / f"rankup-{os.getuid()}" / RUN / "step-00000007" / "state.json"
-    path.write_text(path.read_text().replace('"format": ', '"format": 1'))
-    assert chosen() == (None, [])
 
 
 # Removing -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Writes the second copy of each checkpoint, on a rank of another node: see `train.run.copies`.
+"""Writes the second copy of each checkpoint, on a rank of another node: see `train.run.candidates`.
 
 Nothing is sent: the rank has the state that rank 0 saves, and writes it by itself, at the same step, beside the
 training. It gives the copy its name only once it knows that rank 0's checkpoint stands and holds the same tensors. So a
@@ -25,7 +25,7 @@ from train.config import Config
 from train.group.group import Group
 from train.run import publish
 from train.run.checkpoint import list_checkpoints, step_of
-from train.run.copies import FOLDER
+from train.run.on_disk import COPIES
 from train.run.training_state import TrainingState
 
 
@@ -37,7 +37,7 @@ class Copier:
 
     def __init__(self, config: Config, group: Group, lineage: Lineage) -> None:
         self.config, self.group, self.lineage = config, group, lineage
-        self.folder = group.run_dir / FOLDER / lineage.run
+        self.folder = group.run_dir / COPIES / lineage.run
         self.kept = 0  # the step of the newest copy of this attempt
         self._copies = HostCopies(group.device)
         self._beside_training: bool | None = None

@@ -14,11 +14,11 @@ from rankup.places.stored_run import AllDamaged
 from train.config import Config, changed_settings, to_yaml
 from train.group.group import Group
 from train.process.status import job_of, read_json
-from train.run import copies
 from train.run.checkpoint import Checkpoint, load_newest
 from train.run.choices import CHOICES
 
 RESULT = "result.json"
+COPIES = "copies"  # of the newest checkpoint, on another node: see `train.run.copier`
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ def not_writable(group: Group, error: OSError) -> UserError:
 
 def _put_aside(directory: Path, say: Callable[[str], None]) -> None:
     """Start anew without losing anything: what is there moves to `before-<time>/`."""
-    there = [directory / name for name in (*lineage.OF_RUN, copies.FOLDER) if (directory / name).exists()]
+    there = [directory / name for name in (*lineage.OF_RUN, COPIES) if (directory / name).exists()]
     if not there:
         return
     moved = lineage.before(directory)

@@ -16,15 +16,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rankup.errors import UserError
-from rankup.places.lineage import Lineage
 from rankup.state.copies import Content
 from train.config import Config, changed_settings
-from train.group.group import Group
 from train.process.status import read_json
 from train.run import publish
-from train.run.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, share_checkpoint, step_of
+from train.run.checkpoint import list_checkpoints, step_of
 from train.run.training_state import FORMAT, RANDOM_SCHEME
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
@@ -79,49 +78,19 @@ def remove(run: str, *, up_to: int | None = None, above: int | None = None) -> N
                 folder.parent.rmdir()
 
 
-def choose(
-    group: Group, lineage: Lineage, config: Config, *, above: int, warn: Callable[[str], None]
-) -> Checkpoint | None:
-    """The newest rescue that any rank's node holds, if it is of a later step than `above`. All ranks call this.
+def found(config: Config) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The rescues on this node that a run with these settings may go on from, and what `state.json` says of each.
 
-    The lowest rank that can reach it reads it, and sends it to the others. A damaged one is removed, and the next
-    newest is taken.
+    Their bytes are not looked at yet.
     """
-    own = find(lineage, config)
-    while True:
-        while own and not own[-1].is_dir():  # damaged: another rank of this node has removed it
-            own.pop()
-        steps: list[int] = group.gather(step_of(own[-1]) if own else -1)
-        newest = max(steps)
-        if newest <= above:
-            return None
-        holder = steps.index(newest)
-        found: Checkpoint | None = None
-        if group.rank == holder:
-            path = own.pop()
-            try:
-                found = load_checkpoint(path)
-            except UserError as error:
-                warn(f"a rescue was passed over: {error}")
-                shutil.rmtree(path, ignore_errors=True)
-        if shared := share_checkpoint(found, group, source=holder):
-            return shared
-
-
-def find(lineage: Lineage, config: Config) -> list[Path]:
-    """The rescues on this node that the run may go on from, the newest last. Their bytes are not looked at yet."""
-    folders = [_folder(place, lineage.run) for place in places()]
-    found = [path for folder in folders if _is_ours(folder) for path in list_checkpoints(folder)]
-    return sorted((path for path in found if _fits(path, lineage, config)), key=step_of)
-
-
-def _fits(path: Path, lineage: Lineage, config: Config) -> bool:
-    state = read_json(path / "state.json")
-    return (
-        isinstance(state, dict) and state.get("format") == FORMAT and state.get("random") == RANDOM_SCHEME
-        and state.get("run") == lineage.run and lineage.has(step_of(path), str(state.get("attempt")))
-        and not changed_settings(state.get("config", {}), config)
-    )
+    for folder in (folder for place in places() for folder in _folder(place, "any").parent.glob("*")):
+        for path in list_checkpoints(folder) if _is_ours(folder) else []:
+            state = read_json(path / "state.json")
+            if (
+                isinstance(state, dict) and state.get("format") == FORMAT and state.get("random") == RANDOM_SCHEME
+                and {"run", "attempt", "step"} <= state.keys() and not changed_settings(state.get("config", {}), config)
+            ):
+                yield path, state
 
 
 # Folders -------------------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from train.config import Config
 from train.group.group import Group, on_rank0
 from train.parallel.method import Method
 from train.run import weights
+from train.run.candidates import Origin
 from train.run.checkpoint import Checkpoint
 from train.run.fetched import fetched
 from train.run.metrics import Progress
-from train.run.origin import Origin
 
 
 def load_initial_weights(

@@ -26,11 +26,11 @@ from train.config import Config
 from train.group.group import Group, on_rank0
 from train.group.join import broke_collective
 from train.run import rescue
+from train.run.candidates import Origin, find_origin
 from train.run.checkpoint import Checkpoint, find_problem, list_checkpoints, newest_good_step
 from train.run.copier import Copier
 from train.run.metrics import Progress
 from train.run.on_disk import OnDisk, find_earlier, find_run, go_on, is_wanted, not_writable
-from train.run.origin import Origin, find_origin
 from train.run.publish import remove_unfinished
 from train.run.saver import Saver
 

@@ -1,0 +1,182 @@
+"""Which of several copies a run goes on from, and which it never takes."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rankup.errors import UserError
+from rankup.places.lineage import Lineage
+from tests.rigs.checkpoints import files_of, flip, save, training_state
+from train.config import Config
+from train.run import rescue
+from train.run.candidates import Origin, find_origin
+from train.run.checkpoint import load_checkpoint
+from train.run.on_disk import COPIES, OnDisk
+
+RUN = "0123456789abcdef"
+
+
+def line(number: int, *attempts: tuple[str, int], run: str = RUN) -> Lineage:
+    return Lineage(run, "first", "", [list(attempt) for attempt in attempts], number)
+
+
+A = line(1, ("a", 0))
+B = line(2, ("a", 0), ("b", 4))  # it went on from step 4 of `a`
+
+
+class Node:
+    """One rank, what lies on its disk and in its memory, and what it has said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir, self.memory, self.said = folder / "run", folder / "shm", list[str]()
+        self.run_dir.mkdir()
+        self.rank, self.world_size, self.hosts, self.is_rank0 = 0, 1, ["node0"], True
+        self.log, self.launch = SimpleNamespace(warning=self.said.append), SimpleNamespace(start="of another launch")
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any, *, source: int = 0) -> Any:
+        return value
+
+    def broadcast_bytes(self, data: bytes, *, source: int = 0) -> bytes:
+        return data
+
+    def copy(self, step: int, attempt: str, lineage: Lineage) -> Path:
+        """A second copy of that step."""
+        path = save(self.run_dir / COPIES / lineage.run, step, attempt=attempt, run=lineage.run)
+        lineage.write(path)
+        return path
+
+    def rescue(self, step: int, writer: str, **fields: Any) -> Path:
+        state = training_state(step, **{"attempt": writer} | fields)
+        assert rescue.write(state.run, step, lambda: files_of(state, {"weight": torch.ones(3)})) == ""
+        return self.memory / f"rankup-{os.getuid()}" / state.run / f"step-{step:08d}"
+
+    def checkpoint(self, step: int, attempt: str = "a") -> Path:
+        return save(self.run_dir / "checkpoints", step, attempt=attempt)
+
+    def go_on(
+        self, known: Lineage | None, newest: tuple[int, str] | None = None, *, fresh: bool = False, problem: str = ""
+    ) -> Origin:
+        """`newest`: step and attempt of rank 0's newest checkpoint."""
+        earlier = load_checkpoint(self.checkpoint(*newest)) if newest else None
+        disk = OnDisk(
+            finished=False, lineage=known.values() if known else None, new=line(0, run="new").values(), token="",
+            saved=[newest[0], 0] if newest else None, problem=problem, mark="",
+        )
+        config: Any = Config(fresh=fresh)
+        return find_origin(config, self, disk, earlier)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    for name in ("shm", "tmp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(rescue, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(rescue.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    return Node(tmp_path)
+
+
+@pytest.mark.parametrize(("newest", "known", "copy", "expected"), [
+    (None, None, (4, "a", A), (4, "a")),  # node 0 came back empty
+    ((4, "a"), None, (8, "a", A), (4, "a")),  # it has checkpoints, and does not know of which run
+    (None, line(2, ("b", 0)), (4, "a", A), (4, "a")),  # its checkpoints are gone: better than nothing
+    (None, B, (4, "a", line(1, ("a", 0), run="other")), None),
+    ((4, "a"), A, (8, "a", A), (8, "a")),
+    ((8, "a"), A, (8, "a", A), (8, "a")),  # its own is as new
+    ((4, "a"), B, (8, "a", A), (4, "a")),  # the run went on without it
+    ((4, "a"), A, (8, "b", B), (8, "b")),  # another node was node 0 meanwhile
+    ((9, "a"), A, (8, "b", B), (8, "b")),  # the run went on without this 9
+    ((9, "x"), A, (2, "x", A), (9, "x")),  # nobody knows any better
+])
+def test_copy_is_the_newest_on_the_line_that_knows_most(
+    node: Node, newest: tuple[int, str] | None, known: Lineage | None, copy: tuple[int, str, Lineage],
+    expected: tuple[int, str] | None,
+) -> None:
+    node.copy(*copy)
+    origin = node.go_on(known, newest)
+    found = origin.checkpoint
+    assert (found and (found.step, found.state.attempt)) == expected
+    assert origin.writer == (expected[1] if expected else None)
+    if expected is None:
+        assert not origin.words
+    elif newest == expected:
+        assert origin.words == f"step-{expected[0]:08d}"
+    else:
+        assert f"step {expected[0]}, the second copy on node0 (rank 0): node0 (rank 0) has" in origin.words
+
+
+def test_copy_of_a_run_that_is_not_wanted_is_put_aside(node: Node) -> None:
+    node.copy(4, "a", A)
+    assert node.go_on(None, fresh=True).checkpoint is None
+    assert len(list(node.run_dir.glob(f"before-*/{COPIES}/{RUN}/step-*"))) == 1
+
+
+def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) -> None:
+    for name in ("one", "other"):
+        node.copy(4, "a", line(1, ("a", 0), run=name))
+    with pytest.raises(UserError, match=r"got nothing there and copies of 2 runs: .* and .* Move away"):
+        node.go_on(None)
+
+
+def test_copy_that_is_damaged_is_passed_over_and_said(node: Node) -> None:
+    flip(node.copy(8, "a", A) / "manifest.json", 20)
+    found = node.go_on(A, (4, "a"))
+    assert found.checkpoint is not None
+    assert found.checkpoint.step == 4
+    assert node.said[0].startswith("a second copy was passed over: rank 0 on node0: checkpoint: ")
+    with pytest.raises(UserError, match="second copies: one must be whole, got only damaged ones: rank 0 on node0"):
+        node.go_on(A)
+
+
+def test_rescue_is_taken_where_it_is_newer(node: Node) -> None:
+    node.rescue(7, "a")
+    assert "step 7, rescued by rank 0 on node0; no finished step was lost" in node.go_on(A, (6, "a")).words
+    assert node.go_on(A, (7, "a")).words == "step-00000007"
+    own = node.memory / f"rankup-{os.getuid()}"
+    (node.memory.parent / "tmp" / own.name).mkdir(mode=0o700)
+    shutil.copytree(own / RUN, node.memory.parent / "tmp" / own.name / RUN)
+    node.rescue(9, "a")
+    assert node.go_on(A, (6, "a")).words.startswith("step 9, rescued")
+
+
+@pytest.mark.parametrize("fields", [
+    {"run": "fedcba9876543210"}, {"attempt": "another"}, {"random": "dice"}, {"config": Config(lr=0.5).model_dump()},
+])
+def test_rescue_of_other_origin_is_never_taken(node: Node, fields: dict[str, Any]) -> None:
+    node.rescue(7, "a", **fields)
+    assert node.go_on(A, (6, "a")).words == "step-00000006"
+    assert node.said == []
+
+
+def test_rescue_whose_settings_have_no_effect_on_the_weights_is_taken(node: Node) -> None:
+    node.rescue(7, "a", config=Config(keep=9, epochs=99).model_dump())
+    assert node.go_on(A).words.startswith("step 7, rescued")
+
+
+@pytest.mark.parametrize("removable", [True, False])
+def test_rescue_that_is_damaged_is_passed_over_and_said(
+    node: Node, removable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = node.rescue(7, "a")
+    flip(path / "manifest.json", 20)
+    if not removable:
+        monkeypatch.setattr("shutil.rmtree", lambda *values, **more: None)
+    assert node.go_on(A).checkpoint is None
+    assert len(node.said) == 1
+    assert node.said[0].startswith(f"a rescue was passed over: checkpoint: {path} must be a whole checkpoint, got a")
+    assert path.exists() != removable
+
+
+def test_rescue_of_another_format_is_not_looked_at(node: Node) -> None:
+    path = node.rescue(7, "a") / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+    assert node.go_on(A).checkpoint is None
+    assert node.said == []
