@@ -17,7 +17,7 @@ from rankup.agent.logs import host_name
 from rankup.errors import UserError
 from rankup.places.lineage import FILE, Lineage
 from rankup.state import copies as state_copies
-from rankup.state.copies import to_json
+from rankup.state.copies import fingerprint_tensors, to_json
 from tests.rigs.checkpoints import SETTINGS, flip, save, save_checkpoint, steps, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, result
@@ -25,7 +25,7 @@ from tests.run.test_rescue import Ranks
 from train.config import Config
 from train.run import copies
 from train.run.checkpoint import load_checkpoint
-from train.run.copier import Copier, fingerprint_tensors
+from train.run.copier import Copier
 from train.run.copies import FOLDER, Known, Offer
 
 LINE = ("train", *SETTINGS, "--run-dir=runs", "--name=run", "--save-every-steps=8")
@@ -301,7 +301,7 @@ class Writer:
         """The fingerprint of what rank 0 would have saved at this step."""
         model = {"weight": torch.full((3,), float(step))}
         state = training_state(step)
-        self.copier.begin(state, {"model": model, "optimizer": {}, "scaler": {}}, wait=wait)
+        self.copier.begin(step, state.to_file(), {"model": model, "optimizer": {}, "scaler": {}}, wait=wait)
         return fingerprint_tensors(save_checkpoint(self.folder.parent / "rank 0", state, model, keep=1))
 
 
