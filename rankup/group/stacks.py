@@ -162,7 +162,7 @@ KNOWN = (
     ("torch/utils/data/dataloader.py", "data: next of a DataLoader"),
     ("state/copies.py", "save"),
     ("state/shards.py", "save"),
-    ("run/saver.py", "save"),
+    ("state/saver.py", "save"),
     ("torch/serialization.py", ""),  # save, load
     ("torch/autograd/__init__.py", "backward"),
     ("torch/autograd/graph.py", "backward"),

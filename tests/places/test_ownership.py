@@ -18,10 +18,10 @@ from rankup.places.files import write_json
 from rankup.places.lease import Lease, StoreLease
 from rankup.places.lineage import Lineage
 from rankup.places.second import SecondPlace
+from rankup.state.copies import remove_unfinished
 from tests.rigs.checkpoints import save, steps
 from tests.rigs.object_store import BUCKET, S3
 from train.run.checkpoint import find_problem, load_checkpoint, newest_good_step
-from train.run.publish import remove_unfinished
 
 SEED = 20261124
 WAITS_S = 100  # for a busy machine

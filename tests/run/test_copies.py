@@ -16,12 +16,13 @@ import torch
 from rankup.agent.logs import host_name
 from rankup.places.lineage import FILE, Lineage
 from rankup.state import copies as state_copies
+from rankup.state.copies import fingerprint_tensors
 from tests.rigs.checkpoints import SETTINGS, flip, save, save_checkpoint, steps, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, result
 from train.config import Config
 from train.run.checkpoint import load_checkpoint
-from train.run.copier import Copier, fingerprint_tensors
+from train.run.copier import Copier
 from train.run.on_disk import COPIES
 
 LINE = ("train", *SETTINGS, "--run-dir=runs", "--name=run", "--save-every-steps=8")
@@ -252,7 +253,7 @@ class Writer:
         """The fingerprint of what rank 0 would have saved at this step."""
         model = {"weight": torch.full((3,), float(step))}
         state = training_state(step)
-        self.copier.begin(state, {"model": model, "optimizer": {}, "scaler": {}}, wait=wait)
+        self.copier.begin(step, state.to_file(), {"model": model, "optimizer": {}, "scaler": {}}, wait=wait)
         return fingerprint_tensors(save_checkpoint(self.folder.parent / "rank 0", state, model, keep=1))
 
 

@@ -103,8 +103,7 @@ def test_evaluation_with_workers_goes_on_beside_a_save(forks: Forks, tmp_path: P
 
 def counted_saves() -> None:
     """Preloaded: a save notes in the file SAVES when it begins and ends, and in which thread. It takes a while."""
-    from rankup.state import copies
-    from train.run import saver
+    from rankup.state import copies, saver
 
     save, file = copies.save, Path(os.environ["SAVES"])
 

@@ -7,26 +7,22 @@ copy is never newer than what rank 0 had published, and ranks whose weights have
 The training never waits for this disk but at its end, and a copy that fails is one line.
 """
 
-import hashlib
 import shutil
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from rankup.agent.limits import memory_available
 from rankup.errors import UserError
 from rankup.places.lineage import FILE, Lineage
-from rankup.state.copies import STATE, Content, read_manifest, to_json
-from rankup.state.host_copies import HostCopies, beside_training
+from rankup.state import copies
+from rankup.state.copies import STATE, Content, fingerprint_tensors, to_json
+from rankup.state.saver import HostCopies, beside_training
 from rankup.state.tree import encode, files_of
 from train.config import Config
 from train.group.group import Group
-from train.run import publish
 from train.run.checkpoint import list_checkpoints, step_of
 from train.run.on_disk import COPIES
-from train.run.training_state import TrainingState
 
 
 class Copier:
@@ -48,30 +44,28 @@ class Copier:
         self._tensors = ""  # and the fingerprint of its tensors
         self._said = ""
 
-    def begin(self, state: TrainingState, tracked: dict[str, Any], *, wait: bool) -> None:
+    def begin(self, step: int, record: bytes, tracked: dict[str, Any], *, wait: bool) -> None:
         """Begin to write the copy, as rank 0 begins to save. Where the one before is not done, this one is left out;
         with `wait` that one gets done first."""
         if wait and self._thread is not None:
             self._thread.join(self._left_s())
         if self._thread is not None and self._thread.is_alive():
-            self.group.log.debug(f"no second copy of step {state.step}: that of step {self._step} is still under way")
+            self.group.log.debug(f"no second copy of step {step}: that of step {self._step} is still under way")
             return
         nodes, tensors = encode(tracked)
         if self._beside_training is None:
-            self._beside_training = beside_training(
-                tensors, self.config.save, free_bytes=memory_available, say=self.group.log.debug
-            )
+            self._beside_training = beside_training(tensors, self.config.save, say=self.group.log.debug)
         # Without memory for a copy that is kept, one for this save: the tensors change with the next step
-        copies = self._copies if self._beside_training else HostCopies(self.group.device)
-        copied = copies.take(tensors)
-        small = {STATE: state.to_file(), FILE: to_json(self.lineage.values())}
+        memory = self._copies if self._beside_training else HostCopies(self.group.device)
+        copied = memory.take(tensors)
+        small = {STATE: record, FILE: to_json(self.lineage.values())}
 
         def make() -> dict[str, Content]:
-            copies.wait()
+            memory.wait()
             return {**small, **files_of(nodes, copied)}
 
-        self._step, self._began_s, self._known = state.step, time.monotonic(), threading.Event()
-        self._thread = threading.Thread(target=self._write, args=(make, state.step), name="copy", daemon=True)
+        self._step, self._began_s, self._known = step, time.monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._write, args=(make, step), name="copy", daemon=True)
         self._thread.start()
 
     def confirm(self, step: int, tensors: str) -> None:
@@ -93,8 +87,8 @@ class Copier:
     def _write(self, make: Callable[[], dict[str, Content]], step: int) -> None:
         try:
             files = make()
-            publish.remove_unfinished(self.folder)
-            staging = publish.create_staging(self.folder, step)
+            copies.remove_unfinished(self.folder)
+            staging = copies.create_staging(self.folder, step)
             own = ""
 
             def check() -> None:
@@ -102,7 +96,7 @@ class Copier:
                 own = own or fingerprint_tensors(staging)
                 self._await_rank0(step, own)
 
-            publish.publish(staging, files, {}, step=step, keep=1, check_owner=check)
+            copies.publish(staging, files, {}, step=step, keep=1, check_owner=check)
             self.kept = step
         except _Withheld as error:
             if str(error):
@@ -137,10 +131,3 @@ class Copier:
 
 class _Withheld(Exception):
     """The copy is whole, but must not appear. The reason, "" where another line says it."""
-
-
-def fingerprint_tensors(path: Path) -> str:
-    """A digest over those of all tensors in a copy, equal on two ranks that hold the same. Reads only the manifest."""
-    entries = read_manifest(path)["files"]
-    digests = [f"{name} {entries[name]['sha256']}" for name in sorted(entries) if name.endswith(".safetensors")]
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import UserError
+from rankup.state import copies
 from rankup.state.copies import Content
 from train.config import Config, changed_settings
 from train.process.status import read_json
-from train.run import publish
 from train.run.checkpoint import list_checkpoints, step_of
 from train.run.training_state import FORMAT, RANDOM_SCHEME
 
@@ -54,8 +54,8 @@ def write(run: str, step: int, make_files: Callable[[], Mapping[str, Content]]) 
                 files = files or make_files()
                 needed, free = ROOM * sum(map(len, files.values())), shutil.disk_usage(place).free
                 if free >= needed:
-                    publish.remove_unfinished(folder)
-                    publish.publish(publish.create_staging(folder, step), files, {}, step=step, keep=1)
+                    copies.remove_unfinished(folder)
+                    copies.publish(copies.create_staging(folder, step), files, {}, step=step, keep=1)
                     return ""
                 problems.append(f"{place} has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} are needed")
         except (OSError, UserError) as error:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from rankup.places.lease import Lease
 from rankup.places.lineage import Lineage
 from rankup.places.second import HELD, SecondPlace
 from rankup.places.urls import is_url
+from rankup.state.copies import remove_unfinished
+from rankup.state.saver import Saver
 from train.config import Config
 from train.group.group import Group, on_rank0
 from train.group.join import broke_collective
@@ -31,8 +34,6 @@ from train.run.checkpoint import Checkpoint, find_problem, list_checkpoints, new
 from train.run.copier import Copier
 from train.run.metrics import Progress
 from train.run.on_disk import OnDisk, find_earlier, find_run, go_on, is_wanted, not_writable
-from train.run.publish import remove_unfinished
-from train.run.saver import Saver
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,8 +57,11 @@ class RunDirectory:
     def __post_init__(self) -> None:
         copier = Copier(self.config, self.group, self.lineage) if self.origin.keeper == self.group.rank else None
         upload = self.remote.upload if self.remote is not None else None
+        config = self.config
         self.saver = Saver(
-            self.config, self.group, self.path / "checkpoints", self.check_owner, copier, upload=upload
+            self.group, self.path / "checkpoints", on_rank0=partial(on_rank0, self.group), how=config.save,
+            sharded=config.checkpoint_format == "sharded", keep=config.keep, timeout_s=config.save_timeout_s,
+            check_owner=self.check_owner, copier=copier, upload=upload,
         )
 
     @property

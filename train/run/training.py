@@ -69,7 +69,7 @@ def save(t: Training, *, wait: bool = False) -> None:
         look_at_save(t, wait=True)
         group.watch.enter("save", config.save_timeout_s, step=progress.step)
         under_way = t.run.saver.save(
-            state_of(t, progress), tracked(t, split=config.checkpoint_format == "sharded"),
+            progress.step, state_of(t, progress).to_file(), tracked(t, split=config.checkpoint_format == "sharded"),
             may_go_on=t.method.replicates_state, flush=t.metrics.flush, wait=wait,
         )
         t.saving = copy(progress)
