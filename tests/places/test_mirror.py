@@ -24,7 +24,8 @@ from train.run.checkpoint import find_problem
 
 LINE = ("train", *SETTINGS, "--name=run", "--save-every-steps=8")
 IMPATIENT = "tests.places.test_mirror:impatient"
-STOP: dict[str, Any] = {"where": "loss", "call": 12, "signal": "SIGTERM", "rank": 0}  # in step 10
+# In step 9: the ranks agree to stop two steps after the one that they are in
+STOP: dict[str, Any] = {"where": "loss", "call": 11, "signal": "SIGTERM", "rank": 0}
 
 
 class Disks:
@@ -128,7 +129,7 @@ def test_mirror_that_fails_is_one_line_and_the_end_says_what_is_missing(
 def test_fresh_begins_anew_there_too_and_keeps_what_was_there(disks: Disks) -> None:
     disks.run(code=143, **STOP)
     disks.lose()
-    output = disks.run("--fresh", "--lr=0.25", code=143, **STOP | {"call": 4})  # step 2
+    output = disks.run("--fresh", "--lr=0.25", code=143, **STOP | {"call": 3})  # saved at step 2
     assert "resumed" not in output
     assert {"step-00000010", "step-00000002"} <= set(disks.mirrored())
     disks.lose()

@@ -26,7 +26,8 @@ from train.run.copier import Copier
 from train.run.on_disk import COPIES
 
 LINE = ("train", *SETTINGS, "--run-dir=runs", "--name=run", "--save-every-steps=8")
-STOP: dict[str, Any] = {"where": "loss", "call": 12, "signal": "SIGTERM", "rank": 0}  # in step 10
+# In step 9: the ranks agree to stop two steps after the one that they are in
+STOP: dict[str, Any] = {"where": "loss", "call": 11, "signal": "SIGTERM", "rank": 0}
 HOST = host_name()
 FROM_COPY = f"the second copy on {HOST} (rank 1): {HOST} (rank 0) has"
 
@@ -208,7 +209,7 @@ def test_other_settings_are_refused_and_fresh_takes_no_copy(nodes: Nodes) -> Non
     nodes.lose()
     assert "was begun with other settings: lr: 0.08 -> 0.25" in nodes.run("--lr=0.25", code=2)
     assert len(nodes.copies()) == 1
-    output = nodes.run("--lr=0.25", "--fresh", code=143, **STOP | {"call": 4})  # before the first checkpoint of it
+    output = nodes.run("--lr=0.25", "--fresh", code=143, **STOP | {"call": 3})  # before the first checkpoint of it
     assert "resumed" not in output
     (aside,) = nodes.runs(1).glob(f"before-*/{COPIES}/*/step-*")
     assert load_checkpoint(aside).state.config["lr"] == 0.08

@@ -161,7 +161,7 @@ def test_files_are_those_of_a_save_that_is_waited_for_to_the_byte(
 
 def test_stop_waits_for_the_save_under_way_and_saves_its_own_step(forks: Forks, tmp_path: Path) -> None:
     run, asked = tmp_path / "run", tmp_path / "asked"
-    env = hold(tmp_path / "go") | in_step(10, signal="SIGTERM", tell=str(asked), rank=1)
+    env = hold(tmp_path / "go") | in_step(9, signal="SIGTERM", tell=str(asked), rank=1)
     with forks.running(*train(run, *OFTEN), world_size=2, env=env, preload=HELD) as job:
         job.wait_until(asked.exists, "the signal")
         (tmp_path / "go").touch()
