@@ -242,7 +242,7 @@ def test_data_set_that_is_not_in_the_table_is_refused_with_all_other_mistakes(
 
 
 def test_help_and_show_list_the_data_sets(capfd: pytest.CaptureFixture[str]) -> None:
-    for words, listed in ((["--help"], ", ".join(SOURCES)), (["show"], " | ".join(SOURCES))):
+    for words, listed in ((["train", "--help"], ", ".join(SOURCES)), (["show"], " | ".join(SOURCES))):
         assert main(words) == 0
         assert listed in " ".join(capfd.readouterr().out.split())
 

@@ -58,7 +58,7 @@ def help_text(
     lines += ["", "options:", *_table(rows, width)] if rows else []
     if command == "train":
         common = [_setting(name, Settings.model_fields[name], choices) for name in COMMON]
-        lines += ["", "settings, the most common ones:", *_table(common, width, cut=True)]
+        lines += ["", "settings, the most common ones:", *_table(common, width)]
     lines += ["", "examples:", *(f"  {PROGRAM} {line}" for line in EXAMPLES.get(command, ()))]
     if command in ("train", "show"):
         lines += ["", *textwrap.wrap(NOTE, width)]
@@ -73,8 +73,8 @@ def _first_sentence(model: type[Options]) -> str:
     return re.split(r"(?<=[.?]) ", _text(model))[0]
 
 
-def _table(rows: Sequence[tuple[str, str]], width: int, *, cut: bool = False) -> list[str]:
-    """Two columns. `cut`: one line for each row."""
+def _table(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """Two columns."""
     left = min(28, max(len(name) for name, _ in rows) + 4)
     lines = []
     for name, text in rows:
@@ -82,11 +82,7 @@ def _table(rows: Sequence[tuple[str, str]], width: int, *, cut: bool = False) ->
         if len(name) > left - 4:  # a long left side gets a line of its own
             lines.append(start)
             start = " " * left
-        if cut:
-            lines.append(start + textwrap.shorten(text, width - left, placeholder=" ..."))
-        else:
-            lines += textwrap.wrap(text, width, initial_indent=start, subsequent_indent=" " * left,
-                                   break_on_hyphens=False)
+        lines += textwrap.wrap(text, width, initial_indent=start, subsequent_indent=" " * left, break_on_hyphens=False)
     return lines
 
 
@@ -101,7 +97,8 @@ def _setting(name: str, field: FieldInfo, choices: Choices) -> tuple[str, str]:
     of, _, declared = kind(field)
     known = choices.get(name, declared)
     left = flag(name) if of is bool else f"{flag(name)} {_metavar(of, ())}"
-    return left, f"[{dump_value(field.default)}] {', '.join(known) if known else field.description}"
+    text = ", ".join(known) if known else textwrap.shorten(str(field.description), 50, placeholder=" ...")
+    return left, f"[{dump_value(field.default)}] {text}"
 
 
 def _metavar(of: type, choices: Sequence[str]) -> str:
