@@ -170,9 +170,3 @@ def test_slurm_batch_file_outside_a_job_says_how_it_is_run(tmp_path: Path) -> No
     done = subprocess.run(["bash", DDP], capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]})
     assert done.returncode == 2
     assert done.stderr == "slurm: this is a batch file: sbatch slurm/ddp.sbatch\n"
-
-
-def test_slurm_sif_converts_the_image(tmp_path: Path) -> None:
-    calls = render(tmp_path, ROOT / "slurm" / "sif.sh")
-    assert calls[1][:3] == ["docker", "save", "--output"]
-    assert calls[2] == ["apptainer", "build", "--force", "rankup.sif", f"docker-archive:{calls[1][3]}"]
