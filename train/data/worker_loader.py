@@ -105,7 +105,10 @@ class WorkerLoader:
             if isinstance(item, BaseException):
                 if isinstance(item, ConnectionError | EOFError):
                     # A dead worker's connection breaks before its exit code can be read, and the code says why it died.
-                    multiprocessing.connection.wait([worker.sentinel for worker in self._workers], timeout=5.0)
+                    dead = multiprocessing.connection.wait([worker.sentinel for worker in self._workers], timeout=5.0)
+                    for worker in self._workers:
+                        if worker.sentinel in dead:  # it closes its files a moment before it has ended
+                            worker.join(5.0)
                 raise _explained(item, {worker.pid: worker.exitcode for worker in self._workers}, self._said)
             return to_device(item, self.device)
         return None
