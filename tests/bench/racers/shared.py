@@ -179,11 +179,14 @@ class Clock:
 def finish(task: Task, clock: Clock, model: nn.Module) -> None:
     """Rank 0 evaluates the model on all test images, and writes the result. `model`: without DDP around it."""
     assert clock.done == task.steps, f"{clock.done} of {task.steps} steps"
+    if rank() == 0:
+        _evaluate(task, clock, model)
     if torch.distributed.is_initialized():
         # Twice in twenty trainings a process that ended before the other did was aborted by its own C++ threads
         torch.distributed.barrier()
-    if rank() != 0:
-        return
+
+
+def _evaluate(task: Task, clock: Clock, model: nn.Module) -> None:
     images, labels = load_images(task.data, task.model, train=False)
     model.eval()
     right, loss = 0, 0.0
