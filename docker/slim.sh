@@ -22,6 +22,9 @@ rm -f "$site"/nvidia/cu*/lib/{libcusolverMg,libnvrtc.alt,libnvrtc-builtins.alt}.
 # The compiler of protocol buffers; the message classes are in the wheels
 rm -f "$site"/torch/bin/protoc*
 
+# Bytecode of what no command imports: torch's helpers of its own tests, and the languages that rich could colour
+find "$site"/torch/testing/_internal "$site"/pygments -name __pycache__ -prune -exec rm -r {} +
+
 # Debug information and symbol tables, which are for debuggers. A library is replaced only if everything that a process
 # maps of it stays the same, byte by byte, so no GPU is needed to try it. The ELF header's 64 bytes may differ: they say
 # where the tables are. torch's own libraries are not in this list, for strip would move parts of them.
