@@ -114,7 +114,7 @@ def program_lines(document: str) -> list[list[str]]:
     found = []
     for span in code(read(document)):
         match = re.search(r"(?:-m train\.main|train/main\.py|-m rankup|^rankup)\s+(\S.*)$", span)
-        if match and not re.match(r"COMMAND|\.\.\.", match[1]):
+        if match and not re.match(r"COMMAND|\.\.\.|help |--version", match[1]):
             found.append(shlex.split(match[1].replace(" ...", ""), comments=True))
     return found
 
