@@ -19,7 +19,7 @@ FOLDERS = ["config", "process", "group", "data", "workloads", "parallel", "run",
 ORDER = [
     *(f"rankup.{name}" for name in (
         "errors", "timing", "env", "places", "agent", "group", "state", "observe", "explain", "doctor", "loop",
-        "job", "cli", "__main__",
+        "cli", "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]
