@@ -17,6 +17,7 @@ from pathlib import Path
 from rankup.agent.agent import Agent, Helpers, Options
 from rankup.agent.logs import guard, setup_logging
 from rankup.agent.script import Script
+from rankup.agent.status import tell_platform
 from rankup.env.node_env import NodeEnv, read_node_env
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, ConfigError, JoinError, UserError
 from rankup.observe.stacks import where
@@ -61,15 +62,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def launch(
-    words: Sequence[str], *, helpers: Helpers | None = None,
-    preflight: Callable[[Script, str], int] | None = None,
+    words: Sequence[str], *, preflight: Callable[[Script, str], int] | None = None
 ) -> int:
     """Be the agent of this node to the end of the job. Returns the exit code.
 
     `preflight`: the doctor's code for this machine, this script and the folder of its runs; 0 where all is well.
     """
     given = parser().parse_args(words)
-    helpers = helpers or Helpers(advice=advice, where=where)
     guard("stdout", "stderr")
     setup_logging(rank=None)
     try:
@@ -92,10 +91,10 @@ def launch(
         if given.preflight and preflight and (unfit := preflight(script, given.run_dir)):
             return unfit
         name = given.name or node.run_name or Path(script.name.removeprefix("-m ")).stem
-        return asyncio.run(_run(node, script, options, Path(given.run_dir, name), helpers))
+        return asyncio.run(_run(node, script, options, Path(given.run_dir, name)))
     except (UserError, JoinError) as error:
         log.error("%s", f"error: {error}" if error.code == USER_MISTAKE else f"{error} (exit code {error.code})")
-        helpers.tell(str(error), error.code)
+        tell_platform(str(error), error.code)
         return error.code
 
 
@@ -107,14 +106,14 @@ def advice(tail: str) -> str:
     return explain.advice(tail)
 
 
-async def _run(node: NodeEnv, script: Script, options: Options, run_dir: Path, helpers: Helpers) -> int:
-    agent = Agent(node, script, options, run_dir=run_dir, helpers=helpers)
+async def _run(node: NodeEnv, script: Script, options: Options, run_dir: Path) -> int:
+    agent = Agent(node, script, options, run_dir=run_dir, helpers=Helpers(advice=advice, where=where))
     verdict = await agent.run()
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):
         log.error("%s (exit code %d)", verdict.text, code)
     if not agent.knows_us:
-        helpers.tell(verdict.text, code)
+        tell_platform(verdict.text, code)
     return code
 
 

@@ -26,9 +26,9 @@ from torch import nn
 from torch.nn import functional
 
 from rankup.errors import DataError
+from rankup.group.stop import SIGNALS
 from train.config import Config
 from train.data.random_numbers import derive_seed, random_numbers
-from train.process.stop import SIGNALS
 from train.workloads import Workload
 
 ERRORS: dict[str, BaseException] = {
@@ -160,7 +160,7 @@ def lose_reader() -> None:
 
 def stuck_disk() -> None:
     """Call it first in a process: rank 1 hangs when it writes its end into `status/`."""
-    from train.process.status_file import StatusFile
+    from rankup.agent.status import StatusFile
 
     impatient()
     if os.environ["RANK"] == "1":

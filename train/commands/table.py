@@ -16,8 +16,8 @@ from rankup.agent.logs import open_log, setup_logging
 from rankup.env.rank_env import check_loopback, describe
 from rankup.errors import FINISHED, LaunchError
 from rankup.group.stacks import open_stacks
+from train.commands.context import Context, runs_folder
 from train.config import check_world_size, options, to_yaml
-from train.process.context import Context, runs_folder
 from train.run.choices import CHOICES
 
 

@@ -2,18 +2,17 @@
 
 import hashlib
 import logging
-import os
 import re
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rankup.env.rank_env import RankEnv, cache_folder
+from rankup.env.rank_env import RankEnv
 from rankup.errors import UserError
+from rankup.group.stop import StopRequest
+from rankup.places.files import cache_root
 from rankup.places.urls import is_url
 from train.config import Config
 from train.config.command_line import Request
-from train.process.stop import StopRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,31 +60,3 @@ def runs_folder(config: Config) -> Path:
     url = config.run_dir.rstrip("/")
     readable = re.sub(r"[^A-Za-z0-9]+", "-", url)[:60]
     return cache_root() / "runs" / f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
-
-
-def cache_root() -> Path:
-    """The folder of this machine for copies of what is kept elsewhere: RANKUP_CACHE, or the user's cache.
-
-    Raises UserError where another user may have prepared it.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    # For a user without a home directory ~ stays as it is
-    shared = Path(tempfile.gettempdir(), f"rankup-cache-{os.geteuid()}")  # not that of rescues, where old ones go
-    root = Path(cache_folder() or (shared if base.startswith("~") else Path(base, "rankup")))
-    if not is_own(root):
-        raise UserError(f"cache: {root} must belong to this user, got another's. Set RANKUP_CACHE to another folder.")
-    return root
-
-
-def is_own(folder: Path) -> bool:
-    """Whether no other user made `folder` or what it lies in, as all can in the temporary directory. There a missing
-    one is made."""
-    temporary = Path(tempfile.gettempdir())
-    outermost = next((each for each in (folder, *folder.parents) if each.parent == temporary), None)
-    if outermost is None:
-        return True
-    try:
-        outermost.mkdir(mode=0o700, exist_ok=True)
-        return outermost.lstat().st_uid == os.geteuid()
-    except OSError:
-        return False
