@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from train.group import losses
-from train.group.losses import Losses, Suspect, describe, root_exit_code
+from rankup.group import losses
+from rankup.group.losses import Losses, Suspect, describe, root_exit_code
 
 HOSTS = ["node0", "node0", "node1", "node1"]
 
