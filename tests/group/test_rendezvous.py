@@ -218,8 +218,8 @@ def test_localhost_on_several_nodes_is_refused_at_once(failures: Failures):
 def test_another_version_of_the_program_on_one_rank_is_named(
     begin: Starter, tmp_path: Path, changed: str, name: str
 ):
-    for name in ("rankup", "train"):
-        shutil.copytree(jobs.ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "samples"))
+    for each in ("rankup", "train"):
+        shutil.copytree(jobs.ROOT / each, tmp_path / each, ignore=shutil.ignore_patterns("__pycache__", "samples"))
     with (tmp_path / changed).open("a") as file:
         file.write("# a change that nobody pulled on the other node\n")
     port = free_port()
