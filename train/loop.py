@@ -17,13 +17,14 @@ from rankup.doctor import machine
 from rankup.env.rank_env import RankEnv
 from rankup.group.group import Group
 from rankup.group.stop import StopRequest
+from rankup.loop.commit import Changing
+from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.observe.profiler import Profiler
 from rankup.observe.step_clock import open_clock
 from rankup.observe.stragglers import COMPUTE, DATA, WAITING
 from rankup.state.shards import check_shared
 from train.config import Config, check_world_size
 from train.data.loader import Loader
-from train.data.random_numbers import derive_seed, seed_everything
 from train.data.worker_loader import free_shared_memory
 from train.group import join_group
 from train.parallel import load_method, method_name, start_method
@@ -35,7 +36,6 @@ from train.parallel.optimizer import build_optimizer, build_scaler, rate_at, set
 from train.parallel.warm_up import warm_up
 from train.run import weights
 from train.run.advice import Advice
-from train.run.changing import Changing
 from train.run.evaluation import evaluate
 from train.run.keeper import Rescuer
 from train.run.metrics import Speed

@@ -1,16 +1,11 @@
-"""Files that a reader sees old or new, never half, and the cache of this machine. No torch here."""
+"""Files that a reader sees old or new, never half. No torch here."""
 
 import json
-import os
 import secrets
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-from rankup.env.rank_env import cache_folder
-from rankup.errors import UserError
 
 Check = Callable[[], None]
 
@@ -62,31 +57,3 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def cache_root() -> Path:
-    """The folder of this machine for copies of what is kept elsewhere: RANKUP_CACHE, or the user's cache.
-
-    Raises UserError where another user may have prepared it.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    # For a user without a home directory ~ stays as it is
-    shared = Path(tempfile.gettempdir(), f"rankup-cache-{os.geteuid()}")  # not that of rescues, where old ones go
-    root = Path(cache_folder() or (shared if base.startswith("~") else Path(base, "rankup")))
-    if not is_own(root):
-        raise UserError(f"cache: {root} must belong to this user, got another's. Set RANKUP_CACHE to another folder.")
-    return root
-
-
-def is_own(folder: Path) -> bool:
-    """Whether no other user made `folder` or what it lies in, as all can in the temporary directory. There a missing
-    one is made."""
-    temporary = Path(tempfile.gettempdir())
-    outermost = next((each for each in (folder, *folder.parents) if each.parent == temporary), None)
-    if outermost is None:
-        return True
-    try:
-        outermost.mkdir(mode=0o700, exist_ok=True)
-        return outermost.lstat().st_uid == os.geteuid()
-    except OSError:
-        return False

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rankup.errors import DataError, UserError
-from rankup.places import files
+from rankup.places.cache import cache_root
 from tests.rigs.idx_files import ROWS, everything, small, write_set
 from train.config import Config
 from train.data.sources import cache, fetch, load
@@ -243,10 +243,10 @@ def test_cache_folder_that_another_user_prepared_is_not_used(tmp_path: Path, mon
     with pytest.raises(DataError, match="cannot be written"):
         cache.writable_cache()
     with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711 must belong to this user"):
-        files.cache_root()
+        cache_root()
     monkeypatch.setenv("RANKUP_CACHE", f"{tmp_path}/rankup-cache-4711/deep/down")
     with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711/deep/down must belong to this user"):
-        files.cache_root()
+        cache_root()
 
 
 def test_named_cache_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,9 @@ from torch.nn import functional
 
 from rankup.errors import DataError
 from rankup.group.stop import SIGNALS
+from rankup.loop.seeds import derive_seed
 from train.config import Config
-from train.data.random_numbers import derive_seed, random_numbers
+from train.data.random_numbers import random_numbers
 from train.workloads import Workload
 
 ERRORS: dict[str, BaseException] = {

@@ -10,10 +10,10 @@ import torch
 from rankup.agent.status import StatusFile
 from rankup.errors import UserError
 from rankup.group.group import Group, on_rank0
+from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.places.urls import is_url
 from train.commands.context import Context
 from train.config import Config
-from train.data.random_numbers import derive_seed, seed_everything
 from train.group import join_group
 from train.parallel.model import prepare
 from train.run.checkpoint import Checkpoint, load_checkpoint, load_newest, share_checkpoint

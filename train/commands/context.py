@@ -1,6 +1,5 @@
 """What every command gets: the settings, which rank this process is, and where its run lies. No torch here."""
 
-import hashlib
 import logging
 import re
 from dataclasses import dataclass, replace
@@ -9,8 +8,7 @@ from pathlib import Path
 from rankup.env.rank_env import RankEnv
 from rankup.errors import UserError
 from rankup.group.stop import StopRequest
-from rankup.places.files import cache_root
-from rankup.places.urls import is_url
+from rankup.places.cache import runs_folder
 from train.config import Config
 from train.config.command_line import Request
 
@@ -47,16 +45,4 @@ def run_directory(config: Config, launch: RankEnv) -> Path:
     """Where the run lies: named by the settings, by the scheduler's job, or by what is trained."""
     dataset = re.sub(r"[^\w.-]+", "-", Path(config.dataset).name.removeprefix("hf:")).strip(".-")  # hf:FOLDER is a path
     default = f"{dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
-    return runs_folder(config) / (config.name or launch.run_name or default)
-
-
-def runs_folder(config: Config) -> Path:
-    """The folder of all runs on this machine. An address in `run_dir` has one of its own in the cache.
-
-    A run at an address works there, and rank 0 copies what it publishes: see `rankup.places.second`. It may get lost.
-    """
-    if not is_url(config.run_dir):
-        return Path(config.run_dir)
-    url = config.run_dir.rstrip("/")
-    readable = re.sub(r"[^A-Za-z0-9]+", "-", url)[:60]
-    return cache_root() / "runs" / f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+    return runs_folder(config.run_dir) / (config.name or launch.run_name or default)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rankup.errors import UserError
-from rankup.places.files import cache_root
+from rankup.places.cache import cache_root
 from rankup.places.place import Place
 from rankup.places.stored_run import fetch
 from rankup.places.urls import is_url
