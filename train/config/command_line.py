@@ -1,4 +1,4 @@
-"""The command line, `COMMAND --setting value ...`: python-fire takes it apart, and every mistake in it is collected.
+"""The command line, `COMMAND --SETTING VALUE ...`: python-fire takes it apart, and every mistake in it is collected.
 
 Values stay texts here: `load_config` reads them by the types of their settings. No torch here.
 """
