@@ -24,7 +24,7 @@ from rankup.agent.status import StatusFile
 from rankup.doctor import gpus, machine
 from rankup.doctor import group as together
 from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, Report
-from rankup.env.rank_env import check_loopback, describe, how_to_start, ranges
+from rankup.env.rank_env import RankEnv, check_loopback, describe, how_to_start, ranges
 from rankup.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, reason
 from rankup.group.ends import EndReporter
 from rankup.group.group import Group
@@ -76,7 +76,7 @@ class _Doctor:
         try:
             self._check_master()
             self.stage = "joined"
-            ends = _EndReporter(StatusFile(self.run_dir / "doctor", self.launch), self.log, self)
+            ends = _EndReporter(StatusFile(self.run_dir / "doctor", self.launch), self.launch, self.log, self)
             with start(
                 self.launch, settings=same_settings(self.config), device=device_of(self.config),
                 backend=backend_of(self.config), stop=self.stop, ends=ends, log=self.log,
@@ -223,8 +223,8 @@ def _connect(host: str, port: int) -> tuple[str, str] | OSError:
 class _EndReporter(EndReporter):
     """Ends the doctor with its report, where a training would report a lost peer."""
 
-    def __init__(self, status: StatusFile, log: logging.Logger, doctor: _Doctor) -> None:
-        super().__init__(status, log)
+    def __init__(self, status: StatusFile, launch: RankEnv, log: logging.Logger, doctor: _Doctor) -> None:
+        super().__init__(status, launch, log)
         self._doctor = doctor
 
     def report_from_outside(self, code: int, why: str, suspect: Suspect | None) -> int:
