@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from train.run.candidates import Origin, find_origin
+from train.run.on_disk import COPIES, OnDisk
 
 from rankup.errors import UserError
 from rankup.places.lineage import Lineage
+from rankup.state import rescue
 from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
-from train.run import rescue
-from train.run.candidates import Origin, find_origin
-from train.run.checkpoint import load_checkpoint
-from train.run.on_disk import COPIES, OnDisk
+from train.run.training_state import load_checkpoint
 
 RUN = "0123456789abcdef"
 
@@ -103,7 +103,7 @@ def test_copy_is_the_newest_on_the_line_that_knows_most(
     node.copy(*copy)
     origin = node.go_on(known, newest)
     found = origin.checkpoint
-    assert (found and (found.step, found.state.attempt)) == expected
+    assert (found and (found.step, found.record["attempt"])) == expected
     assert origin.writer == (expected[1] if expected else None)
     if expected is None:
         assert not origin.words

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from train.run.copier import Copier
+from train.run.on_disk import COPIES
 
 from rankup.agent.logs import host_name
 from rankup.places.lineage import FILE, Lineage
@@ -21,9 +23,7 @@ from tests.rigs.checkpoints import SETTINGS, flip, save, save_checkpoint, steps,
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, result
 from train.config import Config
-from train.run.checkpoint import load_checkpoint
-from train.run.copier import Copier
-from train.run.on_disk import COPIES
+from train.run.training_state import load_checkpoint
 
 LINE = ("train", *SETTINGS, "--run-dir=runs", "--name=run", "--save-every-steps=8")
 # In step 9: the ranks agree to stop two steps after the one that they are in
@@ -86,7 +86,7 @@ def test_copy_is_rank_0s_checkpoint_and_the_only_one(nodes: Nodes) -> None:
     assert own.exists()
     assert fingerprint_tensors(copied) == fingerprint_tensors(own)
     assert (copied / "model.safetensors").read_bytes() == (own / "model.safetensors").read_bytes()
-    assert load_checkpoint(copied).state.written_by.startswith("rank 1 on ")
+    assert load_checkpoint(copied).record["written_by"].startswith("rank 1 on ")
     assert not list(nodes.runs(1).glob(f"{COPIES}/*/.*"))
     assert not (nodes.runs(1) / "checkpoints").exists()
 
@@ -124,7 +124,7 @@ def test_killed_without_a_rescue_and_node_0_lost_twice(nodes: Nodes, undisturbed
 
 def no_rescue() -> None:
     """Preloaded: this rank's memory has no room for one."""
-    from train.run import rescue
+    from rankup.state import rescue
 
     rescue.places = list
 
@@ -212,7 +212,7 @@ def test_other_settings_are_refused_and_fresh_takes_no_copy(nodes: Nodes) -> Non
     output = nodes.run("--lr=0.25", "--fresh", code=143, **STOP | {"call": 3})  # before the first checkpoint of it
     assert "resumed" not in output
     (aside,) = nodes.runs(1).glob(f"before-*/{COPIES}/*/step-*")
-    assert load_checkpoint(aside).state.config["lr"] == 0.08
+    assert load_checkpoint(aside).record["config"]["lr"] == 0.08
     nodes.lose()
     assert "resumed from step 2, " in nodes.run("--lr=0.25", "--max-steps=4")
 

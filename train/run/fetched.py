@@ -9,8 +9,8 @@ from rankup.errors import UserError
 from rankup.places.place import Place
 from rankup.places.stored_run import fetch
 from rankup.places.urls import is_url
+from rankup.state.copies import find_problem
 from train.process.context import cache_root
-from train.run.checkpoint import find_problem
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """What a checkpoint says of the training beside the tracked state: one typed record, `state.json`."""
 
 import dataclasses
-import json
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -12,8 +12,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from rankup.errors import UserError
-from rankup.places.lineage import RUN_ID
+from rankup.state import reading
 from rankup.state.copies import to_json
+from rankup.state.reading import Copy
 
 # Raise it when a field is added, removed or changes its meaning. A checkpoint of another format is refused, because
 # guessing what a missing field was would change the weights of the resumed run without a word.
@@ -60,18 +61,13 @@ class TrainingState:
         return to_json({"format": FORMAT, **dataclasses.asdict(self)})
 
     @staticmethod
-    def from_file(path: Path, content: bytes) -> "TrainingState":
-        """The state in the verified file of the checkpoint `path`. Raises UserError where it is of another format, and
+    def of(path: Path, record: dict[str, Any]) -> "TrainingState":
+        """The state in the record of the checkpoint `path`. Raises UserError where it is of another format, and
         ValueError where a field is missing or of another type."""
-        values = json.loads(content)
-        found = values.pop("format", None)
-        if found != FORMAT:
+        if (found := record.get("format")) != FORMAT:
             raise UserError(f"checkpoint: {path} must be of format {FORMAT}, got format {found}. {WAY_OUT}")
-        run = str(values.get("run", ""))
-        if not RUN_ID.fullmatch(run):
-            raise UserError(f'checkpoint: {path} must be of a run with an id, got "{run}".')
         try:
-            return _adapter().validate_json(content, strict=True)
+            return _adapter().validate_python({k: v for k, v in record.items() if k != "format"}, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"state.json: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -88,3 +84,13 @@ class TrainingState:
 @cache
 def _adapter() -> TypeAdapter[TrainingState]:
     return TypeAdapter(TrainingState)
+
+
+def load_checkpoint(path: Path) -> Copy:
+    """Read one checkpoint folder. Raises UserError where it is damaged, of another format, or no checkpoint."""
+    return reading.load(path, TrainingState.of)
+
+
+def load_newest(directory: Path, warn: Callable[[str], None]) -> Copy | None:
+    """The newest checkpoint in `directory` that verifies, see `rankup.state.reading.load_newest`."""
+    return reading.load_newest(directory, warn, TrainingState.of)
