@@ -17,12 +17,12 @@ from rankup.state import tree
 from rankup.state.copies import STATE, known_damaged, list_copies, verify
 from rankup.state.shards import INDEX, Shards
 
-# Looks at the record of the copy at a path. Raises UserError where the record is of another kind than the caller's, and
-# ValueError where it is none at all
-Check = Callable[[Path, dict[str, Any]], object]
+# check(path, record), and check(path, record, tracked) once they are read: looks at a copy. Raises UserError
+# where it is of another kind than the caller's, and ValueError where it is damaged
+Check = Callable[..., object]
 
 
-def no_check(path: Path, record: dict[str, Any]) -> None:
+def no_check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
     """Any record will do."""
 
 
@@ -112,11 +112,13 @@ def _read(path: Path, check: Check) -> tuple[Copy | None, str]:
 
 def _parse(path: Path, files: dict[str, bytes], check: Check) -> Copy:
     record = json.loads(files[STATE])
-    check(path, record)
+    check(path, record)  # first: a copy of another kind may hold what nobody here can read
     if not RUN_ID.fullmatch(run := str(record.get("run", ""))):  # it names folders
         raise UserError(f'checkpoint: {path} must be of a run with an id, got "{run}".')
     if not isinstance(record.get("attempt"), str):
         raise ValueError(f"{STATE}: attempt is missing")
     if INDEX in files:
         return Copy(path, record, {}, True, files)
-    return Copy(path, record, tree.from_files(files), False, files)
+    tracked = tree.from_files(files)
+    check(path, record, tracked)
+    return Copy(path, record, tracked, False, files)

@@ -71,7 +71,7 @@ def test_fsdp_evaluates_exactly_where_ranks_have_different_numbers_of_batches(fo
 def test_fsdp_leaves_pictures_and_plain_weights(forks: Forks, tmp_path: Path) -> None:
     run = train(forks, tmp_path / "run", 2, "--parallel", "fsdp", "--max-steps", "3", "--tensorboard=true")
     assert list((run / "tensorboard").iterdir())
-    assert all(type(tensor) is torch.Tensor for tensor in load_checkpoint(newest(run)).model.values())
+    assert all(type(tensor) is torch.Tensor for tensor in load_checkpoint(newest(run)).tracked["model"].values())
     assert result(run)["parallel"] == "fsdp"
 
 

@@ -63,7 +63,7 @@ def newest(directory: Path) -> tuple[int, list[str]]:
     warnings: list[str] = []
     found = load_newest(directory, warnings.append)
     assert found is not None
-    assert float(found.model["weight"][0, 0]) == found.step
+    assert float(found.tracked["model"]["weight"][0, 0]) == found.step
     return found.step, warnings
 
 

@@ -36,7 +36,7 @@ def rewrite(path: Path, **changes: Any) -> None:
 
 def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
     state = training_state(7, metrics={"loss": 0.1}, line={"step": 7, "loss": float("inf")})
-    assert TrainingState.from_file(tmp_path, state.to_file()) == state
+    assert TrainingState.of(tmp_path, json.loads(state.to_file())) == state
     assert (state.random, state.versions["torch"]) == (RANDOM_SCHEME, torch.__version__)
 
 
@@ -55,10 +55,10 @@ def test_another_format_is_refused_by_name_though_an_older_checkpoint_would_fit(
 
 
 def test_state_without_a_run_is_refused_in_one_line(tmp_path: Path) -> None:
-    values = json.loads(training_state(10).to_file())
-    del values["run"]
+    path = save(tmp_path, 10)
+    rewrite(path, run="")
     with pytest.raises(UserError, match='must be of a run with an id, got ""'):
-        TrainingState.from_file(tmp_path, json.dumps(values).encode())
+        load_checkpoint(path)
 
 
 @pytest.mark.parametrize(

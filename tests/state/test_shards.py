@@ -76,7 +76,7 @@ def test_format_changes_no_bit(forks: Forks, trained: Path, tmp_path: Path) -> N
     train(forks, tmp_path, 2, *FSDP, "--optimizer", "adamw", "--lr", "0.01")
     assert digest(tmp_path) == digest(trained)
     one, other = load_checkpoint(newest(tmp_path)), load_checkpoint(newest(trained)).as_plain()
-    assert weights.digest(one.model) == weights.digest(other.model) == digest(trained)
+    assert weights.digest(one.tracked["model"]) == weights.digest(other.tracked["model"]) == digest(trained)
     names = one.tracked["optimizer"]["state"].keys()
     assert names == other.tracked["optimizer"]["state"].keys() != set()
     for name in names:
@@ -95,7 +95,7 @@ def test_run_goes_on_to_the_same_bits_after_kills(forks: Forks, tmp_path: Path, 
     train(forks, tmp_path / "whole", 2, *SHARDED, *more)
     for rank, step in ((1, 8), (0, 4)):
         env = {"PROBE": json.dumps({"where": "loss", "call": step + 2, "rank": rank, "signal": "SIGKILL"})}
-        line = (*LINE, *SHARDED, *more, "--run-dir", tmp_path / "killed")
+        line = (*LINE, *SHARDED, *more, "--save=sync", "--run-dir", tmp_path / "killed")
         codes, output = forks.run(*line, world_size=2, env=env)
         assert codes[rank] == -9, output
     assert "resumed from step-00000009" in train(forks, tmp_path / "killed", 2, *SHARDED, *more)
@@ -124,7 +124,7 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     """The weights of one process that trains from beginning to end. No dropout, which each rank draws for itself."""
     folder = tmp_path_factory.mktemp("alone")
     train(forks, folder, 1, *DIGITS)
-    return load_checkpoint(newest(folder)).model
+    return load_checkpoint(newest(folder)).tracked["model"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -138,7 +138,7 @@ def test_run_goes_on_in_another_way(
     assert "resumed from step-00000005" in output
     if settings[1] != others[1]:
         assert f"parallel was {settings[1]}, is {others[1]}: the run goes on, but its last bits will differ" in output
-    found = load_checkpoint(newest(tmp_path)).as_plain().model
+    found = load_checkpoint(newest(tmp_path)).as_plain().tracked["model"]
     assert all(torch.allclose(found[name], alone[name], rtol=1e-4, atol=1e-6) for name in alone)
 
 
@@ -353,10 +353,10 @@ def test_take_over_by_another_attempt_publishes_nothing(tmp_path: Path) -> None:
     def lost() -> None:
         raise UserError("another attempt has it")
 
-    staging = copies.create_staging(tmp_path, 123456789)
+    staging = copies.create_staging(copies.staging_in(tmp_path, 123456789))
     files = {STATE: training_state(123456789).to_file()}
     with pytest.raises(UserError, match="another attempt"):
         copies.publish(staging, files, {}, step=123456789, keep=1, check_owner=lost)
     assert list(tmp_path.iterdir()) == []
-    copies.publish(copies.create_staging(tmp_path, 123456789), files, {}, step=123456789, keep=1)
+    copies.publish(copies.create_staging(tmp_path / ".writing-1"), files, {}, step=123456789, keep=1)
     assert [path.name for path in list_copies(tmp_path)] == ["step-123456789"]

@@ -246,4 +246,4 @@ def loaded(directory: Path) -> tuple[int | None, torch.Tensor, str]:
     except UserError as error:
         return None, torch.empty(0), str(error)
     assert found is not None
-    return found.step, found.model.get("weight", torch.empty(0)), " | ".join(said)
+    return found.step, found.tracked["model"].get("weight", torch.empty(0)), " | ".join(said)

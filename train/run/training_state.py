@@ -1,6 +1,7 @@
 """What a checkpoint says of the training beside the tracked state: one typed record, `state.json`."""
 
 import dataclasses
+import json
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ WAY_OUT = "Go on with the version of this program that wrote it, or set --fresh 
 RANDOM_SCHEME = (
     "blake2b(seed, step, rank) each step; blake2b(seed, epoch) orders; splitmix64(seed, epoch, sample) augments"
 )
+ITEMS = ("model", "optimizer", "scaler")  # see `train.run.training.tracked`
 
 
 def versions() -> dict[str, str]:
@@ -52,7 +54,7 @@ class TrainingState:
     versions: dict[str, str] = field(default_factory=versions)
     random: str = RANDOM_SCHEME
     # Who wrote it: the run and the mark of the attempt, see `rankup.places.lineage`, and which rank on which host.
-    run: str
+    run: str = ""
     attempt: str
     written_by: str
 
@@ -61,13 +63,16 @@ class TrainingState:
         return to_json({"format": FORMAT, **dataclasses.asdict(self)})
 
     @staticmethod
-    def of(path: Path, record: dict[str, Any]) -> "TrainingState":
+    def of(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> "TrainingState":
         """The state in the record of the checkpoint `path`. Raises UserError where it is of another format, and
-        ValueError where a field is missing or of another type."""
+        ValueError where a field or a tracked item is missing or of another type."""
         if (found := record.get("format")) != FORMAT:
             raise UserError(f"checkpoint: {path} must be of format {FORMAT}, got format {found}. {WAY_OUT}")
+        of_ours = tracked is None or {k for k, v in tracked.items() if isinstance(v, dict)} == {*ITEMS} == {*tracked}
+        if tracked is not None and not of_ours:
+            raise ValueError(f"it holds {', '.join(tracked)} in place of {', '.join(ITEMS)}")
         try:
-            return _adapter().validate_python({k: v for k, v in record.items() if k != "format"}, strict=True)
+            return _adapter().validate_json(json.dumps(record), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"state.json: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
