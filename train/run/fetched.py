@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rankup.errors import UserError
+from rankup.places.cache import cache_root
 from rankup.places.place import Place
 from rankup.places.stored_run import fetch
 from rankup.places.urls import is_url
 from rankup.state.copies import find_problem
-from train.process.context import cache_root
 
 
 @contextmanager
