@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from rankup.agent.status import job_of
 from rankup.errors import UserError
+from rankup.group.group import Group, broke_collective, on_rank0
 from rankup.observe import tracker
 from rankup.observe.metrics import Metrics
 from rankup.places.files import read_json, write_atomically
@@ -22,9 +24,6 @@ from rankup.places.urls import is_url
 from rankup.state.reading import Copy
 from rankup.state.run import Options, Run, open_run
 from train.config import Config, changed_settings, to_yaml
-from train.group.group import Group, on_rank0
-from train.group.join import broke_collective
-from train.process.status import job_of
 from train.run.choices import CHOICES
 from train.run.metrics import Progress
 from train.run.training_state import TrainingState

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rankup.errors import Stopped
+from rankup.group.group import Group
 from rankup.loop.commit import Changing
 from rankup.observe.metrics import Metrics
 from rankup.observe.profiler import Profiler
@@ -17,7 +18,6 @@ from rankup.state.rescue import beside_a_blocked_stream
 from rankup.state.tree import encode, files_of
 from train.config import Config
 from train.data.loader import Loader
-from train.group.group import Group
 from train.parallel.buffers import Buffers
 from train.parallel.method import Method
 from train.run.advice import Advice
@@ -112,7 +112,7 @@ def state_of(t: Training, progress: Progress) -> TrainingState:
 
 
 class Rescuer:
-    """Saves what only this rank has, before its process ends. See `train.group.watchdog.Keeper`."""
+    """Saves what only this rank has, before its process ends. See `rankup.group.watchdog.Keeper`."""
 
     def __init__(self, t: Training) -> None:
         self.t = t
