@@ -96,7 +96,7 @@ class _Doctor:
         try:
             self._check_master()
             self.stage = "joined"
-            ends = _EndReporter(StatusFile(self.run_dir / "doctor", launch), self.log, self)
+            ends = _EndReporter(StatusFile(self.run_dir / "doctor", launch), launch, self.log, self)
             with start(
                 launch, settings=plan.settings, device=plan.device, backend=plan.backend, stop=self.stop, ends=ends,
                 log=self.log,
@@ -220,8 +220,8 @@ def _connect(host: str, port: int) -> tuple[str, str] | OSError:
 class _EndReporter(EndReporter):
     """Ends the doctor with its report, where a training would report a lost peer."""
 
-    def __init__(self, status: StatusFile, log: logging.Logger, doctor: _Doctor) -> None:
-        super().__init__(status, log)
+    def __init__(self, status: StatusFile, launch: RankEnv, log: logging.Logger, doctor: _Doctor) -> None:
+        super().__init__(status, launch, log)
         self._doctor = doctor
 
     def report_from_outside(self, code: int, why: str, suspect: Suspect | None) -> int:

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 from rankup.agent.ends import End
 from rankup.agent.logs import host_name
+from rankup.agent.record import RecordWriter
 from rankup.agent.status import StatusFile
+from rankup.env.rank_env import RankEnv
 from rankup.errors import STOPPED
 from rankup.group.line import Line
 from rankup.group.losses import Losses, Suspect
@@ -17,10 +19,10 @@ class EndReporter:
     Made before the group, so that a rank that ends while it starts or joins is reported too; the line comes later.
     """
 
-    def __init__(self, status: StatusFile, log: logging.Logger) -> None:
+    def __init__(self, status: StatusFile, launch: RankEnv, log: logging.Logger) -> None:
         self.status, self.log = status, log
+        self.record = RecordWriter(launch.agent["record"] if launch.agent else None, rank=launch.rank)
         self.rank, self.world_size = status.rank, status.world_size
-        self.step = 0  # the last one that this rank finished
         self._line: Line | None = None
         self._hosts: Sequence[str] = [host_name()] * self.world_size
         self._losses: Losses | None = None
@@ -32,18 +34,19 @@ class EndReporter:
     def report(self, code: int, why: str, suspect: int | None = None, *, together: bool = False) -> None:
         """Say that this rank ends with `code`, and `why`. `suspect`: the rank that this one lost, where it knows.
         `together`: all ranks end so."""
-        end = End(self.rank, host_name(), code, why, self.step, suspect=suspect)
+        step = self.record.read().step
+        end = End(self.rank, host_name(), code, why, step, suspect=suspect)
         if self._line is not None:
             self._line.say("end", rank=self.rank, code=code, cause=why, suspect=suspect)
         self.status.write_end(end)
         ends = [end]
         if self._losses is not None:
             ends += [
-                End(each.rank, self._hosts[each.rank], each.code, each.why, self.step)
+                End(each.rank, self._hosts[each.rank], each.code, each.why, step)
                 for each in self._losses.reported() if each.code is not None and each.rank != self.rank
             ]
         if together:
-            ends = [End(rank, host, code, why, self.step) for rank, host in enumerate(self._hosts)]
+            ends = [End(rank, host, code, why, step) for rank, host in enumerate(self._hosts)]
         self.status.write_summary(ends)
 
     def report_stop(self, why: str) -> None:

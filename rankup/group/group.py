@@ -91,11 +91,10 @@ class Group:
     @property
     def step(self) -> int:
         """The last optimizer step that this rank finished."""
-        return self.ends.step
+        return self.record.read().step
 
     @step.setter
     def step(self, step: int) -> None:
-        self.ends.step = step
         self.record.begin(step)
 
     # The end ----------------------------------------------------------------------------------------------------

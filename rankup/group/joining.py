@@ -17,7 +17,6 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 import rankup
 from rankup.agent.meeting import HINT, describe_differences
 from rankup.agent.protocol import Member
-from rankup.agent.record import RecordWriter
 from rankup.agent.status import StatusFile
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, LaunchError, UserError
@@ -55,8 +54,8 @@ def join(
     Raises JoinError (code 170) where the ranks do not come together, PeerLost (171) where one is lost meanwhile,
     UserError (2) where they differ, and LaunchError (2) for a device that is not there.
     """
-    group = start(launch, settings=settings, device=device, backend=backend, stop=stop, ends=EndReporter(status, log),
-                  log=log)
+    group = start(launch, settings=settings, device=device, backend=backend, stop=stop,
+                  ends=EndReporter(status, launch, log), log=log)
     with contextlib.ExitStack() as unless_joined:
         unless_joined.push(group)
         if launch.world_size > 1:
@@ -75,8 +74,7 @@ def start(
     ends: EndReporter, log: logging.Logger,
 ) -> Group:
     """A group of which only this rank is known yet. Raises LaunchError. For the rest see `join`."""
-    record = RecordWriter(launch.agent["record"] if launch.agent else None, rank=launch.rank)
-    watch = Watchdog(ends, stop, record=record, log=log)
+    watch = Watchdog(ends, stop, log=log)
     chosen = pick_device(device, launch.local_rank, distributed=launch.world_size > 1)
     group = Group(launch, chosen, watch=watch, stop=stop, ends=ends, log=log)
     group.backend = pick_backend(backend, chosen)

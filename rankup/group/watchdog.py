@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from rankup.agent.logs import host_name
 from rankup.agent.processes import clear_hard_deadline, leave, set_hard_deadline, within
-from rankup.agent.record import NO_LIMIT, RecordWriter
+from rankup.agent.record import NO_LIMIT
 from rankup.agent.status import tell_torchrun
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
 from rankup.group import stacks
@@ -55,20 +55,16 @@ class Keeper(Protocol):
 class Watchdog:
     """The phase this rank is in, its deadline, and what the other ranks last reported."""
 
-    def __init__(self, ends: EndReporter, stop: StopRequest, *, record: RecordWriter, log: logging.Logger) -> None:
+    def __init__(self, ends: EndReporter, stop: StopRequest, *, log: logging.Logger) -> None:
         """Starts the clock; from now on a stop request that cannot wait for the loop is carried out here."""
-        self.ends, self.stop, self.record, self.log = ends, stop, record, log
+        self.ends, self.stop, self.record, self.log = ends, stop, ends.record, log
         self.rank, self.world_size = ends.rank, ends.world_size
         self.hosts: Sequence[str] = [host_name()] * self.world_size
-        self.phase = "start"
-        self.clock = record.clock
-        self._entered_s = time.monotonic()
-        self._timeout_s = 0.0
+        self.clock = self.record.clock
         self._ended = threading.Event()
         self._losses: Losses | None = None  # once the ranks have met
         self._woken = threading.Event()  # by a loss, or the end
         self._quiet = False  # all ranks are done
-        self._waiting = False  # inside a collective: the others are to blame, not this rank
         self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
         self._leave_lock = threading.Lock()
         self._keeper: Keeper | None = None
@@ -78,6 +74,7 @@ class Watchdog:
         self._stopping = False  # this thread ends the process, and keeps the state for that
         self._settled = False
         stop.guarded = True
+        stacks.follow(self.record)
         threading.Thread(target=self._watch_clock, name="deadlines", daemon=True).start()
 
     def signs_of_life(self) -> list[dict[str, Any]]:
@@ -102,27 +99,22 @@ class Watchdog:
             clear_hard_deadline()
         elif phase != self.phase:
             set_hard_deadline(timeout_s + LOCKED_GRACE_S)
-        # First: the clock must never see the new, shorter time with the old beginning
-        self._entered_s = time.monotonic()
-        self.phase, self._timeout_s = phase, timeout_s
-        if since_s is not None:
-            self._entered_s = since_s
-        self._waiting = False
         self.record.wait(False)
         self.record.enter(phase, timeout_s or NO_LIMIT, since_s=since_s)
         if step is not None:
-            self.ends.step = step
             self.record.begin(step)
-        stacks.note(phase, self.ends.step)
+
+    @property
+    def phase(self) -> str:
+        return self.record.read().phase
 
     @property
     def at_step(self) -> str:
         """For messages: where this rank stands."""
-        return f" at step {self.ends.step}"
+        return f" at step {self.record.read().step}"
 
     def wait_for_others(self, waiting: bool) -> None:
-        """Say that this rank is about to wait in a collective, or has left it."""
-        self._waiting = waiting
+        """Say whether this rank waits in a collective: then the others are to blame, not this rank."""
         self.record.wait(waiting)
 
     def watch(self, losses: Losses, hosts: Sequence[str]) -> None:
@@ -161,7 +153,7 @@ class Watchdog:
     def _extend(self, timeout_s: float) -> None:
         """A new deadline for the same phase: the others still see what this rank was doing."""
         set_hard_deadline(timeout_s + LOCKED_GRACE_S)
-        self._entered_s, self._timeout_s = time.monotonic(), timeout_s
+        self.record.extend(timeout_s)
 
     def end(self) -> None:
         """No more deadlines."""
@@ -194,12 +186,13 @@ class Watchdog:
                 lost_s = lost_s or now_s
                 if self._losses is not None and now_s - lost_s > self._patience_s(self._losses):
                     self._leave(f"lost a peer{self.at_step}", hung=self._losses.hang)
-            if self._timeout_s <= 0:
+            life = self.record.read()
+            if life.until_s == NO_LIMIT:
                 continue
             if now_s - armed_s > REARM_S:
-                set_hard_deadline(self._timeout_s + LOCKED_GRACE_S)
+                set_hard_deadline(max(0.0, life.until_s - now_s) + LOCKED_GRACE_S)
                 armed_s = now_s
-            if self._overdue and not self._ended.is_set():
+            if life.until_s < time.monotonic() and not self._ended.is_set():
                 if self._leaving is not None:
                     leave(self._leaving)
                 self._leave("")
@@ -225,15 +218,12 @@ class Watchdog:
         """How long after a loss this rank's loop may take to notice it by itself."""
         if self._quiet:
             return math.inf
-        waiting = self._waiting or self.phase == "join"
+        life = self.record.read()
+        waiting = life.waiting or life.phase == "join"
         # Without a keeper the checkpoint that this rank writes is all that will be left
-        if losses.hang or (losses.gone and (waiting or self.phase != "save" or self._keeper is not None)):
+        if losses.hang or (losses.gone and (waiting or life.phase != "save" or self._keeper is not None)):
             return 0.0
         return FAILED_WAITING_S if waiting else FAILED_S
-
-    @property
-    def _overdue(self) -> bool:
-        return 0 < self._timeout_s < time.monotonic() - self._entered_s
 
     def _leave(self, what: str, *, hung: bool = True) -> None:
         """Dump the stacks, name the suspect, tell the others, and end this process at once.
@@ -242,10 +232,11 @@ class Watchdog:
         """
         with self._leave_lock:  # two threads may find a reason; the second never gets here
             set_hard_deadline(STACKS_S + REPORT_END_S + LOCKED_GRACE_S)
-            overdue = self._overdue and self._leaving is None
+            life = self.record.read()
+            overdue = life.until_s < time.monotonic() and self._leaving is None
             if overdue:
-                what = f"{self.phase} (step {self.ends.step}) took longer than {self._timeout_s:g} s"
-            otherwise = JOIN_FAILED if overdue and self.phase == "join" else PEER_LOST
+                what = f"{life.phase} (step {life.step}) took longer than {life.timeout_s:g} s"
+            otherwise = JOIN_FAILED if overdue and life.phase == "join" else PEER_LOST
             said = self._take_stacks(what, hung=hung or overdue) if self._leaving is None else []
             suspects = self.suspects(overdue=overdue) if self._leaving is None else []
             if self._leaving is not None:
@@ -283,7 +274,8 @@ class Watchdog:
 
     def _place(self) -> str:
         """Where the main thread is: "all_reduce (loop.py:213 step) of step 413"."""
-        return own_place() + moment(self.phase, self.ends.step)
+        life = self.record.read()
+        return own_place() + moment(life.phase, life.step)
 
     def suspects(self, *, overdue: bool = False) -> list[Suspect]:
         """Keep what this rank holds, and find out which rank was lost; the most likely suspect first.
@@ -295,7 +287,7 @@ class Watchdog:
             return []
         if not overdue:
             self._losses.wait(CAUSE_S)
-        return self._losses.suspects(waiting=self._waiting, overdue=overdue)
+        return self._losses.suspects(waiting=self.record.read().waiting, overdue=overdue)
 
     def _keep(self) -> None:
         """Have the keeper write, once. A second caller waits for the first: the process must not end meanwhile."""
