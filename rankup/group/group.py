@@ -9,7 +9,7 @@ import io
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,13 +17,11 @@ import torch
 import torch.distributed as dist
 
 from rankup.agent.ends import LOST_PEER
-from rankup.agent.logs import host_name
 from rankup.agent.status import tell_torchrun
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, Stopped, UserError, exit_code, reason
-from rankup.group.ends import EndReporter
 from rankup.group.host_link import HostLink
-from rankup.group.losses import Suspect, describe, root_exit_code
+from rankup.group.line import Suspect, describe, root_exit_code
 from rankup.group.meeting import Meeting
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Watchdog
@@ -47,14 +45,13 @@ class Group:
     backend: str
 
     def __init__(
-        self, launch: RankEnv, device: torch.device, *, watch: Watchdog, stop: StopRequest, ends: EndReporter,
-        log: logging.Logger,
+        self, launch: RankEnv, device: torch.device, *, watch: Watchdog, stop: StopRequest, log: logging.Logger
     ) -> None:
-        self.launch, self.device, self.log, self.watch, self.stop, self.ends = launch, device, log, watch, stop, ends
+        self.launch, self.device, self.log, self.watch, self.stop = launch, device, log, watch, stop
         self.rank, self.world_size = launch.rank, launch.world_size
-        self.status = ends.status
-        self.run_dir = ends.status.run_dir
-        self.hosts: Sequence[str] = [host_name()] * launch.world_size
+        self.status = watch.status
+        self.run_dir = watch.status.run_dir
+        self.hosts = watch.hosts
         self.restarted = launch.restart_count > 0
         self.meeting: Meeting | None = None
         self.link: HostLink | None = None
@@ -91,11 +88,10 @@ class Group:
     @property
     def step(self) -> int:
         """The last optimizer step that this rank finished."""
-        return self.ends.step
+        return self.record.read().step
 
     @step.setter
     def step(self, step: int) -> None:
-        self.ends.step = step
         self.record.begin(step)
 
     # The end ----------------------------------------------------------------------------------------------------
@@ -121,7 +117,7 @@ class Group:
             self.watch.all_done()
             if dist.is_initialized():
                 dist.destroy_process_group()
-            self.ends.report(FINISHED, "finished", together=True)
+            self.watch.report(FINISHED, "finished", together=True)
             self.record.finish()
             self.watch.end()
         except BaseException as error:
@@ -141,7 +137,7 @@ class Group:
         tell_torchrun(failure)
         # Report before leaving: the others look here for the cause when their collectives break
         stopped = isinstance(error, Stopped)  # all ranks come to the same step
-        self.ends.report(exit_code(failure), reason(failure), getattr(failure, "suspect", None), together=stopped)
+        self.watch.report(exit_code(failure), reason(failure), getattr(failure, "suspect", None), together=stopped)
         self.watch.end()
         return failure
 
