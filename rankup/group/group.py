@@ -167,10 +167,6 @@ class Group:
         """Wait until all ranks are here."""
         self.max(0)
 
-    def min(self, value: int) -> int:
-        """The smallest `value` of all ranks, an int32."""
-        return -self.max(-value)
-
     def max(self, value: int) -> int:
         """The largest `value` of all ranks, an int32."""
         if self.world_size == 1:
@@ -192,14 +188,17 @@ class Group:
 
         Raises TypeError for what JSON can't hold.
         """
-        return [json.loads(data) for data in self._gather_bytes(json.dumps(value).encode())]
-
-    def gather_tensors(self, value: Any) -> list[Any]:
-        """Every rank's `value`, tensors and plain values in lists and dicts, on the CPU, in the order of the ranks.
-
-        Every rank holds all of them: the memory grows with the number of ranks.
-        """
-        return [unpack(data) for data in self._gather_bytes(pack(value))]
+        data = json.dumps(value).encode()
+        if self.world_size == 1:
+            return [json.loads(data)]
+        sizes = [torch.zeros((), dtype=torch.int64) for _ in range(self.world_size)]
+        self.collective(lambda: dist.all_gather(sizes, torch.tensor(len(data))))
+        longest = int(max(sizes))  # all parts of an all-gather have one size
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        own = torch.zeros(longest, dtype=torch.uint8)
+        own[: len(data)] = _as_tensor(data)
+        self.collective(lambda: dist.all_gather(parts, own))
+        return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast(self, value: Any, *, source: int = 0) -> Any:
         """The `value` of rank `source`, which JSON can hold, on all ranks. A tuple arrives as a list.
@@ -227,21 +226,6 @@ class Group:
         if len(content):
             self.collective(lambda: dist.broadcast(content, src=source))
         return data if self.rank == source else content.numpy().tobytes()
-
-    def _gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's `data`, in the order of the ranks."""
-        if self.world_size == 1:
-            return [data]
-        sizes = [torch.zeros((), dtype=torch.int64) for _ in range(self.world_size)]
-        self.collective(lambda: dist.all_gather(sizes, torch.tensor(len(data))))
-        # All parts of an all-gather have one size, that of the longest
-        longest = int(max(sizes))
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        own = torch.zeros(longest, dtype=torch.uint8)
-        own[: len(data)] = _as_tensor(data)
-        if longest:
-            self.collective(lambda: dist.all_gather(parts, own))
-        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def must_match(self, what: str, value: str, *, remedy: str) -> None:
         """Raises UserError on every rank where `value` differs between ranks, naming the first that differs."""
