@@ -83,6 +83,7 @@ class Watchdog:
         self._stopping = False  # this thread ends the process, and has kept the state for that
         self._settled = False
         stop.guarded = True
+        stacks.follow(record)
         threading.Thread(target=self._watch_clock, name="deadlines", daemon=True).start()
 
     def signs_of_life(self) -> list[dict[str, Any]]:
@@ -111,7 +112,6 @@ class Watchdog:
         self.record.enter(phase, timeout_s or NO_LIMIT, since_s=since_s)
         if step is not None:
             self.record.begin(step)
-        stacks.note(phase, self.record.read().step)
 
     @property
     def at_step(self) -> str:
@@ -221,9 +221,9 @@ class Watchdog:
                 lost_s = lost_s or now_s
                 if self._losses is not None and now_s - lost_s > self._patience_s(self._losses):
                     self._leave(f"lost a peer{self.at_step}", hung=self._losses.hang)
-            timeout_s = self.record.read().timeout_s
-            if timeout_s < NO_LIMIT and now_s - armed_s > REARM_S:
-                set_hard_deadline(timeout_s + LOCKED_GRACE_S)
+            until_s = self.record.read().until_s
+            if until_s < NO_LIMIT and now_s - armed_s > REARM_S:
+                set_hard_deadline(max(0.0, until_s - now_s) + LOCKED_GRACE_S)
                 armed_s = now_s
             if self._overdue and not self._ended.is_set():
                 if self._leaving is not None:
