@@ -32,7 +32,6 @@ from rankup.timing import (
     LEAVING_S,
     LINGER_S,
     LOCKED_GRACE_S,
-    PARTING_S,
     REARM_S,
     REPORT_END_S,
     STACKS_S,
@@ -63,7 +62,7 @@ class Watchdog:
         self, status: StatusFile, stop: StopRequest, *, record: RecordWriter, log: logging.Logger,
         leaving: Callable[[int, str, Suspect | None], int] = lambda code, why, suspect: code,
     ) -> None:
-        """Starts the clock; from now on a stop request that cannot wait for the loop is carried out here.
+        """Starts the clock.
 
         `leaving(code, why, suspect)`: is called last, before this rank ends for a deadline or a lost peer. Returns the
         code to end with.
@@ -82,7 +81,7 @@ class Watchdog:
         self._keep_lock = threading.Lock()  # held while the keeper writes
         self._stopping = False  # this thread ends the process, and has kept the state for that
         self._settled = False
-        stop.guarded = True
+        stop.report_through(self._report_stop)
         stacks.follow(record)
         threading.Thread(target=self._watch_clock, name="deadlines", daemon=True).start()
 
@@ -163,7 +162,8 @@ class Watchdog:
 
     def end(self) -> None:
         """No more deadlines."""
-        self._quiet, self.stop.guarded = True, False
+        self._quiet = True
+        self.stop.report_through(None)
         self._ended.set()
         self._woken.set()
         clear_hard_deadline()
@@ -189,13 +189,9 @@ class Watchdog:
             ends = [End(rank, host, code, why, step) for rank, host in enumerate(self.hosts)]
         self.status.write_summary(ends)
 
-    def _stop(self, why: str, *, together: bool = False, timeout_s: float) -> None:
-        """Leave for a request to stop."""
-        def last_word() -> None:
-            self.log.info(why)
-            self.report(STOPPED, why, together=together)
-
-        leave(STOPPED, last_word, timeout_s=timeout_s)
+    def _report_stop(self, why: str, *, together: bool = False) -> None:
+        self.log.info(why)
+        self.report(STOPPED, why, together=together)
 
     # The thread -----------------------------------------------------------------------------------------------
 
@@ -209,8 +205,6 @@ class Watchdog:
             if self._ended.is_set():
                 return
             now_s = time.monotonic()
-            if why := self.stop.leave_now:
-                self._stop(why, timeout_s=PARTING_S)
             if self._losses is not None and self._losses.must_leave:
                 self._losses.must_leave = False
                 self._leave_for_stop()
@@ -242,7 +236,7 @@ class Watchdog:
                 return
             self._stopping = True
         why = why or f"{self.stop.signal_name}: the state could not be kept"
-        self._stop(why, together=True, timeout_s=REPORT_END_S)
+        leave(STOPPED, lambda: self._report_stop(why, together=True), timeout_s=REPORT_END_S)
 
     def _patience_s(self, losses: Losses) -> float:
         """How long after a loss this rank's loop may take to notice it by itself."""
