@@ -6,6 +6,7 @@ join, each rank prints its own findings.
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import sys
