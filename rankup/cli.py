@@ -412,7 +412,7 @@ COMMANDS = {
     ),
 }
 GROUPS = {"start": ("launch", "train"), "watch": ("status", "logs", "stacks"), "diagnose": ("explain", "doctor")}
-TRAIN = "Run the training program; also: evaluate, predict, export, show"
+TRAIN = "Run our program; also: evaluate, predict, export, show"
 
 
 def overview() -> str:

@@ -38,6 +38,7 @@ def test_rankup_alone_shows_every_command_in_a_dozen_lines(capsys: pytest.Captur
     code, out, err = said(capsys)
     assert (code, err) == (2, "")
     assert len(out.splitlines()) <= 13
+    assert max(map(len, out.splitlines())) <= 80
     for name in {*COMMANDS, *OF_PROGRAM}:
         assert re.search(rf"\b{name}\b", out)
     assert [title for title in GROUPS if re.search(rf"^  {title} ", out, re.MULTILINE)] == list(GROUPS)
