@@ -20,7 +20,7 @@ from rankup.agent.meeting import Leader
 from rankup.agent.network import choose_interface, listen
 from rankup.agent.protocol import Member
 from rankup.agent.record import RecordWriter
-from rankup.errors import FINISHED, JOIN_FAILED, USER_MISTAKE, JoinError, UserError
+from rankup.errors import FINISHED, USER_MISTAKE, JoinError, UserError
 from rankup.timing import SAY_S
 
 Deliver = Callable[[Mapping[str, Any]], None]
@@ -212,8 +212,3 @@ class MemberLine:
             self._leader.lose_by(member, message)
         elif message["is"] == "stop":
             self._leader.stop(str(message["signal"]))
-
-
-def join_failed(error: Exception) -> int:
-    """The code that a process ends with that did not join."""
-    return getattr(error, "code", JOIN_FAILED)
