@@ -86,7 +86,7 @@ def owner(folder: Path, locks: str = "with locks") -> Iterator[subprocess.Popen[
 
 @pytest.fixture(autouse=True)
 def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rankup.places.lease, "LOCK_PATIENCE_S", 0.5)
+    monkeypatch.setattr(rankup.places.lease, "LOCK_S", 0.5)
 
 
 @pytest.fixture
