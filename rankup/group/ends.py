@@ -37,7 +37,7 @@ class EndReporter:
         step = self.record.read().step
         end = End(self.rank, host_name(), code, why, step, suspect=suspect)
         if self._line is not None:
-            self._line.say("end", rank=self.rank, code=code, cause=why, suspect=suspect)
+            self._line.say("end", **end.message())
         self.status.write_end(end)
         ends = [end]
         if self._losses is not None:
