@@ -23,7 +23,7 @@ rm -f "$site"/nvidia/cu*/lib/{libcusolverMg,libnvrtc.alt,libnvrtc-builtins.alt}.
 rm -f "$site"/torch/bin/protoc*
 
 # Bytecode of what no command imports: torch's helpers of its own tests, and the languages that rich could colour
-find "$site"/torch/testing/_internal "$site"/pygments -name __pycache__ -prune -exec rm -r {} +
+find "$site" -type d -name __pycache__ \( -path "$site/torch/testing/_internal/*" -o -path "$site/pygments/*" \) -prune -exec rm -r {} +
 
 # Debug information and symbol tables, which are for debuggers. A library is replaced only if everything that a process
 # maps of it stays the same, byte by byte, so no GPU is needed to try it. The ELF header's 64 bytes may differ: they say

@@ -1,7 +1,7 @@
-"""`rankup COMMAND`. No torch here.
+"""`rankup COMMAND`: start ranks, see how a run stands, find out why a job failed. No torch here.
 
-    rankup launch --nproc 2 train.py --lr 0.1
-    rankup launch --nproc 2 -m package.module --lr 0.1
+Each command imports what it needs inside, so that help takes milliseconds. The commands of the training program beside
+this library (`rankup train`) are handed to it as they are.
 """
 
 import argparse
@@ -9,69 +9,130 @@ import asyncio
 import logging
 import os
 import re
+import runpy
 import shlex
+import shutil
+import signal
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import metadata
 from pathlib import Path
+from typing import Any, NoReturn
 
-from rankup.agent.agent import Agent, Helpers, Options
-from rankup.agent.logs import guard, setup_logging
-from rankup.agent.script import Script
-from rankup.env.node_env import NodeEnv, read_node_env
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, ConfigError, JoinError, UserError
-from rankup.observe.stacks import where
 
 log = logging.getLogger("rankup")
+PROGRAM = Path(__file__).parents[1] / "train" / "main.py"
+OF_PROGRAM = ("train", "evaluate", "predict", "export", "show", "doctor")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Of `launch`. All words from the script's name on are the script's."""
-    found = argparse.ArgumentParser(
-        prog="rankup launch", allow_abbrev=False,
-        description="Start the ranks of this node, and again when one is lost. Run the same line on each node.",
-        epilog="Where an option is not given, what the launch file sets counts: RANK, WORLD_SIZE, MASTER_ADDR, "
-        "MASTER_PORT. RANK and WORLD_SIZE count nodes then.",
-    )
-    add = found.add_argument
-    add("--nproc", "--nproc-per-node", type=int, metavar="N", help="ranks on this node (default: 1)")
-    add("--nnodes", type=int, metavar="N", help="nodes (default: WORLD_SIZE, or 1)")
-    add("--node-rank", type=int, metavar="N", help="which of the nodes this is, from 0 (default: RANK)")
-    add("--master-addr", metavar="HOST", help="name or address of node 0 (default: MASTER_ADDR)")
-    add("--master-port", type=int, metavar="PORT", help="port on node 0 (default: MASTER_PORT, or 29400)")
-    add("--join-timeout-s", type=float, default=300.0, metavar="S",
-        help="how long the nodes wait for each other (%(default)g)")
-    add("--max-restarts", type=int, default=3, metavar="N", help="in a row without a new step, at most (%(default)s)")
-    add("--restart-on", default="", metavar="CODES", help="exit codes below 128 that are worth a restart, as 1,75")
-    add("--restart-args", default="", metavar="WORDS", help="behind the script's own arguments at each restart")
-    add("--stop-grace-s", type=float, default=110.0, metavar="S",
-        help="how long a script may take to end after SIGTERM or SIGINT (%(default)g)")
-    add("--pass-local-rank", choices=["auto", "no", "local_rank", "local-rank"], default="auto",
-        help="also give the script its local rank as an argument; auto: where the script declares it")
-    add("--work-dir", default="", metavar="DIR", help="where the script runs; made where it is missing (default: here)")
-    add("--name", default="", help="of the run (default: the script's)")
-    add("--run-dir", default="runs", metavar="DIR", help="the folder of all runs (%(default)s)")
-    add("--start", choices=["fork", "fresh", "spawn"], default="fork",
-        help="how ranks start whose script imports rankup: forked from a process that has imported torch, or as fresh "
-        "interpreters, which spawn means too (%(default)s)")
-    add("--preflight", action="store_true", help="check this machine first; where it is not fit, nothing is started")
+@dataclass(frozen=True)
+class Command:
+    """`about`: what it is for; its first sentence stands in the list of commands. `usage`: what follows its name."""
+
+    about: str
+    usage: str
+    examples: tuple[str, ...]
+    add_options: Callable[["Parser"], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+class Parser(argparse.ArgumentParser):
+    """Of one command. A mistake is a ConfigError of one line."""
+
+    def __init__(self, name: str, command: Command) -> None:
+        width = min(shutil.get_terminal_size().columns, 110)
+        super().__init__(
+            prog=f"rankup {name}", usage=f"rankup {name} {command.usage}", allow_abbrev=False,
+            description=textwrap.fill(command.about, width),
+            epilog="\n".join(["examples:", *(f"  rankup {name} {line}".rstrip() for line in command.examples)]),
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=width),
+        )
+        self._positionals.title = "arguments"
+        command.add_options(self)
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Raises ConfigError, and SystemExit once help has been printed."""
+        takes_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
+        given, unknown = self.parse_known_args(words) if takes_rest else self.parse_known_intermixed_args(words)
+        if unknown and not unknown[0].startswith("-"):
+            raise ConfigError(f'unexpected argument "{unknown[0]}". See {self.prog} --help.')
+        if unknown:
+            known = [option for action in self._actions for option in action.option_strings]
+            raise ConfigError(f"{_unknown('option', unknown[0].partition('=')[0], known)} See {self.prog} --help.")
+        return given
+
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (\S+?)(?:/\S+)?: ", r"\1 ", message).removesuffix(".")
+        message = re.sub(r"expected one argument", "must be followed by a value", message)
+        message = re.sub(r"invalid choice: '(.*)' \(choose from (.*)\)", r"must be one of \2, got \1", message)
+        message = re.sub(r"the following arguments are required: (\w+).*", r"\1 must be given", message)
+        raise ConfigError(f"{message}. See {self.prog} --help.")
+
+    def format_help(self) -> str:
+        coloured = r"\1" + _colour("36", r"\2")
+        return re.sub(r"(?m)^( {2})(-[^ ]+(?:, -[^ ]+)*)", coloured, _headings(super().format_help()))
+
+
+def _unknown(what: str, word: str, known: Sequence[str]) -> str:
+    near = get_close_matches(word, known, n=1)
+    return f'unknown {what} "{word}"{f"; did you mean {near[0]}?" if near else "."}'
+
+
+def _colour(code: str, text: str) -> str:
+    """`text` in a colour, on a terminal whose user wants colours."""
+    return f"\x1b[{code}m{text}\x1b[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
+
+
+def _headings(text: str) -> str:
+    return re.sub(r"(?m)^([a-z]+:)", _colour("1", r"\1"), text)
+
+
+# Start ranks ----------------------------------------------------------------------------------------------------------
+
+
+def _launch_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--nproc", "--nproc-per-node", type=_integer, metavar="N", help="ranks on this node (1)")
+    add("--nnodes", type=_integer, metavar="N", help="nodes (WORLD_SIZE, or 1)")
+    add("--node-rank", type=_integer, metavar="N", help="which of the nodes this is, from 0 (RANK)")
+    add("--master-addr", metavar="HOST", help="name or address of node 0 (MASTER_ADDR)")
+    add("--master-port", type=_integer, metavar="PORT", help="port on node 0 (MASTER_PORT, or 29400)")
+    add("--join-timeout-s", type=_number, default=300.0, metavar="S", help="wait for the other nodes (%(default)g)")
+    add("--max-restarts", type=_integer, default=3, metavar="N", help="in a row without a new step, at most (3)")
+    add("--restart-on", default="", metavar="CODES", help="also restart after these exit codes below 128: 1,75")
+    add("--restart-args", default="", metavar="WORDS", help="append these arguments at each restart")
+    add("--stop-grace-s", type=_number, default=110.0, metavar="S",
+        help="kill a script so long after SIGTERM or SIGINT (%(default)g)")
+    add("--pass-local-rank", choices=["auto", "no", "local_rank", "local-rank"], default="auto", metavar="HOW",
+        help="give the script its local rank as an argument: no, local_rank, local-rank, or auto: if it declares one")
+    add("--work-dir", default="", metavar="DIR", help="run the script there; made if missing (here)")
+    add("--name", default="", help="name of the run (the script's)")
+    add("--run-dir", default="runs", metavar="DIR", help="folder of all runs (%(default)s)")
+    add("--start", choices=["fork", "fresh", "spawn"], default="fork", metavar="HOW",
+        help="fork ranks from a process that has imported torch, if the script imports rankup; or fresh interpreters")
+    add("--preflight", action="store_true", help="check this machine first; start nothing if it is not fit")
     add("-m", "--module", action="store_true", help="SCRIPT is a module")
-    add("script", metavar="SCRIPT", help="what each rank runs")
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own")
-    return found
+    add("script", metavar="SCRIPT", help=argparse.SUPPRESS)
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
 
 
-def launch(
-    words: Sequence[str], *, helpers: Helpers | None = None,
-    preflight: Callable[[Script, str], int] | None = None,
-) -> int:
-    """Be the agent of this node to the end of the job. Returns the exit code.
+def _launch(given: argparse.Namespace, helpers: Any = None, preflight: Callable[[Any, str], int] | None = None) -> int:
+    """Be the agent of this node to the end of the job.
 
     `preflight`: the doctor's code for this machine, this script and the folder of its runs; 0 where all is well.
     """
-    given = parser().parse_args(words)
+    from rankup.agent.agent import Helpers, Options
+    from rankup.agent.logs import guard, setup_logging
+    from rankup.agent.script import Script
+    from rankup.env.node_env import read_node_env
+    from rankup.observe.stacks import where
+
     helpers = helpers or Helpers(advice=advice, where=where)
     guard("stdout", "stderr")
-    setup_logging(rank=None)
     try:
         node = read_node_env(
             os.environ, nnodes=given.nnodes, nproc=given.nproc, node_rank=given.node_rank,
@@ -92,11 +153,25 @@ def launch(
         if given.preflight and preflight and (unfit := preflight(script, given.run_dir)):
             return unfit
         name = given.name or node.run_name or Path(script.name.removeprefix("-m ")).stem
-        return asyncio.run(_run(node, script, options, Path(given.run_dir, name), helpers))
+        verdict, knows_us = asyncio.run(_be_agent(
+            node, script, options, run_dir=Path(given.run_dir, name), helpers=helpers
+        ))
     except (UserError, JoinError) as error:
-        log.error("%s", f"error: {error}" if error.code == USER_MISTAKE else f"{error} (exit code {error.code})")
         helpers.tell(str(error), error.code)
-        return error.code
+        raise
+    code = verdict.code or FINISHED
+    if verdict.text and code not in (FINISHED, STOPPED):
+        log.error("%s (exit code %d)", verdict.text, code)
+    if not knows_us:
+        helpers.tell(verdict.text, code)
+    return code
+
+
+async def _be_agent(*parts: Any, run_dir: Path, helpers: Any) -> tuple[Any, bool]:
+    from rankup.agent.agent import Agent
+
+    agent = Agent(*parts, run_dir=run_dir, helpers=helpers)
+    return await agent.run(), agent.knows_us
 
 
 def advice(tail: str) -> str:
@@ -107,15 +182,18 @@ def advice(tail: str) -> str:
     return explain.advice(tail)
 
 
-async def _run(node: NodeEnv, script: Script, options: Options, run_dir: Path, helpers: Helpers) -> int:
-    agent = Agent(node, script, options, run_dir=run_dir, helpers=helpers)
-    verdict = await agent.run()
-    code = verdict.code or FINISHED
-    if verdict.text and code not in (FINISHED, STOPPED):
-        log.error("%s (exit code %d)", verdict.text, code)
-    if not agent.knows_us:
-        helpers.tell(verdict.text, code)
-    return code
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text}.") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text}.") from None
 
 
 def _codes(text: str) -> frozenset[int]:
@@ -148,10 +226,213 @@ def _folder(name: str) -> str:
     return name
 
 
+# Watch and explain ----------------------------------------------------------------------------------------------------
+
+
+def _run_options(parser: Parser, run: str) -> None:
+    parser.add_argument("run", nargs="?", default="", metavar="RUN", help=f"a run's name or folder ({run})")
+    parser.add_argument("--run-dir", default="runs", metavar="DIR", help="folder of all runs, or its address (runs)")
+
+
+def _json_option(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print JSON, for programs")
+
+
+def _status_options(parser: Parser) -> None:
+    _run_options(parser, "all runs, a line each")
+    parser.add_argument("--watch", action="store_true", help="show it again and again until the run ends")
+    parser.add_argument("--interval-s", type=_number, default=2.0, metavar="S", help="seconds between two looks (2)")
+    _json_option(parser)
+
+
+def _status(given: argparse.Namespace) -> int:
+    from rankup.observe.status import status
+
+    if given.interval_s <= 0:
+        raise ConfigError(f"--interval-s must be > 0, got {given.interval_s:g}.")
+    texts = status(
+        runs_folder(given.run_dir), given.run, watch=given.watch, interval_s=given.interval_s, as_json=given.as_json
+    )
+    all(map(print_whole, texts))
+    return FINISHED
+
+
+def _logs_options(parser: Parser) -> None:
+    _run_options(parser, "the run that wrote last")
+    parser.add_argument("--rank", default="", metavar="LIST", help="only these ranks: 3, or 0-3,7")
+    parser.add_argument("--since", default="", metavar="TIME", help="nothing older: 10m, 14:05, 2026-11-22T14:05")
+    parser.add_argument("--follow", action="store_true", help="go on with new lines until Ctrl-C")
+    _json_option(parser)
+
+
+def _logs(given: argparse.Namespace) -> int:
+    from rankup.observe.logs import logs
+
+    logs(
+        runs_folder(given.run_dir), given.run, rank=given.rank, since=given.since, follow=given.follow,
+        as_json=given.as_json,
+    )
+    return FINISHED
+
+
+def _stacks_options(parser: Parser) -> None:
+    _run_options(parser, "the run that wrote last")
+    parser.add_argument("--full", action="store_true", help="also the stacks of all threads")
+
+
+def _stacks(given: argparse.Namespace) -> int:
+    from rankup.observe.logs import find_logs
+    from rankup.observe.stacks import report
+
+    run_dir = find_logs(runs_folder(given.run_dir), given.run).parent
+    print_whole(f"{report(run_dir, full=given.full)}\n")
+    return FINISHED
+
+
+def _explain_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("paths", nargs="*", metavar="PATH", help="log files, folders, a run's name or folder, or - for standard input")
+    add("--run-dir", default="runs", metavar="DIR", help="folder of all runs, where names are looked up (runs)")
+    _json_option(parser)
+
+
+def _explain(given: argparse.Namespace) -> int:
+    from rankup.explain import FAULTY, explain_logs
+
+    if not given.paths:
+        raise ConfigError("explain must be followed by a log file, a folder or - for standard input, got nothing.")
+    text, faulty = explain_logs(
+        [Path(path) for path in given.paths], as_json=given.as_json, run_dir=runs_folder(given.run_dir)
+    )
+    print_whole(f"{text}\n")
+    return FAULTY if faulty else FINISHED
+
+
+def runs_folder(text: str) -> Path:
+    """The folder of all runs on this machine for what --run-dir says: a path, or an address."""
+    from rankup.places.cache import runs_folder
+
+    return runs_folder(text)
+
+
+def print_whole(text: str) -> bool:
+    """For a reader that may have had enough before the end, as `head` and `grep -q` have. Returns whether it reads."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        # A log may have letters that this locale can't show
+        print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
+
+
+# The commands ---------------------------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "launch": Command(
+        "Start the ranks of this node, and replace lost ones. Run the same line on each node. The script stays as it "
+        "is; all words after its name are its own. Options that are not given come from the environment of the launch "
+        "file, in parentheses; RANK and WORLD_SIZE count nodes here.",
+        "[OPTIONS] [-m] SCRIPT [ARGS...]",
+        ("--nproc 2 train.py --lr 0.1", "--nnodes 2 --node-rank 0 --master-addr node0 -m my.train"),
+        _launch_options, _launch,
+    ),
+    "status": Command(
+        "Show how runs stand. Steps, speed, time left, each rank, restarts and goodput, also while the run trains. It "
+        "reads files alone, on any machine that sees the run's folder.",
+        "[RUN] [OPTIONS]", ("", "mine --watch"), _status_options, _status,
+    ),
+    "logs": Command(
+        "Print what all ranks wrote, by time. Equal lines of several ranks are one line.",
+        "[RUN] [OPTIONS]", ("mine --follow", "mine --rank 0-3 --since 10m"), _logs_options, _logs,
+    ),
+    "stacks": Command(
+        "Show where each rank is now. For a run that hangs: it names the ranks that are somewhere else than the "
+        "others. It asks the ranks of this machine; SIGUSR2 to any agent asks those of all machines.",
+        "[RUN] [OPTIONS]", ("mine", "mine --full"), _stacks_options, _stacks,
+    ),
+    "explain": Command(
+        "Say why a job failed, from its logs. Which rank failed first, why, and what to do, whoever started the job. "
+        "Exit code 20 means that a fault was found, 0 that none was.",
+        "PATH... [OPTIONS]", ("node0.log node1.log", "mine --json"), _explain_options, _explain,
+    ),
+}
+GROUPS = {"start": ("launch", "train"), "watch": ("status", "logs", "stacks"), "diagnose": ("explain", "doctor")}
+SHORT = {
+    "train": "Run the training program; also: evaluate, predict, export, show",
+    "doctor": "Check whether machines are fit to train",
+}
+
+
+def overview() -> str:
+    """What `rankup` alone prints."""
+    lines = ["Start PyTorch jobs anywhere, and keep them alive.", "", _headings("usage: rankup COMMAND [OPTIONS]"), ""]
+    for title, names in GROUPS.items():
+        for name in names:
+            text = SHORT.get(name) or COMMANDS[name].about.partition(". ")[0]
+            lines.append(f"  {_colour('1', f'{title:10}')}{_colour('36', f'{name:9}')}{text}")
+            title = ""
+    return "\n".join([*lines, "", "`rankup COMMAND --help` shows options and examples; `rankup --version`.\n"])
+
+
+def parser(name: str = "launch") -> Parser:
+    """Of that command."""
+    return Parser(name, COMMANDS[name])
+
+
+def launch(words: Sequence[str], **helpers: Any) -> int:
+    """`rankup launch` with what a program knows besides. Returns the exit code."""
+    return _guarded(lambda: _launch(parser().parse(words), **helpers))
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code."""
-    given = list(sys.argv[1:] if words is None else words)
-    if given[:1] == ["launch"]:
-        return launch(given[1:])
-    print("usage: rankup launch [OPTIONS] SCRIPT ARGS...", file=sys.stderr)
-    return USER_MISTAKE
+    first, *rest = list(sys.argv[1:] if words is None else words) or [""]
+    if first == "help" and rest:
+        first, rest = rest[0], ["--help"]
+    if first in ("", "help", "-h", "--help"):
+        print_whole(overview())
+        return FINISHED if first else USER_MISTAKE
+    if first in ("-V", "--version"):
+        print_whole(f"rankup {_version('rankup')}, torch {_version('torch')}, Python {sys.version.split()[0]}\n")
+        return FINISHED
+    return _guarded(lambda: _run(first, rest))
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    """Raises ConfigError and what the command raises."""
+    if name in OF_PROGRAM and PROGRAM.exists():
+        sys.argv = [str(PROGRAM), name, *words]
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    if name not in COMMANDS:
+        raise ConfigError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
+    given = parser(name).parse(words)
+    if name != "launch":
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # it has nothing to save, and no traceback to show
+    return COMMANDS[name].run(given)
+
+
+def _guarded(run: Callable[[], int]) -> int:
+    from rankup.agent.logs import setup_logging
+
+    setup_logging(rank=None)
+    try:
+        return run()
+    except SystemExit as end:  # argparse has printed the help
+        return int(end.code or FINISHED)
+    except (UserError, JoinError) as error:
+        log.error("%s", f"error: {error}" if error.code == USER_MISTAKE else f"{error} (exit code {error.code})")
+        return error.code
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def entry() -> NoReturn:
+    """The installed command `rankup`."""
+    raise SystemExit(main())

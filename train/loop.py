@@ -14,13 +14,14 @@ from torch.profiler import record_function
 
 from rankup.doctor import machine
 from rankup.env.rank_env import RankEnv
+from rankup.loop.commit import Changing
+from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.observe.profiler import Profiler
 from rankup.observe.step_clock import open_clock
 from rankup.observe.stragglers import COMPUTE, DATA, WAITING
 from rankup.state.shards import check_shared
 from train.config import Config, check_world_size
 from train.data.loader import Loader
-from train.data.random_numbers import derive_seed, seed_everything
 from train.data.worker_loader import free_shared_memory
 from train.group.group import Group
 from train.group.join import join
@@ -35,7 +36,6 @@ from train.process.status_file import StatusFile
 from train.process.stop import StopRequest
 from train.run import weights
 from train.run.advice import Advice
-from train.run.changing import Changing
 from train.run.evaluation import evaluate
 from train.run.keeper import Rescuer
 from train.run.metrics import Speed

@@ -25,10 +25,11 @@ if __name__ == "__main__":
     # traceback for SIGINT, nor sit out a grace period
     _stop = StopRequest().install()
 
+from rankup import cli
 from rankup.agent.logs import guard, line_head, setup_logging
 from rankup.env.rank_env import RankEnv, code_folder, read_rank_env, with_options, without_launcher
 from rankup.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, Stopped, UserError, exit_code, reason
-from train.commands.table import COMMANDS, print_whole
+from train.commands.table import COMMANDS
 from train.config import load_config
 from train.config.command_line import Request, parse_args
 from train.config.help_text import help_text
@@ -54,9 +55,12 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         from train.commands.launch import launch
 
         return launch(argv[1:])
+    if argv and argv[0] in cli.COMMANDS:
+        (stop or StopRequest()).uninstall()
+        return cli.main(argv)
     request = parse_args(argv)
     if request.help or (request.command is None and not request.mistakes and not request.settings):
-        print_whole(help_text(request.command or "", choices=CHOICES))
+        cli.print_whole(help_text(request.command or "", choices=CHOICES))
         return FINISHED if request.help else USER_MISTAKE
     setup_logging()
     head = ""

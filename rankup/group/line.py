@@ -157,6 +157,21 @@ class MemberLine:
         self._loop = asyncio.get_running_loop()
         if self._me.first_rank == 0:
             await self._lead()
+        else:
+            await self._hear_events()
+
+    async def _lead(self) -> None:
+        self._leader = Leader(self._me, say=self._say, prepare=self._prepare, hear=self._hear)
+        server = await listen(self._leader.attend, ip=self._place.ip, port=self._port)
+        try:
+            self._port = server.sockets[0].getsockname()[1]
+            await asyncio.to_thread(self._place.publish, self._port)
+            self._watch = asyncio.create_task(self._leader.watch(master=self._place.master))
+            await self._hear_events()
+        finally:
+            server.close()  # the end of the event loop does not
+
+    async def _hear_events(self) -> None:
         self._attendance = Attendance(
             self._me, self._settings, self._leader_at, notice=self._say,
             records=lambda: {self._me.first_rank: self._record}, hint=self._place.hint,
@@ -183,13 +198,6 @@ class MemberLine:
         if self._leader is not None:
             return "127.0.0.1", self._port
         return await asyncio.to_thread(self._place.find)
-
-    async def _lead(self) -> None:
-        self._leader = Leader(self._me, say=self._say, prepare=self._prepare, hear=self._hear)
-        server = await listen(self._leader.attend, ip=self._place.ip, port=self._port)
-        self._port = server.sockets[0].getsockname()[1]
-        await asyncio.to_thread(self._place.publish, self._port)
-        self._watch = asyncio.create_task(self._leader.watch(master=self._place.master))
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
         assert self._leader is not None

@@ -5,6 +5,7 @@ size. Times have whole seconds: within one the lower rank stands first, and each
 """
 
 import heapq
+import json
 import os
 import re
 import sys
@@ -40,10 +41,13 @@ STAMP = re.compile(rb"\n%b" % HEAD)
 Batch = tuple[bytes, int, bytes, list[bytes]]  # time, rank, host, and what that rank wrote in that second
 
 
-def logs(runs: Path, run: str = "", *, rank: str = "", since: str = "", follow: bool = False) -> None:
+def logs(
+    runs: Path, run: str = "", *, rank: str = "", since: str = "", follow: bool = False, as_json: bool = False
+) -> None:
     """Print the lines of a run; with `follow` until a signal ends the process.
 
     `runs`: the folder of all runs. `run`: see `find_logs`. `rank`: such as "0-3,7". `since`: such as "10m" or "14:05".
+    `as_json`: an object a line, with `time`, `ranks`, `hosts` (of each rank) and `text`.
     Raises UserError where no such run has logs, and where `rank` or `since` can't be understood.
     """
     wanted = wanted_ranks(rank)
@@ -58,7 +62,8 @@ def logs(runs: Path, run: str = "", *, rank: str = "", since: str = "", follow: 
             if number not in found and (not wanted or number in wanted):
                 found[number] = RankLog(path, number)
                 found[number].seek(first)
-        return _labelled(folded(heapq.merge(*(log.batches(whole=not follow) for log in found.values()))), colour)
+        lines = folded(heapq.merge(*(log.batches(whole=not follow) for log in found.values())))
+        return map(_as_json, lines) if as_json else _labelled(lines, colour)
 
     look()
     if follow and not first:
@@ -287,6 +292,12 @@ def _labelled(lines: Iterable[Line], colour: bool) -> Iterator[bytes]:
         if b"\r" in text:  # a progress bar writes over itself: only its last state would be left on a terminal
             text = b"\n".join(part.rstrip(b"\r").rpartition(b"\r")[2] for part in text.split(b"\n"))
         yield b"%b%b\n" % (label, text.replace(b"\n", b"\n" + label))
+
+
+def _as_json(line: Line) -> bytes:
+    ranks, hosts = zip(*((rank, host.decode(errors="replace")) for rank, host in line.who), strict=True)
+    text = line.text.decode(errors="replace")
+    return json.dumps({"time": line.stamp.decode(), "ranks": ranks, "hosts": hosts, "text": text}).encode() + b"\n"
 
 
 @lru_cache(maxsize=4096)

@@ -21,21 +21,6 @@ class Train(Options):
     quiet: bool = setting(False, "Say less.")
 
 
-class Read(Options):
-    """Read."""
-
-    positional = "names"
-    names: tuple[str, ...] = setting((), "What to read.", metavar="NAME...")
-    follow: bool = setting(False, "Go on.")
-
-
-class Show(Options):
-    """Show."""
-
-    positional = "name"
-    name: str = setting("", "What to show.", metavar="[NAME]")
-
-
 class Launch(Train):
     """Start processes."""
 
@@ -54,7 +39,7 @@ class Predict(Train):
             yield "--format must be csv with --quiet, got jsonl."
 
 
-COMMANDS = {"train": Train, "launch": Launch, "predict": Predict, "read": Read, "show": Show}
+COMMANDS = {"train": Train, "launch": Launch, "predict": Predict}
 
 
 def parse(line):
@@ -146,18 +131,6 @@ def test_command_line_mistakes_are_all_collected(line, messages):
         assert any(re.fullmatch(re.escape(message).replace(r"\*", ".*"), f) for f in found), found
 
 
-def test_command_line_gives_words_to_a_command_that_takes_them():
-    parsed = parse("read a --follow b - --lr 0.5 5")
-    assert (parsed.options.names, parsed.options.follow, parsed.mistakes) == (("a", "b", "-", "5"), True, [])
-    assert parsed.settings == {"lr": "0.5"}
-    assert parse("read").options.names == ()
-    parsed = parse("show a b")
-    assert (parsed.options.name, parsed.mistakes) == ("a", ['unexpected argument "b".'])
-    # It has no flag
-    assert parse("show --name a").options.name == ""
-    assert 'unknown setting "--names"' in parse("read --names a").mistakes[0]
-
-
 def test_command_line_finds_the_command_behind_an_unknown_option():
     assert parse("--bogus train").command == "train"
     assert parse("--bogus 3 train").command == "train"
@@ -228,7 +201,7 @@ def test_help_of_each_command_fits_the_width_and_a_screen(command, width):
             assert f"--{name.replace('_', '-')}" in text
         assert text.count(f"  python -m train.main {command}") >= 1
     else:
-        assert all(re.search(rf"^  {name} ", text, re.MULTILINE) for name in [*OPTIONS, "launch"])
+        assert all(re.search(rf"^  {name} ", text, re.MULTILINE) for name in OPTIONS)
 
 
 # --- the nearest name ------------------------------------------------------------------------------------------------

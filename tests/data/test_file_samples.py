@@ -11,6 +11,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
+from rankup.loop.seeds import derive_seed, seed_host
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.photographs import write_photographs
@@ -19,7 +20,6 @@ from train.config.settings import Augment
 from train.data.crops import shift_and_flip_into
 from train.data.file_samples import FileSamples
 from train.data.loader import Loader
-from train.data.random_numbers import derive_seed, seed_host
 from train.data.samples import shift_and_flip
 from train.data.sources import load
 from train.data.sources.decode import decode

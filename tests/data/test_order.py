@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from rankup.loop.seeds import derive_seed
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics
 from train.data import MapSamples, TensorSamples
 from train.data.order import Order, evaluation_batches, num_batches
-from train.data.random_numbers import derive_seed, random_numbers
+from train.data.random_numbers import random_numbers
 from train.data.samples import shift_and_flip
 
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from rankup.errors import DataError, UserError
+from rankup.places.cache import cache_root
 from tests.rigs.idx_files import ROWS, everything, small, write_set
 from train.config import Config
 from train.data.sources import cache, fetch, load
 from train.data.sources.fetch import NotFetched, Remote
 from train.data.sources.idx import write_idx
 from train.data.sources.mnist_family import FAMILIES, locate, read_half
-from train.process import context
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0
@@ -243,10 +243,10 @@ def test_cache_folder_that_another_user_prepared_is_not_used(tmp_path: Path, mon
     with pytest.raises(DataError, match="cannot be written"):
         cache.writable_cache()
     with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711 must belong to this user"):
-        context.cache_root()
+        cache_root()
     monkeypatch.setenv("RANKUP_CACHE", f"{tmp_path}/rankup-cache-4711/deep/down")
     with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711/deep/down must belong to this user"):
-        context.cache_root()
+        cache_root()
 
 
 def test_named_cache_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

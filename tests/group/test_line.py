@@ -1,14 +1,21 @@
 """The line of ranks without an agent: two of them in one process. Whole jobs are in `test_rendezvous`."""
 
+import gc
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from rankup.agent.protocol import Member
 from rankup.agent.record import RecordWriter
+from rankup.errors import JoinError
 from rankup.group.line import MemberLine
 
 
@@ -111,3 +118,17 @@ def test_the_end_of_rank_0_is_told_before_its_process_may_end() -> None:
         first._loop.call_soon_threadsafe(say_and_do_no_more)
         until(lambda: heard)
         assert (heard[0]["is"], heard[0]["ranks"], heard[0].get("code")) == ("lost", [0], 1)
+
+
+def test_a_join_that_fails_closes_the_leaders_port() -> None:
+    place, threads = Place(), set(threading.enumerate())
+    first, other = replace(member(0), left_s=0.5), replace(member(1), left_s=0.5, world_size=4)
+    lines = [MemberLine(each, {}, place, say=print, record=RecordWriter(None)) for each in (first, other)]
+    with warnings.catch_warnings(record=True) as seen, ThreadPoolExecutor() as pool:
+        warnings.simplefilter("always", ResourceWarning)
+        for failed in [pool.submit(line.join) for line in lines]:
+            with pytest.raises(JoinError, match="WORLD_SIZE=4"):
+                failed.result()
+        until(lambda: not [each for each in set(threading.enumerate()) - threads if each.name == "line"])
+        gc.collect()
+    assert [str(warning.message) for warning in seen] == []

@@ -74,12 +74,14 @@ def known_flags() -> set[str]:
     ours = {"--config", "--help", *(f"--{name.replace('_', '-')}" for name in [*Config.model_fields, *options])}
     switches = {f"--no-{name.replace('_', '-')}" for name in Config.model_fields}
     torchruns = {option for action in get_args_parser()._actions for option in action.option_strings}
-    of_launch = {option for action in cli.parser()._actions for option in action.option_strings}
+    of_rankup = {
+        option for name in cli.COMMANDS for action in cli.parser(name)._actions for option in action.option_strings
+    }
     of_errors = {"--stopped", "--rest-stopped"}  # python -m rankup.errors, for shell files
     benchmarks = "".join(path.read_text() for path in [*ROOT.glob("tests/bench/*.py"), ROOT / "tests/soak.py"])
     of_benchmarks = set(re.findall(r'add_argument\("(--[a-z-]+)"', benchmarks))
     assert "--kills" in of_benchmarks
-    return ours | switches | torchruns | of_launch | of_errors | of_benchmarks | FOREIGN_FLAGS
+    return ours | switches | torchruns | of_rankup | of_errors | of_benchmarks | FOREIGN_FLAGS
 
 
 @pytest.mark.parametrize("document", documents())
@@ -111,8 +113,8 @@ def program_lines(document: str) -> list[list[str]]:
     """The command lines of the program, as words from `train.main` on; placeholders are left out."""
     found = []
     for span in code(read(document)):
-        match = re.search(r"(?:-m train\.main|train/main\.py|^rankup)\s+(\S.*)$", span)
-        if match and not re.match(r"COMMAND|\.\.\.", match[1]):
+        match = re.search(r"(?:-m train\.main|train/main\.py|-m rankup|^rankup)\s+(\S.*)$", span)
+        if match and not re.match(r"COMMAND|\.\.\.|help |--version", match[1]):
             found.append(shlex.split(match[1].replace(" ...", ""), comments=True))
     return found
 
@@ -130,6 +132,9 @@ def test_docs_name_commands_and_settings_that_the_program_understands(
             if given.script not in ("train/main.py", "train.main"):
                 continue
             words = given.arguments or ["train"]
+        if words[0] in cli.COMMANDS:
+            cli.parser(words[0]).parse(words[1:])
+            continue
         parsed = parse_args(words)
         assert parsed.command in OPTIONS, words
         load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes, choices=CHOICES)
@@ -304,9 +309,9 @@ def test_docs_issue_templates_ask_for_commands_that_exist() -> None:
         {field["attributes"]["label"] for field in yaml.safe_load(read(name))["body"]}
         for name in tracked() if name.endswith("ISSUE_TEMPLATE/fault.yml")
     ]
-    for label in (label for label in asked if label.startswith("python")):
-        assert parse_args(shlex.split(label)[3:]).command in OPTIONS
-    assert "python -m train.main doctor --json" in asked
+    assert {"rankup explain RUN", "rankup doctor --json"} <= asked
+    for label in (label for label in asked if label.startswith("rankup")):
+        assert label.split()[1] in {*cli.COMMANDS, *cli.OF_PROGRAM}
 
 
 def test_docs_version_has_one_place() -> None:

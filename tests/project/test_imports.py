@@ -18,8 +18,8 @@ FOLDERS = ["config", "process", "group", "data", "workloads", "parallel", "run",
 # What may import what: the later the earlier
 ORDER = [
     *(f"rankup.{name}" for name in (
-        "errors", "timing", "env", "places", "agent", "group", "state", "observe", "explain", "doctor", "cli",
-        "__main__",
+        "errors", "timing", "env", "places", "agent", "group", "state", "observe", "explain", "doctor", "loop",
+        "cli", "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]

@@ -26,8 +26,9 @@ from torch import nn
 from torch.nn import functional
 
 from rankup.errors import DataError
+from rankup.loop.seeds import derive_seed
 from train.config import Config
-from train.data.random_numbers import derive_seed, random_numbers
+from train.data.random_numbers import random_numbers
 from train.process.stop import SIGNALS
 from train.workloads import Workload
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from rankup.loop.seeds import random_state_kept
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.recording_workload import records
 from train.config import Config
 from train.data import TensorSamples
 from train.data.batch import repeated
-from train.data.random_numbers import random_state_kept
 from train.run import advice
 from train.run.advice import on_setting, on_workers
 from train.workloads import Workload

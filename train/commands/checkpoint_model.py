@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from rankup.errors import UserError
+from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.places.urls import is_url
 from train.config import Config
-from train.data.random_numbers import derive_seed, seed_everything
 from train.group.group import Group, on_rank0
 from train.group.join import join
 from train.parallel.model import prepare

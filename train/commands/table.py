@@ -5,19 +5,16 @@ Each imports what it needs inside, so that only those pay for torch that use it.
 
 import contextlib
 import gc
-import io
-import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from rankup.agent.logs import open_log, setup_logging
+from rankup.cli import print_whole
 from rankup.env.rank_env import check_loopback, describe
-from rankup.errors import FINISHED, LaunchError
+from rankup.errors import LaunchError
 from rankup.group.stacks import open_stacks
 from train.config import check_world_size, options, to_yaml
-from train.process.context import Context, runs_folder
+from train.process.context import Context
 from train.run.choices import CHOICES
 
 
@@ -93,59 +90,11 @@ def _doctor(context: Context, given: options.DoctorOptions) -> int:
     return doctor(context, given)
 
 
-def _explain(context: Context, given: options.ExplainOptions) -> int:
-    """Say what logs show: 20 if they show a fault, 0 if nothing is wrong with them."""
-    from rankup.explain import FAULTY, explain_logs
-
-    paths = [Path(path) for path in given.paths]
-    text, faulty = explain_logs(paths, as_json=given.as_json, run_dir=runs_folder(context.config))
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a log may have letters that this locale can't show
-    print_whole(f"{text}\n")
-    return FAULTY if faulty else FINISHED
-
-
-def _logs(context: Context, given: options.LogsOptions) -> None:
-    from rankup.observe.logs import logs
-
-    logs(runs_folder(context.config), given.run, rank=given.rank, since=given.since, follow=given.follow)
-
-
-def _stacks(context: Context, given: options.StacksOptions) -> None:
-    from rankup.observe.logs import find_logs
-    from rankup.observe.stacks import report
-
-    run_dir = find_logs(runs_folder(context.config), given.run).parent
-    print_whole(f"{report(run_dir, full=given.full)}\n")
-
-
-def _status(context: Context, given: options.StatusOptions) -> None:
-    from rankup.observe.status import status
-
-    found = status(
-        runs_folder(context.config), given.run or context.config.name, watch=given.watch, interval_s=given.interval_s,
-        as_json=given.as_json,
-    )
-    for text in found:
-        if not print_whole(text):
-            break
-
-
 def _show(context: Context, given: options.ShowOptions) -> None:
     print_whole(to_yaml(context.config, choices=CHOICES))
 
 
-def print_whole(text: str) -> bool:
-    """For a reader that may have had enough before the end, as `head` and `grep -q` have. Returns whether it reads."""
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
-    return True
-
-
 COMMANDS: dict[str, Callable[[Context, Any], int | None]] = {
     "train": _train, "evaluate": _evaluate, "predict": _predict, "export": _export,
-    "show": _show, "doctor": _doctor, "explain": _explain, "logs": _logs, "stacks": _stacks, "status": _status,
+    "show": _show, "doctor": _doctor,
 }

@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -51,9 +50,8 @@ class Request:
 def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = OPTIONS) -> Request:
     """Understand a command line; runs and raises nothing.
 
-    The command is the first word that is no flag and no flag's value; more words are for the commands that take some,
-    such as `explain PATH...`. --local-rank, which torch.distributed.launch puts in front, is passed over: LOCAL_RANK
-    says the same.
+    The command is the first word that is no flag and no flag's value. --local-rank, which torch.distributed.launch puts
+    in front, is passed over: LOCAL_RANK says the same.
     """
     fields = Settings.model_fields | {name: of for model in commands.values() for name, of in fields_of(model).items()}
     if {"-h", "--help"} & set(argv):
@@ -87,9 +85,7 @@ def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = O
         ending = f"; did you mean {describe(near)}?" if near else _as_flag(command)
         mistakes.append(f"unknown command {describe(command)}{ending}")
     of = commands.get(command or "", Options)
-    several = bool(of.positional) and get_origin(of.model_fields[of.positional].annotation) is tuple
-    taken = words[1:] if several else words[1:2] if of.positional else []
-    mistakes += [f"unexpected argument {describe(word)}{_as_flag(word)}" for word in words[1 + len(taken) :]]
+    mistakes += [f"unexpected argument {describe(word)}{_as_flag(word)}" for word in words[1:]]
     if command is None or command not in commands:
         return Request(command, settings, file, mistakes=mistakes)
     own = fields_of(of)
@@ -97,8 +93,6 @@ def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = O
         owners = " or ".join(title for title, model in commands.items() if name in fields_of(model))
         mistakes.append(f"{flag(name)} must be used with {owners}, not with {command}.")
     values = {name: from_text(own[name], text) for name, text in given.items() if name in own}
-    if taken:
-        values[of.positional] = tuple(taken) if several else taken[0]
     options, wrong = validate(of, values, label=flag, shown=given)
     mistakes += wrong.values() or options.mistakes()
     return Request(command, settings, file, options, mistakes=mistakes)

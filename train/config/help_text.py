@@ -29,10 +29,6 @@ EXAMPLES = {
     "export": ("export --name mine --output model.pt",),
     "show": ("show", "show --config mine.yaml --lr 0.1 > full.yaml"),
     "doctor": ("doctor", "doctor --alone --json"),
-    "explain": ("explain job.log", "explain runs/mine --json"),
-    "logs": ("logs mine --follow", "logs mine --rank 0-3 --since 10m"),
-    "stacks": ("stacks mine", "stacks mine --full"),
-    "status": ("status", "status mine --watch"),
 }
 
 
@@ -43,18 +39,13 @@ def help_text(
     width = min(width or shutil.get_terminal_size().columns, 120)
     if command not in commands:
         rows = [(name, _first_sentence(model)) for name, model in commands.items()]
-        launch = ("launch", "Start the ranks of this node, of any PyTorch script, and again when one is lost.")
         lines = [f"usage: {PROGRAM} COMMAND [--config FILE] [--SETTING VALUE ...]", "", "commands:"]
-        lines += _table([launch, *rows], width)
-        return "\n".join([*lines, "", *textwrap.wrap(f"`{PROGRAM} COMMAND --help` explains one. {NOTE}", width)]) + "\n"
+        lines += _table(rows, width)
+        more = f"`{PROGRAM} COMMAND --help` explains one. `rankup` lists those that start, watch and explain runs."
+        return "\n".join([*lines, "", *textwrap.wrap(f"{more} {NOTE}", width)]) + "\n"
     model = commands[command]
     rows = [_option(name, field) for name, field in fields_of(model).items()]
-    word = ""
-    if model.positional:
-        field = model.model_fields[model.positional]
-        word = f" {facts(field)['metavar']}"
-        rows.insert(0, (word.strip(), str(field.description)))
-    lines = [f"usage: {PROGRAM} {command}{word} [OPTIONS]", "", *textwrap.wrap(_text(model), width)]
+    lines = [f"usage: {PROGRAM} {command} [OPTIONS]", "", *textwrap.wrap(_text(model), width)]
     lines += ["", "options:", *_table(rows, width)] if rows else []
     if command == "train":
         common = [_setting(name, Settings.model_fields[name], choices) for name in COMMON]

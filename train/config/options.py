@@ -14,7 +14,6 @@ class Options(BaseModel):
     """The options of one command. The docstring of a command's class is its line in --help."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-    positional: ClassVar[str] = ""  # the field that takes the words behind the command; it has no flag
     only_reads: ClassVar[bool] = False  # it starts no rank and leaves nothing behind, so a signal may end it at once
 
     def mistakes(self) -> Iterator[str]:
@@ -80,54 +79,7 @@ class DoctorOptions(JsonOptions, RankOptions):
     alone: bool = setting(False, "Only this machine: as one process, whoever has started it.")
 
 
-class ExplainOptions(JsonOptions):
-    """Say which fault the logs of a failed job show, on which rank, and what to do. Ends with 0 or 20."""
-
-    positional: ClassVar[str] = "paths"
-    only_reads: ClassVar[bool] = True
-    paths: tuple[str, ...] = setting(
-        (), "Logs of a failed job, whoever started it: files, folders, a run's directory, or - for standard input.",
-        metavar="PATH...")
-
-    def mistakes(self) -> Iterator[str]:
-        if not self.paths:
-            yield "explain must be followed by a log file, a folder or - for standard input, got nothing."
-
-
-class LogsOptions(Options):
-    """Print what all ranks of a run wrote, by time; equal lines of several ranks as one."""
-
-    positional: ClassVar[str] = "run"
-    only_reads: ClassVar[bool] = True
-    run: str = setting("", "A run's name or folder; by default the one that wrote last.", metavar="[RUN]")
-    rank: str = setting("", "Only these ranks, such as 3 or 0-3,7.", metavar="LIST")
-    since: str = setting("", "Nothing older, such as 10m, 2h30m, 14:05 or 2026-11-22T14:05.", metavar="TIME")
-    follow: bool = setting(False, "Go on with what is written from now on, until Ctrl-C.")
-
-
-class StacksOptions(Options):
-    """Say where each rank of a run is now, and which are somewhere else than the others; for a run that hangs."""
-
-    positional: ClassVar[str] = "run"
-    only_reads: ClassVar[bool] = True
-    run: str = setting("", "A run's name or folder; by default the one that wrote last.", metavar="[RUN]")
-    full: bool = setting(False, "The stacks of all threads too.")
-
-
-class StatusOptions(Options):
-    """Say how a run stands, also while it trains: steps, speed, time left, each rank, restarts, goodput."""
-
-    positional: ClassVar[str] = "run"
-    only_reads: ClassVar[bool] = True
-
-    run: str = setting("", "A run's name or folder; by default all runs in run_dir, a line each.", metavar="[RUN]")
-    watch: bool = setting(False, "Show it anew every interval until the run ends.")
-    interval_s: float = setting(2.0, "Seconds between two looks of --watch.", gt=0)
-    as_json: bool = setting(False, "As JSON, on one line.", alias="json")
-
-
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "evaluate": EvaluateOptions, "predict": PredictOptions,
     "export": ExportOptions, "show": ShowOptions, "doctor": DoctorOptions,
-    "explain": ExplainOptions, "logs": LogsOptions, "stacks": StacksOptions, "status": StatusOptions,
 }

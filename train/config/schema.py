@@ -90,8 +90,7 @@ def facts(field: FieldInfo) -> dict[str, Any]:
 
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """A model's fields by the names of their flags (`json`, which pydantic does not allow as an attribute)."""
-    positional = getattr(model, "positional", "")
-    return {field.alias or name: field for name, field in model.model_fields.items() if name != positional}
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def from_text(field: FieldInfo, text: str) -> Any:

@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import torch
 
+from rankup.loop.seeds import derive_seed, seed_host
 from train.config.settings import Augment
 from train.data.crops import center_crop, random_crop, shift_and_flip_into
-from train.data.random_numbers import derive_seed, random_numbers, seed_host
+from train.data.random_numbers import random_numbers
 from train.data.sources.decode import decode, decode_bytes
 from train.data.sources.sets import FileSet, version_of
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rankup.loop.seeds import derive_seed
 from train.config.shares import divide, weights
-from train.data.random_numbers import derive_seed
 
 # The epoch (None: evaluation, no augmentation) and the sample numbers of a batch, int64 [B].
 BatchIndex = tuple[int | None, torch.Tensor]

@@ -5,7 +5,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from train.data.random_numbers import derive_seed, random_numbers, seed_host
+from rankup.loop.seeds import derive_seed, seed_host
+from train.data.random_numbers import random_numbers
 
 
 class Samples(Protocol):

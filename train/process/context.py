@@ -1,16 +1,13 @@
 """What every command gets: the settings, which rank this process is, and where its run lies. No torch here."""
 
-import hashlib
 import logging
-import os
 import re
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rankup.env.rank_env import RankEnv, cache_folder
+from rankup.env.rank_env import RankEnv
 from rankup.errors import UserError
-from rankup.places.urls import is_url
+from rankup.places.cache import runs_folder
 from train.config import Config
 from train.config.command_line import Request
 from train.process.stop import StopRequest
@@ -48,44 +45,4 @@ def run_directory(config: Config, launch: RankEnv) -> Path:
     """Where the run lies: named by the settings, by the scheduler's job, or by what is trained."""
     dataset = re.sub(r"[^\w.-]+", "-", Path(config.dataset).name.removeprefix("hf:")).strip(".-")  # hf:FOLDER is a path
     default = f"{dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
-    return runs_folder(config) / (config.name or launch.run_name or default)
-
-
-def runs_folder(config: Config) -> Path:
-    """The folder of all runs on this machine. An address in `run_dir` has one of its own in the cache.
-
-    A run at an address works there, and rank 0 copies what it publishes: see `rankup.places.second`. It may get lost.
-    """
-    if not is_url(config.run_dir):
-        return Path(config.run_dir)
-    url = config.run_dir.rstrip("/")
-    readable = re.sub(r"[^A-Za-z0-9]+", "-", url)[:60]
-    return cache_root() / "runs" / f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
-
-
-def cache_root() -> Path:
-    """The folder of this machine for copies of what is kept elsewhere: RANKUP_CACHE, or the user's cache.
-
-    Raises UserError where another user may have prepared it.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    # For a user without a home directory ~ stays as it is
-    shared = Path(tempfile.gettempdir(), f"rankup-cache-{os.geteuid()}")  # not that of rescues, where old ones go
-    root = Path(cache_folder() or (shared if base.startswith("~") else Path(base, "rankup")))
-    if not is_own(root):
-        raise UserError(f"cache: {root} must belong to this user, got another's. Set RANKUP_CACHE to another folder.")
-    return root
-
-
-def is_own(folder: Path) -> bool:
-    """Whether no other user made `folder` or what it lies in, as all can in the temporary directory. There a missing
-    one is made."""
-    temporary = Path(tempfile.gettempdir())
-    outermost = next((each for each in (folder, *folder.parents) if each.parent == temporary), None)
-    if outermost is None:
-        return True
-    try:
-        outermost.mkdir(mode=0o700, exist_ok=True)
-        return outermost.lstat().st_uid == os.geteuid()
-    except OSError:
-        return False
+    return runs_folder(config.run_dir) / (config.name or launch.run_name or default)

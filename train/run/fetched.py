@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rankup.errors import UserError
+from rankup.places.cache import cache_root
 from rankup.places.place import Place
 from rankup.places.stored_run import fetch
 from rankup.places.urls import is_url
-from train.process.context import cache_root
 from train.run.checkpoint import find_problem
 
 

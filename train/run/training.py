@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rankup.errors import Stopped
+from rankup.loop.commit import Changing
 from rankup.observe.metrics import Metrics
 from rankup.observe.profiler import Profiler
 from rankup.observe.step_clock import StepClock
@@ -18,7 +19,6 @@ from train.parallel.buffers import Buffers
 from train.parallel.method import Method
 from train.run import rescue
 from train.run.advice import Advice
-from train.run.changing import Changing
 from train.run.metrics import Progress, Speed
 from train.run.rank_reports import RankReports
 from train.run.run_directory import RunDirectory
@@ -46,7 +46,7 @@ class Training:
     total_steps: int
     buffers: Buffers
     progress: Progress
-    changing: Changing  # held while a step is finished, or an evaluation
+    changing: Changing[Progress]  # held while a step is finished, or an evaluation
     saved: Progress  # where the run stood at its newest checkpoint
     saving: Progress | None = None  # and at the one that rank 0 writes beside the training, if there is one
     metrics: Metrics

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rankup.loop.seeds import derive_seed
 from tests.bench.racers import shared
-from train.data.random_numbers import derive_seed
 from train.parallel.allocator import keep_freed_memory
 
 

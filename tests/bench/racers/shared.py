@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, DistributedSampler
 
+from rankup.loop.seeds import derive_seed
 from train.config import Config
 from train.data import TensorSamples
-from train.data.random_numbers import derive_seed
 from train.workloads.classification import Classification
 from train.workloads.workload import Workload
 

@@ -45,7 +45,7 @@ def test_k8s_pod_that_is_killed_is_retried_and_resumes_to_the_same_digest(
     cluster.start()
     cluster.processes(1)
     # As by kubectl exec
-    stands = docker("exec", cluster.container(0), "python", "-m", "train.main", "status", "job")
+    stands = docker("exec", cluster.container(0), "python", "-m", "rankup", "status", "job")
     assert "state    running" in stands
     assert "rank  host" in stands
     cluster.hit(1, signal.SIGKILL)

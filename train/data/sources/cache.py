@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rankup.env.rank_env import cache_folder
 from rankup.errors import DataError
-from train.process.context import is_own
+from rankup.places.cache import is_own
 
 
 def visible(root: Path) -> list[str]:

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from train.run import changing
-from train.run.changing import Changing
+from rankup.loop import commit
+from rankup.loop.commit import Changing
 from train.run.metrics import Progress
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def test_stop_waits_for_the_end_of_a_change_and_lets_no_other_begin() -> None:
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])
 def test_change_that_never_ended_leaves_nothing_to_save(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(changing, "CHANGE_S", 0.1)
+    monkeypatch.setattr(commit, "CHANGE_S", 0.1)
     guard = Changing(Progress(), CPU)
     if how == "fails":
         with pytest.raises(ValueError, match="half-way"), guard:
@@ -80,9 +80,9 @@ class Event:
 
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> type[Stream]:
-    monkeypatch.setattr(changing.torch, "Event", Event)
-    monkeypatch.setattr(changing, "SETTLE_S", 0.1)
-    monkeypatch.setattr(changing, "CHANGE_S", 0.1)
+    monkeypatch.setattr(commit.torch, "Event", Event)
+    monkeypatch.setattr(commit, "SETTLE_S", 0.1)
+    monkeypatch.setattr(commit, "CHANGE_S", 0.1)
     monkeypatch.setattr(Stream, "queued", 0)
     monkeypatch.setattr(Stream, "done", 0)
     return Stream
@@ -156,7 +156,7 @@ def step(guard: Changing, weights: torch.Tensor) -> None:
 
 @pytest.mark.gpu
 def test_work_that_is_queued_behind_a_hang_does_not_count(monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
-    monkeypatch.setattr(changing, "SETTLE_S", 0.3)
+    monkeypatch.setattr(commit, "SETTLE_S", 0.3)
     guard, weights = Changing(Progress(), gpu), torch.zeros(3, device=gpu)
     step(guard, weights)
     step(guard, weights)
@@ -188,8 +188,8 @@ def test_host_that_waits_for_the_gpu_in_the_middle_of_a_change_can_be_rescued(
     monkeypatch: pytest.MonkeyPatch, gpu: torch.device
 ) -> None:
     """As with fp16, whose scaler waits to know whether a gradient is infinite."""
-    monkeypatch.setattr(changing, "SETTLE_S", 0.3)
-    monkeypatch.setattr(changing, "CHANGE_S", 0.1)
+    monkeypatch.setattr(commit, "SETTLE_S", 0.3)
+    monkeypatch.setattr(commit, "CHANGE_S", 0.1)
     guard, weights = Changing(Progress(), gpu), torch.zeros(3, device=gpu)
     step(guard, weights)
     torch.cuda.synchronize()
@@ -213,7 +213,7 @@ def test_host_that_waits_for_the_gpu_in_the_middle_of_a_change_can_be_rescued(
 def test_change_that_began_on_the_gpu_and_did_not_end_leaves_nothing_to_save(
     monkeypatch: pytest.MonkeyPatch, gpu: torch.device
 ) -> None:
-    monkeypatch.setattr(changing, "SETTLE_S", 0.3)
+    monkeypatch.setattr(commit, "SETTLE_S", 0.3)
     guard, weights = Changing(Progress(), gpu), torch.zeros(3, device=gpu)
     step(guard, weights)
     with guard:

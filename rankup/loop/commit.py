@@ -8,11 +8,10 @@ import threading
 import time
 from collections import deque
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
-
-from train.run.metrics import Progress
 
 # An optimizer's step takes this long at most, on a busy machine and with a large model on a CPU.
 CHANGE_S = 10.0
@@ -20,30 +19,33 @@ CHANGE_S = 10.0
 SETTLE_S = 2.0
 
 
+P = TypeVar("P")  # where the run stands; copied shallowly
+
+
 @dataclass(slots=True)
-class _Queued:
+class _Queued(Generic[P]):
     """A change in a GPU's queue: events at its beginning and its end, and where the run stands after it."""
 
     began: torch.Event
     ended: torch.Event | None = None  # until the host has queued all of it. An event that nobody recorded looks done
-    progress: Progress = field(default_factory=Progress)
+    progress: P | None = None
 
     @property
     def done(self) -> bool:
         return self.ended is not None and self.ended.query()
 
 
-class Changing:
+class Changing(Generic[P]):
     """`with changing:` around everything that makes a finished step out of the one before, `progress` included.
 
     A block that fails never ends the change: what it leaves is the state of no step.
     """
 
-    def __init__(self, progress: Progress, device: torch.device) -> None:
+    def __init__(self, progress: P, device: torch.device) -> None:
         self.progress, self.device = progress, device
         self._lock = threading.Lock()
         # GPUs only: the host queues work and goes on. It may be steps ahead of a GPU that waits for a dead rank.
-        self._queue: deque[_Queued] = deque()
+        self._queue: deque[_Queued[P]] = deque()
         self._on_host = device.type != "cuda"
 
     def __enter__(self) -> None:
@@ -62,7 +64,7 @@ class Changing:
                 self._queue.popleft()
         self._lock.release()
 
-    def stop(self) -> Progress | None:
+    def stop(self) -> P | None:
         """Allow no further change, and say where the run stands; None where that can't be known. From any thread."""
         held = self._lock.acquire(timeout=CHANGE_S)
         if self._on_host:

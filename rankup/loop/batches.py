@@ -1,0 +1,324 @@
+"""The batches of a user's loader: which of them this rank gets, and how to go on in the middle.
+
+A batch of a DataLoader is a global batch: the loader's own batch sampler draws it, equally on all ranks, and each rank
+takes its part. What splits already (DistributedSampler) is left as it is. Nothing here knows the job.
+
+| the loader                                          | goes on in the middle by                    |
+|-----------------------------------------------------|---------------------------------------------|
+| DataLoader of a map-style data set                  | drawing its order again, and loading nothing |
+| anything with state_dict and load_state_dict        | its own state                                |
+| DataLoader of an IterableDataset, any other iterable | loading the earlier batches and dropping them |
+| a generator, or another iterator                    | cannot: refused                              |
+"""
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from rankup.errors import UserError
+from rankup.loop.seeds import AHEAD, derive_seed, drawn_apart, host_state, seed_host, set_host_state
+
+NO_ORDER = "Set any_order=True where the order of its batches does not matter."
+EVALUATION = -1  # in place of the epoch
+
+
+class Source(Protocol):
+    """A loader as `job.batches` uses it."""
+
+    def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
+        """This rank's batches of an epoch with their weights, from number `skip` on.
+
+        `seed`: of this pass over the loader. `state`: what `state()` returned after batch `skip`, None at the
+        beginning. The weight is this rank's part of the global batch, times the number of ranks: 1.0 where all parts
+        are equal.
+        """
+        ...
+
+    def state(self) -> Any:
+        """What to keep beside the number of the last batch; None for nothing."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Of the order that was opened last, to be equal on all ranks; "" where ranks may differ."""
+        ...
+
+
+def source_of(loader: Any, rank: int, world_size: int, *, any_order: bool) -> Source:
+    """How to read `loader`. Raises UserError, in one line, for what can't be replayed, and for what can't be split."""
+    if any_order:
+        return Plain(loader, rank, replays=False)
+    map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    own_iteration = map_style and type(loader).__iter__ is not DataLoader.__iter__ and not hasattr(loader, "state_dict")
+    if map_style and not own_iteration:
+        return Split(loader, rank, world_size)
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return Stateful(loader, rank)
+    if iter(loader) is loader:
+        raise UserError(
+            f"batches: the loader must be one that can be iterated from the beginning, got {type(loader).__name__}, "
+            f"which can be neither replayed nor asked for its state. Give it state_dict and load_state_dict. {NO_ORDER}"
+        )
+    if own_iteration and world_size > 1 and not splits(loader):
+        raise UserError(
+            f"batches: {type(loader).__name__} must split its samples among {world_size} ranks, because it iterates in "
+            "its own way. Give it a DistributedSampler, or use torch's DataLoader."
+        )
+    return Plain(loader, rank)
+
+
+def part_of(batch: Sequence[Any], rank: int, world_size: int) -> tuple[list[Any], float]:
+    """This rank's part of a global batch, and its weight. Parts differ by one sample at most, the larger ones first.
+
+    A rank without a sample gets the first one with the weight 0: it has to take part in the backward pass.
+    """
+    size, more = divmod(len(batch), world_size)
+    begin, count = rank * size + min(rank, more), size + (rank < more)
+    return [*batch[begin : begin + count]] or [batch[0]], count * world_size / len(batch)
+
+
+def splits(loader: Any) -> bool:
+    """Whether the loader's sampler gives each rank its own samples already."""
+    return any(hasattr(each, "num_replicas") and hasattr(each, "rank") for each in _samplers(loader))
+
+
+class Split:
+    """A DataLoader of a map-style data set. Its batch sampler is iterated here, in the main process."""
+
+    def __init__(self, loader: Any, rank: int, world_size: int) -> None:
+        """Raises UserError for a loader that takes sample by sample, where there are several ranks."""
+        self.loader = loader
+        self._parts = _Parts()
+        self._share = (0, 1) if splits(loader) else (rank, world_size)
+        self._own = _like(loader, self._parts, persistent=loader.persistent_workers)
+        self._checked = False
+        self._fingerprint = ""
+        if loader.batch_sampler is None and self._share[1] > 1 and not isinstance(loader.sampler, BatchSampler):
+            raise UserError(
+                f"batches: the loader must have a batch_size or a batch_sampler, got batch_size=None, whose samples "
+                f"can't be split among {world_size} ranks. Give it one, or a DistributedSampler."
+            )
+
+    def open(self, seed: int, *, epoch: int, skip: int, state: Any = None) -> Iterator[tuple[Any, float]]:
+        weights: deque[float] = deque()
+        self._parts.source = self._split(islice(self._draw(seed, epoch), skip, None), seed, weights)
+        self._own.generator.manual_seed(seed)
+        iterator = iter(self._own)
+        return ((batch, weights.popleft()) for batch in iterator)
+
+    def state(self) -> None:
+        return None
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def _draw(self, seed: int, epoch: int) -> Iterator[Any]:
+        """The samples' numbers, a global batch at a time."""
+        sampler = self.loader.batch_sampler if self.loader.batch_sampler is not None else self.loader.sampler
+        foreign = not all(type(each).__module__.startswith("torch.utils.data") for each in _samplers(self.loader))
+        _prepare(self.loader, seed, epoch)
+        drawn = drawn_apart(sampler, seed)
+        first = list(islice(drawn, AHEAD))
+        if foreign and not self._checked:
+            _prepare(self.loader, seed, epoch)
+            if _digest(first) != _digest([*islice(drawn_apart(sampler, seed), AHEAD)]):
+                names = " in ".join(dict.fromkeys(type(each).__name__ for each in reversed(_samplers(self.loader))))
+                raise UserError(
+                    f"batches: {names} must draw the same batches again under the same seed, got others. Draw from "
+                    f"random, numpy.random or torch without a generator of your own. {NO_ORDER}"
+                )
+            _prepare(self.loader, seed, epoch)
+            drawn = drawn_apart(sampler, seed)
+            first = list(islice(drawn, AHEAD))
+        self._checked = True
+        self._fingerprint = "" if self._share[1] == 1 else _digest(first)
+        return chain(first, drawn)
+
+    def _split(self, drawn: Iterable[Any], seed: int, weights: deque[float]) -> Iterator[Any]:
+        """This rank's part of each batch, for the DataLoader; their weights, in the same order, go to `weights`."""
+        rank, world_size = self._share
+        for batch in drawn:
+            part, weight = part_of(batch, rank, world_size) if world_size > 1 else (batch, 1.0)
+            weights.append(weight)
+            yield _for_workers(part, seed, self.loader)
+
+
+class Stateful:
+    """A loader that can be asked for its state, as torchdata's StatefulDataLoader of an IterableDataset."""
+
+    def __init__(self, loader: Any, rank: int) -> None:
+        self.loader, self.rank = loader, rank
+
+    def open(self, seed: int, *, epoch: int, skip: int, state: Any = None) -> Iterator[tuple[Any, float]]:
+        _prepare(self.loader, seed, epoch)
+        seed_host(derive_seed(seed, self.rank))
+        if state is not None:
+            self.loader.load_state_dict(state)
+        iterator = iter(self.loader)
+        return ((batch, 1.0) for batch in iterator)
+
+    def state(self) -> Any:
+        return self.loader.state_dict()
+
+    def fingerprint(self) -> str:
+        return ""
+
+
+class Plain:
+    """Any other iterable: each rank gets what it yields there."""
+
+    def __init__(self, loader: Any, rank: int, *, replays: bool = True) -> None:
+        """`replays`: False where the order does not matter, so that no batch has to be skipped."""
+        self.loader, self.rank, self.replays = loader, rank, replays
+
+    def open(self, seed: int, *, epoch: int, skip: int, state: Any = None) -> Iterator[tuple[Any, float]]:
+        _prepare(self.loader, seed, epoch)
+        own = derive_seed(seed, self.rank)
+        seed_host(own)  # workers get their seeds from it
+        iterator = iter(self.loader)
+        if not getattr(self.loader, "num_workers", 0):
+            # Loading in this process may draw random numbers, whatever the training drew meanwhile
+            iterator = _seeded_by_number(iterator, own)
+        return ((batch, 1.0) for batch in islice(iterator, skip if self.replays else 0, None))
+
+    def state(self) -> None:
+        return None
+
+    def fingerprint(self) -> str:
+        return ""
+
+
+def _seeded_by_number(iterator: Iterator[Any], seed: int) -> Iterator[Any]:
+    number, nothing = 0, object()
+    while True:
+        seed_host(derive_seed(seed, number))
+        if (batch := next(iterator, nothing)) is nothing:
+            return
+        number += 1
+        yield batch
+
+
+def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool) -> Iterator[tuple[Any, float]]:
+    """This rank's batches of an evaluation, each sample once over all ranks, with their weights: 1.0, or 0.0 for one
+    that only keeps this rank busy (`pad`).
+
+    The ranks take batches in turn, so that a batch is the same for every number of ranks. Whoever draws random numbers
+    afterwards notices nothing. An iterable that is no DataLoader of a map-style data set is read by all ranks, and each
+    takes its turn.
+    """
+    iterator: Iterator[tuple[Any, float]] | None = None
+    while True:
+        outer = host_state()
+        try:
+            iterator = iterator or _evaluation(loader, derive_seed(seed, EVALUATION), rank, world_size, pad=pad)
+            found = next(iterator, None)
+        finally:
+            set_host_state(outer)
+        if found is None:
+            return
+        yield found
+
+
+def _evaluation(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool) -> Iterator[tuple[Any, float]]:
+    seed_host(seed)
+    _prepare(loader, seed, EVALUATION)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        yield from ((batch, 1.0) for batch in islice(loader, rank, None, world_size))
+        return
+    dataset: Any = loader.dataset
+    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    if splits(loader):  # it may repeat samples, so that all ranks get as many
+        sampler = BatchSampler(range(len(dataset)), loader.batch_size or 1, drop_last=False)
+    every = list(sampler)
+    own = every[rank::world_size]
+    padding = every[-1:] if pad and len(own) < -(-len(every) // world_size) else []
+    parts = _Parts()
+    parts.source = iter([_for_workers(part, seed, loader) for part in (*own, *padding)])
+    for number, batch in enumerate(_like(loader, parts, persistent=False)):
+        yield batch, 1.0 if number < len(own) else 0.0
+
+
+# DataLoaders ---------------------------------------------------------------------------------------------------------
+
+
+class _Parts:
+    """Takes the place of a batch sampler."""
+
+    def __init__(self) -> None:
+        self.source: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.source
+
+
+class _Seeded:
+    """The data set in worker processes: random numbers of a sample depend on the seed and the sample alone, whichever
+    worker loads it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitem__(self, numbered: tuple[int, Any]) -> Any:
+        seed, index = numbered
+        seed_host(derive_seed(seed, *(index if isinstance(index, list) else [index])))
+        return self.dataset[index]
+
+    def __getitems__(self, numbered: list[tuple[int, Any]]) -> list[Any]:
+        if getattr(self.dataset, "__getitems__", None):
+            seed_host(derive_seed(numbered[0][0], *(index for _, index in numbered)))
+            return list(self.dataset.__getitems__([index for _, index in numbered]))
+        return [self[each] for each in numbered]
+
+
+def _for_workers(part: Any, seed: int, loader: Any) -> Any:
+    """What the batch sampler yields for a part. Workers live longer than an epoch: the seed comes with the samples."""
+    if not loader.num_workers:
+        return part
+    return (seed, part) if loader.batch_sampler is None else [(seed, index) for index in part]
+
+
+def _like(loader: Any, parts: _Parts, *, persistent: bool) -> DataLoader[Any]:
+    """A DataLoader as `loader`, of what `parts` yields."""
+    dataset: Any = _Seeded(loader.dataset) if loader.num_workers else loader.dataset
+    given: dict[str, Any] = {
+        "num_workers": loader.num_workers, "collate_fn": loader.collate_fn, "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout, "worker_init_fn": loader.worker_init_fn, "prefetch_factor": loader.prefetch_factor,
+        "multiprocessing_context": loader.multiprocessing_context, "persistent_workers": persistent,
+        "generator": torch.Generator(),  # the default one would be drawn from, for the workers' seeds
+    }
+    if loader.batch_sampler is None:
+        given |= {"batch_size": None, "sampler": parts}
+    else:
+        given |= {"batch_sampler": parts}
+    return DataLoader(dataset, **given)
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """The loader's samplers, the outermost first."""
+    outer = getattr(loader, "batch_sampler", None)
+    found = [outer, getattr(loader, "sampler", None), getattr(outer, "sampler", None)]
+    return [each for number, each in enumerate(found) if each is not None and each not in found[:number]]
+
+
+def _prepare(loader: Any, seed: int, epoch: int) -> None:
+    """Tell the epoch to whoever wants to know it, and seed the loader's own generators."""
+    for each in (loader, *_samplers(loader), getattr(loader, "dataset", None)):
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(epoch)
+        if isinstance(generator := getattr(each, "generator", None), torch.Generator):
+            generator.manual_seed(seed)
+
+
+def _digest(batches: list[Any]) -> str:
+    text = json.dumps(batches, default=lambda value: value.tolist() if hasattr(value, "tolist") else repr(value))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,274 @@
+"""The live objects that a user gives to `job.track`: how they get into a copy, and a copy into them.
+
+| given                                        | kept                                    | restored by            |
+|----------------------------------------------|-----------------------------------------|------------------------|
+| a module, also inside DDP, DataParallel or   | its state_dict under the names of the   | load_state_dict        |
+| torch.compile, or split by FSDP2             | bare module                             |                        |
+| an optimizer, scheduler, GradScaler, or any  | its state_dict                          | load_state_dict        |
+| other object with these two methods          |                                         |                        |
+| a dict, a list or a tensor                   | itself                                  | being filled in place  |
+
+What a copy holds is the state of the last commit, although the objects may have changed since: the forward pass changes
+buffers, and many loops step a schedule once an epoch, between two steps. So `commit` copies buffers, schedules and the
+optimizers' settings. All else changes inside of `job.step` and `job.change` alone.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rankup.errors import UserError
+from rankup.state.tree import ITEM, TensorFile, encode
+
+BUCKET_BYTES = 250 * 2**20  # DDP's own: buffers up to this size together are sent as one
+WRAPPERS: dict[type, str] = {DistributedDataParallel: "module", DataParallel: "module"}
+
+
+class Tracked:
+    """The tracked objects by their names."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, Any] = {}
+        self._names: dict[str, dict[str, str]] = {}  # of a module: the live name -> the bare one
+        self._holders: dict[str, list[tuple[str, dict[str, Any]]]] = {}  # of a module: prefix and dictionary of buffers
+        self._shared: list[dict[str, Any]] = []  # the dictionaries of buffers that rank 0's replace
+        self._buffers: dict[str, dict[str, torch.Tensor]] = {}  # as of the last commit, like the two below
+        self._schedules: dict[str, dict[str, Any]] = {}
+        self._settings: dict[str, list[dict[str, Any]]] = {}
+
+    def add(self, items: dict[str, Any]) -> None:
+        """Raises UserError, by its path, for a value that can't be kept."""
+        for name, item in items.items():
+            if name in self.items or not ITEM.fullmatch(name):
+                raise UserError(f"track: {name} must be a new name of letters and digits, got one that is not.")
+            if not isinstance(item, nn.Module | dict | list | torch.Tensor) and not (
+                hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
+            ):
+                raise UserError(
+                    f"track: {name} must have state_dict and load_state_dict, or be a dict, a list or a tensor, got "
+                    f"{type(item).__name__}, which can't be filled in place. Put it into a dict: {name}={{...}}."
+                )
+        self.items |= items
+        for name, item in items.items():
+            if isinstance(item, nn.Module):
+                self._look_at(name, item)
+        encode(self._state_of(items))
+        self.commit()
+
+    def _look_at(self, name: str, module: nn.Module) -> None:
+        wrapped = {
+            f"{outer}.{inner}".lstrip(".")
+            for outer, each in module.named_modules()
+            for inner in [next((WRAPPERS[kind] for kind in WRAPPERS if isinstance(each, kind)), "_orig_mod")]
+            if isinstance(getattr(each, inner, None), nn.Module)
+        }
+
+        def bare(path: str) -> str:
+            parts = path.split(".")
+            return ".".join(part for n, part in enumerate(parts, 1) if ".".join(parts[:n]) not in wrapped)
+
+        state = module.state_dict()
+        self._names[name] = {key: bare(key) for key in [*state, *getattr(state, "_metadata", {})]}
+        # The modules' own dictionaries: a forward pass may put another tensor in a buffer's place
+        self._holders[name] = [
+            (f"{bare(path)}." if bare(path) else "", each._buffers)
+            for path, each in module.named_modules() if each._buffers
+        ]
+        for each in module.modules():
+            if isinstance(each, DistributedDataParallel) and each.broadcast_buffers and dist.is_initialized():
+                # DDP would do it before the next forward pass, with the same result for the training. But in between
+                # an evaluation would see other buffers on each rank, and only rank 0 could be rescued
+                each.broadcast_buffers = False
+                self._shared += [inner._buffers for inner in each.module.modules() if inner._buffers]
+
+    # Saving ---------------------------------------------------------------------------------------------------
+
+    def share_buffers(self) -> None:
+        """Give all ranks rank 0's buffers of the modules in DDP. All ranks call this, after their backward passes."""
+        buffers = [buffer for held in self._shared for buffer in held.values() if buffer is not None]
+        if buffers:
+            with torch.no_grad():
+                dist._broadcast_coalesced(dist.group.WORLD, buffers, BUCKET_BYTES, 0)  # type: ignore[attr-defined, arg-type]
+
+    def commit(self) -> None:
+        """Copy what may change before the next commit. On a GPU the copies wait for their turn in its queue."""
+        for name, holders in self._holders.items():
+            buffers = {f"{path}{key}": b for path, held in holders for key, b in held.items() if b is not None}
+            kept = self._buffers.get(name, {})
+            if [b.shape for b in buffers.values()] != [b.shape for b in kept.values()]:
+                self._buffers[name] = {key: buffer.detach().clone() for key, buffer in buffers.items()}
+            elif buffers:
+                with torch.no_grad():
+                    torch._foreach_copy_([*kept.values()], [*buffers.values()])
+        for name, item in self.items.items():
+            if isinstance(item, LRScheduler):
+                self._schedules[name] = item.state_dict()
+            elif isinstance(item, Optimizer):
+                self._settings[name] = [
+                    {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()
+                     if key != "params"}
+                    for group in item.param_groups
+                ]
+
+    def state(self) -> dict[str, Any]:
+        """By name what a copy keeps: the state of the last commit, if none is under way. The tensors are the live
+        ones; a DTensor is this rank's part."""
+        state = self._state_of(self.items)
+        for name, buffers in self._buffers.items():
+            state[name].update({key: value for key, value in buffers.items() if key in state[name]})
+        state |= self._schedules
+        for name, settings in self._settings.items():
+            groups = zip(state[name]["param_groups"], settings, strict=True)
+            state[name] = {**state[name], "param_groups": [{**kept, "params": live["params"]} for live, kept in groups]}
+        return state
+
+    def _state_of(self, items: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: self._renamed(name, item.state_dict()) if isinstance(item, nn.Module)
+            else item if isinstance(item, dict | list | torch.Tensor) else item.state_dict()
+            for name, item in items.items()
+        }
+
+    def _renamed(self, name: str, state: Any, *, live: bool = False) -> Any:
+        """The state dict of a module under bare names; with `live` the other way."""
+        names = self._names[name]
+        if live:
+            names = {bare: key for key, bare in names.items()}
+        renamed = type(state)((names.get(key, key), value) for key, value in state.items())
+        if hasattr(state, "_metadata"):  # the versions of the modules' formats
+            renamed._metadata = {names.get(key, key): value for key, value in state._metadata.items()}
+        return renamed
+
+    @property
+    def split(self) -> bool:
+        """Whether tensors are split among ranks, so that no rank holds the whole state."""
+        return any(hasattr(tensor, "to_local") for tensor in encode(self._state_of(self.items))[1].values())
+
+    def fingerprint(self) -> dict[str, str]:
+        """A digest of each item, equal on all ranks where they hold the same."""
+        tree, tensors = encode(self.state())
+        parts = {name: {key: t for key, t in tensors.items() if key.partition("/")[0] == name} for name in tree}
+        return {name: _digest(tree[name], part) for name, part in parts.items()}
+
+    # Loading --------------------------------------------------------------------------------------------------
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Put back what `state` returned, for these names. Raises UserError where it does not fit."""
+        for name, values in state.items():
+            try:
+                self._load(name, self.items[name], values)
+            except UserError:
+                raise
+            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+                reason = " ".join(str(error).split())[:300]
+                raise UserError(
+                    f"track: {name} must be as it was when the copy was written, got another one: {reason}. Undo the "
+                    "change, or set another run or fresh=True to begin anew."
+                ) from None
+        self.commit()
+
+    def _load(self, name: str, item: Any, values: Any) -> None:
+        if isinstance(item, nn.Module):
+            item.load_state_dict(self._renamed(name, values, live=True))
+        elif isinstance(item, Optimizer):
+            item.load_state_dict(_laid_out(values, item))
+        elif isinstance(item, torch.Tensor):
+            with torch.no_grad():
+                item.copy_(values)
+        elif isinstance(item, dict | list):
+            if type(item) is not type(values):
+                raise ValueError(f"a {type(values).__name__}")
+            item.clear()
+            item.update(values) if isinstance(item, dict) else item.extend(values)
+        else:
+            item.load_state_dict(values)
+
+    def make_room(self) -> None:
+        """Let optimizers that have made no step create their state, so that a split copy can be read into it. The
+        weights may change, and are loaded afterwards."""
+        for optimizer in [item for item in self.items.values() if isinstance(item, Optimizer) and not item.state]:
+            rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * 0.0
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+
+def _laid_out(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer state with each tensor in the memory format of its parameter. Fused kernels pass through both as
+    they lie in memory: where the formats differ they pair wrong elements, without a word."""
+    parameters = dict(enumerate(each for group in optimizer.param_groups for each in group["params"]))
+
+    def fit(value: Any, parameter: torch.Tensor) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            return value
+        if value.stride() == parameter.stride():
+            return value
+        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype).copy_(value)
+
+    fitted = {
+        key: {name: fit(value, parameters[key]) for name, value in values.items()} if key in parameters else values
+        for key, values in state["state"].items()
+    }
+    return {**state, "state": fitted}
+
+
+def _digest(tree: Any, tensors: dict[str, torch.Tensor]) -> str:
+    total = hashlib.sha256(repr(tree).encode())
+    for piece in TensorFile(tensors):
+        total.update(piece)
+    return total.hexdigest()[:16]
+
+
+# DDP's buckets -------------------------------------------------------------------------------------------------------
+
+
+def fix_bucket_order(items: dict[str, Any]) -> list[str]:
+    """Let each DDP module settle its buckets now, as it would do after its first backward pass. All ranks call this.
+
+    Other buckets mean another order of sums at three or more ranks: the first step after a resume would use the first
+    buckets, where the uninterrupted run used the rebuilt ones. So a backward pass of zeros tells DDP the parameters in
+    one order, the last first, at every start. Returns the names of items for which that can't be done.
+    """
+    unfixed = []
+    for name, item in items.items():
+        for ddp in item.modules() if isinstance(item, nn.Module) else ():
+            if not isinstance(ddp, DistributedDataParallel) or (ddp.find_unused_parameters and not ddp.static_graph):
+                continue  # the latter never rebuilds its buckets
+            parameters = [p for p in ddp.module.parameters() if p.requires_grad]
+            if ddp.static_graph or any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
+                unfixed.append(name)
+                continue
+            module = ddp.module
+            try:
+                ddp.module = _Zero(parameters)
+                ddp(torch.zeros(())).backward()
+            finally:
+                ddp.module = module
+            for parameter in parameters:
+                parameter.grad = None
+    return unfixed
+
+
+class _Zero(nn.Module):
+    """A loss of zero that depends on all parameters."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self._parameters_of_another = parameters  # in a list: they are not registered
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(())
+        for parameter in self._parameters_of_another:
+            total = total + (parameter * 0).real.float().sum().cpu()
+        return total

@@ -1,0 +1,153 @@
+"""`rankup` as a user meets it: its commands, their help, mistakes, colours and output for programs."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankup.cli import COMMANDS, GROUPS, OF_PROGRAM, main, parser
+from tests.rigs.jobs import ROOT, environment
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(words)
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of two ranks in the folder runs/ of an empty current directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine" / "logs").mkdir(parents=True)
+    for rank in (0, 1):
+        log = tmp_path / "runs" / "mine" / "logs" / f"rank-{rank}.log"
+        log.write_text(f"2026-11-22T10:00:01 vm r{rank} ready\n2026-11-22T10:00:05 vm r{rank} CUDA out of memory\n")
+    (tmp_path / "runs" / "mine" / "status.json").write_text('{"state": "failed", "code": 1, "why": "no memory"}')
+    return tmp_path
+
+
+# Help -----------------------------------------------------------------------------------------------------------
+
+
+def test_rankup_alone_shows_every_command_in_a_dozen_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = said(capsys)
+    assert (code, err) == (2, "")
+    assert len(out.splitlines()) <= 13
+    for name in {*COMMANDS, *OF_PROGRAM}:
+        assert re.search(rf"\b{name}\b", out)
+    assert [title for title in GROUPS if re.search(rf"^  {title} ", out, re.MULTILINE)] == list(GROUPS)
+    assert said(capsys, "help") == said(capsys, "--help") == (0, out, "")
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_each_command_is_a_screen_with_two_examples(
+    name: str, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, err = said(capsys, name, "--help")
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith(f"usage: rankup {name} ")
+    examples = re.findall(rf"^  rankup {name}(.*)$", out, re.MULTILINE)
+    assert len(examples) == 2
+    for words in examples:
+        parser(name).parse(words.split())
+    assert said(capsys, "help", name) == (0, out, "")
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, "--version")
+    assert code == 0
+    assert re.fullmatch(r"rankup \S+, torch \d\S+, Python 3\.\S+\n", out)
+
+
+def test_colours_are_for_a_terminal_that_wants_them() -> None:
+    def shown(**env: str) -> str:
+        ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "rankup", "logs", "--help"]
+        given = {"TERM": "xterm", **environment(env)}
+        subprocess.run(command, stdout=theirs, cwd=ROOT, env=given, check=True)
+        os.close(theirs)
+        text = os.read(ours, 65536).decode()
+        os.close(ours)
+        return text
+
+    assert "\x1b[36m--rank" in shown()
+    assert "\x1b" not in shown(NO_COLOR="1")
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "lunch": 'unknown command "lunch"; did you mean launch?',
+    "trian": 'unknown command "trian"; did you mean train?',
+    "zzz": 'unknown command "zzz". `rankup` lists all.',
+    "logs --folow": 'unknown option "--folow"; did you mean --follow? See rankup logs --help.',
+    "logs a b": 'unexpected argument "b".',
+    "logs --rank": "--rank must be followed by a value.",
+    "status --interval-s 0": "--interval-s must be > 0, got 0.",
+    "status --interval-s soon": "--interval-s must be a number, got soon.",
+    "explain": "explain must be followed by a log file, a folder or - for standard input, got nothing.",
+    "launch": "SCRIPT must be given. See rankup launch --help.",
+    "launch --nporc 2 x.py": 'unknown option "--nporc"; did you mean --nproc?',
+    "launch --nproc two x.py": "--nproc must be an integer, got two.",
+    "launch --nproc 0 x.py": "--nproc must be >= 1, got 0.",
+    "launch --start slow x.py": "--start must be one of 'fork', 'fresh', 'spawn', got slow.",
+    "launch --restart-on 2 x.py": "--restart-on must name neither 0 (finished) nor 2 (a mistake)",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_mistake_is_one_line_and_code_2(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+    code, out, err = said(capsys, *line.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ")
+    assert MISTAKES[line] in err
+    assert [path.name for path in tmp_path.iterdir()] == ["x.py"]
+
+
+# Commands -------------------------------------------------------------------------------------------------------
+
+
+def test_results_are_json_for_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, "status", "mine", "--json")
+    assert (code, json.loads(out)["state"]) == (0, "failed")
+    code, out, _ = said(capsys, "explain", "mine", "--json")
+    assert (code, json.loads(out)[0]["name"]) == (20, "cuda-memory")
+
+
+def test_logs_are_an_object_a_line_for_programs(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "mine", "--json"]) == 0
+    first, second = map(json.loads, capfd.readouterr().out.splitlines())
+    assert first == {"time": "2026-11-22T10:00:01", "ranks": [0, 1], "hosts": ["vm", "vm"], "text": "ready"}
+    assert second["text"] == "CUDA out of memory"
+
+
+def test_commands_of_the_program_are_handed_to_it(tmp_path: Path) -> None:
+    """Also in a folder with a train.py of the user's own."""
+    (tmp_path / "train.py").write_text("raise SystemExit('taken for the program')\n")
+    command = [sys.executable, "-m", "rankup", "show", "--epochs", "9"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment({"PYTHONPATH": str(ROOT)}), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^epochs: 9 ", done.stdout, re.MULTILINE)
+
+
+def test_program_knows_the_commands_of_rankup(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from train.main import main as program
+
+    assert program(["status", "mine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"] == "mine"

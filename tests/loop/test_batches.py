@@ -1,0 +1,238 @@
+"""The batches of a user's loader: split among ranks, gone on with in the middle, refused where that can't be exact."""
+
+import random
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from rankup.errors import UserError
+from rankup.loop.batches import evaluation_batches, part_of, source_of
+from rankup.loop.seeds import AHEAD
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Noise(Numbers):
+    """A sample with a random number of each kind, as augmentation draws them."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.random(), torch.rand(()).item()])
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        waiting: list[int] = []
+        for number in range(40):  # a shuffle buffer
+            waiting.append(number)
+            if len(waiting) > 8:
+                yield waiting.pop(random.randrange(len(waiting)))
+        yield from waiting
+
+
+class Remembering:
+    """A loader that can be asked for its state, and can't be skipped: it yields nothing twice."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < 12:
+            self.next += 1
+            yield self.next
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class Foreign:
+    """A sampler of a user's own, which draws batches of different sizes from Python's random numbers."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(10):
+            yield [random.randrange(50) for _ in range(random.randint(3, 8))]
+
+
+class Curriculum(Foreign):
+    """Draws other batches each time that it is asked."""
+
+    asked = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.asked += 1
+        yield [self.asked, 1, 2]
+
+
+def flat(batches: list[Any]) -> list[Any]:
+    return [torch.stack(each).tolist() if isinstance(each, list | tuple) else torch.as_tensor(each).tolist()
+            for each in batches]
+
+
+def read(
+    loader: Any, *, rank: int = 0, world_size: int = 1, skip: int = 0, state: Any = None, seed: int = 5
+) -> list[Any]:
+    source = source_of(loader, rank, world_size, any_order=False)
+    pairs = source.open(seed, epoch=0, skip=skip, state=state)
+    return [batch if weight else [] for batch, weight in zip(*map(flat, zip(*pairs, strict=True)), strict=True)]
+
+
+LOADERS = {
+    "shuffled": lambda: DataLoader(Numbers(), batch_size=8, shuffle=True),
+    "last left out": lambda: DataLoader(Numbers(), batch_size=8, shuffle=True, drop_last=True),
+    "own generator": lambda: DataLoader(Numbers(), batch_size=8, shuffle=True, generator=torch.Generator()),
+    "with replacement": lambda: DataLoader(Numbers(), batch_size=8, sampler=RandomSampler(Numbers(), replacement=True)),
+    "weighted": lambda: DataLoader(Numbers(), batch_size=8, sampler=WeightedRandomSampler([1.0] * 50, 70)),
+    "own sampler": lambda: DataLoader(Numbers(), batch_sampler=Foreign()),  # type: ignore[arg-type]
+    "workers": lambda: DataLoader(Noise(), batch_size=8, shuffle=True, num_workers=2),
+    "batched by the sampler": lambda: DataLoader(
+        TensorDataset(torch.arange(50)), batch_size=None, sampler=BatchSampler(RandomSampler(Numbers()), 8, False)
+    ),
+    "iterable": lambda: DataLoader(Stream(), batch_size=3),
+    "iterable with workers": lambda: DataLoader(Stream(), batch_size=3, num_workers=2),
+    "distributed": lambda: DataLoader(
+        Numbers(), batch_size=3, sampler=DistributedSampler(Numbers(), num_replicas=3, rank=1)
+    ),
+    "list": lambda: [1, 2, 3, 4, 5, 6],
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_batches_from_the_middle_are_those_of_the_whole(kind: str) -> None:
+    whole = read(LOADERS[kind]())
+    random.seed(1)
+    torch.manual_seed(1)  # whatever was drawn before
+    assert len(whole) > 4
+    assert read(LOADERS[kind](), skip=3) == whole[3:]
+    if kind not in ("list", "distributed"):  # which has a seed of its own
+        assert read(LOADERS[kind](), seed=6) != whole
+
+
+@pytest.mark.parametrize(
+    "kind", ["shuffled", "own generator", "with replacement", "weighted", "own sampler", "workers"]
+)
+def test_batches_of_three_ranks_together_are_those_of_one(kind: str) -> None:
+    whole = read(LOADERS[kind]())
+    parts = [read(LOADERS[kind](), rank=rank, world_size=3) for rank in range(3)]
+    assert [[*chain(*each)] for each in zip(*parts, strict=True)] == whole
+
+
+def test_batches_of_the_next_epoch_come_from_the_same_workers() -> None:
+    loader = DataLoader(Noise(), batch_size=8, shuffle=True, num_workers=1, persistent_workers=True)
+    source = source_of(loader, 0, 1, any_order=False)
+    first, second, again = (
+        flat([batch for batch, _ in source.open(seed, epoch=0, skip=0, state=None)]) for seed in (1, 2, 1)
+    )
+    assert first == again
+    assert first != second
+
+
+def test_part_of_a_batch_that_does_not_divide_keeps_its_mean() -> None:
+    batch = [*range(7)]
+    parts = [part_of(batch, rank, 3) for rank in range(3)]
+    assert [part for part, _ in parts] == [[0, 1, 2], [3, 4], [5, 6]]
+    # As DDP does: the mean over the ranks
+    assert sum(sum(part) / len(part) * weight for part, weight in parts) / 3 == pytest.approx(sum(batch) / 7)
+    assert part_of([9], 2, 3) == ([9], 0.0)
+
+
+def test_batches_of_a_loader_with_state_go_on_from_it() -> None:
+    loader = Remembering()
+    source = source_of(loader, 0, 1, any_order=False)
+    batches = source.open(1, epoch=0, skip=0, state=None)
+    assert [next(batches)[0] for _ in range(3)] == [1, 2, 3]
+    assert read(Remembering(), skip=3, state=source.state()) == [*range(4, 13)]
+
+
+def test_sampler_is_drawn_ahead_without_touching_the_random_state_of_the_training() -> None:
+    class Long:
+        def __iter__(self) -> Iterator[list[int]]:
+            for _ in range(AHEAD + 10):
+                yield [random.randrange(50)]
+
+    def after(steps: int) -> tuple[list[Any], float]:
+        source = source_of(DataLoader(Numbers(), batch_sampler=Long()), 0, 1, any_order=False)  # type: ignore[arg-type]
+        batches = source.open(3, epoch=0, skip=0, state=None)
+        random.seed(11)
+        found = [next(batches)[0] for _ in range(steps)]
+        return flat(found), random.random()
+
+    few, drawn = after(2)
+    many, drawn_later = after(AHEAD + 5)
+    assert many[:2] == few
+    assert drawn == drawn_later  # the batches themselves draw nothing
+
+
+@pytest.mark.parametrize(("loader", "why"), [
+    ((number for number in range(3)), "neither replayed nor asked"),
+    (DataLoader(Numbers(), batch_sampler=Curriculum()), "Curriculum must draw the same batches"),  # type: ignore[arg-type]
+    (DataLoader(Numbers(), batch_size=None), "can't be split among 2 ranks"),
+])
+def test_loader_that_can_not_be_exact_is_refused_in_one_line(loader: Any, why: str) -> None:
+    with pytest.raises(UserError, match=why) as refused:
+        read(loader, world_size=2)
+    assert "\n" not in str(refused.value)
+
+
+def test_loader_whose_order_does_not_matter_is_taken_as_it_is() -> None:
+    source = source_of((number for number in range(3)), 0, 2, any_order=True)
+    assert [batch for batch, _ in source.open(1, epoch=0, skip=2, state=None)] == [0, 1, 2]
+
+
+def test_loader_that_iterates_in_its_own_way_has_to_split_by_itself() -> None:
+    class Prefetching(DataLoader[int]):
+        def __iter__(self) -> Any:
+            return super().__iter__()
+
+    with pytest.raises(UserError, match="must split its samples among 2 ranks"):
+        read(Prefetching(Numbers(), batch_size=8), world_size=2)
+    assert len(read(Prefetching(Numbers(), batch_size=8))) == 7
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_evaluation_sees_each_sample_once_in_the_same_batches(world_size: int, workers: int) -> None:
+    by_rank = []
+    for rank in range(world_size):
+        sampler = DistributedSampler(Numbers(), num_replicas=world_size, rank=rank, shuffle=False)
+        for given in ({}, {"sampler": sampler}):
+            loader: Any = DataLoader(Numbers(), batch_size=8, num_workers=workers, **given)
+            by_rank.append([batch.tolist() for batch, _ in evaluation_batches(loader, 1, rank, world_size, pad=False)])
+    for half in (by_rank[::2], by_rank[1::2]):
+        assert sorted(chain(*chain(*half))) == [*range(50)]
+        assert sorted(chain(*half)) == [[*range(n, min(n + 8, 50))] for n in range(0, 50, 8)]
+
+
+def test_evaluation_keeps_all_ranks_busy_where_that_is_wanted() -> None:
+    loader = DataLoader(Numbers(), batch_size=8)
+    weights = [[w for _, w in evaluation_batches(loader, 1, rank, 3, pad=True)] for rank in range(3)]
+    assert weights == [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]
+
+
+def test_evaluation_leaves_the_random_state_as_it_was() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    for _ in evaluation_batches(DataLoader(Noise(), batch_size=8, shuffle=True), 1, 0, 1, pad=False):
+        pass
+    assert torch.equal(torch.rand(2), expected)
