@@ -12,7 +12,7 @@
 | the same weights, to the bit                                | yes, where the loader is `job.batches(loader)`      |
 | deadlines with stacks, status, slow ranks, metrics          | yes                                                |
 | manual optimization with several optimizers                 | all their steps in a batch are one step             |
-| a loop of validation in the middle of an epoch              | is not resumed: the validation begins again         |
+| a validation that was under way at the loss                 | is left out                                         |
 | Lightning's own checkpoints, loggers and other callbacks    | stay as they are; their state is not in our copies  |
 """
 

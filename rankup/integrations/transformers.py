@@ -48,6 +48,8 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         the training begins.
         """
         self.job.track(model=self.trainer.model, progress=self._progress)
+        # The order of the samples follows from the seed that Accelerate finds set; `track` has set another
+        seed_everything(self.trainer.args.seed, self.job.device)
         if not self.job.step_number:
             return None
         folder = self.job.run_dir / "trainer"

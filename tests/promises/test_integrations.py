@@ -13,7 +13,9 @@ from tests.rigs.jobs import ROOT
 
 FOLDER = ROOT / "tests" / "rigs" / "integrations"
 # What a script needs, and optimizer steps in a run
-LOOPS = {"lightning_loop": ("lightning", 30), "trainer_loop": ("transformers", 45), "accelerate_loop": ("accelerate", 30)}
+LOOPS = {
+    "lightning_loop": ("lightning", 30), "trainer_loop": ("transformers", 45), "accelerate_loop": ("accelerate", 30),
+}
 PACKAGES = {package: importlib.util.find_spec(package) is not None for package, _ in LOOPS.values()}
 WARN = {"PYTHONWARNINGS": ""}  # these libraries warn
 each = pytest.mark.parametrize("name", [

@@ -1,6 +1,6 @@
 """`python tests/rigs/struck.py SCRIPT WORDS`: somebody's script, which is struck at the N-th step of an optimizer.
 
-STRIKE in the environment is JSON: {"rank": -1 for all, "call": N, "delay_s": up to this much later, "signal": "SIGKILL",
+STRIKE in the environment is JSON: {"rank": -1 for all, "call": N, "delay_s": so much later, "signal": "SIGKILL",
 "hold_s": sleep so long in this step and each later one, "marker": file that is written just before}. Who finds the
 marker strikes no more. An unset STRIKE changes nothing.
 """

@@ -38,7 +38,8 @@ def main():
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[RankupCallback(job)],
     )
-    trainer.fit(module, job.batches(DataLoader(dataset, batch_size=24, shuffle=True)), DataLoader(dataset, batch_size=60))
+    loader = DataLoader(dataset, batch_size=24, shuffle=True)
+    trainer.fit(module, job.batches(loader), DataLoader(dataset, batch_size=60))
     if trainer.is_global_zero:
         torch.save(module.state_dict(), "lightning_loop.pt")
     job.finish()

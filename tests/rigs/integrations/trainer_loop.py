@@ -1,4 +1,4 @@
-"""A BERT classifier by transformers' Trainer, with dropout, a schedule and rankup's callback. The tokens are made up."""
+"""A BERT classifier by transformers' Trainer, with dropout, a schedule and rankup's callback."""
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
