@@ -1,4 +1,5 @@
 """Every time constant of the library in one table, in seconds. What a user may set is an option or a setting instead.
+rankup/agent/record.py has those of the health check, as it also runs alone.
 
 A constant that follows from another one is written as that. Tests change a constant where it is used.
 """
@@ -35,6 +36,12 @@ UNNOTICED_S = 2.0  # ranks notice within a second that a peer is gone; one that 
 LEAVE_S = 15.0  # the ranks of a job end together: after one has ended, the rest have this long
 SCRIPT_LEAVE_S = 5.0  # the same for a script that knows nothing of us: it has only its own state to write
 REACH_S = 5.0  # from the agreement on a step to stop at: a rank that waits for data, or evaluates, does not come there
-REPEAT_S = 5.0  # a signal that comes again so much later is meant: leave at once
+# torchrun passes each signal on to ranks that may have got it already, within milliseconds. Slurm and Kubernetes repeat
+# theirs later: a signal that comes again after so long is meant, and the process leaves at once
+REPEAT_S = 5.0
 FAREWELL_S = 5.0  # how long the leader stays for the others to hear how the job ends
 KILL_S = 5.0  # how long a killed process may take to end; one that waits for a dead disk ends when the disk answers
+
+# The end of a rank ----------------------------------------------------------------------------------------------------
+DUMP_S = 2.0  # before the kernel's deadline: the thread that dumps the stacks needs its turn on a busy machine
+PARTING_S = 3.0  # for the last lines of a rank that was asked to leave: a full pipe or a stuck disk must not keep it

@@ -12,8 +12,10 @@ import torch._dynamo  # torch.optim imports it anyway, 0.4 s, at the first optim
 from torch import nn
 from torch.profiler import record_function
 
+from rankup.agent.status import StatusFile
 from rankup.doctor import machine
 from rankup.env.rank_env import RankEnv
+from rankup.group.stop import StopRequest
 from rankup.loop.commit import Changing
 from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.observe.profiler import Profiler
@@ -32,8 +34,6 @@ from train.parallel.method import Method
 from train.parallel.model import autocast, check_same_shapes, compile_model, prepare
 from train.parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
 from train.parallel.warm_up import warm_up
-from train.process.status_file import StatusFile
-from train.process.stop import StopRequest
 from train.run import weights
 from train.run.advice import Advice
 from train.run.evaluation import evaluate

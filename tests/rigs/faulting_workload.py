@@ -26,10 +26,10 @@ from torch import nn
 from torch.nn import functional
 
 from rankup.errors import DataError
+from rankup.group.stop import SIGNALS
 from rankup.loop.seeds import derive_seed
 from train.config import Config
 from train.data.random_numbers import random_numbers
-from train.process.stop import SIGNALS
 from train.workloads import Workload
 
 ERRORS: dict[str, BaseException] = {
@@ -161,7 +161,7 @@ def lose_reader() -> None:
 
 def stuck_disk() -> None:
     """Call it first in a process: rank 1 hangs when it writes its end into `status/`."""
-    from train.process.status_file import StatusFile
+    from rankup.agent.status import StatusFile
 
     impatient()
     if os.environ["RANK"] == "1":

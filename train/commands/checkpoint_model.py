@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
+from rankup.agent.status import StatusFile
 from rankup.errors import UserError
 from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.places.urls import is_url
+from train.commands.context import Context
 from train.config import Config
 from train.group.group import Group, on_rank0
 from train.group.join import join
 from train.parallel.model import prepare
-from train.process.context import Context
-from train.process.status_file import StatusFile
 from train.run.checkpoint import Checkpoint, load_checkpoint, load_newest, share_checkpoint
 from train.run.fetched import fetched
 from train.workloads import Workload, load

@@ -18,21 +18,21 @@ import torch
 from rankup.agent.attendance import NO_ROUTE, explain
 from rankup.agent.meeting import HINT
 from rankup.agent.network import foreign_address
+from rankup.agent.processes import within
 from rankup.agent.protocol import Link, interface_of
+from rankup.agent.status import StatusFile
 from rankup.doctor import gpus, machine
 from rankup.doctor import group as together
 from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, Report
 from rankup.env.rank_env import check_loopback, describe, how_to_start, ranges
 from rankup.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, reason
+from train.commands.context import Context
 from train.config import check_world_size
 from train.config.options import DoctorOptions
 from train.group.ends import EndReporter
 from train.group.group import Group
 from train.group.join import check_devices, check_settings, form, meet, starting
 from train.group.losses import Suspect
-from train.process.context import Context
-from train.process.exit import within
-from train.process.status_file import StatusFile
 
 NAME_S, DISK_S = 10.0, 30.0  # a resolver and a network disk may never answer,
 GPU_S = 60.0  # nor a driver whose GPU hangs; one that nobody keeps loaded takes seconds for each GPU

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from rankup.agent.logs import host_name
 from rankup.env.rank_env import RankEnv
 from rankup.errors import PeerLost, UserError
+from rankup.group.stop import StopRequest
 from train.group.ends import EndReporter
 from train.group.host_link import HostLink
 from train.group.meeting import Meeting
 from train.group.watchdog import Watchdog
-from train.process.stop import StopRequest
 
 # gloo's and nccl's own timeouts are this much longer than ours, which know the phase and name the rank.
 BEHIND_OURS_S = 120.0

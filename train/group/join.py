@@ -22,9 +22,11 @@ from rankup.agent.ends import LOST_PEER
 from rankup.agent.meeting import HINT, describe_differences
 from rankup.agent.protocol import Member
 from rankup.agent.record import RecordWriter
+from rankup.agent.status import StatusFile, tell_torchrun
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, LaunchError, PeerLost, Stopped, UserError, exit_code, reason
 from rankup.group.stacks import record_collectives
+from rankup.group.stop import StopRequest
 from train.config import Config
 from train.group import meeting
 from train.group.device import pick_backend, pick_device
@@ -33,9 +35,6 @@ from train.group.group import BEHIND_OURS_S, Group
 from train.group.host_link import open_link
 from train.group.losses import Losses, Suspect, describe, root_exit_code
 from train.group.watchdog import Watchdog
-from train.process.status import tell_torchrun
-from train.process.status_file import StatusFile
-from train.process.stop import StopRequest
 
 # Each step of joining has its own deadline, whose message says more; the watchdog's comes this much later.
 WATCHDOG_LATER_S = 10.0
@@ -73,13 +72,13 @@ def starting(
 
     However the block ends, that end is explained, reported to the ranks that have been met by then, and bounded.
     """
-    record = RecordWriter(launch.agent["record"] if launch.agent else None)
+    record = RecordWriter(launch.agent["record"] if launch.agent else None, rank=launch.rank)
     watch = Watchdog(ends, stop, record=record, log=log)
     # DataParallel wants the module on the first of its devices
     wanted = f"cuda:{config.device_ids.split(',')[0]}" if config.device_ids else config.device
     device = pick_device(wanted, launch.local_rank, distributed=launch.world_size > 1)
     group = Group(launch, device, watch=watch, stop=stop, ends=ends, log=log)
-    ends.status.write_summary("running", [])
+    ends.status.write_summary([])
     try:
         yield group
         _part(group)

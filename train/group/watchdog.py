@@ -14,17 +14,16 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rankup.agent.logs import host_name
+from rankup.agent.processes import clear_hard_deadline, leave, set_hard_deadline, within
 from rankup.agent.record import NO_LIMIT, RecordWriter
+from rankup.agent.status import tell_torchrun
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
 from rankup.group import stacks
 from rankup.group.stacks import COMPARE, compare, moment, own_place
+from rankup.group.stop import StopRequest
+from rankup.timing import PARTING_S
 from train.group.ends import EndReporter
 from train.group.losses import Losses, Suspect, describe, root_exit_code
-from train.process import health
-from train.process.exit import clear_hard_deadline, leave, set_hard_deadline, within
-from train.process.phase_clock import PhaseClock
-from train.process.status import tell_torchrun
-from train.process.stop import FAREWELL_S, StopRequest
 
 TICK_S = 0.2
 PLACE_S = 1.0  # so often the record says anew where in the program this rank is
@@ -71,7 +70,7 @@ class Watchdog:
         self.rank, self.world_size = ends.rank, ends.world_size
         self.hosts: Sequence[str] = [host_name()] * self.world_size
         self.phase = "start"
-        self.clock = PhaseClock(self.phase)
+        self.clock = record.clock
         self._entered_s = time.monotonic()
         self._timeout_s = 0.0
         self._ended = threading.Event()
@@ -89,14 +88,6 @@ class Watchdog:
         self._settled = False
         stop.guarded = True
         threading.Thread(target=self._watch_clock, name="deadlines", daemon=True).start()
-        health.report(self.rank, self.state, self._ended)
-
-    def state(self) -> dict[str, Any]:
-        """Where this rank stands, and since when."""
-        return {
-            "phase": self.phase, "step": self.ends.step, "waiting": self._waiting, "entered_s": self._entered_s,
-            "timeout_s": self._timeout_s,
-        }
 
     def signs_of_life(self) -> list[dict[str, Any]]:
         """Where each rank stood when it last said so, in the order of the ranks.
@@ -105,7 +96,7 @@ class Watchdog:
         seen, in seconds of `time.time()`. Any thread may call it.
         """
         self.record.set_place(self._place())
-        own = {**self.record.read().sign(self.rank), "host": host_name(), "seen": time.time()}
+        own = {**self.record.read().sign(), "host": host_name(), "seen": time.time()}
         others = self._losses.signs() if self._losses is not None else []
         return sorted([own, *(sign for sign in others if sign["rank"] != self.rank)], key=lambda sign: sign["rank"])
 
@@ -116,7 +107,6 @@ class Watchdog:
 
         `since_s`: the phase began earlier, at this time of `time.monotonic()`, and its deadline counts from there.
         """
-        self.clock.enter(phase)
         if timeout_s == 0:
             clear_hard_deadline()
         elif phase != self.phase:
@@ -202,7 +192,7 @@ class Watchdog:
                 return
             now_s = time.monotonic()
             if why := self.stop.leave_now:
-                leave(STOPPED, functools.partial(self.ends.report_stop, why), timeout_s=FAREWELL_S)
+                leave(STOPPED, functools.partial(self.ends.report_stop, why), timeout_s=PARTING_S)
             if self._losses is not None and self._losses.must_leave:
                 self._losses.must_leave = False
                 self._leave_for_stop()
