@@ -14,12 +14,13 @@ from pathlib import Path
 from tests.rigs.jobs import ROOT, environment
 from train.commands.table import without_collections
 
-FOLDERS = ["config", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "samples"]
+FOLDERS = ["config", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "samples",
+           "examples"]
 # What may import what: the later the earlier
 ORDER = [
     *(f"rankup.{name}" for name in (
         "errors", "timing", "env", "places", "agent", "group", "state", "observe", "explain", "doctor", "loop",
-        "cli", "__main__",
+        "integrations", "cli", "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]
