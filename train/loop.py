@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from rankup.agent.status import StatusFile
 from rankup.doctor import machine
 from rankup.env.rank_env import RankEnv
+from rankup.group.group import Group
 from rankup.group.stop import StopRequest
 from rankup.loop.commit import Changing
 from rankup.loop.seeds import derive_seed, seed_everything
@@ -25,8 +26,7 @@ from rankup.state.shards import check_shared
 from train.config import Config, check_world_size
 from train.data.loader import Loader
 from train.data.worker_loader import free_shared_memory
-from train.group.group import Group
-from train.group.join import join
+from train.group import join_group
 from train.parallel import load_method, method_name, start_method
 from train.parallel.allocator import keep_freed_memory
 from train.parallel.buffers import Buffers
@@ -67,7 +67,7 @@ def train(config: Config, launch: RankEnv, *, run_dir: Path, log: logging.Logger
     needs_group = load_method(method_name(config, launch.world_size)).needs_process_group
     status = StatusFile(run_dir, launch)
     with (
-        join(config, launch, log=log, stop=stop, status=status, needs_process_group=needs_group) as group,
+        join_group(config, launch, log=log, stop=stop, status=status, needs_process_group=needs_group) as group,
         start_method(config, group) as method,
         open_run_directory(config, group) as run,
         Reporter(run) as reporter,

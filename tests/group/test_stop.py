@@ -200,7 +200,7 @@ def test_signal_to_a_process_that_the_users_code_forked_is_its_own(forks: Forks,
 
 
 def note_collectives() -> None:
-    from train.group.group import Group
+    from rankup.group.group import Group
 
     collective = Group.collective
 

@@ -116,7 +116,7 @@ class Samples:
 
 def probe_saves() -> None:
     """Call it first in a process: a probe may strike as it begins to save."""
-    from train.group.watchdog import Watchdog
+    from rankup.group.watchdog import Watchdog
 
     enter = Watchdog.enter
 
@@ -144,7 +144,7 @@ def slow_save() -> None:
 
 def impatient() -> None:
     """Call it first in a process: the last resorts come after seconds, not after a minute."""
-    from train.group import watchdog
+    from rankup.group import watchdog
 
     # More than SEVERAL_SILENT_S, which the search for a culprit may take
     watchdog.LOCKED_GRACE_S, watchdog.LEAVING_S = 4.0, 8.0

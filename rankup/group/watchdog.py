@@ -19,34 +19,25 @@ from rankup.agent.record import NO_LIMIT, RecordWriter
 from rankup.agent.status import tell_torchrun
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
 from rankup.group import stacks
+from rankup.group.ends import EndReporter
+from rankup.group.losses import Losses, Suspect, describe, root_exit_code
 from rankup.group.stacks import COMPARE, compare, moment, own_place
 from rankup.group.stop import StopRequest
-from rankup.timing import PARTING_S
-from train.group.ends import EndReporter
-from train.group.losses import Losses, Suspect, describe, root_exit_code
-
-TICK_S = 0.2
-PLACE_S = 1.0  # so often the record says anew where in the program this rank is
-# How long the loop gets to notice by itself that another rank's process is gone. It does so within milliseconds where a
-# collective of gloo breaks. NCCL's do not break, nor does one whose other side is a third rank that is alive.
-NOTICE_S = 0.05
-# The same where the other rank ended with an error. The loop may be about to raise that error too (a mistake of the
-# user shows on all ranks), and then says more about it than this rank's end for a lost peer would.
-UNNOTICED_S = 10.0
-UNNOTICED_WAITING_S = 1.0  # in a collective
-LINGER_S = 1.0  # of a rank whose deadline has passed: the others write where they stand before it ends them
-LOOK_S = 7.0  # how long the line has to say who was lost, where a collective has broken
-DUMP_S = 5.0  # the disk of the run may be the very thing that hangs
-# How long a last word may take: the store may be the very thing that hangs, or be in use by the thread that hangs.
-LAST_WORD_S = 5.0
-# How long a rank that failed may take to find the cause, to report it and to leave.
-LEAVING_S = 30.0
-# How long after a deadline the kernel ends the process: for a hang that holds the interpreter's lock, so that no
-# thread of ours runs. Long, because the thread that ends it properly may need most of LOOK_S + LAST_WORD_S on a busy
-# machine.
-LOCKED_GRACE_S = 60.0
-# A phase that is entered anew at every step would set the kernel's timer thousands of times a second.
-REARM_S = 5.0
+from rankup.timing import (
+    ALIVE_S,
+    CAUSE_S,
+    FAILED_S,
+    FAILED_WAITING_S,
+    GONE_S,
+    LEAVING_S,
+    LINGER_S,
+    LOCKED_GRACE_S,
+    PARTING_S,
+    REARM_S,
+    REPORT_END_S,
+    STACKS_S,
+    TICK_S,
+)
 
 
 class Keeper(Protocol):
@@ -185,7 +176,7 @@ class Watchdog:
         armed_s = placed_s = lost_s = 0.0
         while True:
             if lost_s:
-                self._ended.wait(NOTICE_S)
+                self._ended.wait(GONE_S)
             else:
                 self._woken.wait(TICK_S)
             if self._ended.is_set():
@@ -196,7 +187,7 @@ class Watchdog:
             if self._losses is not None and self._losses.must_leave:
                 self._losses.must_leave = False
                 self._leave_for_stop()
-            if now_s - placed_s > PLACE_S:
+            if now_s - placed_s > ALIVE_S:
                 self.record.set_place(self._place())
                 placed_s = now_s
             if self._woken.is_set():
@@ -228,7 +219,7 @@ class Watchdog:
             return
         why = why or f"{self.stop.signal_name}: the state could not be kept"
         self.log.info(why)
-        leave(STOPPED, lambda: self.ends.report(STOPPED, why, together=True), timeout_s=LAST_WORD_S)
+        leave(STOPPED, lambda: self.ends.report(STOPPED, why, together=True), timeout_s=REPORT_END_S)
 
     def _patience_s(self, losses: Losses) -> float:
         """How long after a loss this rank's loop may take to notice it by itself."""
@@ -238,7 +229,7 @@ class Watchdog:
         # Without a keeper the checkpoint that this rank writes is all that will be left
         if losses.hang or (losses.gone and (waiting or self.phase != "save" or self._keeper is not None)):
             return 0.0
-        return UNNOTICED_WAITING_S if waiting else UNNOTICED_S
+        return FAILED_WAITING_S if waiting else FAILED_S
 
     @property
     def _overdue(self) -> bool:
@@ -250,7 +241,7 @@ class Watchdog:
         `what`: has happened, unless the deadline has passed. `hung`: as far as this rank knows no process has ended.
         """
         with self._leave_lock:  # two threads may find a reason; the second never gets here
-            set_hard_deadline(DUMP_S + LAST_WORD_S + LOCKED_GRACE_S)
+            set_hard_deadline(STACKS_S + REPORT_END_S + LOCKED_GRACE_S)
             overdue = self._overdue and self._leaving is None
             if overdue:
                 what = f"{self.phase} (step {self.ends.step}) took longer than {self._timeout_s:g} s"
@@ -272,7 +263,7 @@ class Watchdog:
                 stacks.dump_collectives(self.rank)  # last: while NCCL hangs, this may hang too
                 return told
 
-            leave(code, last_word, timeout_s=LAST_WORD_S)
+            leave(code, last_word, timeout_s=REPORT_END_S)
 
     def _take_stacks(self, why: str, *, hung: bool) -> list[str]:
         """Write the stacks of this rank. Returns lines for its log: where all ranks are, and which files say more.
@@ -280,7 +271,7 @@ class Watchdog:
         `hung`: no process has ended as far as this rank knows; if one has, the others wait for its successor, and this
         one makes haste.
         """
-        file = within(DUMP_S, lambda: stacks.dump(why, workers=hung))  # first: an answer of the others takes longer
+        file = within(STACKS_S, lambda: stacks.dump(why, workers=hung))  # first: an answer of the others takes longer
         lines = ["; ".join(compare({sign["rank"]: sign["place"] for sign in self.signs_of_life()}))] if hung else []
         if file:
             lines.append(f"the stacks of all threads are in {file}")
@@ -303,7 +294,7 @@ class Watchdog:
         if self._losses is None:
             return []
         if not overdue:
-            self._losses.wait(LOOK_S)
+            self._losses.wait(CAUSE_S)
         return self._losses.suspects(waiting=self._waiting, overdue=overdue)
 
     def _keep(self) -> None:

@@ -8,7 +8,7 @@ from rankup.agent.logs import host_name
 from rankup.agent.status import StatusFile
 from rankup.errors import STOPPED
 from rankup.group.line import Line
-from train.group.losses import Losses, Suspect
+from rankup.group.losses import Losses, Suspect
 
 
 class EndReporter:
