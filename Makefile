@@ -58,7 +58,7 @@ race: $(TESTED) ## Race the tutorial's loop, Accelerate, Lightning and a loop tu
 k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it (OVERLAY=gpu): k8s/README.md
 	@k8s/kube.sh $(@:k8s-%=%)
 
-lock: ; @docker/host/lock.sh $(PYTHON) ## Write the lock files anew: the newest versions that pyproject.toml allows
+lock: $(READY) ; @docker/host/lock.sh $(RUN)uv ## Write the lock files anew: the newest versions that pyproject.toml allows
 horovod: $(READY) ; @docker/horovod.sh $(RUN)python ## Build Horovod, once, and install it: train/parallel/horovod.md
 
 clean: ## Remove .venv and caches; runs/ stays
@@ -66,8 +66,8 @@ clean: ## Remove .venv and caches; runs/ stays
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 INSTALL = docker/host/install.sh $(VENV)
-LOCKS := -s3 -test -text -trainers -hf -trackers
-$(VENV)/.ready: docker/requirements.lock docker/host/install.sh pyproject.toml
+LOCKS := -s3 -test -text -hf -trackers
+$(VENV)/.ready: docker/requirements.lock docker/host/install.sh docker/host/locked.sh pyproject.toml
 	@$(INSTALL) training $(PYTHON)
 	@touch $@
 $(VENV)/.ready-for-tests: $(VENV)/.ready $(LOCKS:%=docker/requirements%.lock) tests/rigs/skypilot.txt

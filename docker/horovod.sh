@@ -34,8 +34,7 @@ trap 'rm -rf "$work"' EXIT
 packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 echo "import site; site.addsitedir('$(packages "$python")')" > "$(packages "$work/venv/bin/python")/torch.pth"
 pip=("$work/venv/bin/python" -m pip --disable-pip-version-check -qq)
-needs=(cloudpickle cffi psutil pyyaml packaging)
-pinned=(--constraint docker/requirements.lock --constraint docker/requirements-horovod.lock)
+needs=(--no-deps --require-hashes --requirement docker/requirements-horovod.lock)
 
 build() {
   local missing=() tool
@@ -47,7 +46,7 @@ build() {
     { apt-get -q update && apt-get install -q -y --no-install-recommends "${missing[@]}"; } > /dev/null
   fi
   say "building $VERSION for $inputs, on $(nproc) CPUs"
-  "${pip[@]}" install "${pinned[@]}" setuptools wheel "${needs[@]}"
+  "${pip[@]}" install "${needs[@]}"
   # Hide every CUDA toolkit of this machine: torch says that it was built without CUDA, and CMake does not look for one
   mkdir "$work/hide" "$work/wheel"
   printf 'import torch\ntorch.version.cuda = None\n' > "$work/hide/sitecustomize.py"
@@ -62,7 +61,7 @@ build() {
     --wheel-dir "$work/wheel" "horovod==$VERSION" > "$work/log" 2>&1 ||
     { tail -n 40 "$work/log" >&2; fail "the build failed: see above"; }
   # The wheels that it needs lie beside it: an install from the cache needs no index
-  "${pip[@]}" wheel "${pinned[@]}" --wheel-dir "$work/wheel" "${needs[@]}"
+  "${pip[@]}" wheel --wheel-dir "$work/wheel" "${needs[@]}"
   "${pip[@]}" install --no-index --find-links "$work/wheel" "horovod==$VERSION"
   "$work/venv/bin/python" -c '
 import horovod.torch as hvd, torch

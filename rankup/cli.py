@@ -120,18 +120,17 @@ def _launch_options(parser: Parser) -> None:
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
 
 
-def _launch(given: argparse.Namespace, helpers: Any = None, preflight: Callable[[Any, str], int] | None = None) -> int:
+def _launch(given: argparse.Namespace, preflight: Callable[[Any, str], int] | None = None) -> int:
     """Be the agent of this node to the end of the job.
 
     `preflight`: the doctor's code for this machine, this script and the folder of its runs; 0 where all is well.
     """
-    from rankup.agent.agent import Helpers, Options
+    from rankup.agent.agent import Options
     from rankup.agent.logs import guard, setup_logging
     from rankup.agent.script import Script
+    from rankup.agent.status import tell_platform
     from rankup.env.node_env import read_node_env
-    from rankup.observe.stacks import where
 
-    helpers = helpers or Helpers(advice=advice, where=where)
     guard("stdout", "stderr")
     try:
         node = read_node_env(
@@ -153,24 +152,23 @@ def _launch(given: argparse.Namespace, helpers: Any = None, preflight: Callable[
         if given.preflight and preflight and (unfit := preflight(script, given.run_dir)):
             return unfit
         name = given.name or node.run_name or Path(script.name.removeprefix("-m ")).stem
-        verdict, knows_us = asyncio.run(_be_agent(
-            node, script, options, run_dir=Path(given.run_dir, name), helpers=helpers
-        ))
+        verdict, knows_us = asyncio.run(_be_agent(node, script, options, run_dir=Path(given.run_dir, name)))
     except (UserError, JoinError) as error:
-        helpers.tell(str(error), error.code)
+        tell_platform(str(error), error.code)
         raise
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):
         log.error("%s (exit code %d)", verdict.text, code)
     if not knows_us:
-        helpers.tell(verdict.text, code)
+        tell_platform(verdict.text, code)
     return code
 
 
-async def _be_agent(*parts: Any, run_dir: Path, helpers: Any) -> tuple[Any, bool]:
-    from rankup.agent.agent import Agent
+async def _be_agent(*parts: Any, run_dir: Path) -> tuple[Any, bool]:
+    from rankup.agent.agent import Agent, Helpers
+    from rankup.observe.stacks import where
 
-    agent = Agent(*parts, run_dir=run_dir, helpers=helpers)
+    agent = Agent(*parts, run_dir=run_dir, helpers=Helpers(advice=advice, where=where))
     return await agent.run(), agent.knows_us
 
 
@@ -381,9 +379,9 @@ def parser(name: str = "launch") -> Parser:
     return Parser(name, COMMANDS[name])
 
 
-def launch(words: Sequence[str], **helpers: Any) -> int:
-    """`rankup launch` with what a program knows besides. Returns the exit code."""
-    return _guarded(lambda: _launch(parser().parse(words), **helpers))
+def launch(words: Sequence[str], *, preflight: Callable[[Any, str], int]) -> int:
+    """`rankup launch` with what a program knows besides, see `_launch`. Returns the exit code."""
+    return _guarded(lambda: _launch(parser().parse(words), preflight))
 
 
 def main(words: Sequence[str] | None = None) -> int:

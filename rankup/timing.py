@@ -1,4 +1,5 @@
 """Every time constant of the library in one table, in seconds. What a user may set is an option or a setting instead.
+rankup/agent/record.py has those of the health check, as it also runs alone.
 
 A constant that follows from another one is written as that. Tests change a constant where it is used.
 """
@@ -35,6 +36,38 @@ UNNOTICED_S = 2.0  # ranks notice within a second that a peer is gone; one that 
 LEAVE_S = 15.0  # the ranks of a job end together: after one has ended, the rest have this long
 SCRIPT_LEAVE_S = 5.0  # the same for a script that knows nothing of us: it has only its own state to write
 REACH_S = 5.0  # from the agreement on a step to stop at: a rank that waits for data, or evaluates, does not come there
-REPEAT_S = 5.0  # a signal that comes again so much later is meant: leave at once
+# torchrun passes each signal on to ranks that may have got it already, within milliseconds. Slurm and Kubernetes repeat
+# theirs later: a signal that comes again after so long is meant, and the process leaves at once
+REPEAT_S = 5.0
 FAREWELL_S = 5.0  # how long the leader stays for the others to hear how the job ends
 KILL_S = 5.0  # how long a killed process may take to end; one that waits for a dead disk ends when the disk answers
+
+# The group of ranks --------------------------------------------------------------------------------------------------
+STOP_S = 0.001  # between two looks at whether a step may begin, while the ranks agree on one to stop at
+LOCAL_CONNECT_S = 10.0  # between ranks of one host: all listen already, and the kernel completes a connection by itself
+FORM_S = 20.0  # ranks that reach each other connect within this; more where there are many
+WATCHDOG_LATER_S = 10.0  # each step of joining has its own deadline, whose message says more than the watchdog's
+BEHIND_OURS_S = 120.0  # gloo's and nccl's own timeouts are longer than ours, which know the phase and name the rank
+WHERE_S = 2.0  # how long the leader may take to say where all ranks are
+QUIET_S = 5.0  # a rank of which nothing was heard for so long may be stopped, or cut off
+CAUSE_S = 7.0  # how long the line has to say who was lost, where a collective has broken
+# How long the loop gets to notice by itself that another rank's process is gone. It does so within milliseconds where a
+# collective of gloo breaks. NCCL's do not break, nor does one whose other side is a third rank that is alive.
+GONE_S = 0.05
+# The same where the other rank ended with an error. The loop may be about to raise that error too (a mistake of the
+# user shows on all ranks), and then says more about it than this rank's end for a lost peer would.
+FAILED_S = 10.0
+FAILED_WAITING_S = 1.0  # in a collective
+LINGER_S = 1.0  # of a rank whose deadline has passed: the others write where they stand before it ends them
+STACKS_S = 5.0  # for the stacks: the disk of the run may be the very thing that hangs
+REPORT_END_S = 5.0  # for the report of an end: the store may hang too, or be in use by the thread that hangs
+LEAVING_S = 30.0  # for a rank that failed, to find the cause, to report it and to leave
+# How long after a deadline the kernel ends the process: for a hang that holds the interpreter's lock, so that no thread
+# of ours runs. Long, as the thread that ends it properly may need most of CAUSE_S + REPORT_END_S on a busy machine
+LOCKED_GRACE_S = 60.0
+REARM_S = 5.0  # a phase that is entered anew at every step would set the kernel's timer thousands of times a second
+WORKERS_S, WORKERS_TICK_S = 0.5, 0.02  # for the stacks of DataLoader workers, and between two looks at them
+
+# The end of a rank ----------------------------------------------------------------------------------------------------
+DUMP_S = 2.0  # before the kernel's deadline: the thread that dumps the stacks needs its turn on a busy machine
+PARTING_S = 3.0  # for the last lines of a rank that was asked to leave: a full pipe or a stuck disk must not keep it

@@ -13,12 +13,12 @@ import psutil
 import pytest
 from filelock import FileLock
 
+from rankup.places.files import read_json
 from tests.rigs import kubepods, slurm_cluster
 from tests.rigs.containers import clean_environment, docker, why_not
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import FOREIGN, ROOT, environ_of
 from tests.rigs.object_store import S3
-from train.process.status import read_json
 
 IN_CI = os.environ.get("CI") == "true"
 # Building and killing containers takes a quarter of an hour, 20 GB and root

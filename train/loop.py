@@ -12,8 +12,11 @@ import torch._dynamo  # torch.optim imports it anyway, 0.4 s, at the first optim
 from torch import nn
 from torch.profiler import record_function
 
+from rankup.agent.status import StatusFile
 from rankup.doctor import machine
 from rankup.env.rank_env import RankEnv
+from rankup.group.group import Group
+from rankup.group.stop import StopRequest
 from rankup.loop.commit import Changing
 from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.observe.profiler import Profiler
@@ -23,8 +26,7 @@ from rankup.state.shards import check_shared
 from train.config import Config, check_world_size
 from train.data.loader import Loader
 from train.data.worker_loader import free_shared_memory
-from train.group.group import Group
-from train.group.join import join
+from train.group import join_group
 from train.parallel import load_method, method_name, start_method
 from train.parallel.allocator import keep_freed_memory
 from train.parallel.buffers import Buffers
@@ -32,8 +34,6 @@ from train.parallel.method import Method
 from train.parallel.model import autocast, check_same_shapes, compile_model, prepare
 from train.parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
 from train.parallel.warm_up import warm_up
-from train.process.status_file import StatusFile
-from train.process.stop import StopRequest
 from train.run import weights
 from train.run.advice import Advice
 from train.run.evaluation import evaluate
@@ -67,7 +67,7 @@ def train(config: Config, launch: RankEnv, *, run_dir: Path, log: logging.Logger
     needs_group = load_method(method_name(config, launch.world_size)).needs_process_group
     status = StatusFile(run_dir, launch)
     with (
-        join(config, launch, log=log, stop=stop, status=status, needs_process_group=needs_group) as group,
+        join_group(config, launch, log=log, stop=stop, status=status, needs_process_group=needs_group) as group,
         start_method(config, group) as method,
         open_run_directory(config, group) as run,
         Reporter(run) as reporter,

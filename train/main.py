@@ -18,7 +18,8 @@ if not __package__:
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parent), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
 
-from train.process.stop import StopRequest, die_with_parent
+from rankup.agent.processes import die_with_parent
+from rankup.group.stop import StopRequest
 
 if __name__ == "__main__":
     # Before anything slow is imported: a process that is stopped while it starts must neither die of the signal, with a
@@ -27,17 +28,16 @@ if __name__ == "__main__":
 
 from rankup import cli
 from rankup.agent.logs import guard, line_head, setup_logging
+from rankup.agent.processes import finish
+from rankup.agent.status import tell_platform, tell_torchrun
 from rankup.env.rank_env import RankEnv, code_folder, read_rank_env, with_options, without_launcher
 from rankup.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, Stopped, UserError, exit_code, reason
+from train.commands.context import Context
 from train.commands.table import COMMANDS
 from train.config import load_config
 from train.config.command_line import Request, parse_args
 from train.config.help_text import help_text
 from train.config.options import DoctorOptions, RankOptions
-from train.process.context import Context
-from train.process.exit import finish
-from train.process.last_word import tell_platform
-from train.process.status import tell_torchrun
 from train.run.choices import CHOICES
 
 log = logging.getLogger("rankup")
@@ -149,7 +149,7 @@ def _report(error: BaseException, head: str) -> int:
 
 
 def entry(stop: StopRequest | None = None) -> NoReturn:
-    """Run the command line and end the process with its code, see `train.process.exit`."""
+    """Run the command line and end the process with its code, see `rankup.agent.processes`."""
     guard("stderr")
     finish(main(stop=stop or StopRequest().install()))
 

@@ -14,10 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 say() { echo "install: $*"; }
 fail() { say "$@" >&2; exit 2; }
-lists() { printf -- '-r\ndocker/requirements%s.lock\n' "$@"; }
-if [[ -n ${TORCH_INDEX:-} ]]; then
-  export PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:-$("$python" -m pip config get global.extra-index-url 2> /dev/null || true)} $TORCH_INDEX"
-fi
+. docker/host/locked.sh
 
 # uv does not read pip's configuration: it gets the same indexes, folders of wheels and certificates
 configured() { # NAME: pip's value, from its variable or its files; nothing where pip has none
@@ -60,14 +57,11 @@ uv_works=1
 "$venv/bin/pip" install --quiet "uv==$UV" || { say "no uv $UV: going on with pip"; uv_works=0; }
 hand_over
 if [[ $what == training ]]; then
-  mapfile -t files < <(lists "")
+  locked docker/requirements.lock install
 else
-  mapfile -t files < <(lists "" -s3 -test -text -trainers -hf -trackers)
-fi
-install "${files[@]}" -c docker/requirements-horovod.lock
-if [[ $what == tests ]]; then
+  locked "$(echo docker/requirements{,-s3,-test,-text,-hf,-trackers}.lock)" install
   # Its click is older than ours
-  install --no-deps --upgrade --target "$venv/skypilot" -r tests/rigs/skypilot.txt
+  install --no-deps --require-hashes --upgrade --target "$venv/skypilot" --requirement tests/rigs/skypilot.txt
 fi
 # The command `rankup`; built with the setuptools just installed, so that nothing is looked up
 install --no-deps --no-build-isolation --editable .

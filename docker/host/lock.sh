@@ -1,28 +1,34 @@
 #!/usr/bin/env bash
-# Writes docker/requirements*.lock anew: the newest versions that pyproject.toml allows, but the present torch.
-# Run: make lock PYTHON=python3.11      (the oldest Python that is supported: what runs there runs on newer ones)
-# Edit: nothing here; to raise torch and torchvision, edit their two lines in docker/requirements.lock first.
+# Writes docker/requirements*.lock anew, with hashes: the newest versions that pyproject.toml allows, but the present torch.
+# Run: make lock      (uv looks where its own variables say, such as UV_DEFAULT_INDEX)
+# Edit: nothing here; to raise torch and torchvision, edit their lines in docker/requirements.lock first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-cuda='^(nvidia-[cn]|cuda|triton)' # what only a torch with CUDA pulls in has a list of its own; not nvidia-ml-py
+uv=${1:-uv}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+# One list for every machine: markers say what Linux alone needs. The oldest Python that is supported comes first
+compile=("$uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate)
 
-write() { # LOCK: its comments and options stay, its versions are those on stdin
-  { grep -E '^(#|--)' "$1"; cat; } > "$scratch/new"
+write() { # LOCK: its comments stay, its packages are those on stdin
+  { grep '^#' "$1"; cat; } > "$scratch/new"
   cp "$scratch/new" "$1"
 }
 
-"${1:-python3}" -m venv "$scratch/venv"
-pip=$scratch/venv/bin/pip
 # The runtime, which comes first, may not take a dateutil that the extra s3 can't: botocore wants one below 3
-{ grep -E '^torch(vision)?==' docker/requirements.lock; echo 'python-dateutil<3'; } > "$scratch/pinned"
-: > "$scratch/listed"
-# The runtime first: an extra may not change its versions, and lists only what it adds
-for extra in "" s3 horovod test text trainers trackers hf gcs azure; do
-  "$pip" install --quiet --editable ".${extra:+[$extra]}" --constraint "$scratch/pinned"
-  "$pip" freeze --all --exclude-editable --exclude pip --exclude wheel > "$scratch/pinned"
-  if [[ -z $extra ]]; then grep -E "$cuda" "$scratch/pinned" | write docker/requirements-cuda.lock; fi
-  grep -vxFf "$scratch/listed" "$scratch/pinned" | grep -vE "$cuda" | write "docker/requirements${extra:+-$extra}.lock"
-  cp "$scratch/pinned" "$scratch/listed"
+{ grep -oE '^torch(vision)?==[^ ]+' docker/requirements.lock; echo 'python-dateutil<3'; } > "$scratch/pinned"
+: > "$scratch/runtime"
+for extra in "" s3 gcs azure text hf trackers test; do
+  "${compile[@]}" pyproject.toml ${extra:+--extra "$extra"} --constraint "$scratch/pinned" > "$scratch/all"
+  # Together with requirements.lock, which comes with all of them, each list is complete. Their versions agree
+  awk 'FILENAME == ARGV[1] {known[$1]; next} /^[a-z]/ {new = !($1 in known)} new' "$scratch/runtime" "$scratch/all" |
+    write "docker/requirements${extra:+-$extra}.lock"
+  if [[ -z $extra ]]; then cp "$scratch/all" "$scratch/runtime"; fi
+  sed -n 's/^\([a-z].*\) \\$/\1/p' "$scratch/all" > "$scratch/listed"
+  sort -u "$scratch/listed" "$scratch/pinned" -o "$scratch/pinned"
 done
+# Horovod is built in an environment that holds nothing else
+sed -n '/^horovod = \[/,/\]/p' pyproject.toml | grep -oE '"[^"]+"' | tr -d '"' > "$scratch/horovod.in"
+"${compile[@]}" "$scratch/horovod.in" --constraint "$scratch/pinned" | write docker/requirements-horovod.lock
+# Not resolved: SkyPilot's click is older than ours
+"${compile[@]}" --no-deps tests/rigs/skypilot.txt | write tests/rigs/skypilot.txt

@@ -12,6 +12,6 @@ if [[ ${1:-} != offline || -s horovod-$version.tar.gz ]]; then exit; fi
 for python in python3 /usr/bin/python3 ../../.venv/bin/python; do
   if "$python" -m pip --version > /dev/null 2>&1; then break; fi
 done
-"$python" -m pip download -qq --constraint ../requirements.lock --constraint ../requirements-horovod.lock \
-  --only-binary :all: --python-version 3.11 setuptools wheel cloudpickle cffi psutil pyyaml packaging
+"$python" -m pip download -qq --no-deps --require-hashes --requirement ../requirements-horovod.lock \
+  --only-binary :all: --python-version 3.11
 "$python" -m pip download -qq --no-deps --no-binary horovod "horovod==$version"

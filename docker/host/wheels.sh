@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 . docker/host/settings.sh
+. docker/host/locked.sh
 
 fail() { printf 'wheels: %s\n' "$@" >&2; exit 2; }
 find_pip() {
@@ -19,7 +20,7 @@ find_pip() {
 }
 
 base=$(docker/host/base.sh)
-index=$(setting TORCH_INDEX)
+TORCH_INDEX=$(setting TORCH_INDEX)
 extras=$(setting EXTRAS)
 # The wheels must fit the Python of the image, which may be another than this machine's
 version=$(docker run --rm --network none --entrypoint python3 "$base" \
@@ -28,7 +29,7 @@ version=$(docker run --rm --network none --entrypoint python3 "$base" \
 fill() { # FOLDER LIST...: the wheels of the lists, unless the folder holds them already
   local folder=$1 wanted python
   shift
-  wanted=$(cat docker/requirements*.lock <(echo "$* $version $index") | sha256sum)
+  wanted=$(cat docker/requirements*.lock <(echo "$* $version $TORCH_INDEX") | sha256sum)
   if [[ $wanted == "$(cat "$folder/.wanted" 2> /dev/null)" ]]; then
     echo "wheels: $folder is up to date ($(du -sh "$folder" | cut -f1))"
     return
@@ -42,14 +43,11 @@ fill() { # FOLDER LIST...: the wheels of the lists, unless the folder holds them
   fi
   echo "wheels: downloading for Python $version with $($python -m pip --version | cut -d' ' -f1,2) of $python"
   rm -f "$folder"/*.whl "$folder/.wanted"
-  # A list names only what it adds to others: what it needs of them comes along, in the versions that they name
-  "$python" -m pip download -qq --dest "$folder" "${@/#/--requirement=docker/}" --only-binary :all: \
-    "${locks[@]/#/--constraint=}" --python-version "$version" ${index:+--extra-index-url "$index"}
+  locked "${*/#/docker/}" "$python" -m pip download -qq --dest "$folder" --only-binary :all: --python-version "$version"
   echo "$wanted" > "$folder/.wanted"
   echo "wheels: $(find "$folder" -name '*.whl' | wc -l) files in $folder, $(du -sh "$folder" | cut -f1)"
 }
 
-locks=(docker/requirements*.lock)
 fill docker/wheels requirements.lock
 # In a folder of their own, so that the layer of all other packages stays as it is
 # shellcheck disable=SC2046,SC2086  # a list of words

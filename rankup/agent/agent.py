@@ -52,10 +52,10 @@ from rankup.agent.status import (
     STACKS,
     RunStatus,
     announce_stacks,
+    attempt_of,
     new_job,
     stacks_environment,
     write_end,
-    write_health,
 )
 from rankup.env.addresses import free_port
 from rankup.env.node_env import NodeEnv
@@ -86,7 +86,6 @@ class Helpers:
 
     advice: Callable[[str], str] = lambda tail: ""
     where: Callable[[Path, Collection[int]], Sequence[str]] = lambda run_dir, ranks: ()
-    tell: Callable[[str, int], None] = lambda text, code: None
 
 
 class Rank:
@@ -98,7 +97,6 @@ class Rank:
         self.cause = ""  # as it said itself
         self.pid = 0  # of a script that does not import rankup; the fork server knows those of others
         self.pump: Pump | None = None
-        self.started_s = 0.0
         self.stopped_since_s = 0.0  # in state T
 
 
@@ -111,7 +109,7 @@ class Agent:
         self.node, self.script, self.options, self.run_dir, self.helpers = node, script, options, run_dir, helpers
         self.knows_us = script.imports_rankup()
         self.ranks = [Rank(local_rank, node.first_rank + local_rank) for local_rank in range(node.nproc)]
-        self.records = Records(node.nproc)
+        self.records = Records(node.nproc, first_rank=node.first_rank)
         self.host = host_name()
         self.links = Links(self._hear_rank)
         self.server: ForkServer | None = None
@@ -241,8 +239,11 @@ class Agent:
             log.warning("%s", commit["why"])
         self._all_ended.clear()
         for rank in self.ranks:
-            rank.running, rank.told, rank.cause, rank.started_s = True, False, "", time.monotonic()
-            self.records.clear(rank.local_rank)
+            rank.running, rank.told, rank.cause = True, False, ""
+            record = self.records.of(rank.local_rank)
+            record.clear()
+            if not self.knows_us:
+                record.enter("script")
             words = self.script.command(
                 local_rank=self.node.local_rank + rank.local_rank, option=self.options.pass_local_rank
             )
@@ -261,7 +262,7 @@ class Agent:
     @property
     def attempt(self) -> str:
         """The id of this membership's attempt."""
-        return f"{self._commit['job']}-{self._commit['restarts']}"
+        return attempt_of(self._commit["job"], self._commit["restarts"])
 
     def _error_file(self, rank: Rank) -> Path:
         return self.run_dir / "status" / self.attempt / f"error-rank-{rank.number}.json"
@@ -470,17 +471,15 @@ class Agent:
 
     async def _tick(self) -> None:
         """What tells nobody: ranks that were stopped (SIGSTOP), and orphans that a container's first process reaps."""
-        reported_s = 0.0
         while True:
             await asyncio.sleep(timing.TICK_S)
             pids = {rank: self._pid_of(rank) for rank in self.ranks if rank.running}
             reap_orphans({*pids.values(), self.server.pid if self.server is not None else 0})
             now_s = time.monotonic()
-            if not self.knows_us and now_s - reported_s >= timing.REPORT_S:
-                reported_s = now_s
-                for rank, pid in pids.items():
-                    write_health(os.environ, rank.number, pid, rank.started_s)
             for rank, pid in pids.items():
+                record = self.records.of(rank.local_rank)
+                if record.read().phase in ("start", "script"):  # nobody in its process gives signs of life
+                    record.give_sign()
                 if not pid or state_of(pid) != "T":
                     rank.stopped_since_s = now_s
                 elif now_s - rank.stopped_since_s > timing.STOPPED_S:

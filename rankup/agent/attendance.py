@@ -237,7 +237,7 @@ class Attendance:
         """Give signs of life, until the leader gives none or the time to join is over. Returns why it is given up."""
         looked_s = self._clock()
         while True:
-            link.send("alive", ranks=[record.read().sign(rank) for rank, record in self._records().items()])
+            link.send("alive", ranks=[record.read().sign() for record in self._records().values()])
             await asyncio.sleep(ALIVE_S)
             now_s = self._clock()
             if now_s - looked_s > FROZEN_S:

@@ -21,10 +21,16 @@ LOST_PEER = re.compile(
 )
 
 
+def state_of(code: int) -> str:
+    """The word for an exit code, as status files have it."""
+    return {FINISHED: "finished", STOPPED: "stopped"}.get(code, "failed")
+
+
 @dataclass(frozen=True)
 class End:
-    """How one rank ended. `step`: the last one it finished, 0 where it never said. `told`: it had been told to leave
-    before, so its code explains nothing. `cause`: in a few words, or empty."""
+    """How one rank ended. `cause`: in a few words, or empty. `step`: the last one it finished, 0 where it never said.
+    `told`: it had been told to leave before, so its code explains nothing. `suspect`: the rank that it lost, if it
+    knows."""
 
     rank: int
     host: str
@@ -32,11 +38,24 @@ class End:
     cause: str = ""
     step: int = 0
     told: bool = False
+    suspect: int | None = None
+
+    @property
+    def state(self) -> str:
+        """finished, stopped or failed."""
+        return state_of(self.code)
 
     @property
     def explains(self) -> bool:
         """Whether its code says why the job ended: not of a rank that only lost another one, or was told to leave."""
         return not self.told and self.code != PEER_LOST and not LOST_PEER.search(self.cause)
+
+    def entry(self) -> dict[str, Any]:
+        """What the files of a run say of it."""
+        return {
+            "rank": self.rank, "host": self.host, "state": self.state, "code": self.code, "why": self.cause,
+            "step": self.step, "suspect": self.suspect,
+        }
 
     @staticmethod
     def read(message: Mapping[str, Any], host: str) -> "End":
@@ -44,7 +63,7 @@ class End:
         try:
             return End(
                 int(message["rank"]), host, int(message["code"]), str(message["cause"]), int(message["step"]),
-                bool(message["told"]),
+                bool(message["told"]), message.get("suspect"),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"no end of a rank: {error}") from None

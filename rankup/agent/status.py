@@ -1,7 +1,13 @@
-"""What the agents write of a run whose script knows nothing of us: how it goes, and how each rank ended. No torch here.
+"""What the files say of a run and of its ranks, for whoever looks from outside. No torch here.
+
+| status.json                            | the run: by node 0's agent, or by rank 0 of a script that imports rankup |
+| status/<attempt>/rank-N.json           | how each rank ended: by its agent, or by the rank itself         |
+| status/<attempt>/progress-*.json       | how the attempt goes                                             |
+| the file in RANKUP_LAST_WORD           | one line that Kubernetes shows of a container that has ended     |
+| the file in TORCHELASTIC_ERROR_FILE    | what torchrun's summary shows                                    |
 
 `status.json` has the attempt's id in it. A reader that finds no file, or another attempt's id, takes the run for
-failed: yesterday's success must never be read as today's. A script that imports rankup writes these files itself.
+failed: yesterday's success must never be read as today's.
 """
 
 import contextlib
@@ -9,22 +15,29 @@ import json
 import os
 import secrets
 import signal
+import sys
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from rankup.agent.ends import End
+from rankup.agent.ends import End, state_of
 from rankup.agent.logs import host_name
 from rankup.agent.processes import start_of
 from rankup.agent.protocol import Member
-from rankup.errors import FINISHED, STOPPED
-from rankup.places.files import write_atomically, write_json
+from rankup.env.rank_env import RankEnv
+from rankup.errors import FINISHED, JOIN_FAILED, PEER_LOST, USER_MISTAKE, JoinError, PeerLost, root_cause
+from rankup.places.files import read_json, write_atomically, write_json
 from rankup.places.lease import Lease
 
 STACKS = "stacks"  # the folder in that of the run
 MOST_BYTES = 2**20  # of a file of stacks: nobody reads those of a hundred attempts ago
+LONGEST = 2000  # bytes of a last word; the kubelet keeps the last 4096
+# Keeps a victim from being named the root cause: torchrun's summary takes the earliest time, which has whole seconds,
+# then the lowest rank; and for a rank that left no file the time at which the others had ended.
+VICTIM_LATER_S = 3
+
+# Attempts -------------------------------------------------------------------------------------------------------------
 
 
 def new_job() -> str:
@@ -32,19 +45,140 @@ def new_job() -> str:
     return time.strftime("%Y%m%dT%H%M%S-") + secrets.token_hex(3)
 
 
-def state_of(code: int) -> str:
-    """The word for an exit code, as status files have it."""
-    return {FINISHED: "finished", STOPPED: "stopped"}.get(code, "failed")
+def attempt_of(job: str, restart: int) -> str:
+    """The id of restart N of a job."""
+    return f"{job}-{restart}"
+
+
+def job_of(attempt: str) -> str:
+    """The job part of an attempt's id, which all its restarts share."""
+    return "-".join(attempt.split("-")[:2])
+
+
+# Ends -----------------------------------------------------------------------------------------------------------------
 
 
 def write_end(run_dir: Path, attempt: str, end: End) -> None:
-    """How one rank of this node ended. A full disk must not hide the reason."""
-    record = {
-        "attempt": attempt, "rank": end.rank, "host": end.host, "state": state_of(end.code), "code": end.code,
-        "why": end.cause, "step": end.step, "suspect": None,
-    }
+    """How one rank ended. A full disk must not hide the reason."""
     with contextlib.suppress(OSError):
-        write_json(run_dir / "status" / attempt / f"rank-{end.rank}.json", record)
+        write_json(run_dir / "status" / attempt / f"rank-{end.rank}.json", {"attempt": attempt, **end.entry()})
+
+
+def write_summary(
+    run_dir: Path, attempt: str, world_size: int, ends: Iterable[End], *, code: int | None = None, why: str = "",
+) -> None:
+    """Write `status.json`. A run without a `code` is running. Raises OSError."""
+    write_json(run_dir / "status.json", {
+        "attempt": attempt, "state": "running" if code is None else state_of(code), "world_size": world_size,
+        "code": code, "why": why, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "ranks": {str(end.rank): end.entry() for end in sorted(ends, key=lambda end: end.rank)},
+    })
+
+
+class Owner(Protocol):
+    """What says whether the run directory still belongs to this attempt: the lease of `rankup.places.lease`."""
+
+    def is_ours(self) -> bool: ...
+
+
+class StatusFile:
+    """What one rank may write of its end into a run directory that other attempts may use too; rank 0 also of the run.
+
+    `attempt`: its id; the ranks take over rank 0's when they meet. `begun`: until that is set a mistake of the user is
+    that of a command, and no end of the run.
+    """
+
+    def __init__(self, run_dir: Path, launch: RankEnv, *, shared: bool = True) -> None:
+        """`shared`: another attempt may be at work in `run_dir`, so that `status.json` may be that one's."""
+        self.run_dir, self.shared = run_dir, shared
+        self.attempt = launch.attempt or new_job()
+        self.rank, self.world_size = launch.rank, launch.world_size
+        self.begun = False
+        self._owner: Owner | None = None
+        self._copy: Callable[[Path], None] = lambda path: None
+        self._ended: dict[str, Any] | None = None  # what an earlier attempt left that finished or was stopped
+
+    def claim(self, owner: Owner, *, copy: Callable[[Path], None] | None = None) -> None:
+        """The run directory is ours as long as `owner` says so. Rank 0 only.
+
+        `copy`: gets the path of `status.json` each time it was written, and raises nothing.
+        """
+        self._owner, self._copy = owner, copy or self._copy
+        self.write_summary([])
+
+    def write_end(self, end: End) -> None:
+        """How this rank ended."""
+        write_end(self.run_dir, self.attempt, end)
+        tell_platform(f"rank {end.rank} of {self.world_size} on {end.host}: {end.cause}", end.code)
+
+    def write_summary(self, ends: Iterable[End]) -> None:
+        """Write `status.json`, on rank 0 and where it may: without ends while the run goes on, then with all.
+
+        Its code and reason are those of the rank that ended the run, not of the ranks that lost that rank.
+        """
+        earlier = read_json(self.run_dir / "status.json") or {} if self.rank == 0 else {}
+        if self.rank != 0 or not self._may_write(earlier):
+            return
+        if earlier.get("state") in ("finished", "stopped") and earlier.get("attempt") != self.attempt:
+            self._ended = earlier
+        ends = list(ends)
+        code = root_cause([end.code for end in ends])
+        with contextlib.suppress(OSError):
+            if code == USER_MISTAKE and not self.begun and self._ended is not None:
+                write_json(self.run_dir / "status.json", self._ended)
+            else:
+                cause = next((end for end in ends if end.code == code), None)
+                write_summary(
+                    self.run_dir, self.attempt, self.world_size, ends, code=cause.code if cause else None,
+                    why=cause.cause if cause else "",
+                )
+            self._copy(self.run_dir / "status.json")
+
+    def _may_write(self, earlier: dict[str, Any]) -> bool:
+        """Only the owner writes. Before ownership is settled, overwrite only what a finished attempt left: a second
+        attempt that is refused must leave no trace in the status of the one that is alive."""
+        if self._owner is not None:
+            return self._owner.is_ours()
+        return not self.shared or earlier.get("state") != "running" or earlier.get("attempt") == self.attempt
+
+
+def tell_platform(text: str, code: int) -> None:
+    """Write why a process of this container ends with `code`, as one line over what stands in RANKUP_LAST_WORD.
+
+    `kubectl describe pod` shows it as the message of the terminated container. The manifests in k8s/ name that file;
+    elsewhere nothing is written. A rank that only lost another one does not hide what the other said, which may be in
+    the same container.
+    """
+    if not (name := os.environ.get("RANKUP_LAST_WORD")):
+        return
+    path, victim = Path(name), code in (JOIN_FAILED, PEER_LOST)
+    line = " ".join(f"{text} (exit code {code})".split()).encode()[:LONGEST].decode(errors="ignore")
+    with contextlib.suppress(OSError):  # it is no reason to end in another way
+        if not (victim and path.read_text(encoding="utf-8", errors="ignore")):
+            path.write_text("" if code == FINISHED else f"{line}\n", encoding="utf-8")
+
+
+def tell_torchrun(error: BaseException) -> None:
+    """Write the error file that torchrun's summary shows; without one it says "error_file: <N/A>" (pytorch 113546)."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    # Only the first error: a failing rank waits for the others, and a later error is a consequence
+    if path and not Path(path).exists() and "torch" in sys.modules and isinstance(error, Exception):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with contextlib.suppress(OSError):  # a full disk must not hide the error itself
+            get_error_handler().record_exception(error)
+            victim = isinstance(error, JoinError | PeerLost)
+            if victim or error.__traceback__ is None:
+                # The summary shall show our text, which names the lost rank or says how the script failed, in place of
+                # what torch has recorded: where in this program that was noticed
+                record = json.loads(Path(path).read_text(encoding="utf-8"))
+                more = record["message"]["extraInfo"]
+                more["py_callstack"] = record["message"]["message"]
+                more["timestamp"] = str(int(more["timestamp"]) + (VICTIM_LATER_S if victim else 0))
+                write_json(Path(path), record)
+
+
+# Stacks ---------------------------------------------------------------------------------------------------------------
 
 
 def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -81,19 +215,11 @@ def announce_stacks(
     return path
 
 
-def write_health(environ: Mapping[str, str], rank: int, pid: int, since_s: float) -> None:
-    """For a container's health check (`train/process/health.py`): the script of this rank runs, and has no deadline."""
-    if folder := environ.get("RANKUP_HEALTH_DIR"):
-        state = {
-            "pid": pid, "written_s": time.monotonic(), "phase": "script", "step": 0, "entered_s": since_s,
-            "timeout_s": 0.0, "waiting": False,
-        }
-        with contextlib.suppress(OSError):
-            write_atomically(Path(folder) / f"rank-{rank}.json", json.dumps(state))
+# The run of a script --------------------------------------------------------------------------------------------------
 
 
 class RunStatus:
-    """`status.json` of the run, and `status/<attempt>/progress-*.json` of each attempt. Node 0's agent alone."""
+    """`status.json` and `progress-*.json` of a script that does not import rankup. Node 0's agent alone."""
 
     def __init__(self, run_dir: Path, world_size: int) -> None:
         self.run_dir, self.world_size = run_dir, world_size
@@ -116,13 +242,13 @@ class RunStatus:
 
     def begin(self, restarts: int, members: Iterable[Member]) -> None:
         """Another attempt has begun: its ranks start now."""
-        self.attempt = f"{self.job}-{restarts}"
+        self.attempt = attempt_of(self.job, restarts)
         self._hosts = [member.host for member in members for _ in member.ranks]
         if restarts:
             self.began, self._token = time.time(), secrets.token_hex(4)
             self._seconds = dict.fromkeys(self._seconds, 0.0)
         self.enter("script")
-        self._write("running", None, "", [])
+        self._write([])
 
     def enter(self, kind: str) -> None:
         """From now on time counts as "join" (the agents meet) or as "script" (it runs)."""
@@ -132,16 +258,12 @@ class RunStatus:
 
     def end(self, code: int, why: str, ends: Iterable[End]) -> None:
         """How the job ended."""
-        self._write(state_of(code), code, why, ends)
+        self._write(ends, code=code, why=why)
         self.report(finished=code == FINISHED)
 
-    def _write(self, state: str, code: int | None, why: str, ends: Iterable[End]) -> None:
-        ranks = {str(end.rank): {**asdict(end), "state": state_of(end.code), "why": end.cause} for end in ends}
+    def _write(self, ends: Iterable[End], **more: Any) -> None:
         with contextlib.suppress(OSError):
-            write_json(self.run_dir / "status.json", {
-                "attempt": self.attempt, "state": state, "world_size": self.world_size, "code": code, "why": why,
-                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "ranks": ranks,
-            })
+            write_summary(self.run_dir, self.attempt, self.world_size, ends, **more)
 
     def report(self, *, finished: bool = False) -> None:
         """How the attempt goes, for `status`; call it every REPORT_S."""

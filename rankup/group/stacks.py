@@ -32,10 +32,10 @@ import psutil
 
 from rankup.agent.status import STACKS, announce_stacks
 from rankup.env.rank_env import ranges
+from rankup.timing import WORKERS_S, WORKERS_TICK_S
 
 ASK, ASK_C = signal.SIGUSR2, getattr(signal, "SIGRTMAX", None)  # macOS has none of the second kind
 MEMORY = "rankup-stacks-"  # a DataLoader worker's
-WORKERS_S, TICK_S = 0.5, 0.02
 
 # The stacks of this process ------------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ def _ask_workers() -> str:
     until_s = time.monotonic() + WORKERS_S
     # Each is written word by word: it is whole once nothing has come since the last look
     while time.monotonic() < until_s and not (all(texts) and texts == before):
-        time.sleep(TICK_S)
+        time.sleep(WORKERS_TICK_S)
         before, texts = texts, [_behind(size, memory) for _, memory, size in workers]
     return "".join(
         f"# {json.dumps({'worker': number})}\n{text}" for (number, _, _), text in zip(workers, texts, strict=True)
@@ -156,7 +156,7 @@ KNOWN = (
     ("group/host_link.py", "agreement"),
     ("parallel/shared_gradients.py", "all_reduce"),
     ("group/line.py", "join"),
-    ("group/store.py", "join"),
+    ("group/meeting.py", "join"),
     ("train/data/worker_loader.py", "data: loader.next"),
     ("train/data/loader.py", "data: loader.next"),
     ("torch/utils/data/dataloader.py", "data: next of a DataLoader"),
@@ -170,7 +170,7 @@ KNOWN = (
     ("torch/cuda/__init__.py", ""),  # synchronize
 )
 # Whoever reads the place wants to know who called these
-HELPERS = ("/rankup/group/", "/train/group/", "/train/parallel/shared_gradients.py")
+HELPERS = ("/rankup/group/", "/train/group.py", "/train/parallel/shared_gradients.py")
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", sysconfig.get_paths()["stdlib"])
 WORKER_LOOP = "torch/utils/data/_utils/worker.py"
 FETCH = "torch/utils/data/_utils/fetch.py"

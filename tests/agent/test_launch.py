@@ -21,8 +21,9 @@ import psutil
 import pytest
 
 from rankup.agent.protocol import in_thread
+from rankup.agent.record import find_records, judge
 from rankup.timing import REPEAT_S
-from tests.rigs.jobs import ROOT, Job, ended, free_port, lives, start
+from tests.rigs.jobs import Job, ended, free_port, lives, start
 
 TORCHRUN_SETS = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -136,18 +137,6 @@ def test_nobody_reads_what_is_printed_and_the_job_goes_on(tmp_path: Path) -> Non
     assert status(tmp_path)["attempt"].endswith("-1")
 
 
-def test_health_check_of_a_container_sees_the_script(tmp_path: Path) -> None:
-    env = {"RANKUP_HEALTH_DIR": str(tmp_path)}
-    with ended(Job()) as job:
-        add_node(job, tmp_path, WAITS, node=0, num_nodes=1, port=free_port(), env=env)
-        until((tmp_path / "rank-0.json").exists, "no report")
-        check = [sys.executable, "-I", ROOT / "train" / "process" / "health.py"]
-        done = subprocess.run(check, env=env, capture_output=True, text=True)
-        (tmp_path / "go").touch()
-        assert job.wait() == [0], job.output
-    assert (done.returncode, done.stdout[:15]) == (0, "rank 0: script ")
-
-
 # Ends and restarts ----------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +235,19 @@ child = subprocess.Popen(["sleep", "600"])
         assert job.wait() == [0], job.output
     children = [pid_of(tmp_path, rank, name="child") for rank in TWO]
     until(lambda: not any(map(lives, children)), "processes were left")
+
+
+def test_health_check_of_a_container_sees_the_script(tmp_path: Path) -> None:
+    with ended(launch(tmp_path, WAITS)) as job:
+        until(lambda: len(found := find_records(str(job.processes[0].pid))) == 2 and all(r.signed_s for r in found), "")
+        judged = [
+            judge(record, now_s=time.monotonic(), healthy_step_s=1.0)
+            for record in find_records(str(job.processes[0].pid))
+        ]
+        (tmp_path / "go").touch()
+        assert job.wait() == [0], job.output
+    assert [good for good, _ in judged] == [True, True]
+    assert [line[:15] for _, line in judged] == ["rank 0: script ", "rank 1: script "]
 
 
 def test_killed_agent_takes_its_ranks_with_it(tmp_path: Path) -> None:

@@ -1,17 +1,32 @@
-"""The record of a rank: it outlives the rank, and no half of it harms a reader."""
+"""The record of a rank: it outlives the rank, no half of it harms a reader, and health checks find it."""
 
 import json
 import os
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rankup.agent.record import NO_LIMIT, NO_STOP, PHASES_AT, SEQUENCE_AT, SIZE, Record, Records, RecordWriter
+from rankup.agent import record as health
+from rankup.agent.record import (
+    HEALTHY_STEP_S,
+    NO_LIMIT,
+    NO_STOP,
+    PHASES_AT,
+    SEQUENCE_AT,
+    SILENT_S,
+    SIZE,
+    PhaseClock,
+    Records,
+    RecordWriter,
+    find_records,
+    judge,
+)
 from tests.rigs.jobs import ROOT, environment
 
 # As a rank does it, and then it is killed
@@ -65,9 +80,10 @@ def go_on(process: "subprocess.Popen[str]") -> None:
 
 
 def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() -> None:
-    records = Records(3)
+    records = Records(3, first_rank=8)
     empty = records.read(0)
-    assert empty == Record("start", 0, "", empty.entered_s, NO_LIMIT, False, False, False)
+    assert (empty.rank, empty.phase, empty.step, empty.place, empty.timeout_s) == (8, "start", 0, "", NO_LIMIT)
+    assert (empty.waiting, empty.finished, empty.settled, empty.signed_s) == (False, False, False, 0.0)
     others = records.read(0), records.read(2)
     with started(RANK, records.place(1)) as process:
         assert told(process) == "True"
@@ -79,11 +95,12 @@ def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() ->
         assert told(process) == "False"
     assert process.returncode == -9
     found = records.read(1)
-    assert found == Record("step", 1000, "loop.py:12", found.entered_s, 30.0, True, True, True)
-    assert empty.entered_s < found.entered_s
+    assert (found.rank, found.phase, found.step, found.place, found.timeout_s) == (9, "step", 1000, "loop.py:12", 30.0)
+    assert (found.waiting, found.finished, found.settled) == (True, True, True)
+    assert empty.entered_s < found.signed_s < found.entered_s
     assert (records.read(0), records.read(2)) == others
-    records.clear(1)
-    assert replace(records.read(1), entered_s=0) == replace(empty, entered_s=0)
+    records.of(1).clear()
+    assert replace(records.read(1), entered_s=0) == replace(empty, rank=9, entered_s=0)
 
 
 def test_step_begins_at_its_own_time_in_the_same_phase() -> None:
@@ -167,3 +184,81 @@ def test_phase_of_a_rank_that_was_killed_while_it_wrote_is_the_one_before() -> N
     assert (found.phase, found.timeout_s) == ("save", 3.0)
     RecordWriter(records.place(0)).enter("step")
     assert records.read(0).phase == "step"
+
+
+def test_deadline_is_moved_and_the_phase_goes_on() -> None:
+    record = RecordWriter(None)
+    for timeout_s in (5.0, NO_LIMIT):
+        record.enter("save", timeout_s)
+        before, now_s = record.read(), time.monotonic()
+        record.extend(100.0)
+        after = record.read()
+        assert (after.phase, after.entered_s) == ("save", before.entered_s)
+        assert after.until_s >= now_s + 100.0
+        assert after.until_s < before.until_s or timeout_s == 5.0
+
+
+# The clock ------------------------------------------------------------------------------------------------------------
+
+
+def test_phases_add_up_to_the_age_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    clock = PhaseClock("start")
+    for phase, lasts_s in (("join", 2.0), ("step", 3.0), ("step", 4.0), ("save", 1.0)):
+        clock.enter(phase)
+        now_s += lasts_s
+        with clock.during("data"):
+            now_s += 0.5
+    assert clock.seconds() == {"start": 0.0, "join": 2.0, "step": 7.0, "save": 1.0, "data": 2.0}
+    now_s += 10
+    assert clock.seconds()["save"] == 11.0  # the present phase counts before it ends
+    with pytest.raises(ValueError, match="probe"), clock.during("evaluation"):
+        raise ValueError("probe")
+    assert clock.present()[0] == "save"
+
+
+# The health check -----------------------------------------------------------------------------------------------------
+
+
+def test_health_check_finds_the_ranks_of_an_agent_and_one_without() -> None:
+    """Each once, however many processes have its memory; through the command as a container's engine runs it."""
+    records, alone = Records(2, first_rank=4711), RecordWriter(None, rank=5711)
+    writers = [RecordWriter(records.place(0)), alone]
+    for writer in writers:
+        writer.set_place("here")
+    found = find_records(str(os.getpid()))
+    assert [record.rank for record in found if record.rank in range(4711, 5712)] == [4711, 4712, 5711]
+    check = [sys.executable, "-I", health.__file__]
+    said = subprocess.run(check, capture_output=True, text=True, cwd="/", check=False)
+    assert said.returncode == 1
+    for text in ("rank 4711: start (step 0) for ", "rank 4712: not started", "rank 5711: start "):
+        assert said.stdout.count(text) == 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "timeout_s", "waiting", "later_s", "said"),
+    [
+        ("save", 5.0, False, 4.0, ""),
+        ("save", 5.0, False, 6.0, "hung"),
+        ("step", 2000.0, False, HEALTHY_STEP_S + 1, "hung"),
+        ("step", 2000.0, True, HEALTHY_STEP_S + 1, "waiting for another rank"),
+        ("evaluation", 2000.0, False, HEALTHY_STEP_S + 1, ""),
+        ("start", NO_LIMIT, False, 9999.0, ""),
+    ],
+)
+def test_health_is_a_matter_of_the_deadline_and_of_a_step_that_is_too_long(
+    phase: str, timeout_s: float, waiting: bool, later_s: float, said: str
+) -> None:
+    record = RecordWriter(None, rank=3)
+    record.enter(phase, timeout_s)
+    record.begin(7)
+    record.wait(waiting)
+    now_s = time.monotonic() + later_s
+    found = replace(record.read(), signed_s=now_s)
+    good, line = judge(found, now_s=now_s, healthy_step_s=HEALTHY_STEP_S)
+    assert line == f"rank 3: {phase} (step 7) for {later_s:.0f} s" + (f", {said}" if said else "")
+    assert good == (not said)
+    good, line = judge(replace(found, signed_s=now_s - SILENT_S - 1), now_s=now_s, healthy_step_s=HEALTHY_STEP_S)
+    assert not good
+    assert line.endswith("no sign of life for 11 s: stopped or frozen")

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 from rankup.env.rank_env import RankEnv, read_rank_env
-from train.group.meeting import meet
+from rankup.group.meeting import meet
 
 THREADS = 64  # ranks of one process
 TIMEOUT_S = 300.0

@@ -30,6 +30,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 from torchvision import transforms  # noqa: E402
 
+from rankup.group.stop import StopRequest  # noqa: E402
 from tests.bench.machine import cpu_model  # noqa: E402
 from tests.rigs.photographs import photograph  # noqa: E402
 from train.config import Config  # noqa: E402
@@ -37,7 +38,6 @@ from train.data import Samples  # noqa: E402
 from train.data.loader import Loader  # noqa: E402
 from train.data.order import Order  # noqa: E402
 from train.parallel.allocator import keep_freed_memory  # noqa: E402
-from train.process.stop import StopRequest  # noqa: E402
 from train.workloads import images  # noqa: E402
 
 PICTURES = 64  # different ones; the files are copies of them, each read and decoded by itself

@@ -29,6 +29,7 @@ import torch  # noqa: E402
 import webdataset  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
+from rankup.group.stop import StopRequest  # noqa: E402
 from tests.bench.jpeg import make_files  # noqa: E402
 from tests.bench.machine import cpu_model  # noqa: E402
 from tests.rigs.shards import pack_folder  # noqa: E402
@@ -39,7 +40,6 @@ from train.data.loader import Loader  # noqa: E402
 from train.data.order import Order  # noqa: E402
 from train.data.sources import load  # noqa: E402
 from train.data.sources.decode import decode_bytes  # noqa: E402
-from train.process.stop import StopRequest  # noqa: E402
 
 SIZE = 224
 FOLDER, SHARDS, WINDOW, THEIRS = "folder", "shards", "shards, --shuffle-window", "webdataset"

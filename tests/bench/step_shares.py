@@ -36,8 +36,8 @@ def measure() -> None:
     import torch
 
     import train.loop as loop
+    from rankup.group.group import Group
     from train.data.loader import Loader
-    from train.group.group import Group
     from train.parallel.buffers import Buffers
     from train.parallel.ddp import DDP
     from train.parallel.method import Method

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
+from rankup.group.stop import StopRequest
 from rankup.loop.seeds import derive_seed, seed_host
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
@@ -24,7 +25,6 @@ from train.data.samples import shift_and_flip
 from train.data.sources import load
 from train.data.sources.decode import decode
 from train.data.sources.sets import FileSet
-from train.process.stop import StopRequest
 from train.workloads import images as workload
 
 RECIPES: list[Augment] = [False, True, "imagenet", "trivial"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rankup.errors import DataError, UserError
+from rankup.group.stop import StopRequest
 from tests.rigs.object_store import S3
 from tests.rigs.photographs import write_photographs
 from tests.rigs.range_server import serving
@@ -20,7 +21,6 @@ from tests.rigs.shards import load_shards, pack_folder, samples_of
 from train.config import Config
 from train.data.loader import Loader
 from train.data.sources.shards import index, place
-from train.process.stop import StopRequest
 
 ALL = torch.arange(24)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rankup.errors import LaunchError
-from train.group.device import pick_backend, pick_device
+from rankup.group.joining import pick_backend, pick_device
 
 Machine = Callable[[str, int], None]
 
@@ -27,12 +27,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def test_without_an_accelerator_the_cpu_is_taken(machine: Machine):
     machine("cuda", 0)
-    assert pick_device("auto", 3, distributed=True) == torch.device("cpu")
+    assert pick_device(None, 3, distributed=True) == torch.device("cpu")
 
 
 def test_each_local_rank_takes_the_device_of_its_number(machine: Machine):
     machine("cuda", 4)
-    assert [pick_device("auto", rank, distributed=True).index for rank in range(4)] == [0, 1, 2, 3]
+    assert [pick_device(None, rank, distributed=True).index for rank in range(4)] == [0, 1, 2, 3]
 
 
 def test_a_task_that_is_shown_one_device_takes_it(machine: Machine):
@@ -41,7 +41,7 @@ def test_a_task_that_is_shown_one_device_takes_it(machine: Machine):
     assert pick_device("cuda", 3, distributed=True) == torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize(("wanted", "rank", "count"), [("auto", 2, 2), ("cuda", 5, 4), ("cuda:1", 0, 1)])
+@pytest.mark.parametrize(("wanted", "rank", "count"), [(None, 2, 2), ("cuda", 5, 4), ("cuda:1", 0, 1)])
 def test_more_ranks_than_devices_is_refused(machine: Machine, wanted: str, rank: int, count: int):
     machine("cuda", count)
     said = f"local rank {rank} must have a device of its own, got {count} visible cuda devices"
@@ -59,12 +59,12 @@ def test_a_device_that_is_not_there_is_refused(machine: Machine, wanted: str):
 @pytest.mark.parametrize(("distributed", "kind"), [(True, "cpu"), (False, "mps")])
 def test_mps_is_for_one_process(machine: Machine, distributed: bool, kind: str):
     machine("mps", 1)
-    assert pick_device("auto", 0, distributed=distributed).type == kind
+    assert pick_device(None, 0, distributed=distributed).type == kind
 
 
 @pytest.mark.parametrize(
     ("wanted", "device", "backend"),
-    [("auto", "cpu", "gloo"), ("auto", "cuda:0", "cpu:gloo,cuda:nccl"), ("gloo", "cuda:0", "gloo")],
+    [(None, "cpu", "gloo"), (None, "cuda:0", "cpu:gloo,cuda:nccl"), ("gloo", "cuda:0", "gloo")],
 )
 def test_gloo_is_beside_the_devices_own_backend(wanted: str, device: str, backend: str):
     assert pick_backend(wanted, torch.device(device)) == backend

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from rankup.group.meeting import read_place
 from tests.rigs.fork_server import Forks, Job
-from train.group.meeting import read_place
 
 LINE = ("train", "--dataset", "digits", "--model", "mlp", "--max-steps", "3", "--tensorboard=false", "--name", "run")
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from rankup.errors import PeerLost, UserError
+from rankup.group.group import Group, on_rank0, pack, unpack
 from tests.rigs.bare_group import group_of
 from tests.rigs.fork_server import Forks
-from train.group.group import Group, on_rank0, pack, unpack
 
 ROWS = [{"accuracy": 0.1 + 0.2, "name": "größe", "none": None, "list": [1, [2.5, True]]}, [], "", 2**60]
 

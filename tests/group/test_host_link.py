@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from rankup.group.host_link import MOST_RANKS, open_link
 from tests.rigs.bare_group import group_of
 from tests.rigs.fork_server import Forks
-from train.group.host_link import MOST_RANKS, open_link
 
 
 class Gathering:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from train.group import losses
-from train.group.losses import Losses, Suspect, describe, root_exit_code
+from rankup.group import losses
+from rankup.group.losses import Losses, Suspect, describe, root_exit_code
 
 HOSTS = ["node0", "node0", "node1", "node1"]
 
@@ -116,7 +116,7 @@ def test_an_answer_is_waited_for_only_so_long(monkeypatch: pytest.MonkeyPatch) -
         def say(self, kind: str, **values: Any) -> bool:
             return True
 
-    monkeypatch.setattr(losses, "ANSWER_S", 0.0)
+    monkeypatch.setattr(losses, "WHERE_S", 0.0)
     assert Losses(Deaf(None), 1).signs(timeout_s=0.05) == []
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train.group import network
+from rankup.group import meeting as network
 
 
 @pytest.fixture

@@ -214,10 +214,12 @@ def test_localhost_on_several_nodes_is_refused_at_once(failures: Failures):
     assert "waiting for" not in said
 
 
-@pytest.mark.parametrize("changed", ["train/loop.py", "rankup/errors.py"])
-def test_another_version_of_the_program_on_one_rank_is_named(begin: Starter, tmp_path: Path, changed: str):
-    for name in ("rankup", "train"):
-        shutil.copytree(jobs.ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "samples"))
+@pytest.mark.parametrize(("changed", "name"), [("train/loop.py", "program code"), ("rankup/errors.py", "rankup code")])
+def test_another_version_of_the_program_on_one_rank_is_named(
+    begin: Starter, tmp_path: Path, changed: str, name: str
+):
+    for each in ("rankup", "train"):
+        shutil.copytree(jobs.ROOT / each, tmp_path / each, ignore=shutil.ignore_patterns("__pycache__", "samples"))
     with (tmp_path / changed).open("a") as file:
         file.write("# a change that nobody pulled on the other node\n")
     port = free_port()
@@ -226,12 +228,12 @@ def test_another_version_of_the_program_on_one_rank_is_named(begin: Starter, tmp
     with jobs.ended(jobs.start(*line, env={**jobs.rank_env(1, 2, port), "PYTHONPATH": ""})) as other:
         assert [first.wait(), *other.wait(BOUND_S)] == [2, 2], first.said + other.output
     got = rf"got \w+ on rank 0 \({HOST}\) and \w+ on rank 1"
-    assert re.search(rf"program code must be the same on all ranks, {got}", first.said)
+    assert re.search(rf"{name} must be the same on all ranks, {got}", first.said)
 
 
 def test_code_is_compared_as_it_was_imported(forks: Forks, tmp_path: Path):
     """A rank that is forked anew after `git pull` runs what its server imported, as the ranks that it meets do."""
-    pulled = tmp_path / "train" / "group" / "join.py"
+    pulled = tmp_path / "train" / "group.py"
     pulled.parent.mkdir(parents=True)
     pulled.touch()
     codes, output = forks.run(

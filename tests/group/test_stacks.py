@@ -48,7 +48,7 @@ FETCHED = [Frame("/me/set.py", 7, "__getitem__"), Frame(f"{TORCH}/utils/data/_ut
             "init_process_group (train.py:3 <module>)",
         ),
         (
-            [Frame(f"{RUN}/group/host_link.py", 46, "max"), Frame("/x/rankup/group/group.py", 85, "max"), *LOOP],
+            [Frame("/x/rankup/group/host_link.py", 46, "max"), Frame("/x/rankup/group/group.py", 85, "max"), *LOOP],
             "agreement (loop.py:213 step)",
         ),
         ([*BACKWARD, *LOOP], "backward (loop.py:213 step)"),

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rankup.observe.goodput import KINDS, Report, duration, goodput, one_line, read_reports
+from rankup.places.files import write_json
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
-from train.process.status import write_json
 from train.run.reporter import Reporter
 
 SETTINGS = (

@@ -16,16 +16,17 @@ from typing import Any
 import psutil
 import pytest
 
+from rankup.agent.ends import End
+from rankup.agent.status import StatusFile
 from rankup.env.rank_env import RankEnv
 from rankup.observe.goodput import read_reports
 from rankup.observe.status import as_text, look, look_at_all
 from rankup.observe.status import overview as _overview
 from rankup.observe.status import screen as _screen
+from rankup.places.files import write_json
 from tests.observe.test_goodput import report
 from tests.rigs.containers import rank_of, wait_for
 from tests.rigs.jobs import MAIN, ROOT, ended, environment, start
-from train.process.status import End, write_json
-from train.process.status_file import StatusFile
 
 LAUNCH = (
     sys.executable, MAIN, "launch", "--nproc=3", MAIN, "--workload", "tests.rigs.faulting_workload:build",
@@ -124,7 +125,7 @@ def stage(run: Path, *, attempts: int = 1) -> float:
                   "seen": now} for rank in range(40)]
         replace(own, attempt=f"a-{number}", ranks=ranks, remaining_s=30.0).write(run, f"{number}")
     file = StatusFile(run, RankEnv(attempt=f"a-{attempts - 1}"))
-    file.write_summary("running", [])
+    file.write_summary([])
     return now
 
 
@@ -173,13 +174,12 @@ def test_status_shows_what_takes_how_long_of_the_steps_of_a_rank(tmp_path: Path)
 def test_status_of_a_run_that_reports_no_steps(tmp_path: Path) -> None:
     """Of somebody's own script: only how its ranks ended is known."""
     file = StatusFile(tmp_path / "own", RankEnv(world_size=2, attempt="a-1"))
-    file.write_summary("running", [])
+    file.write_summary([])
     now = time.time()
     text = screen(look(tmp_path / "own", now=now), now=now)
     assert "state    running: it starts, or it runs code that reports no steps\n" in text
     assert "attempt  a-1\n" in text
-    file.write_summary("failed", [End(0, "node0", "failed", 171, "lost rank 1", 0),
-                                  End(1, "node1", "failed", 1, "KeyError: 'x'", 0)])
+    file.write_summary([End(0, "node0", 171, "lost rank 1"), End(1, "node1", 1, "KeyError: 'x'")])
     text = screen(look(tmp_path / "own", now=now + 65), now=now + 65)
     assert "state    failed with exit code 1, 1 min 5 s ago: KeyError: 'x'\n" in text
     assert re.search(r"^1 +node1 +failed with exit code 1$", text, re.MULTILINE)
@@ -221,7 +221,7 @@ def both_in_the_script(folder: Path) -> Any:
 
 def test_status_of_all_runs_is_a_line_each_and_the_newest_first(tmp_path: Path) -> None:
     now = stage(tmp_path / "training", attempts=2)
-    StatusFile(tmp_path / "old", RankEnv()).write_summary("failed", [End(0, "here", "failed", 2, "no", 0)])
+    StatusFile(tmp_path / "old", RankEnv()).write_summary([End(0, "here", 2, "no")])
     os.utime(tmp_path / "old" / "status.json", (now - 7200, now - 7200))
     (tmp_path / "no run").mkdir()
     lines = overview(look_at_all(tmp_path, now=now), where=str(tmp_path)).splitlines()
@@ -286,7 +286,7 @@ def test_status_watch_redraws_a_terminal_until_the_run_has_finished(tmp_path: Pa
 
     try:
         wait_for("two screens", lambda: read().count(b"\x1b[J") >= 2)
-        StatusFile(tmp_path / "run", RankEnv(attempt="a-0")).write_summary("finished", [])
+        StatusFile(tmp_path / "run", RankEnv(attempt="a-0")).write_summary([End(0, "here", 0)])
         wait_for("the end of --watch", lambda: read() and process.poll() is not None)
         assert process.returncode == 0
     finally:

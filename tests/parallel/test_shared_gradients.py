@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rankup.group import joining
+from rankup.group.host_link import open_link
 from tests.rigs.bare_group import group_of
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
-from train.group import join
-from train.group.host_link import open_link
 from train.parallel import ddp
 from train.parallel.shared_gradients import PART, SharedGradients, average
 
@@ -126,4 +126,4 @@ def near() -> None:
 def far() -> None:
     """Preloaded: the same for ranks that find no link to each other, as on two hosts."""
     near()
-    join.open_link = lambda *_, **__: None  # type: ignore[assignment, misc]
+    joining.open_link = lambda *_, **__: None  # type: ignore[assignment, misc]

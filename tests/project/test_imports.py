@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.rigs.jobs import ROOT, environment
 from train.commands.table import without_collections
 
-FOLDERS = ["config", "process", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "samples"]
+FOLDERS = ["config", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "samples"]
 # What may import what: the later the earlier
 ORDER = [
     *(f"rankup.{name}" for name in (
@@ -90,7 +90,7 @@ def modules_after(code: str) -> set[str]:
 
 def test_imports_of_cheap_modules_leave_torch_out() -> None:
     loaded = modules_after(
-        "from train import config, main; import rankup.explain; from train.process import status, stop; "
+        "from train import config, main; import rankup.explain; from rankup.group import stop; "
         "from rankup.observe import goodput, logs, metrics, sender, stacks, status, stragglers, tracker"
     )
     assert {"train", "pydantic"} <= loaded
@@ -160,8 +160,8 @@ def test_schedulers_are_named_in_env_alone() -> None:
 OWN_VARIABLE = re.compile(r"""environ(\.get\(|\[)["']RANKUP_|getenv\(["']RANKUP_""")
 
 
-def test_variables_of_our_own_are_read_in_env_agent_and_process_alone() -> None:
-    homes = {"rankup.env", "rankup.agent", "train.process"}
+def test_variables_of_our_own_are_read_in_env_and_agent_alone() -> None:
+    homes = {"rankup.env", "rankup.agent"}
     others = [path for path in files() if folder_of(module_of(path)) not in homes]
     assert len(others) > 30
     assert [str(path) for path in others if OWN_VARIABLE.search(path.read_text())] == []

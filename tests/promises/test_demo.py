@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rankup.places.files import write_json
 from tests.rigs.jobs import ROOT, Job, ended, environment, result, start, start_ranks
-from train.process.status import write_json
 
 TINY = ["--dataset", "digits", "--model", "mlp", "--epochs", "1", "--batch-size", "64", "--step-timeout-s", "60"]
 ENDLESS = [*TINY, "--epochs", "100000"]

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from rankup.agent.status import new_job
 from tests.rigs.faults import ByHand, Launched, Scene, deliver, random_kills
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, ended, rank_env, result
-from train.process.status import new_attempt
 
 RUNS = int(os.environ.get("RANKUP_RUNS", "20"))
 # CI always draws the same kills, so that a failure can be repeated; with RANKUP_RUNS set, each run draws others
@@ -115,7 +115,7 @@ def test_fresh_that_was_killed_before_it_began_is_still_fresh_after_the_restart(
         assert codes == [0], output
         return output
 
-    yesterday, today = new_attempt(), new_attempt()
+    yesterday, today = new_job(), new_job()
     assert "was moved" not in attempt(yesterday, 0)
     assert "is finished" in attempt(yesterday, 1)
     assert "the earlier run was moved" in attempt(today, 1)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rankup.agent.record import RecordWriter
-from train.group.group import Group
+from rankup.group.group import Group
 
 
 def group_of(rank: int, world_size: int) -> Group:

@@ -26,10 +26,10 @@ from torch import nn
 from torch.nn import functional
 
 from rankup.errors import DataError
+from rankup.group.stop import SIGNALS
 from rankup.loop.seeds import derive_seed
 from train.config import Config
 from train.data.random_numbers import random_numbers
-from train.process.stop import SIGNALS
 from train.workloads import Workload
 
 ERRORS: dict[str, BaseException] = {
@@ -116,7 +116,7 @@ class Samples:
 
 def probe_saves() -> None:
     """Call it first in a process: a probe may strike as it begins to save."""
-    from train.group.watchdog import Watchdog
+    from rankup.group.watchdog import Watchdog
 
     enter = Watchdog.enter
 
@@ -144,7 +144,7 @@ def slow_save() -> None:
 
 def impatient() -> None:
     """Call it first in a process: the last resorts come after seconds, not after a minute."""
-    from train.group import watchdog
+    from rankup.group import watchdog
 
     # More than SEVERAL_SILENT_S, which the search for a culprit may take
     watchdog.LOCKED_GRACE_S, watchdog.LEAVING_S = 4.0, 8.0
@@ -161,7 +161,7 @@ def lose_reader() -> None:
 
 def stuck_disk() -> None:
     """Call it first in a process: rank 1 hangs when it writes its end into `status/`."""
-    from train.process.status_file import StatusFile
+    from rankup.agent.status import StatusFile
 
     impatient()
     if os.environ["RANK"] == "1":

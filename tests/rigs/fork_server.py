@@ -251,7 +251,7 @@ def _be(job: dict[str, Any]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    from train.process.stop import die_with_parent
+    from rankup.agent.processes import die_with_parent
 
     die_with_parent(os.getppid())
     serve()

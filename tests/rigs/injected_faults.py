@@ -71,7 +71,7 @@ def hangs_in_the_collective() -> None:
 def hangs_and_gives_up_first() -> None:
     """Its own deadline comes before that of the ranks that wait for it."""
     from rankup.doctor import group
-    from train.group.watchdog import Watchdog
+    from rankup.group.watchdog import Watchdog
 
     _enter()
     group.wrong_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]

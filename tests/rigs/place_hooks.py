@@ -184,9 +184,9 @@ def _hook_optimizers() -> None:
 
 
 HOOKS: Mapping[str, Callable[[Any], None]] = {
-    "train.group.join": _hook_join,
-    "train.group.watchdog": _hook_watchdog,
-    "train.group.group": _hook_group,
+    "rankup.group.joining": _hook_join,
+    "rankup.group.watchdog": _hook_watchdog,
+    "rankup.group.group": _hook_group,
     "rankup.state.copies": _hook_copies,
     "train.run.keeper": _hook_keeper,
     "train.run.candidates": _hook_candidates,

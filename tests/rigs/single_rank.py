@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import rankup
 from tests.rigs.fork_server import Forks, Job, Process
 from tests.rigs.jobs import rank_env
-from train.group import join
+from train import group
 
 # Our ranks end seconds after their time to join; torch's own bounds begin at 300 s, and one side of gloo
 # waits for five times its timeout
@@ -71,7 +72,8 @@ class Starter:
 def pull_code() -> None:
     """Call it first in a process: the program's files on rank 1's disk are no longer those that it has imported."""
     if os.environ["RANK"] == "1":
-        join.__file__ = os.environ["PULLED"]
+        group.__file__ = os.environ["PULLED"]
+        rankup.__path__ = [str(Path(group.__file__).parent)]
 
 
 @contextmanager

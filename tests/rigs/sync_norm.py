@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rankup.group.group import Group
 from train import loop
 from train.config import Config
-from train.group.group import Group
 from train.parallel.model import prepare
 from train.workloads import Workload
 

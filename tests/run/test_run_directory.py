@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from rankup.places.files import read_json
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, environment, result
-from train.process.status import read_json
 
 # 8 steps an epoch; with a constant rate a longer run begins as a shorter one does
 SETTINGS = (

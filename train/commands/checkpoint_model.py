@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
+from rankup.agent.status import StatusFile
 from rankup.errors import UserError
+from rankup.group.group import Group, on_rank0
 from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.places.urls import is_url
+from train.commands.context import Context
 from train.config import Config
-from train.group.group import Group, on_rank0
-from train.group.join import join
+from train.group import join_group
 from train.parallel.model import prepare
-from train.process.context import Context
-from train.process.status_file import StatusFile
 from train.run.checkpoint import Checkpoint, load_checkpoint, load_newest, share_checkpoint
 from train.run.fetched import fetched
 from train.workloads import Workload, load
@@ -61,7 +61,7 @@ def open_checkpoint(context: Context, path: str) -> Iterator[CheckpointModel]:
     config, log = context.config, context.log
     # A folder of its own: the status of the run that is evaluated stays as it is
     status = StatusFile(context.run_dir / "evaluations", context.launch, shared=False)
-    with join(config, context.launch, log=log, stop=context.stop, status=status) as group:
+    with join_group(config, context.launch, log=log, stop=context.stop, status=status) as group:
         group.watch.enter("evaluation", config.eval_timeout_s)
         checkpoint: Checkpoint = on_rank0(
             group, lambda: read_checkpoint(path, context),

@@ -18,21 +18,22 @@ import torch
 from rankup.agent.attendance import NO_ROUTE, explain
 from rankup.agent.meeting import HINT
 from rankup.agent.network import foreign_address
+from rankup.agent.processes import within
 from rankup.agent.protocol import Link, interface_of
+from rankup.agent.status import StatusFile
 from rankup.doctor import gpus, machine
 from rankup.doctor import group as together
 from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, Report
 from rankup.env.rank_env import check_loopback, describe, how_to_start, ranges
 from rankup.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, reason
+from rankup.group.ends import EndReporter
+from rankup.group.group import Group
+from rankup.group.joining import check_devices, check_settings, form, meet, start
+from rankup.group.losses import Suspect
+from train.commands.context import Context
 from train.config import check_world_size
 from train.config.options import DoctorOptions
-from train.group.ends import EndReporter
-from train.group.group import Group
-from train.group.join import check_devices, check_settings, form, meet, starting
-from train.group.losses import Suspect
-from train.process.context import Context
-from train.process.exit import within
-from train.process.status_file import StatusFile
+from train.group import backend_of, device_of, longest_phase_s, same_settings
 
 NAME_S, DISK_S = 10.0, 30.0  # a resolver and a network disk may never answer,
 GPU_S = 60.0  # nor a driver whose GPU hangs; one that nobody keeps loaded takes seconds for each GPU
@@ -76,7 +77,10 @@ class _Doctor:
             self._check_master()
             self.stage = "joined"
             ends = _EndReporter(StatusFile(self.run_dir / "doctor", self.launch), self.log, self)
-            with starting(self.config, self.launch, stop=self.stop, ends=ends, log=self.log) as group:
+            with start(
+                self.launch, settings=same_settings(self.config), device=device_of(self.config),
+                backend=backend_of(self.config), stop=self.stop, ends=ends, log=self.log,
+            ) as group:
                 if group.world_size > 1:
                     self._join(group)
                     self._check_group(group)
@@ -146,7 +150,7 @@ class _Doctor:
     def _join(self, group: Group) -> None:
         """The three steps of joining, each followed by what it has shown."""
         add = self.report.add
-        meet(self.config, group)
+        meet(group, timeout_s=self.config.join_timeout_s)
         ranks_by_host: dict[str, list[int]] = {}
         for rank, host in enumerate(group.hosts):
             ranks_by_host.setdefault(host, []).append(rank)
@@ -157,10 +161,10 @@ class _Doctor:
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or "by host name"
         add(Finding("connectivity", OK, f"each rank reaches the next over high ports ({interface})"))
         self.stage = "group"
-        form(self.config, group)
+        form(group, timeout_s=self.config.join_timeout_s, longest_phase_s=longest_phase_s(self.config))
         add(Finding("group", OK, f"the process group is formed ({torch.distributed.get_backend()})"))
         self.stage = "versions"
-        check_settings(self.config, group)
+        check_settings(group)
         add(Finding("versions", OK, f"torch {torch.__version__}, program and settings are the same on all"))
         self.stage = "devices"
         check_devices(group)

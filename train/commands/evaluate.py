@@ -4,8 +4,8 @@ import json
 
 from rankup.errors import Stopped
 from train.commands.checkpoint_model import open_checkpoint
+from train.commands.context import Context
 from train.config.options import EvaluateOptions
-from train.process.context import Context
 from train.run import weights
 from train.run.evaluation import evaluate
 from train.run.result import evaluation_table

@@ -8,8 +8,8 @@ import torch
 from rankup.errors import UserError
 from rankup.places.files import write_atomically
 from train.commands.checkpoint_model import read_checkpoint
+from train.commands.context import Context
 from train.config.options import ExportOptions
-from train.process.context import Context
 from train.run import weights
 
 

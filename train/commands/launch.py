@@ -7,20 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankup import cli
-from rankup.agent.agent import Helpers
 from rankup.agent.logs import host_name
 from rankup.agent.script import Script
+from rankup.agent.status import tell_platform
 from rankup.doctor.report import CODES, VERDICTS, WARNING
 from rankup.errors import FINISHED
-from rankup.observe.stacks import where
-from train.process.last_word import tell_platform
 
 MAIN = Path(__file__).parents[1] / "main.py"
 
 
 def launch(words: Sequence[str]) -> int:
     """Be the agent of this node. Returns the exit code."""
-    return cli.launch(words, helpers=Helpers(advice=cli.advice, where=where, tell=tell_platform), preflight=_preflight)
+    return cli.launch(words, preflight=_preflight)
 
 
 def _preflight(script: Script, run_dir: str) -> int:

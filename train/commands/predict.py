@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from rankup.errors import Stopped, UserError
+from rankup.group.group import on_rank0
 from rankup.places.files import staged
 from train.commands.checkpoint_model import CheckpointModel, open_checkpoint
+from train.commands.context import Context
 from train.config.options import PredictOptions
 from train.data import Samples
-from train.group.group import on_rank0
 from train.parallel.model import autocast
-from train.process.context import Context
 from train.run.evaluation import batches_of_rank
 
 

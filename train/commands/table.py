@@ -13,8 +13,8 @@ from rankup.cli import print_whole
 from rankup.env.rank_env import check_loopback, describe
 from rankup.errors import LaunchError
 from rankup.group.stacks import open_stacks
+from train.commands.context import Context
 from train.config import check_world_size, options, to_yaml
-from train.process.context import Context
 from train.run.choices import CHOICES
 
 

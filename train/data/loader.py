@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from rankup.group.stop import StopRequest
 from train.data.batch import to_device
 from train.data.order import BatchIndex
 from train.data.samples import Samples
 from train.data.worker_loader import WorkerLoader
-from train.process.stop import StopRequest
 
 
 class Loader:

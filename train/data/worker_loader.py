@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from rankup.agent.processes import die_with_parent
 from rankup.doctor.machine import ENLARGE_SHM
 from rankup.errors import DataError, PeerLost
 from rankup.group.stacks import open_worker
+from rankup.group.stop import STOP_SIGNALS, StopRequest
 from train.data.batch import tensors, to_device
 from train.data.order import BatchIndex
 from train.data.samples import Samples
-from train.process.stop import STOP_SIGNALS, StopRequest, die_with_parent
 
 SHM_FULL = (
     f"/dev/shm must hold the batches of all DataLoader workers, got no space left on it. {ENLARGE_SHM}, or set "

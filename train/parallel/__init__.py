@@ -14,7 +14,7 @@ from rankup.errors import ConfigError
 from train.config import Config
 
 if TYPE_CHECKING:
-    from train.group.group import Group
+    from rankup.group.group import Group
     from train.parallel.method import Method
 
 # `parallel` -> module in this folder, and the subclass of Method in it. A new method is a new file here and a line in

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from train.group.group import Group
+from rankup.group.group import Group
 
 BUCKET_BYTES = 250 * 2**20  # DDP's own: tensors up to this size together are sent as one
 

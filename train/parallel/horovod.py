@@ -18,7 +18,8 @@ from torch import nn
 
 from rankup.agent.network import address_of
 from rankup.errors import ConfigError, JoinError
-from train.group.group import BEHIND_OURS_S, Group
+from rankup.group.group import Group
+from rankup.timing import BEHIND_OURS_S
 from train.parallel.method import Method
 
 INSTALL = "`make horovod` builds and installs it; ddp, which is recommended, needs nothing."

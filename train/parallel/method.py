@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from rankup.group.group import Group
 from train.config import Config
-from train.group.group import Group
 
 
 class Method:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from rankup.errors import ConfigError, UserError
+from rankup.group.group import Group
 from train.config import Config
 from train.config.contradictions import NOT_WITH
 from train.data.batch import to_device
-from train.group.group import Group
 from train.workloads import Workload
 
 VIEW_FAILED = "view size is not compatible"  # how torch's message begins

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from train.group.host_link import HostLink
+from rankup.group.host_link import HostLink
 
 PART = 2**18  # numbers that are exchanged at a time: a megabyte, which stays in the caches
 

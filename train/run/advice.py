@@ -22,10 +22,10 @@ from torch import nn
 
 from rankup.agent.limits import cpu_quota
 from rankup.errors import reason
+from rankup.group.group import Group
 from rankup.loop.seeds import random_state_kept
 from train.config import Config
 from train.data.batch import num_bytes, repeated
-from train.group.group import Group
 from train.parallel.method import Method
 from train.parallel.model import autocast, has_bf16
 from train.run.metrics import Speed

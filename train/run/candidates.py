@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import UserError
+from rankup.group.group import Group, on_rank0
 from rankup.places.files import read_json
 from rankup.places.lineage import Lineage, before
 from train.config import Config
-from train.group.group import Group, on_rank0
 from train.run import rescue
 from train.run.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, share_checkpoint
 from train.run.metrics import Progress

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 
 from rankup.errors import UserError
+from rankup.group.group import Group
 from rankup.places.stored_run import AllDamaged
 from rankup.state import tree
 from rankup.state.copies import (
@@ -25,7 +26,6 @@ from rankup.state.copies import (
 )
 from rankup.state.copies import list_copies as list_checkpoints
 from rankup.state.shards import INDEX, Shards
-from train.group.group import Group
 from train.run.training_state import TrainingState
 
 __all__ = ["FILE", "find_problem", "list_checkpoints", "looks_whole", "newest_good_step", "step_of"]

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from rankup.errors import UserError
+from rankup.group.group import Group
 from rankup.places.lineage import FILE, Lineage
 from rankup.state import copies
 from rankup.state.copies import STATE, Content, fingerprint_tensors, to_json
 from rankup.state.saver import HostCopies, beside_training
 from rankup.state.tree import encode, files_of
 from train.config import Config
-from train.group.group import Group
 from train.run.checkpoint import list_checkpoints, step_of
 from train.run.on_disk import COPIES
 

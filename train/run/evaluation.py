@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from rankup.errors import UserError
+from rankup.group.group import Group
 from train.config import Config
 from train.data import Samples
 from train.data.batch import to_device
 from train.data.loader import Loader
 from train.data.order import evaluation_batches, num_batches
-from train.group.group import Group
 from train.parallel.model import autocast, eval_mode
 from train.workloads import Sums, Workload
 

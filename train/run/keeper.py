@@ -17,7 +17,7 @@ from train.run.training import Training, state_of, stopped_at, tracked
 
 
 class Rescuer:
-    """Writes the rescue of a training. See `train.group.watchdog.Keeper`."""
+    """Writes the rescue of a training. See `rankup.group.watchdog.Keeper`."""
 
     def __init__(self, t: Training) -> None:
         self.t = t

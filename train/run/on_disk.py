@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rankup.agent.status import job_of
 from rankup.errors import UserError
+from rankup.group.group import Group
 from rankup.places import lineage
-from rankup.places.files import write_atomically
+from rankup.places.files import read_json, write_atomically
 from rankup.places.lineage import Lineage
 from rankup.places.stored_run import AllDamaged
 from train.config import Config, changed_settings, to_yaml
-from train.group.group import Group
-from train.process.status import job_of, read_json
 from train.run.checkpoint import Checkpoint, load_newest
 from train.run.choices import CHOICES
 

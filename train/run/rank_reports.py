@@ -15,9 +15,9 @@ import psutil
 import torch
 
 from rankup.agent.limits import cpu_time, memory_available, memory_limit
+from rankup.group.group import Group
 from rankup.observe.step_clock import StepClock
 from rankup.observe.stragglers import PARTS, Stragglers, Window
-from train.group.group import Group
 
 WINDOW_S = 5.0  # of the reports that are looked at together
 WINDOW_S_PER_RANK = 0.05  # longer for many ranks: each has values to write

@@ -6,16 +6,17 @@ it can neither delay a step nor fail one. Where nothing can be written, `status`
 
 import contextlib
 import math
+import os
 import secrets
 import threading
 import time
 from dataclasses import replace
 from typing import Any
 
+from rankup.agent.processes import began
 from rankup.errors import Stopped
 from rankup.observe.goodput import REPORT_S, Report, goodput, read_reports
 from rankup.observe.tracker import Facts, Tracker
-from train.process.phase_clock import process_began
 from train.run.run_directory import RunDirectory
 from train.run.training import Training
 
@@ -36,7 +37,7 @@ class Reporter:
     def __init__(self, run: RunDirectory) -> None:
         self.run, self.group = run, run.group
         self.active = run.group.is_rank0 and not run.finished
-        self._began, self._token = process_began(), secrets.token_hex(4)
+        self._began, self._token = began(os.getpid()), secrets.token_hex(4)
         self._training: Training | None = None
         self._finished = False
         self._last: Report | None = None

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import UserError
+from rankup.places.files import read_json
 from rankup.state import copies
 from rankup.state.copies import Content
 from train.config import Config, changed_settings
-from train.process.status import read_json
 from train.run.checkpoint import list_checkpoints, step_of
 from train.run.training_state import FORMAT, RANDOM_SCHEME
 

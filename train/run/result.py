@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from rankup.errors import disk_error
+from rankup.group.group import Group
 from rankup.observe.goodput import one_line
 from rankup.observe.tracker import address_of
+from rankup.places.files import write_json
 from train.config import Config
 from train.data.order import Order
-from train.group.group import Group
 from train.parallel import method_name
 from train.parallel.optimizer import peak_rate
-from train.process.status import write_json
 from train.run import weights
 from train.run.evaluation import Result
 from train.run.reporter import Reporter

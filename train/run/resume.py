@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from rankup.errors import UserError
+from rankup.group.group import Group, on_rank0
 from rankup.state.shards import INDEX, Shards
 from train.config import Config
-from train.group.group import Group, on_rank0
 from train.parallel.method import Method
 from train.run import weights
 from train.run.candidates import Origin

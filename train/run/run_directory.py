@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rankup.errors import Stopped, UserError, disk_error
+from rankup.group.group import Group, broke_collective, on_rank0
 from rankup.observe import tracker
 from rankup.observe.metrics import Metrics
 from rankup.places import lineage
@@ -26,8 +27,6 @@ from rankup.places.urls import is_url
 from rankup.state.copies import remove_unfinished
 from rankup.state.saver import Saver
 from train.config import Config
-from train.group.group import Group, on_rank0
-from train.group.join import broke_collective
 from train.run import rescue
 from train.run.candidates import Origin, find_origin
 from train.run.checkpoint import Checkpoint, find_problem, list_checkpoints, newest_good_step

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from rankup.errors import Stopped
+from rankup.group.group import Group
 from rankup.loop.commit import Changing
 from rankup.observe.metrics import Metrics
 from rankup.observe.profiler import Profiler
 from rankup.observe.step_clock import StepClock
 from train.config import Config
 from train.data.loader import Loader
-from train.group.group import Group
 from train.parallel.buffers import Buffers
 from train.parallel.method import Method
 from train.run import rescue

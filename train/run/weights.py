@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from rankup.errors import UserError
+from rankup.group.group import Group
 from rankup.state.copies import FILE, MANIFEST
-from train.group.group import Group
 from train.run.checkpoint import load_checkpoint
 
 HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")

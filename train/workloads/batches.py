@@ -6,11 +6,11 @@ from typing import Any
 
 from rankup.doctor import machine
 from rankup.errors import DataError
+from rankup.group.group import Group
 from train.config import Config
 from train.data.batch import num_bytes, to_device
 from train.data.loader import uses_workers
 from train.data.order import BatchIndex, Order, evaluation_batches
-from train.group.group import Group
 from train.workloads.workload import Workload
 
 

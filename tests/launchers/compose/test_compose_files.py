@@ -60,7 +60,7 @@ def test_a_launch_file_says_what_it_is_how_to_run_it_and_what_to_edit(path: Path
 
 
 def test_scripts_can_be_run() -> None:
-    assert [p.name for p in SCRIPTS if p.name != "settings.sh" and not os.access(p, os.X_OK)] == []
+    assert [p.name for p in SCRIPTS if p.name not in ("settings.sh", "locked.sh") and not os.access(p, os.X_OK)] == []
 
 
 @engine
@@ -208,36 +208,57 @@ def test_setup_finds_what_is_there_and_changes_nothing() -> None:
     assert re.fullmatch(r"setup: engine \S+, Compose \S+, buildx \S+\n", done.stdout)
 
 
-# A Python whose venv has a pip that installs nothing: `freeze` prints the packages of the extras that were asked for
-STAND_IN = """#!/bin/bash
-mkdir -p "$3/bin"
-cat > "$3/bin/pip" << 'END'
-#!/bin/bash
-state=${0%/bin/pip}/state
-if [[ $1 == install ]]; then echo "$*" | grep -o '\\[.*\\]' >> "$state"; grep -q '^torch==1.2' "${@: -1}"; exit; fi
-printf '%s==1\\n' absl-py nvidia-cublas tensorboard triton
-for extra in $(tr -d '[]' < "$state" 2> /dev/null); do echo "only-for-$extra==2"; done
-echo torch==1.2
-END
-chmod +x "$3/bin/pip"
+# A uv that resolves nothing: it lists fixed packages, those of the extra that was asked for, and Horovod's
+STAND_IN = r"""#!/bin/bash
+hashed() { for package in "$@"; do printf '%s \\\n    --hash=sha256:0a \\\n    --hash=sha256:1b\n' "$package"; done; }
+case " $* " in
+  *--no-deps*) hashed only-for-skypilot==3 ;;
+  *horovod.in*) hashed cffi==2 psutil==1 ;;
+  *) grep -q '^torch==1.2' "${@: -1}" || exit 1
+    hashed absl-py==1 "nvidia-cublas==1 ; sys_platform == 'linux'"
+    if [[ $* == *"--extra "* ]]; then hashed "only-for-$(sed 's/.*--extra \([a-z0-9]*\).*/\1/' <<< "$*")==2"; fi
+    hashed torch==1.2 ;;
+esac
 """
 
 
-def test_lock_lists_every_package_once_and_keeps_comments_and_options(tmp_path: Path) -> None:
-    (tmp_path / "docker" / "host").mkdir(parents=True)
-    shutil.copy(DOCKER / "host" / "lock.sh", tmp_path / "docker" / "host")
-    extras = ("s3", "test", "text", "horovod", "trainers", "hf", "trackers", "gcs", "azure")
-    for name in ("requirements", *(f"requirements-{part}" for part in ("cuda", *extras))):
-        (tmp_path / "docker" / f"{name}.lock").write_text(f"# {name}\n--option\ngone==1\ntorch==1.2\n")
-    (tmp_path / "python").write_text(STAND_IN)
-    (tmp_path / "python").chmod(0o755)
+def test_lock_lists_what_is_not_in_the_runtime_with_hashes_and_keeps_comments(tmp_path: Path) -> None:
+    shutil.copytree(DOCKER / "host", tmp_path / "docker" / "host")
+    (tmp_path / "tests" / "rigs").mkdir(parents=True)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    extras = ("s3", "test", "text", "horovod", "hf", "trackers", "gcs", "azure")
+    lists = {"": "docker/requirements.lock", "skypilot": "tests/rigs/skypilot.txt",
+             **{extra: f"docker/requirements-{extra}.lock" for extra in extras}}
+    for name in lists.values():
+        (tmp_path / name).write_text(f"# {name}\ngone==1\ntorch==1.2 \\\n    --hash=sha256:3d\n")
+    (tmp_path / "uv").write_text(STAND_IN)
+    (tmp_path / "uv").chmod(0o755)
     done = subprocess.run(
-        [tmp_path / "docker" / "host" / "lock.sh", tmp_path / "python"], capture_output=True, text=True, check=False
+        [tmp_path / "docker" / "host" / "lock.sh", tmp_path / "uv"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert {path.name: path.read_text() for path in (tmp_path / "docker").glob("*.lock")} == {
-        "requirements.lock": "# requirements\n--option\nabsl-py==1\ntensorboard==1\ntorch==1.2\n",
-        "requirements-cuda.lock": "# requirements-cuda\n--option\nnvidia-cublas==1\ntriton==1\n",
-        **{f"requirements-{extra}.lock": f"# requirements-{extra}\n--option\nonly-for-{extra}==2\n"
-           for extra in extras},
+    packages = {"": ["absl-py==1", "nvidia-cublas==1 ; sys_platform == 'linux'", "torch==1.2"],
+                "skypilot": ["only-for-skypilot==3"], **{extra: [f"only-for-{extra}==2"] for extra in extras},
+                "horovod": ["cffi==2", "psutil==1"]}
+    hashes = " \\\n    --hash=sha256:0a \\\n    --hash=sha256:1b\n"
+    assert {key: (tmp_path / name).read_text() for key, name in lists.items()} == {
+        key: f"# {name}\n" + "".join(package + hashes for package in packages[key]) for key, name in lists.items()
     }
+
+
+@pytest.mark.parametrize("index", ["", "https://example.com/cpu"])
+def test_locked_files_are_installed_with_hashes_and_torch_of_another_index_without(tmp_path: Path, index: str) -> None:
+    (tmp_path / "show").write_text('#!/bin/sh\necho "$@"\nfor list; do :; done\ncat "$list"\n')
+    (tmp_path / "show").chmod(0o755)
+    done = subprocess.run(
+        ["sh", "-c", f". docker/host/locked.sh && locked docker/requirements.lock {tmp_path}/show install"], cwd=ROOT,
+        env={**os.environ, "TORCH_INDEX": index}, capture_output=True, text=True, check=True,
+    )
+    *first, verified = re.split(r"(?m)^(?=install )", done.stdout)[1:]
+    assert verified.startswith("install --no-deps --require-hashes --requirement ")
+    listed = set(re.findall(r"(?m)^([a-z][\w-]*)==", verified))
+    assert {"numpy", "nvidia-ml-py"} <= listed
+    assert ({"torch", "torchvision", "triton", "nvidia-nccl-cu13", "cuda-toolkit"} & listed == set()) is bool(index)
+    if index:
+        assert first[0].startswith(f"install --no-deps --extra-index-url {index} --requirement ")
+        assert re.findall(r"(?m)^(\S+)==[\d.]+$", first[0]) == ["torch", "torchvision"]

@@ -1,6 +1,6 @@
 """Pods of k8s/ as real containers that are killed, stopped and lost.
 
-Whether another pod follows one that has ended is read from its manifest, by the rules in k8s/README.md.
+Whether another pod follows one that has ended is read from its manifest, by the rules in k8s/ends.md.
 """
 
 import signal

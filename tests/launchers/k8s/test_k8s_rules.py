@@ -1,4 +1,4 @@
-"""k8s/: what follows the end of a pod, by each manifest's own rules, is what the table in k8s/README.md says."""
+"""k8s/: what follows the end of a pod, by each manifest's own rules, is what the table in k8s/ends.md says."""
 
 import re
 
@@ -27,8 +27,8 @@ def owner(what: str) -> Object:
 
 
 def table() -> dict[tuple[str, int], str]:
-    """What k8s/README.md says, by column and exit code."""
-    (text,) = re.findall(r"(?m)^(\| exit code .*\n(?:\|.*\n)+)", (K8S / "README.md").read_text())
+    """What k8s/ends.md says, by column and exit code."""
+    (text,) = re.findall(r"(?m)^(\| exit code .*\n(?:\|.*\n)+)", (K8S / "ends.md").read_text())
     head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     found = {}
     for column, title in enumerate(head[2:], 2):

@@ -25,7 +25,7 @@ def test_k8s_pods_are_restricted(what: str) -> None:
     pods = pods_of(rendered(what))
     assert pods
     for pod in pods:
-        # The operator's own container, without a security context: k8s/README.md says what namespaces then need
+        # The operator's own container, without a security context: k8s/cluster.md says what namespaces then need
         ours = [each for each in pod["spec"].get("initContainers", []) if each["name"] != "init-pytorch"]
         pod["spec"]["initContainers"] = ours
         assert unrestricted(pod) == []

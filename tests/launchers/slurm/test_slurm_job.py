@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rankup.places.files import write_json
 from tests.rigs.jobs import ROOT
-from train.process.status import write_json
 
 COPY = re.compile("bash -c (.+) - /shared/photos /tmp/rankup-7")
 # Writes down each call, and answers as the files in $STUB say. A step of agents ends with the next line of `codes`

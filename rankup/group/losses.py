@@ -9,9 +9,7 @@ from typing import Any
 from rankup.agent.protocol import KILLED
 from rankup.errors import root_cause, worth_restarting
 from rankup.group.line import Line
-
-ANSWER_S = 2.0  # how long the leader may take to say where all ranks are
-SILENT_S = 5.0  # a rank of which nothing was heard for so long may be stopped, or cut off
+from rankup.timing import QUIET_S, WHERE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class Losses:
             self._signs = message["ranks"]
             self._answered.set()
 
-    def signs(self, *, timeout_s: float = ANSWER_S) -> list[dict[str, Any]]:
+    def signs(self, *, timeout_s: float = WHERE_S) -> list[dict[str, Any]]:
         """Where each rank was when it last said so, see `Leader.signs`. Any thread; what is known where nobody answers
         in time."""
         self._answered.clear()
@@ -106,7 +104,7 @@ class Losses:
         signs = [sign for sign in self.signs() if sign["rank"] != self._rank]
         if not self._answered.is_set():
             return [Suspect(0, "it does not answer")]
-        silent = [sign for sign in signs if time.time() - sign["seen"] > SILENT_S]
+        silent = [sign for sign in signs if time.time() - sign["seen"] > QUIET_S]
         if silent:
             return [Suspect(sign["rank"], "gave no sign of life") for sign in silent]
         busy = [sign for sign in signs if not sign["waiting"]]

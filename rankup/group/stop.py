@@ -17,18 +17,14 @@ import threading
 import time
 from collections.abc import Callable
 
+from rankup.agent.processes import leave
 from rankup.errors import STOPPED
 from rankup.group import stacks
-from train.process.exit import leave
+from rankup.timing import PARTING_S, REPEAT_S
 
-# torchrun passes each signal on to its workers, and they may also get it from their process group: twice within
-# milliseconds. Slurm and Kubernetes repeat theirs after longer.
-REPEAT_WINDOW_S = 5.0
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 TAKEN = (*SIGNALS, "SIGUSR2")  # which asks for the stacks
-# A full pipe or a stuck disk must not keep a process that was asked to leave.
-FAREWELL_S = 3.0
 
 
 class StopRequest:
@@ -149,7 +145,7 @@ class StopRequest:
                     self._tell_others(name)
                 else:
                     self._leave(f"{name} before the first step: nothing new to save. The same command starts it again.")
-            elif now_s - self._requested_at_s > REPEAT_WINDOW_S:
+            elif now_s - self._requested_at_s > REPEAT_S:
                 waited_s = now_s - self._requested_at_s
                 self._leave(f"{name} again, {waited_s:.0f} s after {self.signal_name}: leaving without saving")
 
@@ -157,26 +153,10 @@ class StopRequest:
         # In this order: a watchdog that takes over at this moment finds the reason already set
         self.leave_now = why
         if not self.guarded:
-            leave(STOPPED, lambda: self._say(why), timeout_s=FAREWELL_S)
+            leave(STOPPED, lambda: self._say(why), timeout_s=PARTING_S)
 
     def _say(self, why: str) -> None:
         if self._log is not None:
             self._log.info(why)
         else:
             print(why, file=sys.stderr, flush=True)
-
-
-def die_with_parent(expected_parent: int) -> None:
-    """Have the kernel kill this process when its parent ends. Linux only; elsewhere a no-op.
-
-    A launcher that dies of SIGKILL cannot end its ranks: they would train on, holding their GPUs
-    (torch issue 5736; 126 such orphans were counted on one machine).
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    import ctypes
-
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != expected_parent:  # it ended before the line above
-        leave(128 + signal.SIGKILL)

@@ -14,40 +14,30 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rankup.agent.logs import host_name
+from rankup.agent.processes import clear_hard_deadline, leave, set_hard_deadline, within
 from rankup.agent.record import NO_LIMIT, RecordWriter
+from rankup.agent.status import tell_torchrun
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
 from rankup.group import stacks
+from rankup.group.ends import EndReporter
+from rankup.group.losses import Losses, Suspect, describe, root_exit_code
 from rankup.group.stacks import COMPARE, compare, moment, own_place
-from train.group.ends import EndReporter
-from train.group.losses import Losses, Suspect, describe, root_exit_code
-from train.process import health
-from train.process.exit import clear_hard_deadline, leave, set_hard_deadline, within
-from train.process.phase_clock import PhaseClock
-from train.process.status import tell_torchrun
-from train.process.stop import FAREWELL_S, StopRequest
-
-TICK_S = 0.2
-PLACE_S = 1.0  # so often the record says anew where in the program this rank is
-# How long the loop gets to notice by itself that another rank's process is gone. It does so within milliseconds where a
-# collective of gloo breaks. NCCL's do not break, nor does one whose other side is a third rank that is alive.
-NOTICE_S = 0.05
-# The same where the other rank ended with an error. The loop may be about to raise that error too (a mistake of the
-# user shows on all ranks), and then says more about it than this rank's end for a lost peer would.
-UNNOTICED_S = 10.0
-UNNOTICED_WAITING_S = 1.0  # in a collective
-LINGER_S = 1.0  # of a rank whose deadline has passed: the others write where they stand before it ends them
-LOOK_S = 7.0  # how long the line has to say who was lost, where a collective has broken
-DUMP_S = 5.0  # the disk of the run may be the very thing that hangs
-# How long a last word may take: the store may be the very thing that hangs, or be in use by the thread that hangs.
-LAST_WORD_S = 5.0
-# How long a rank that failed may take to find the cause, to report it and to leave.
-LEAVING_S = 30.0
-# How long after a deadline the kernel ends the process: for a hang that holds the interpreter's lock, so that no
-# thread of ours runs. Long, because the thread that ends it properly may need most of LOOK_S + LAST_WORD_S on a busy
-# machine.
-LOCKED_GRACE_S = 60.0
-# A phase that is entered anew at every step would set the kernel's timer thousands of times a second.
-REARM_S = 5.0
+from rankup.group.stop import StopRequest
+from rankup.timing import (
+    ALIVE_S,
+    CAUSE_S,
+    FAILED_S,
+    FAILED_WAITING_S,
+    GONE_S,
+    LEAVING_S,
+    LINGER_S,
+    LOCKED_GRACE_S,
+    PARTING_S,
+    REARM_S,
+    REPORT_END_S,
+    STACKS_S,
+    TICK_S,
+)
 
 
 class Keeper(Protocol):
@@ -71,7 +61,7 @@ class Watchdog:
         self.rank, self.world_size = ends.rank, ends.world_size
         self.hosts: Sequence[str] = [host_name()] * self.world_size
         self.phase = "start"
-        self.clock = PhaseClock(self.phase)
+        self.clock = record.clock
         self._entered_s = time.monotonic()
         self._timeout_s = 0.0
         self._ended = threading.Event()
@@ -89,14 +79,6 @@ class Watchdog:
         self._settled = False
         stop.guarded = True
         threading.Thread(target=self._watch_clock, name="deadlines", daemon=True).start()
-        health.report(self.rank, self.state, self._ended)
-
-    def state(self) -> dict[str, Any]:
-        """Where this rank stands, and since when."""
-        return {
-            "phase": self.phase, "step": self.ends.step, "waiting": self._waiting, "entered_s": self._entered_s,
-            "timeout_s": self._timeout_s,
-        }
 
     def signs_of_life(self) -> list[dict[str, Any]]:
         """Where each rank stood when it last said so, in the order of the ranks.
@@ -105,7 +87,7 @@ class Watchdog:
         seen, in seconds of `time.time()`. Any thread may call it.
         """
         self.record.set_place(self._place())
-        own = {**self.record.read().sign(self.rank), "host": host_name(), "seen": time.time()}
+        own = {**self.record.read().sign(), "host": host_name(), "seen": time.time()}
         others = self._losses.signs() if self._losses is not None else []
         return sorted([own, *(sign for sign in others if sign["rank"] != self.rank)], key=lambda sign: sign["rank"])
 
@@ -116,7 +98,6 @@ class Watchdog:
 
         `since_s`: the phase began earlier, at this time of `time.monotonic()`, and its deadline counts from there.
         """
-        self.clock.enter(phase)
         if timeout_s == 0:
             clear_hard_deadline()
         elif phase != self.phase:
@@ -195,18 +176,18 @@ class Watchdog:
         armed_s = placed_s = lost_s = 0.0
         while True:
             if lost_s:
-                self._ended.wait(NOTICE_S)
+                self._ended.wait(GONE_S)
             else:
                 self._woken.wait(TICK_S)
             if self._ended.is_set():
                 return
             now_s = time.monotonic()
             if why := self.stop.leave_now:
-                leave(STOPPED, functools.partial(self.ends.report_stop, why), timeout_s=FAREWELL_S)
+                leave(STOPPED, functools.partial(self.ends.report_stop, why), timeout_s=PARTING_S)
             if self._losses is not None and self._losses.must_leave:
                 self._losses.must_leave = False
                 self._leave_for_stop()
-            if now_s - placed_s > PLACE_S:
+            if now_s - placed_s > ALIVE_S:
                 self.record.set_place(self._place())
                 placed_s = now_s
             if self._woken.is_set():
@@ -238,7 +219,7 @@ class Watchdog:
             return
         why = why or f"{self.stop.signal_name}: the state could not be kept"
         self.log.info(why)
-        leave(STOPPED, lambda: self.ends.report(STOPPED, why, together=True), timeout_s=LAST_WORD_S)
+        leave(STOPPED, lambda: self.ends.report(STOPPED, why, together=True), timeout_s=REPORT_END_S)
 
     def _patience_s(self, losses: Losses) -> float:
         """How long after a loss this rank's loop may take to notice it by itself."""
@@ -248,7 +229,7 @@ class Watchdog:
         # Without a keeper the checkpoint that this rank writes is all that will be left
         if losses.hang or (losses.gone and (waiting or self.phase != "save" or self._keeper is not None)):
             return 0.0
-        return UNNOTICED_WAITING_S if waiting else UNNOTICED_S
+        return FAILED_WAITING_S if waiting else FAILED_S
 
     @property
     def _overdue(self) -> bool:
@@ -260,7 +241,7 @@ class Watchdog:
         `what`: has happened, unless the deadline has passed. `hung`: as far as this rank knows no process has ended.
         """
         with self._leave_lock:  # two threads may find a reason; the second never gets here
-            set_hard_deadline(DUMP_S + LAST_WORD_S + LOCKED_GRACE_S)
+            set_hard_deadline(STACKS_S + REPORT_END_S + LOCKED_GRACE_S)
             overdue = self._overdue and self._leaving is None
             if overdue:
                 what = f"{self.phase} (step {self.ends.step}) took longer than {self._timeout_s:g} s"
@@ -282,7 +263,7 @@ class Watchdog:
                 stacks.dump_collectives(self.rank)  # last: while NCCL hangs, this may hang too
                 return told
 
-            leave(code, last_word, timeout_s=LAST_WORD_S)
+            leave(code, last_word, timeout_s=REPORT_END_S)
 
     def _take_stacks(self, why: str, *, hung: bool) -> list[str]:
         """Write the stacks of this rank. Returns lines for its log: where all ranks are, and which files say more.
@@ -290,7 +271,7 @@ class Watchdog:
         `hung`: no process has ended as far as this rank knows; if one has, the others wait for its successor, and this
         one makes haste.
         """
-        file = within(DUMP_S, lambda: stacks.dump(why, workers=hung))  # first: an answer of the others takes longer
+        file = within(STACKS_S, lambda: stacks.dump(why, workers=hung))  # first: an answer of the others takes longer
         lines = ["; ".join(compare({sign["rank"]: sign["place"] for sign in self.signs_of_life()}))] if hung else []
         if file:
             lines.append(f"the stacks of all threads are in {file}")
@@ -313,7 +294,7 @@ class Watchdog:
         if self._losses is None:
             return []
         if not overdue:
-            self._losses.wait(LOOK_S)
+            self._losses.wait(CAUSE_S)
         return self._losses.suspects(waiting=self._waiting, overdue=overdue)
 
     def _keep(self) -> None:

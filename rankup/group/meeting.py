@@ -1,24 +1,29 @@
 """Meeting the others: who belongs to the group, torch's store for its set-up, and the line over which losses come."""
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import logging
 import os
+import resource
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+# torch exports them under a condition that mypy does not follow
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rankup.agent.attendance import HINT
 from rankup.agent.logs import host_name
-from rankup.agent.network import address_of, chosen_address
+from rankup.agent.network import address_of, chosen_address, open_port
 from rankup.agent.protocol import Member
 from rankup.agent.record import RecordWriter
 from rankup.env.addresses import is_loopback
@@ -26,11 +31,14 @@ from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, LaunchError
 from rankup.group.line import AgentLine, Line, MemberLine
 from rankup.places.files import write_atomically
-from train.group.network import allow_connections
-from train.group.store import connect_store, start_store
+from rankup.timing import CONNECT_S
 
 LEADER = "rankup/leader"  # in the launcher's store: the port where the leader listens
-GRACE_S = 2.0  # how long a launcher's store may take to answer
+SWITCH = Path("/etc/nsswitch.conf")  # where glibc reads who is asked for names
+OTHER_FILES = 512  # that a process needs open beside the connections of its group
+
+_lookups_lock = threading.Lock()
+_without_lookups = 0  # how many blocks of `no_name_lookups` are entered just now, in all threads
 
 
 @dataclass
@@ -124,7 +132,7 @@ class _Place:
             return found
         if self._board is not None:
             try:
-                self._board.wait([LEADER], timedelta(seconds=GRACE_S))
+                self._board.wait([LEADER], timedelta(seconds=CONNECT_S))
                 return self.launch.master_addr, int(self._board.get(LEADER))
             except RuntimeError:
                 raise ConnectionError(f"nothing was heard from rank 0 at {_address(self.launch)}") from None
@@ -136,7 +144,7 @@ class _Place:
             self._board.set(LEADER, str(port))
         elif self.file:
             if (found := read_place(self.file)) is not None:
-                with contextlib.suppress(OSError), socket.create_connection(found, timeout=GRACE_S):
+                with contextlib.suppress(OSError), socket.create_connection(found, timeout=CONNECT_S):
                     raise JoinError(f"{self.file} is in use by another job. Name another file, or end that job.")
                 self.log.info(f"{self.file} was left by an earlier run that did not come together: replaced")
             reached = [ip for name in psutil.net_if_addrs() if (ip := address_of(name)) and not is_loopback(ip)]
@@ -180,3 +188,81 @@ def read_place(file: Path) -> tuple[str, int] | None:
         raise LaunchError(
             f"--init-method: {file} must be a new file, got one that holds something else. Name another."
         ) from None
+
+
+# torch's store, and what it asks of the operating system --------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def start_store(ip: str, *, timeout_s: float) -> Iterator[TCPStore]:
+    """On a port that the system picks; `ip`: "" for all addresses. It goes on when the block ends, which must not be
+    before all clients have come: until then this process looks up no names. `timeout_s`: of its own requests."""
+    listener = open_port(ip, 0)
+    port = listener.getsockname()[1]
+    with no_name_lookups():
+        yield _store("127.0.0.1", port, timeout_s, is_master=True, master_listen_fd=listener.detach())
+
+
+def connect_store(ip: str, port: int, *, timeout_s: float) -> TCPStore:
+    """Raises RuntimeError where what answers is no store. Waits without end for what accepts and never answers."""
+    with no_name_lookups():
+        return _store(ip, port, timeout_s)
+
+
+def _store(ip: str, port: int, timeout_s: float, **more: Any) -> TCPStore:
+    use_libuv = os.environ.get("USE_LIBUV", "1") == "1"  # torch's own variable, for builds without it
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(ip, port, timeout=timeout, wait_for_workers=False, use_libuv=use_libuv, **more)
+
+
+@contextlib.contextmanager
+def no_name_lookups() -> Iterator[None]:
+    """Within the block no resolver is asked for names, in all threads of this process: /etc/hosts alone answers.
+
+    torch asks for the name of both ends of each connection of a store, only to print it: the client twice, the server
+    once, in its one thread, so that all ranks wait for each answer. With a resolver that takes 5 s to say that it does
+    not know the address, 16 ranks took minutes to meet. torch has no setting for that, but glibc lets a program
+    replace the line of nsswitch.conf. Blocks may overlap. Elsewhere than with glibc (musl, macOS) nothing changes.
+    """
+    _count_without_lookups(1)
+    try:
+        yield
+    finally:
+        _count_without_lookups(-1)
+
+
+def _count_without_lookups(change: int) -> None:
+    global _without_lookups
+    with _lookups_lock:
+        before, _without_lookups = _without_lookups, _without_lookups + change
+        if (before == 0) != (_without_lookups == 0):
+            _ask_for_names("files" if _without_lookups else _configured_services())
+
+
+def _ask_for_names(services: str) -> None:
+    """Have glibc look up hosts by these services, in the words of nsswitch.conf."""
+    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
+    if configure is not None:
+        configure(b"hosts", services.encode())
+
+
+def _configured_services() -> str:
+    """The services that the system looks hosts up by; glibc's own choice where nothing is configured."""
+    with contextlib.suppress(OSError):
+        for line in SWITCH.read_text().splitlines():
+            database, colon, services = line.partition("#")[0].partition(":")
+            if colon and database.strip() == "hosts" and services.strip():
+                return services.strip()
+    return "files dns"
+
+
+def allow_connections(count: int) -> None:
+    """Raise this process's limit of open files so far that it can hold `count` connections, where the system lets us.
+
+    Most systems allow 1,024 at first and many times that if asked: rank 0 holds several connections of each rank.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

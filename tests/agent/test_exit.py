@@ -9,7 +9,7 @@ import pytest
 
 from tests.rigs.jobs import ROOT, environment
 
-STUCK = "import sys, threading, time; from train.process import exit; hang = lambda: time.sleep(600)\n"
+STUCK = "import sys, threading, time; from rankup.agent import processes as exit; hang = lambda: time.sleep(600)\n"
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -78,5 +78,4 @@ def test_one_module_ends_processes_and_the_agent_its_children() -> None:
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os._exit", "os.abort", "signal.setitimer")
     }
     # The sender of a tracker is a process of its own
-    own = {"rankup/agent/fork_server.py", "rankup/agent/processes.py", "rankup/observe/sender.py"}
-    assert endings == {*own, "train/process/exit.py"}
+    assert endings == {"rankup/agent/fork_server.py", "rankup/agent/processes.py", "rankup/observe/sender.py"}

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rankup.env.rank_env import RankEnv
 from rankup.errors import UserError
+from rankup.group.stop import StopRequest
 from rankup.places.cache import runs_folder
 from train.config import Config
 from train.config.command_line import Request
-from train.process.stop import StopRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from rankup.timing import LOCAL_CONNECT_S
+
 MOST_RANKS = 16  # each sends to each: with more ranks gloo's ring is the shorter way
 INT = struct.Struct("i")
-CONNECT_S = 10.0  # all listen already, and the kernel completes a connection by itself
 CREDENTIALS = struct.Struct("3i")  # what the kernel says of a local socket's other end: process, user, group
 
 
@@ -104,7 +105,7 @@ def open_link(rank: int, world_size: int, *, gather: Callable[[Any], list[Any]])
         with lost_peer():
             while len(sockets) < world_size - 1:
                 peer, _ = listener.accept()
-                peer.settimeout(CONNECT_S)
+                peer.settimeout(LOCAL_CONNECT_S)
                 if _of_this_user(peer):
                     sockets[INT.unpack(_received(peer))[0]] = unless_linked.enter_context(peer)
                 else:  # the kernel shows the addresses to everybody on this host
@@ -118,7 +119,7 @@ def open_link(rank: int, world_size: int, *, gather: Callable[[Any], list[Any]])
 def _local_socket() -> socket.socket:
     """One that keeps messages apart: what is sent at once is received at once."""
     found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    found.settimeout(CONNECT_S)
+    found.settimeout(LOCAL_CONNECT_S)
     return found
 
 

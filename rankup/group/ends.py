@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Sequence
 
+from rankup.agent.ends import End
 from rankup.agent.logs import host_name
+from rankup.agent.status import StatusFile
 from rankup.errors import STOPPED
 from rankup.group.line import Line
-from train.group.losses import Losses, Suspect
-from train.process.status import End, state_of
-from train.process.status_file import StatusFile
+from rankup.group.losses import Losses, Suspect
 
 
 class EndReporter:
@@ -32,19 +32,19 @@ class EndReporter:
     def report(self, code: int, why: str, suspect: int | None = None, *, together: bool = False) -> None:
         """Say that this rank ends with `code`, and `why`. `suspect`: the rank that this one lost, where it knows.
         `together`: all ranks end so."""
-        end = End(self.rank, host_name(), state_of(code), code, why, self.step, suspect)
+        end = End(self.rank, host_name(), code, why, self.step, suspect=suspect)
         if self._line is not None:
             self._line.say("end", rank=self.rank, code=code, cause=why, suspect=suspect)
         self.status.write_end(end)
         ends = [end]
         if self._losses is not None:
             ends += [
-                End(each.rank, self._hosts[each.rank], state_of(each.code), each.code, each.why, self.step)
+                End(each.rank, self._hosts[each.rank], each.code, each.why, self.step)
                 for each in self._losses.reported() if each.code is not None and each.rank != self.rank
             ]
         if together:
-            ends = [End(rank, host, end.state, code, why, self.step) for rank, host in enumerate(self._hosts)]
-        self.status.write_summary(end.state, ends)
+            ends = [End(rank, host, code, why, self.step) for rank, host in enumerate(self._hosts)]
+        self.status.write_summary(ends)
 
     def report_stop(self, why: str) -> None:
         """This rank was asked to stop, and leaves without waiting for the others."""

@@ -200,7 +200,7 @@ def test_signal_to_a_process_that_the_users_code_forked_is_its_own(forks: Forks,
 
 
 def note_collectives() -> None:
-    from train.group.group import Group
+    from rankup.group.group import Group
 
     collective = Group.collective
 
@@ -283,10 +283,10 @@ def test_two_ranks_that_are_asked_at_once_stop_with_the_third(forks: Forks, tmp_
 def slow_save() -> None:
     """The save at a stop takes so long that a repeat comes in the middle of it, and a slow sender is still within the
     window."""
-    import train.process.stop
+    import rankup.group.stop
     from rankup.state import copies
 
-    train.process.stop.REPEAT_WINDOW_S = 60.0
+    rankup.group.stop.REPEAT_S = 60.0
     write = copies.write_durably
 
     def slow(path: Path, content: Any) -> Any:
@@ -299,7 +299,7 @@ def slow_save() -> None:
 def test_repeats_within_the_window_count_as_one(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     endless = train(run, "--epochs", "100000", "--evaluate-every-epochs", "100000", "--save-every-steps", "1000000")
-    with forks.running(*endless, world_size=2, preload="tests.process.test_stop:slow_save") as job:
+    with forks.running(*endless, world_size=2, preload="tests.group.test_stop:slow_save") as job:
         metrics = run / "metrics.jsonl"
         job.wait_until(lambda: metrics.exists() and metrics.stat().st_size, "the first step")
         (run / "asked").touch()
@@ -315,7 +315,7 @@ def test_repeats_within_the_window_count_as_one(forks: Forks, tmp_path: Path) ->
 def no_window() -> None:
     """Every further signal is a second request. A file `read-RANK` shows that the first was read: sent before that, a
     second would be the same one to the kernel."""
-    from train.process import stop
+    from rankup.group import stop
 
     class Noting(stop.StopRequest):
         def __setattr__(self, name: str, value: Any) -> None:
@@ -323,7 +323,7 @@ def no_window() -> None:
             if name == "_requested_at_s" and value:
                 Path(os.environ["NOTES_DIR"], f"read-{os.environ['RANK']}").touch()
 
-    stop.REPEAT_WINDOW_S, main.StopRequest = 0.0, Noting
+    stop.REPEAT_S, main.StopRequest = 0.0, Noting
 
 
 def ask(job: Job, rank: int, notes: Path) -> None:
@@ -339,7 +339,7 @@ def test_second_request_leaves_at_once_although_the_loop_waits_for_a_peer(
     # Rank 0 stays in the middle of a step, rank 1 waits for it in the collective of that step
     there = tmp_path / "there"
     order = probe("loss", 14, rank=0, sleep_s=600, tell=str(there)) | {"NOTES_DIR": str(tmp_path)}
-    with forks.running(*train(run), world_size=2, env=order, preload="tests.process.test_stop:no_window") as job:
+    with forks.running(*train(run), world_size=2, env=order, preload="tests.group.test_stop:no_window") as job:
         job.wait_until(there.exists, "rank 0 in step 12")
         one = job.processes[1]
         ask(job, 1, tmp_path)
@@ -359,7 +359,7 @@ def test_rank_that_left_at_once_ends_the_others_as_stopped(forks: Forks, tmp_pat
     run = tmp_path / "run"
     there, left = tmp_path / "there", tmp_path / "left"
     order = probe("loss", 14, rank=0, tell=str(there), until=str(left)) | {"NOTES_DIR": str(tmp_path)}
-    with forks.running(*train(run), world_size=2, env=order, preload="tests.process.test_stop:no_window") as job:
+    with forks.running(*train(run), world_size=2, env=order, preload="tests.group.test_stop:no_window") as job:
         job.wait_until(there.exists, "rank 0 in step 12")
         one = job.processes[1]
         ask(job, 1, tmp_path)

@@ -4,28 +4,31 @@ Values travel as JSON, or as what `torch.load(weights_only=True)` reads. torch's
 what arrives, which runs whatever code the sender wants, and anybody in the network may connect to a rank's ports.
 """
 
+import dis
 import io
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from rankup.agent.ends import LOST_PEER
 from rankup.agent.logs import host_name
+from rankup.agent.status import tell_torchrun
 from rankup.env.rank_env import RankEnv
-from rankup.errors import PeerLost, UserError
-from train.group.ends import EndReporter
-from train.group.host_link import HostLink
-from train.group.meeting import Meeting
-from train.group.watchdog import Watchdog
-from train.process.stop import StopRequest
+from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, Stopped, UserError, exit_code, reason
+from rankup.group.ends import EndReporter
+from rankup.group.host_link import HostLink
+from rankup.group.losses import Suspect, describe, root_exit_code
+from rankup.group.meeting import Meeting
+from rankup.group.stop import StopRequest
+from rankup.group.watchdog import Watchdog
+from rankup.timing import STOP_S
 
-# gloo's and nccl's own timeouts are this much longer than ours, which know the phase and name the rank.
-BEHIND_OURS_S = 120.0
-LOOK_S = 0.001
 T = TypeVar("T")
 
 
@@ -33,8 +36,15 @@ class Group:
     """This rank's place among all ranks, and the collectives.
 
     Every collective waits on the host, never on the device, and raises what torch raises when another rank is gone;
-    `train.group.join` turns that into a PeerLost which names the rank.
+    the end of the block turns that into a PeerLost which names the rank.
+
+    `hosts`: by rank. `restarted`: any rank's process. `settings`: what must be the same on all ranks. `backend`: of
+    torch's process group. `meeting`: once the ranks have met. `link`: where all ranks are on one host. `all_done`: all
+    ranks are known to have come to their end.
     """
+
+    settings: Mapping[str, str]
+    backend: str
 
     def __init__(
         self, launch: RankEnv, device: torch.device, *, watch: Watchdog, stop: StopRequest, ends: EndReporter,
@@ -44,12 +54,17 @@ class Group:
         self.rank, self.world_size = launch.rank, launch.world_size
         self.status = ends.status
         self.run_dir = ends.status.run_dir
-        self.hosts: Sequence[str] = [host_name()] * launch.world_size  # by rank
-        self.restarted = launch.restart_count > 0  # any rank's process
+        self.hosts: Sequence[str] = [host_name()] * launch.world_size
+        self.restarted = launch.restart_count > 0
         self.meeting: Meeting | None = None
-        self.link: HostLink | None = None  # where all ranks are on one host
-        self.all_done = False  # all ranks are known to have come to their end
+        self.link: HostLink | None = None
+        self.all_done = False
         self.record = watch.record
+
+    @property
+    def local_rank(self) -> int:
+        """Of this rank among those of its node."""
+        return self.launch.local_rank
 
     @property
     def is_rank0(self) -> bool:
@@ -68,7 +83,7 @@ class Group:
         if self.world_size == 1:
             return self.stop.requested
         while (may_begin := self.record.may_begin(step)) is None:
-            time.sleep(LOOK_S)
+            time.sleep(STOP_S)
         if not may_begin:
             self.watch.settle()
         return not may_begin
@@ -82,6 +97,75 @@ class Group:
     def step(self, step: int) -> None:
         self.ends.step = step
         self.record.begin(step)
+
+    # The end ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> "Group":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        elif (failure := self.fail(error)) is not error:
+            raise failure from error
+
+    def close(self) -> None:
+        """Leave after success: all ranks come here, destroy their process group, and rank 0, with the store, goes last.
+
+        torch reports a connection that ends before its user as an error, in many lines, on a run that went well.
+        Raises what `fail` returns where another rank does not come.
+        """
+        try:
+            if not self.all_done:
+                self.barrier()
+            self.watch.all_done()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            self.ends.report(FINISHED, "finished", together=True)
+            self.record.finish()
+            self.watch.end()
+        except BaseException as error:
+            if (failure := self.fail(error)) is error:
+                raise
+            raise failure from error
+
+    def fail(self, error: BaseException) -> BaseException:
+        """This rank ends with `error`. Returns what stands behind it, once the other ranks know.
+
+        A rank that fails exits at once: torch's own teardown may wait for the dead.
+        """
+        self.watch.wait_if_leaving()
+        self.watch.exit_within(PEER_LOST)  # the phase that failed is over, its deadline must not cut this short
+        failure = self._explain(error)
+        self.watch.exit_within(exit_code(failure))
+        tell_torchrun(failure)
+        # Report before leaving: the others look here for the cause when their collectives break
+        stopped = isinstance(error, Stopped)  # all ranks come to the same step
+        self.ends.report(exit_code(failure), reason(failure), getattr(failure, "suspect", None), together=stopped)
+        self.watch.end()
+        return failure
+
+    def _explain(self, error: BaseException) -> BaseException:
+        """The failure behind an error."""
+        if self.meeting is None or not broke_collective(error):
+            return error
+        suspects = self.watch.suspects()
+        self.log.debug(f"{type(error).__name__}: {error}")
+        if suspects and suspects[0].code == Stopped.code:
+            # It did not wait to save; somebody asked it to stop, which is no reason to start again
+            return Stopped(f"rank {suspects[0].rank} on {self.hosts[suspects[0].rank]} left: {suspects[0].why}")
+        return self.peer_lost(suspects)
+
+    def peer_lost(self, suspects: list[Suspect]) -> PeerLost:
+        """What to raise where these were lost, the likeliest first."""
+        return PeerLost(
+            f"lost a peer{self.watch.at_step}: {describe(suspects, self.hosts)}",
+            code=root_exit_code(suspects, PEER_LOST),
+            suspect=suspects[0].rank if suspects else None,
+            nobody_died=all(suspect.alive for suspect in suspects),
+        )
+
+    # Collectives ------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
@@ -220,3 +304,26 @@ def on_rank0(group: Group, work: Callable[[], Any], *, share: Callable[[Any], An
     if kind:
         raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not group.is_rank0)
     return (share or group.broadcast)(result)
+
+
+def broke_collective(error: BaseException) -> bool:
+    """Whether a collective raised `error` because a peer is gone. It does not say which, nor why."""
+    if isinstance(error, JoinError | PeerLost):
+        # Who raised it knows more: of a DataLoader's worker that died, for one, whose connection is reset as well
+        return False
+    if isinstance(error, dist.DistError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    if _raised_by_python(error) and not type(error).__module__.startswith("horovod."):
+        return False  # the user's own code may say "Connection reset by peer", in a DataLoader's worker too
+    # A failed check inside gloo (of sizes that differ, say) is a fault, although it carries the path of the connection
+    return bool(LOST_PEER.search(str(error))) and "enforce fail" not in str(error)
+
+
+def _raised_by_python(error: BaseException) -> bool:
+    """Whether a `raise` raised `error`, and not a function in C++, as all collectives are."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is None or dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"

@@ -1,0 +1,223 @@
+"""Joining the group: the device and torch's backend of this rank, and the steps that lead to all ranks being one.
+
+`join` takes all steps. Whoever says more of each of them (`train doctor`) calls `start`, and then them, one by one.
+"""
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+import rankup
+from rankup.agent.meeting import HINT, describe_differences
+from rankup.agent.protocol import Member
+from rankup.agent.record import RecordWriter
+from rankup.agent.status import StatusFile
+from rankup.env.rank_env import RankEnv
+from rankup.errors import JoinError, LaunchError, UserError
+from rankup.group import meeting
+from rankup.group.ends import EndReporter
+from rankup.group.group import Group
+from rankup.group.host_link import open_link
+from rankup.group.losses import Losses, describe
+from rankup.group.stacks import record_collectives
+from rankup.group.stop import StopRequest
+from rankup.group.watchdog import Watchdog
+from rankup.timing import BEHIND_OURS_S, FORM_S, WATCHDOG_LATER_S
+
+
+def join(
+    launch: RankEnv, *, settings: Mapping[str, str], timeout_s: float, status: StatusFile, stop: StopRequest,
+    log: logging.Logger, device: str | None = None, backend: str | None = None, longest_phase_s: float = 1800.0,
+    needs_process_group: bool = False,
+) -> Group:
+    """Meet the other ranks and form torch's process group with them: gloo for host memory, beside the device's own.
+
+    Returns a group that is a context manager. A block that ends well leaves the group together with all other ranks. A
+    block that ends with an error reports it to the others first, and raises in its place what stands behind it, where
+    it is another rank's end. Whoever uses no block calls `Group.close()` or `Group.fail(error)`.
+
+    settings: what must be the same on all ranks, by name, as text. The versions of torch and rankup, and the backend,
+        are added.
+    timeout_s: how long ranks may take to meet, in seconds.
+    status, stop: files of this rank's end, and requests to stop. They are there before the ranks meet.
+    device: "cpu", "cuda" or "cuda:1". None: the accelerator of this rank, or the CPU where there is none.
+    backend: of torch, for the device's memory. None: torch's default.
+    longest_phase_s: the longest time limit of any phase; torch's own timeout is longer.
+    needs_process_group: even a rank alone gets one.
+
+    Raises JoinError (code 170) where the ranks do not come together, PeerLost (171) where one is lost meanwhile,
+    UserError (2) where they differ, and LaunchError (2) for a device that is not there.
+    """
+    group = start(launch, settings=settings, device=device, backend=backend, stop=stop, ends=EndReporter(status, log),
+                  log=log)
+    with contextlib.ExitStack() as unless_joined:
+        unless_joined.push(group)
+        if launch.world_size > 1:
+            meet(group, timeout_s=timeout_s)
+            form(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
+            check_settings(group)
+            check_devices(group)
+        elif needs_process_group:  # with a store in memory, which reaches nobody and needs no port
+            dist.init_process_group(group.backend, store=HashStore(), rank=0, world_size=1)
+        unless_joined.pop_all()
+    return group
+
+
+def start(
+    launch: RankEnv, *, settings: Mapping[str, str], device: str | None, backend: str | None, stop: StopRequest,
+    ends: EndReporter, log: logging.Logger,
+) -> Group:
+    """A group of which only this rank is known yet. Raises LaunchError. For the rest see `join`."""
+    record = RecordWriter(launch.agent["record"] if launch.agent else None, rank=launch.rank)
+    watch = Watchdog(ends, stop, record=record, log=log)
+    chosen = pick_device(device, launch.local_rank, distributed=launch.world_size > 1)
+    group = Group(launch, chosen, watch=watch, stop=stop, ends=ends, log=log)
+    group.backend = pick_backend(backend, chosen)
+    group.settings = {"torch version": torch.__version__, "rankup code": VERSION, "backend": group.backend, **settings}
+    ends.status.write_summary([])
+    return group
+
+
+# The steps -----------------------------------------------------------------------------------------------------------
+
+
+def meet(group: Group, *, timeout_s: float) -> None:
+    """First step: find the others in a store, by name, and begin to watch each other.
+
+    Raises JoinError naming who is missing or what is in the way, UserError where ranks differ in code or settings, and
+    LaunchError where the port cannot be used.
+    """
+    group.watch.enter("join", timeout_s + WATCHDOG_LATER_S)
+    met = meeting.meet(
+        group.launch, settings=group.settings, attempt=group.attempt, timeout_s=timeout_s, log=group.log,
+        record=group.record,
+    )
+    group.meeting, group.status.attempt = met, met.attempt
+    group.hosts, group.restarted = met.hosts, met.restarted
+    losses = Losses(met.line, group.rank, ask=group.stop.ask)
+    group.stop.tell_others(lambda name: met.line.say("stop", signal=name))
+    group.ends.connect(met.line, met.hosts, losses)
+    group.watch.watch(losses, group.hosts)
+
+
+def form(group: Group, *, timeout_s: float, longest_phase_s: float) -> None:
+    """Second step: torch's process group, with gloo for host memory always. Raises JoinError and PeerLost."""
+    assert group.meeting is not None, "the ranks have to meet first"
+    # All reached each other a moment ago: what is left takes seconds, unless a rank has just died, which gloo waits for
+    form_s = min(timeout_s, FORM_S + group.world_size / 10)
+    group.watch.enter("join", form_s + WATCHDOG_LATER_S)
+    timeout = timedelta(seconds=longest_phase_s + BEHIND_OURS_S)
+    # So far it was what was left of the time to join; nccl waits with it for the id that it exchanges at the first step
+    group.meeting.store.set_timeout(timeout)
+    if "nccl" in group.backend:
+        record_collectives(group.run_dir)
+    try:
+        dist.init_process_group(
+            group.backend, store=group.meeting.store, rank=group.rank, world_size=group.world_size, timeout=timeout
+        )
+        # It uses each connection of gloo's that a step uses. gloo takes whoever sends the right number for the
+        # peer that it waits for; a peer whose place is taken waits in vain, and that has to be here, not in a step
+        dist.barrier() if group.backend == "gloo" else group.barrier()
+        group.link = open_link(group.rank, group.world_size, gather=group.gather)
+        group.meeting.until_formed.close()
+    except (RuntimeError, ValueError) as error:
+        group.log.debug(f"{type(error).__name__}: {error}")
+        suspects = group.watch.suspects()
+        if suspects and not suspects[0].alive:
+            raise group.peer_lost(suspects) from None
+        raise JoinError(
+            f"all ranks reached each other, but could not form a group: {str(error).splitlines()[0][:300]}; "
+            f"{describe(suspects, group.hosts)}. {HINT}"
+        ) from None
+
+
+def check_settings(group: Group) -> None:
+    """Raises UserError where ranks differ in code or settings. Without an agent their meeting has seen to that."""
+    if group.launch.agent is None:
+        return
+    digests = group.gather(meeting.digest(group.settings))
+    if len(set(digests)) > 1:
+        members = [
+            Member("", rank, 1, group.world_size, host, 0, digest, 0.0)
+            for rank, (host, digest) in enumerate(zip(group.hosts, digests, strict=True))
+        ]
+        settings = dict(zip(digests, group.gather(group.settings), strict=True))
+        raise UserError(describe_differences(members, settings), printed_elsewhere=not group.is_rank0)
+
+
+def check_devices(group: Group) -> None:
+    """Raises LaunchError where two ranks use one GPU: nccl would report "Duplicate GPU detected" much later, and gloo
+    would just be slow."""
+    if group.device.type != "cuda":
+        return
+    uuid = str(torch.cuda.get_device_properties(group.device).uuid)
+    owners: dict[str, int] = {}
+    for rank, other in enumerate(group.gather(uuid)):
+        if other in owners:
+            raise LaunchError(
+                f"ranks {owners[other]} and {rank} must each have a device of their own, got the same GPU on "
+                f"{group.hosts[rank]}. Start as many processes as there are GPUs, or set LOCAL_RANK."
+            )
+        owners[other] = rank
+
+
+# What this rank brings -----------------------------------------------------------------------------------------------
+
+
+def code_of(*roots: Path) -> str:
+    """A digest of these files, and of all Python files in these folders."""
+    files = [file for root in roots for file in (sorted(root.rglob("*.py")) if root.is_dir() else [root])]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+# The files as they are imported, not as they are when ranks meet: a rank may be forked from a process that has imported
+# them days ago
+VERSION = code_of(*map(Path, rankup.__path__))
+
+
+def pick_device(wanted: str | None, local_rank: int, *, distributed: bool) -> torch.device:
+    """The device of this rank: None takes the accelerator if there is one, else the CPU.
+
+    CUDA numbers devices in the order of CUDA_VISIBLE_DEVICES. Raises LaunchError where there is none to take.
+    """
+    if wanted is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        # Apple's mps has no backend that reduces over ranks.
+        wanted = "cpu" if found is None or (found.type == "mps" and distributed) else found.type
+    kind, _, index = wanted.partition(":")
+    if kind == "cpu":
+        return torch.device("cpu")
+    module = getattr(torch, kind, None)
+    count = int(module.device_count()) if module is not None and hasattr(module, "device_count") else 0
+    if count == 0:
+        raise LaunchError(f'device must be one this machine has, got "{wanted}". Use --device auto or cpu.')
+    number = int(index) if index else local_rank
+    if number >= count:
+        # Slurm's --gpus-per-task=1 shows each task one device, numbered 0. Two ranks on one device are found later.
+        if count > 1 or index:
+            raise LaunchError(
+                f"local rank {local_rank} must have a device of its own, got {count} visible {kind} devices. Start at "
+                f"most {count} processes on this node, or look at CUDA_VISIBLE_DEVICES."
+            )
+        number = 0
+    device = torch.device(kind, number)
+    torch.accelerator.set_device_index(number)
+    return device
+
+
+def pick_backend(wanted: str | None, device: torch.device) -> str:
+    """gloo for host memory always, beside the device's own: flags and checkpoints travel without the device.
+
+    None: torch's default for that device.
+    """
+    if device.type == "cpu":
+        return "gloo"
+    own = wanted or dist.get_default_backend_for_device(device)
+    return "gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
