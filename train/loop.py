@@ -37,7 +37,6 @@ from train.parallel.warm_up import warm_up
 from train.run import weights
 from train.run.advice import Advice
 from train.run.evaluation import evaluate
-from train.run.keeper import Rescuer
 from train.run.metrics import Speed
 from train.run.progress_bar import ProgressBar
 from train.run.rank_reports import RankReports
@@ -45,7 +44,7 @@ from train.run.reporter import Reporter
 from train.run.result import describe, write_result
 from train.run.resume import load_initial_weights, load_training_state
 from train.run.run_directory import RunDirectory, open_run_directory
-from train.run.training import Training, look_at_save, save, save_and_stop
+from train.run.training import Rescuer, Training, save, save_and_stop
 from train.workloads import Workload, load
 from train.workloads.batches import all_batches, build_order, first_batch, is_evaluated
 
@@ -72,7 +71,7 @@ def train(config: Config, launch: RankEnv, *, run_dir: Path, log: logging.Logger
         open_run_directory(config, group) as run,
         Reporter(run) as reporter,
     ):
-        if run.finished:
+        if run.kept.finished:
             return
         t = build(config, group, method, run)
         progress, watch = t.progress, group.watch
@@ -84,7 +83,7 @@ def train(config: Config, launch: RankEnv, *, run_dir: Path, log: logging.Logger
         try:
             while True:
                 # Report, evaluate, save -------------------------------------------------------------------------
-                look_at_save(t)
+                run.kept.look()
                 at_end = progress.step >= t.total_steps
                 due = is_evaluated(config, progress.step, t.total_steps, t.steps_per_epoch)
                 t.speed.pause()
@@ -136,7 +135,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
 
     # Data -------------------------------------------------------------------------------------------------------
     seed_everything(derive_seed(config.seed), group.device)
-    workload = load(config, pretrained=run.origin.checkpoint is None)
+    workload = load(config, pretrained=run.kept.newest is None)
     for note in workload.notes:
         log.info(note)
     order = build_order(config, group, workload)
@@ -144,13 +143,13 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     log.info(describe(config, group, workload, order, method=method_name(config, group.world_size)))
     if group.world_size > 1 and not method.every_rank_has_all:
         log.info("rescue none: no rank has the whole state, so a lost rank costs the steps since the newest checkpoint")
-    if line := run.origin.second_copies(group, replicated=method.replicates_state):
+    if line := run.kept.second_copies(replicated=method.replicates_state):
         log.info(line)
 
     # Model ------------------------------------------------------------------------------------------------------
     plain = whole = prepare(workload, config, group, split=not method.replicates_state)
     check_same_shapes(group, plain)
-    progress = load_initial_weights(config, group, plain, run.origin, data_name=workload.data_name)
+    progress = load_initial_weights(config, group, plain, run.kept, data_name=workload.data_name)
     group.step = progress.step
     if not method.replicates_state:
         weights.check_same(group, plain)  # before they are split: afterwards no rank has them all
@@ -161,8 +160,8 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     # Optimizer --------------------------------------------------------------------------------------------------
     optimizer = build_optimizer(plain, config, device)
     scaler = build_scaler(config, device)
-    load_training_state(group, method, plain, optimizer, scaler, run.origin.checkpoint)
-    run.origin.checkpoint = None  # its copy of all weights would stay in the memory of every rank
+    load_training_state(group, method, plain, optimizer, scaler, run.kept.newest)
+    run.kept.forget()  # its copy of all weights would stay in the memory of every rank
     model = method.wrap(compile_model(plain, device) if config.compile else plain)
     buffers = Buffers(plain, group)
     buffers.share()
@@ -187,8 +186,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
         config=config, group=group, method=method, run=run, workload=workload, plain=plain, model=model, whole=whole,
         optimizer=optimizer, scaler=scaler, loader=loader, divisors=order.divisors,
         steps_per_epoch=order.steps_per_epoch, total_steps=total_steps, buffers=buffers,
-        progress=progress, changing=Changing(progress, device), saved=run.saved, saving=run.saving,
-        metrics=metrics,
+        progress=progress, changing=Changing(progress, device), saved=run.saved, metrics=metrics,
         profiler=Profiler(
             config.profile, run_dir=group.run_dir, rank=group.rank, device=device, step=progress.step,
             total_steps=total_steps, log=log,
@@ -252,7 +250,7 @@ def report(t: Training, loss: torch.Tensor, rate: float) -> dict[str, Any] | Non
     if number % t.config.log_every_steps != 0 and number != t.total_steps:
         return t.progress.line
     # .cpu() and the sum wait for the device: only when we report
-    mean, seen = t.reports.exchange(loss.double().cpu(), step=number, saving=t.saving is not None)
+    mean, seen = t.reports.exchange(loss.double().cpu(), step=number, saving=t.run.kept.saving_step is not None)
     return t.metrics.training_entry(number, mean, rate, t.speed.at(number)) | seen
 
 

@@ -169,25 +169,38 @@ def save(
 ) -> Path:
     """Write one copy that this process holds whole; the rest as `publish`."""
     check_owner()
-    return publish(create_staging(directory, step), files, {}, step=step, keep=keep, check_owner=check_owner)
+    staging = create_staging(staging_in(directory, step))
+    return publish(staging, files, {}, step=step, keep=keep, check_owner=check_owner)
 
 
-def create_staging(directory: Path, step: int) -> Path:
-    """An empty hidden folder of its own in which the copy of that step is put together. Raises UserError."""
-    staging = directory / f"{STAGING}step-{step:08d}-{secrets.token_hex(4)}"
+def staging_in(directory: Path, step: int) -> Path:
+    """The path of a hidden folder of its own in which the copy of that step is put together."""
+    return directory / f"{STAGING}step-{step:08d}-{secrets.token_hex(4)}"
+
+
+def create_staging(staging: Path) -> Path:
+    """Make that folder, which nobody else may have made. Raises UserError."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        staging.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
     except OSError as error:
-        raise disk_error("checkpoint", directory, error) from None
+        raise disk_error("checkpoint", staging.parent, error) from None
     return staging
 
 
 def remove_unfinished(directory: Path) -> None:
     """Remove what others were writing. Nobody else may own the directory. Raises nothing."""
     for left in directory.glob(f"{STAGING}*"):
-        # Renamed first: its owner must not give its name to a folder that is half removed
-        _remove(left, left.with_name(f"{STAGING}{secrets.token_hex(4)}"))
+        remove(left)
+
+
+def remove(folder: Path) -> None:
+    """Remove a copy or what is to become one. Raises nothing."""
+    # Renamed first: a folder that is half removed must not look like a copy, and nobody may give its name to it
+    doomed = folder.with_name(f"{STAGING}{secrets.token_hex(4)}-old")
+    with contextlib.suppress(OSError):
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def publish(
@@ -270,13 +283,6 @@ def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
     good = 0
     for path in reversed(list_copies(directory)):
         if good >= keep or (path.suffix and path.with_suffix("").exists()):
-            # Renamed first: a folder whose removal is cut short must not look like a copy
-            _remove(path, path.with_name(f"{STAGING}{path.name}-old"))
+            remove(path)
         elif path == newest or looks_whole(path):
             good += 1
-
-
-def _remove(path: Path, doomed: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)

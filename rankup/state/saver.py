@@ -1,134 +1,109 @@
-"""Saves of a run. Plain ones go on beside the training: rank 0 copies its state, and a thread writes the copy.
+"""Saves of a run, which go on beside the training: a rank copies its state in memory, and a thread writes the copy.
 
 So the ranks stand still for the copy alone, not for digests and the disk (tests/bench/saves.py measures both). To write
-beside the next steps is the idea of CheckFreq (Mohan et al., FAST '21). The thread calls no collective: gloo pairs them
+beside the next steps is the idea of CheckFreq (Mohan et al., FAST '21). A thread calls no collective: gloo pairs them
 by their order, and the loop calls its own meanwhile.
+
+Rank 0 writes plain copies. Of sharded ones each rank writes its part, and rank 0 gives the copy its name once all parts
+are there. Where the nodes share no disk, a rank of another node keeps the newest copy a second time: nothing is sent,
+because it has the state that rank 0 saves.
 """
 
 import contextlib
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from rankup.agent.limits import memory_available
-from rankup.errors import UserError
+from rankup.errors import PeerLost, UserError, reason
 from rankup.state import copies
-from rankup.state.copies import STATE, Content, fingerprint_tensors
-from rankup.state.shards import write_shards
-from rankup.state.tree import Tensors, encode, files_of, is_dense
-
-# A save needs its copy; and as much again stays free
-ROOM = 2
+from rankup.state.copies import STATE, Content, fingerprint_tensors, list_copies, step_of
+from rankup.state.shards import collect_parts, file_of, index, own_parts, write_part
+from rankup.state.tree import encode, files_of
+from rankup.state.writing import HostCopies, Writing
 
 
 class Saver:
-    """Writes the copies of a run into `directory`, at most one at a time."""
+    """Writes the copies of a run into `folder`, at most one at a time. All ranks have one."""
 
     def __init__(
-        self, group: Any, directory: Path, *, on_rank0: Callable[[Callable[[], Any]], Any], how: str, sharded: bool,
-        keep: int, timeout_s: float, check_owner: Callable[[], None],
-        copier: Any = None, upload: Callable[..., None] | None = None,
+        self, group: Any, folder: Path, *, how: str, keep: int, timeout_s: float, check_owner: Callable[[], None],
+        sharded: bool = False, token: str = "", second: "SecondCopies | None" = None,
+        upload: Callable[..., None] | None = None,
     ) -> None:
-        """`on_rank0`: calls a function on rank 0 and returns its result on all ranks, or raises there what it raised.
-
-        `how`: sync, async, or auto, which is async where memory allows it. `sharded`: each rank writes its
-        part. `keep`: how many copies stay. `timeout_s`: of one save. `check_owner`: see `rankup.state.copies.publish`;
-        rank 0 alone calls it. `copier`: the one rank's that keeps the newest copy a second time. `upload`: writes a
-        published copy to another place too, `upload(path, timeout_s=...)`; rank 0's.
+        """`how`: sync, async, or auto, which is async where memory allows it. `keep`: how many copies stay.
+        `timeout_s`: of one save. `check_owner`: see `rankup.state.copies.publish`; rank 0 alone calls it. `sharded`:
+        each rank writes its part; `token` is of this attempt then, equal on all ranks. `second`: of the one rank that
+        keeps second copies. `upload`: rank 0's; it copies a published one
+        to another place, `upload(path, timeout_s=...)`.
         """
-        self.group, self.directory, self.on_rank0, self.how, self.sharded = group, directory, on_rank0, how, sharded
-        self.keep, self.timeout_s,  self.check_owner = keep, timeout_s,  check_owner
-        self.copier, self.upload = copier, upload
-        # Rank 0's; the others never have a thread
-        self._copies = HostCopies(group.device)
-        self._beside_training: bool | None = None  # decided at the first save, when the size of the state is known
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        self._began_s, self._step = 0.0, 0
-        self._published = threading.Event()  # what the thread writes stands in `directory`
+        self.group, self.folder, self.keep, self.timeout_s = group, folder, keep, timeout_s
+        self.check_owner, self.sharded, self.token = check_owner, sharded, token
+        self.second, self.upload = second, upload
+        self._copies = HostCopies(group.device, how, say=group.log.info)
+        self._writing = Writing("save", timeout_s)
+        self._step = self._count = 0
+        self._published = threading.Event()  # what is being written stands in `folder`, or never will
+        self._hurry = threading.Event()  # this process ends: do not wait for other ranks
+        self._staging: Path | None = None  # of a sharded copy
         self._tensors = ""  # the fingerprint of those in the copy that was written last
 
     def save(
-        self, step: int, record: bytes, tracked: dict[str, Any], *, may_go_on: bool, flush: Callable[[], None],
-        wait: bool,
+        self, step: int, record: bytes, tracked: dict[str, Any], *, may_go_on: bool = True,
+        flush: Callable[[], None] = lambda: None, wait: bool = False,
     ) -> bool:
-        """Write one copy. All ranks call this, rank 0 publishes.
+        """Write one copy. All ranks call this.
 
-        Returns True where rank 0 goes on to write beside the training. Then all ranks call `ended` at each step until
-        it returns True, and call this no more before that. `may_go_on`: False where the method of training in parallel
-        does not allow that.
+        Returns True where a rank goes on to write beside the training. Then all ranks call `ended` at each step until
+        it returns True, and call this no more before that. `may_go_on`: False where `tracked` is not to be kept.
 
         `record`: the contents of `state.json`. `tracked`: whole on rank 0, or each rank's part where copies are
         sharded. `flush`: of the metrics. A resumed run does not repeat the saved steps, so their metrics must be on the
         disk first. `wait`: the training ends with this one.
-        Raises, on all ranks, UserError where rank 0 can't write, and PeerLost where another attempt owns the run.
+        Raises, on all ranks, UserError where one can't write, and PeerLost where another attempt owns the run.
         """
-        if self.sharded:
-            return self._save_shards(step, record, tracked, flush)
-
-        def begin() -> tuple[bool, str]:
-            flush()
-            return self._begin(step, record, tracked, may_go_on), self._tensors
-
-        if self.copier is not None and may_go_on:  # this rank has all that rank 0 has
-            self.copier.begin(step, record, tracked, wait=wait)
-        self._step = step
-        under_way, written = self.on_rank0(begin)
-        if not under_way:
-            self._confirm(written)
-        return bool(under_way)
+        if self.second is not None and may_go_on:  # this rank has all that rank 0 has
+            self.second.begin(step, record, tracked, wait=wait)
+        self._step, self._count = step, self._count + 1
+        if self.group.is_rank0 or self.sharded:
+            prepared = self._writing.run(lambda: self._prepare(step, record, tracked, may_go_on, flush))
+            # No rank may wait for the part of one that writes none
+            if prepared and not (self.sharded and self.group.max(int(self._writing.failure is not None))):
+                work, beside = prepared
+                self._published.clear()
+                (self._writing.start if beside else self._writing.run)(lambda: self._write(work))
+        if self.group.max(int(self._writing.under_way)):
+            return True
+        self._conclude()
+        return False
 
     def ended(self, *, wait: bool) -> bool:
-        """Whether rank 0 has written what `save` began; with `wait` it gets done first. All ranks call this.
+        """Whether what `save` began is written; with `wait` it gets done first. All ranks call this.
 
         Raises as `save` does.
         """
-        if not wait and not self.group.max(int(self.group.is_rank0 and self._due)):
+        over = self._writing.failure is not None
+        if self.group.is_rank0:
+            over = not self._writing.under_way or self._writing.left_s <= 0
+        if not wait and not self.group.max(int(over)):
             return False
-        self._confirm(self.on_rank0(self._finish))
+        self._conclude()
         return True
 
     @property
     def writing(self) -> bool:
         """Whether a thread of this process is writing at this moment."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._writing.under_way
 
     def wait(self) -> None:
         """Let the copy get published within its deadline, because this process is about to end. Raises nothing.
 
-        An upload is not waited for: the next attempt makes it.
+        An upload is not waited for: the next attempt makes it. Neither are parts of ranks that may be gone.
         """
-        if self._thread is not None:  # any thread may call this, and the main one be in `_finish`
-            self._published.wait(max(0.0, self._left_s()))
-
-    def _confirm(self, tensors: str) -> None:
-        if self.copier is not None:
-            self.copier.confirm(self._step, tensors)
-
-    # Rank 0 ---------------------------------------------------------------------------------------------------
-
-    def _begin(self, step: int, record: bytes, tracked: dict[str, Any], may_go_on: bool) -> bool:
-        assert self._thread is None, "the save before has to be finished first"
-        nodes, tensors = encode(tracked)
-        if self._beside_training is None:
-            self._beside_training = may_go_on and beside_training(tensors, self.how, say=self.group.log.info)
-        if not self._beside_training:
-            with self._while_ours():
-                path = self._publish(step, {STATE: record, **files_of(nodes, tensors)})
-                return self._upload_published(path, step)
-        copied = self._copies.take(tensors)
-
-        def publish_it() -> Path:
-            self._copies.wait()
-            return self._publish(step, {STATE: record, **files_of(nodes, copied)})
-
-        self._start(publish_it, step)
-        return True
+        self._hurry.set()
+        if self._writing.under_way:  # any thread may call this
+            self._published.wait(max(0.0, self._writing.left_s))
 
     def publish_files(self, step: int, files: Mapping[str, Content]) -> None:
         """Write a copy of these files, and upload it where that is wanted: this process ends. Raises as `save` does.
@@ -140,44 +115,76 @@ class Saver:
                 self.upload(path, timeout_s=self.timeout_s)
 
     def upload_beside(self, path: Path, *, step: int) -> None:
-        """Upload a copy that is published already, beside the training; `ended` says when that is done."""
-        self._start(lambda: path, step)
+        """Rank 0: upload a copy that is published already, beside the training; `ended` says when that is done."""
+        self._step = step
+        self._writing.start(lambda: self._upload(path))
 
-    def _upload_published(self, path: Path, step: int) -> bool:
-        """Upload it, where that is wanted. Whether that goes on beside the training.
+    # Each rank that writes ------------------------------------------------------------------------------------
 
-        It reads files, and needs no memory: the training goes on unless each save is to be waited for.
-        """
-        if self.upload is None:
-            return False
-        if self.how == "sync":
-            self.upload(path, timeout_s=self.timeout_s)
-            return False
-        self.upload_beside(path, step=step)
-        return True
+    def _prepare(
+        self, step: int, record: bytes, tracked: dict[str, Any], may_go_on: bool, flush: Callable[[], None]
+    ) -> tuple[Callable[[], None], bool]:
+        """What is to be done of the save, and whether that may be done beside the training."""
+        staging = self.folder / f"{copies.STAGING}step-{step:08d}-{self.token}-{self._count}"
+        if self.group.is_rank0:
+            flush()
+            if self.sharded:
+                self.check_owner()
+                self._staging = copies.create_staging(staging)
+        nodes, tensors = encode(tracked)
+        offsets: dict[str, list[int]] = {}
+        held = tensors
+        if self.sharded:
+            held, offsets = own_parts(tensors, self.group.rank)
+        if beside := may_go_on and self._copies.fit(held):
+            held = self._copies.take(held)
 
-    def _start(self, publish_it: Callable[[], Path], step: int) -> None:
-        self._failure, self._began_s, self._step = None, time.monotonic(), step
-        self._published.clear()
-        self._thread = threading.Thread(target=self._write, args=(publish_it,), name="save", daemon=True)
-        self._thread.start()
+        def write() -> None:
+            self._copies.wait()
+            if not self.sharded:
+                self._finish(step, {STATE: record, **files_of(nodes, held)})
+                return
+            until_s, rank = self._writing.until_s, self.group.rank
+            part = write_part(staging, rank, held, offsets)
+            if self.group.is_rank0:
+                parts = collect_parts(staging, part, self.group, until_s=until_s, hurry=self._hurry)
+                self._finish(step, {STATE: record, **index(nodes, tensors, parts)}, staging, parts)
 
-    def _write(self, publish_it: Callable[[], Path]) -> None:
+        return write, beside
+
+    def _write(self, work: Callable[[], None]) -> None:
         try:
             with self._while_ours():
-                path = publish_it()
-                self._published.set()
-                if self.upload is not None:
-                    self.upload(path, timeout_s=self._left_s())
-        except BaseException as error:  # a fault too: `_finish` raises it where the loop sees it
-            self._failure = error
+                work()
         finally:
             self._published.set()
 
-    def _publish(self, step: int, files: Mapping[str, Content]) -> Path:
-        path = copies.save(self.directory, files, step=step, keep=self.keep, check_owner=self.check_owner)
+    def _finish(
+        self, step: int, files: Mapping[str, Content], staging: Path | None = None, parts: Any = ()
+    ) -> None:
+        """Rank 0: give the copy its name, and upload it."""
+        if staging is None:
+            path = self._publish(step, files)
+        else:
+            written = {file_of(rank): entry for rank, (_, entry) in enumerate(parts)}
+            path = copies.publish(staging, files, written, step=step, keep=self.keep, check_owner=self.check_owner)
         self._tensors = fingerprint_tensors(path)
-        return path
+        self._published.set()
+        if self.upload is None:
+            return
+        # An upload reads files and needs no memory: the training goes on unless each save is to be waited for
+        if self._writing.in_thread or self._copies.how == "sync":
+            self.upload(path, timeout_s=self._writing.left_s)
+        else:
+            self.upload_beside(path, step=step)
+
+    def _publish(self, step: int, files: Mapping[str, Content]) -> Path:
+        return copies.save(self.folder, files, step=step, keep=self.keep, check_owner=self.check_owner)
+
+    def _upload(self, path: Path) -> None:
+        assert self.upload is not None
+        with self._while_ours():
+            self.upload(path, timeout_s=self._writing.left_s)
 
     @contextlib.contextmanager
     def _while_ours(self) -> Iterator[None]:
@@ -185,109 +192,125 @@ class Saver:
         try:
             yield
         except (OSError, UserError):
-            self.check_owner()
-            raise
-
-    @property
-    def _due(self) -> bool:
-        """Whether it is time to finish: the thread is done, or has taken longer than it may."""
-        return not self.writing or self._left_s() <= 0
-
-    def _left_s(self) -> float:
-        return self._began_s + self.timeout_s - time.monotonic()
-
-    def _finish(self) -> str:
-        """Wait for the thread, and raise what it raised. Returns the fingerprint of the tensors that it has written."""
-        assert self._thread is not None
-        if self.writing:
-            # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process
-            self.group.watch.enter("save", self.timeout_s, step=self._step, since_s=self._began_s)
-            self._thread.join()
-        self._thread = None
-        if self._failure is not None:
-            raise self._failure
-        return self._tensors
-
-    # All ranks ------------------------------------------------------------------------------------------------
-
-    def _save_shards(self, step: int, record: bytes, tracked: dict[str, Any], flush: Callable[[], None]) -> bool:
-        def begin() -> str:
-            flush()
-            self.check_owner()
-            return copies.create_staging(self.directory, step).name
-
-        staging = self.directory / self.on_rank0(begin)
-        try:
-            files, written = write_shards(staging, tracked, self.group)
-        except UserError:
-            # All ranks raise it together, so no rank still writes there
             if self.group.is_rank0:
-                shutil.rmtree(staging, ignore_errors=True)
-            self.on_rank0(self.check_owner)
+                self.check_owner()
             raise
 
-        def publish_it() -> bool:
-            with self._while_ours():
-                path = copies.publish(
-                    staging, {STATE: record, **files}, written, step=step, keep=self.keep, check_owner=self.check_owner
-                )
-                return self._upload_published(path, step)
-
-        return bool(self.on_rank0(publish_it))
-
-
-# Copies in memory --------------------------------------------------------------------------------------------------
-
-
-def beside_training(tensors: Tensors, how: str, *, say: Callable[[str], None]) -> bool:
-    """Whether to save `tensors` beside the training. `how`: sync, async, or auto, which asks how much memory is free.
-
-    `say` gets a line where that is too little. Asked once in a run: the memory of a copy is kept from then on.
-    """
-    if how != "auto":
-        return how == "async"
-    needed, free = ROOM * sum(tensor.nbytes for tensor in tensors.values()), memory_available()
-    if free < needed:
-        say(
-            f"save   the training waits for each save: to go on meanwhile takes {needed / 2**20:,.0f} MiB of memory, "
-            f"{free / 2**20:,.0f} are free"
-        )
-    return free >= needed
+    def _conclude(self) -> None:
+        """What became of the save, on all ranks: raises what a rank met."""
+        if self.group.is_rank0 and self._writing.under_way:
+            # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process
+            self.group.watch.enter("save", self.timeout_s, step=self._step, since_s=self._writing.began_s)
+            self._writing.join()
+        own = self._writing.failure
+        if own is not None and not isinstance(own, UserError | PeerLost):
+            raise own  # a fault: the others lose this rank
+        found = self.group.gather([type(own).__name__ if own else "", str(own) if own else "", self._tensors])
+        # Rank 0 says of a part that is missing what its writer says better. But no rank may blame its disk for what
+        # another attempt has removed
+        failed = [(kind, text) for kind, text, _ in reversed(found) if kind]
+        for kind, text in sorted(failed, key=lambda failure: failure[0] != "PeerLost"):
+            self._hurry.set()
+            if self._staging is not None:
+                copies.remove(self._staging)
+            raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not self.group.is_rank0)
+        if self.second is not None:
+            self.second.confirm(self._step, found[0][2])
 
 
-class HostCopies:
-    """Copies of tensors in memory that is taken once and used by each save anew.
+class SecondCopies:
+    """Keeps the newest copy of the run a second time in `folder`, on one rank alone, which has what rank 0 saves.
 
-    Fresh memory would cost more than the copy: the kernel clears each page when it is touched first.
+    A copy gets its name once rank 0's stands and holds the same tensors: it is never newer than what rank 0 has
+    published, and ranks whose weights have come apart are noticed here. The training never waits for this disk but at
+    its end, and a copy that fails is one line.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        # A GPU copies into pinned memory by itself, in the order of its queue, and the host goes on
-        self._copied = torch.Event(device) if device.type == "cuda" else None
-        self._buffers: Tensors = {}
+    def __init__(
+        self, group: Any, folder: Path, *, how: str, timeout_s: float, more: Callable[[], Mapping[str, bytes]]
+    ) -> None:
+        """`more`: other files of a copy, by their names."""
+        self.group, self.folder, self.more = group, folder, more
+        self.kept = 0  # the step of the newest copy of this attempt
+        self._copies = HostCopies(group.device, how, say=group.log.debug)
+        self._writing = Writing("copy", timeout_s)
+        self._step = 0
+        self._published = 0  # the step of rank 0's newest copy
+        self._known = threading.Event()  # what became of rank 0's copy of `_step`
+        self._tensors = ""  # and the fingerprint of its tensors
+        self._said = ""
 
-    def take(self, tensors: Tensors) -> Tensors:
-        """The tensors as they are now, until the next call. On a GPU the copies are complete after `wait` only; the
-        work that is queued from now on does not get into them."""
-        buffers = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
-        self._buffers = buffers
-        # One call, in which other threads may run: the lease beats, the deadlines are watched
-        if buffers:
-            torch._foreach_copy_([*buffers.values()], [*tensors.values()], non_blocking=self._copied is not None)
-        if self._copied is not None:
-            self._copied.record()
-        return dict(buffers)
+    def begin(self, step: int, record: bytes, tracked: dict[str, Any], *, wait: bool) -> None:
+        """Begin to write the copy, as rank 0 begins to save. Where the one before is not done, this one is left out;
+        with `wait` that one gets done first."""
+        if wait:
+            self._writing.join(self._writing.left_s)
+        if self._writing.under_way:
+            self.group.log.debug(f"no second copy of step {step}: that of step {self._step} is still under way")
+            return
+        nodes, tensors = encode(tracked)
+        # Without memory for a copy that is kept, one for this save: the tensors change with the next step
+        held = (self._copies if self._copies.fit(tensors) else HostCopies(self.group.device, "async")).take(tensors)
+        small = {STATE: record, **self.more()}
+
+        def write() -> None:
+            self._copies.wait()
+            copies.remove_unfinished(self.folder)
+            staging = copies.create_staging(copies.staging_in(self.folder, step))
+            own = ""
+
+            def check() -> None:
+                nonlocal own
+                own = own or fingerprint_tensors(staging)
+                self._await_rank0(step, own)
+
+            copies.publish(staging, {**small, **files_of(nodes, held)}, {}, step=step, keep=1, check_owner=check)
+            self.kept = step
+
+        def write_or_say() -> None:
+            try:
+                write()
+            except _Withheld as error:
+                self._say(str(error))
+            except Exception as error:  # a copy that fails must not end the training
+                self._say(f"no second copy: {error if isinstance(error, UserError) else reason(error)}")
+
+        self._step, self._known = step, threading.Event()
+        self._writing.start(write_or_say)
+
+    def confirm(self, step: int, tensors: str) -> None:
+        """Rank 0's copy of this step stands. `tensors`: `fingerprint_tensors` of it."""
+        self._published = step
+        if step == self._step:  # else the copy of this step was left out
+            self._tensors = tensors
+            self._known.set()
 
     def wait(self) -> None:
-        """Wait until the device has made the last copies."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        """Let the copy get done, within the deadline of a save, because the training ends. Says if there is none."""
+        self._writing.join(self._writing.left_s)
+        if self.kept < self._published:
+            self._say(f"no second copy of step {self._published}: only rank 0's disk holds that checkpoint")
 
-    def _buffer_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """In the same memory format: else the copy would go element by element."""
-        plain = torch.empty(tensor.shape, device="meta")
-        stride = tensor.stride() if is_dense(tensor.shape, tensor.stride()) else plain.stride()
-        had = self._buffers.get(name)
-        if had is not None and (had.dtype, had.shape, had.stride()) == (tensor.dtype, tensor.shape, stride):
-            return had
-        return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, pin_memory=self._copied is not None)
+    def _await_rank0(self, step: int, own: str) -> None:
+        """Wait until rank 0's copy stands, and compare. Raises _Withheld where this copy must not appear."""
+        if not self._known.wait(self._writing.left_s):
+            raise _Withheld("")  # rank 0 has not saved it either; its deadline says so
+        if self._tensors != own:
+            host = self.group.hosts[0]
+            raise _Withheld(
+                f"no second copy of step {step}: this rank holds other weights, or another state of the optimizer, "
+                f"than rank 0 on {host} has saved. They have come apart: look at the memory of both machines."
+            )
+        for path in list_copies(self.folder):  # of a line of attempts that the run has left; `keep` counts it
+            if step_of(path) > step:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _say(self, text: str) -> None:
+        """A full disk stays full: each text is said once in a row."""
+        if text and text != self._said:
+            self._said = text
+            self.group.log.warning(text)
+
+
+class _Withheld(Exception):
+    """The copy is whole, but must not appear. The reason, "" where another line says it."""

@@ -6,8 +6,12 @@ rank and offset of each of its parts. So a copy loads at any number of ranks, sp
 has to be on storage that all nodes share.
 """
 
+import contextlib
+import errno
 import json
 import math
+import os
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,10 +20,12 @@ from typing import Any
 import torch
 
 from rankup.errors import UserError, disk_error
+from rankup.places.files import read_json
 from rankup.state.copies import Fingerprint, write_durably
 from rankup.state.tree import DTYPES, TensorFile, decode, encode
 
 INDEX = "shards.json"
+HURRY_S = 3.0  # for parts that are nearly done, when a rank was lost
 VISIBLE_S = 10.0  # NFS caches directories: a node may see another node's new file this much later
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -49,41 +55,77 @@ def check_shared(directory: Path, group: Any) -> None:
         raise _not_shared(unseen, directory, group)
 
 
-def write_shards(staging: Path, tracked: dict[str, Any], group: Any) -> tuple[dict[str, bytes], dict[str, Fingerprint]]:
-    """Write this rank's part of the tracked items, whose tensors are plain or DTensors. All ranks call this.
+# Writing --------------------------------------------------------------------------------------------------------
 
-    Returns the other file, for rank 0 to publish, and the fingerprints of all ranks' files. Raises UserError on all
-    ranks where one can't write, and where a value can't be kept, or rank 0 does not see what the others wrote.
+Part = tuple[dict[str, list[int]], Fingerprint]  # what one rank writes: where its parts begin, and its file
+
+
+def own_parts(tensors: dict[str, Any], rank: int) -> tuple[dict[str, torch.Tensor], dict[str, list[int]]]:
+    """What this rank writes of plain tensors and DTensors, and where each part begins. Raises UserError."""
+    parts = {name: part for name, tensor in tensors.items() if (part := _own_part(name, tensor, rank))}
+    return {name: local for name, (local, _) in parts.items()}, {name: list(at) for name, (_, at) in parts.items()}
+
+
+def write_part(staging: Path, rank: int, parts: dict[str, torch.Tensor], offsets: dict[str, list[int]]) -> Part:
+    """Write a rank's part into `staging`, which rank 0 has made, and say so there. Raises UserError, and says that too.
+
+    No collective tells rank 0, because ranks write beside the training.
     """
-    directory, problem = staging.parent, ""
-    parts: dict[str, Any] = {}
-    written: Fingerprint = {}
-    tree, tensors = encode(tracked)
+    note: dict[str, Any] = {}
     try:
-        own = {name: part for name, tensor in tensors.items() if (part := _own_part(name, tensor, group.rank))}
-        parts = {name: list(offset) for name, (_, offset) in own.items()}
-        written = write_durably(staging / file_of(group.rank), TensorFile({n: local for n, (local, _) in own.items()}))
+        if not _wait_until_visible(staging, size=None):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        note = {"offsets": offsets, "file": write_durably(staging / file_of(rank), TensorFile(parts))}
+        return offsets, note["file"]
     except OSError as error:
-        problem = str(disk_error("checkpoint", directory, error))
-    except UserError as error:
-        problem = str(error)
-    found = group.gather([parts, written, problem])
-    if problems := [problem for _, _, problem in found if problem]:
-        raise UserError(problems[0], printed_elsewhere=not group.is_rank0)
-    files = {file_of(rank): entry for rank, (_, entry, _) in enumerate(found)}
-    seen = not group.is_rank0 or all(
-        _wait_until_visible(staging / name, size=entry["bytes"]) for name, entry in files.items()
-    )
-    if not group.broadcast(seen):
-        raise _not_shared([0], directory, group)
+        raise disk_error("checkpoint", staging.parent, error) from None
+    finally:
+        with contextlib.suppress(OSError):
+            told = staging / f"{_note_of(rank)}.part"
+            told.write_text(json.dumps(note))
+            told.rename(staging / _note_of(rank))
+
+
+def collect_parts(staging: Path, own: Part, group: Any, *, until_s: float, hurry: threading.Event) -> list[Part]:
+    """The parts of all ranks, once they are written. Rank 0 calls this. `hurry`: the other ranks may be gone.
+
+    Raises UserError where a rank could not write or rank 0 does not see what it wrote, and OSError where `staging` is
+    gone.
+    """
+    parts = [own]
+    for rank in range(1, group.world_size):
+        while (note := read_json(staging / _note_of(rank))) is None:
+            staging.stat()
+            if hurry.is_set():
+                until_s = min(until_s, time.monotonic() + HURRY_S)
+            if time.monotonic() > until_s:
+                raise UserError(f"checkpoint: rank {rank} on {group.hosts[rank]} has not written its part in time.")
+            time.sleep(0.02)
+        if not note or not _wait_until_visible(staging / file_of(rank), size=note["file"]["bytes"]):
+            raise _not_shared([rank], staging.parent, group)
+        parts.append((note["offsets"], note["file"]))
+        (staging / _note_of(rank)).unlink()
+    (staging / _note_of(0)).unlink()
+    return parts
+
+
+def index(tree: dict[str, Any], tensors: dict[str, Any], parts: list[Part]) -> dict[str, bytes]:
+    """The file that says where each tensor is."""
     table = {
         name: {
             "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape),
-            "parts": [[rank, parts[name]] for rank, (parts, _, _) in enumerate(found) if name in parts],
+            "parts": [[rank, offsets[name]] for rank, (offsets, _) in enumerate(parts) if name in offsets],
         }
         for name, tensor in tensors.items()
     }
-    return {INDEX: json.dumps({"tree": tree, "shards": table}).encode()}, files
+    return {INDEX: json.dumps({"tree": tree, "shards": table}).encode()}
+
+
+def _note_of(rank: int) -> str:
+    return f".{file_of(rank)}.json"
+
+
+# Reading --------------------------------------------------------------------------------------------------------
 
 
 class Shards:
@@ -202,9 +244,10 @@ def _local(name: str, tensor: Any) -> tuple[torch.Tensor, list[int]]:
     return tensor.to_local(), [*offset]
 
 
-def _wait_until_visible(path: Path, *, size: int = 0) -> bool:
+def _wait_until_visible(path: Path, *, size: int | None = 0) -> bool:
+    """`size`: in bytes, of a file."""
     until_s = time.monotonic() + VISIBLE_S
-    while not path.exists() or path.stat().st_size != size:
+    while not path.exists() or (size is not None and path.stat().st_size != size):
         if time.monotonic() > until_s:
             return False
         time.sleep(0.1)

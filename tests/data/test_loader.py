@@ -17,6 +17,7 @@ import torch
 from rankup.doctor import machine
 from rankup.errors import DataError
 from rankup.group.stop import StopRequest
+from rankup.state.copies import find_problem
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import own_tmpfs
@@ -24,7 +25,6 @@ from train.data import MapSamples
 from train.data.batch import num_bytes
 from train.data.loader import Loader
 from train.data.order import BatchIndex, Order
-from train.run.checkpoint import find_problem
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from tests.rigs.jobs import metrics, result
 from train.config import Config
 from train.parallel import fsdp
 from train.parallel.model import prepare
-from train.run.checkpoint import load_checkpoint
+from train.run.training_state import load_checkpoint
 from train.workloads import Workload, vision_models
 
 DIGITS = ("--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr", "0.02",
@@ -71,7 +71,7 @@ def test_fsdp_evaluates_exactly_where_ranks_have_different_numbers_of_batches(fo
 def test_fsdp_leaves_pictures_and_plain_weights(forks: Forks, tmp_path: Path) -> None:
     run = train(forks, tmp_path / "run", 2, "--parallel", "fsdp", "--max-steps", "3", "--tensorboard=true")
     assert list((run / "tensorboard").iterdir())
-    assert all(type(tensor) is torch.Tensor for tensor in load_checkpoint(newest(run)).model.values())
+    assert all(type(tensor) is torch.Tensor for tensor in load_checkpoint(newest(run)).tracked["model"].values())
     assert result(run)["parallel"] == "fsdp"
 
 

@@ -15,12 +15,12 @@ from rankup.places.lease import Lease
 from rankup.places.lineage import Lineage
 from rankup.places.place import Place
 from rankup.places.second import SecondPlace
+from rankup.state.copies import find_problem
 from tests.rigs.checkpoints import SETTINGS, flip, save
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import comparable_metrics, result
 from tests.rigs.object_store import BUCKET, S3
 from train.config import load_config
-from train.run.checkpoint import find_problem
 
 LINE = ("train", *SETTINGS, "--name=run", "--save-every-steps=8")
 IMPATIENT = "tests.places.test_mirror:impatient"

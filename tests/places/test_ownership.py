@@ -18,10 +18,10 @@ from rankup.places.files import write_json
 from rankup.places.lease import Lease, StoreLease
 from rankup.places.lineage import Lineage
 from rankup.places.second import SecondPlace
-from rankup.state.copies import remove_unfinished
+from rankup.state.copies import find_problem, newest_good_step, remove_unfinished
 from tests.rigs.checkpoints import save, steps
 from tests.rigs.object_store import BUCKET, S3
-from train.run.checkpoint import find_problem, load_checkpoint, newest_good_step
+from train.run.training_state import load_checkpoint
 
 SEED = 20261124
 WAITS_S = 100  # for a busy machine
@@ -154,10 +154,10 @@ class InFolder:
         last = lineage.attempts[-1][1] + num_saves
         for step in {last, max(last - 1, lineage.attempts[-1][1] + 1)}:
             found = load_checkpoint(checkpoints / f"step-{step:08d}")
-            assert (found.step, found.state.attempt) == (step, name)
+            assert (found.step, found.record["attempt"]) == (step, name)
         for path in checkpoints.glob("step-*"):  # what a late one has published lies on no line, and is passed over
             found = load_checkpoint(path)
-            assert found.step <= last or not lineage.has(found.step, found.state.attempt)
+            assert found.step <= last or not lineage.has(found.step, found.record["attempt"])
 
 
 class AtSecondPlace:

@@ -16,10 +16,10 @@ from rankup.places import place
 from rankup.places.lease import StoreLease
 from rankup.places.place import Place
 from rankup.places.stored_run import StoredRun
+from rankup.state.copies import find_problem
 from tests.rigs.checkpoints import newest, save
 from tests.rigs.jobs import free_port
 from tests.rigs.object_store import BUCKET, S3, Door, Request
-from train.run.checkpoint import find_problem
 
 RUN = "0123456789abcdef"
 

@@ -11,8 +11,8 @@ from rankup.errors import PeerLost, UserError
 from rankup.places.lineage import Lineage
 from rankup.places.place import Place
 from rankup.places.stored_run import StoredRun
+from rankup.state.copies import find_problem
 from tests.rigs.checkpoints import newest, save, steps
-from train.run.checkpoint import find_problem
 
 RUN = "0123456789abcdef"
 

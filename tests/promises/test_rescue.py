@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from rankup.state.rescue import places as folders
 from tests.observe.test_metrics import assert_same
 from tests.rigs import places
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, Job, comparable_metrics, ended, free_port, result, start
 from tests.rigs.places import Fault
 from tests.rigs.small_filesystems import own_tmpfs
-from train.run.rescue import places as folders
 
 # 8 steps an epoch. A batch norm, a dropout, buckets
 SETTINGS = (

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 
 from rankup.state import copies
-from rankup.state.copies import STATE, Content
+from rankup.state.copies import STATE, Content, list_copies
 from rankup.state.tree import to_files
 from train.config import Config
-from train.run.checkpoint import list_checkpoints, load_newest
-from train.run.training_state import TrainingState
+from train.run.training_state import TrainingState, load_newest
 
 # 8 steps an epoch, 32 in all; checkpoints of 3 to 4 KiB, or with --options.width 20000 of 2 x 1 MiB
 SETTINGS = (
@@ -64,12 +63,12 @@ def newest(directory: Path) -> tuple[int, list[str]]:
     warnings: list[str] = []
     found = load_newest(directory, warnings.append)
     assert found is not None
-    assert float(found.model["weight"][0, 0]) == found.step
+    assert float(found.tracked["model"]["weight"][0, 0]) == found.step
     return found.step, warnings
 
 
 def steps(directory: Path) -> list[int]:
-    return [int(path.name[5:13]) for path in list_checkpoints(directory)]
+    return [int(path.name[5:13]) for path in list_copies(directory)]
 
 
 def flip(path: Path, position: int) -> None:

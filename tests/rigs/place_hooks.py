@@ -109,8 +109,8 @@ def _hook_keeper(keeper: Any) -> None:
 
 
 def _hook_candidates(candidates: Any) -> None:
-    _wrap(candidates, "load_checkpoint", before="reading the rescue")
-    _wrap(candidates, "share_checkpoint", before="sending the rescue", after="rescue known")
+    _wrap(candidates, "load", before="reading the rescue")
+    _wrap(candidates, "share", before="sending the rescue", after="rescue known")
 
 
 def _hook_loop(loop: Any) -> None:
@@ -188,7 +188,7 @@ HOOKS: Mapping[str, Callable[[Any], None]] = {
     "rankup.group.watchdog": _hook_watchdog,
     "rankup.group.group": _hook_group,
     "rankup.state.copies": _hook_copies,
-    "train.run.keeper": _hook_keeper,
-    "train.run.candidates": _hook_candidates,
+    "train.run.training": _hook_keeper,
+    "rankup.state.choice": _hook_candidates,
     "train.loop": _hook_loop,
 }

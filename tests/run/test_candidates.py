@@ -12,12 +12,12 @@ import torch
 
 from rankup.errors import UserError
 from rankup.places.lineage import Lineage
+from rankup.state import rescue
+from rankup.state.choice import SECOND, OnDisk, Origin, find_origin
 from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
-from train.run import rescue
-from train.run.candidates import Origin, find_origin
-from train.run.checkpoint import load_checkpoint
-from train.run.on_disk import COPIES, OnDisk
+from train.run.run_directory import _check_settings
+from train.run.training_state import TrainingState, load_checkpoint
 
 RUN = "0123456789abcdef"
 
@@ -37,7 +37,7 @@ class Node:
         self.run_dir, self.memory, self.said = folder / "run", folder / "shm", list[str]()
         self.run_dir.mkdir()
         self.rank, self.world_size, self.hosts, self.is_rank0 = 0, 1, ["node0"], True
-        self.log, self.launch = SimpleNamespace(warning=self.said.append), SimpleNamespace(start="of another launch")
+        self.log = SimpleNamespace(warning=self.said.append)
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -50,7 +50,7 @@ class Node:
 
     def copy(self, step: int, attempt: str, lineage: Lineage) -> Path:
         """A second copy of that step."""
-        path = save(self.run_dir / COPIES / lineage.run, step, attempt=attempt, run=lineage.run)
+        path = save(self.run_dir / SECOND / lineage.run, step, attempt=attempt, run=lineage.run)
         lineage.write(path)
         return path
 
@@ -69,10 +69,15 @@ class Node:
         earlier = load_checkpoint(self.checkpoint(*newest)) if newest else None
         disk = OnDisk(
             finished=False, lineage=known.values() if known else None, new=line(0, run="new").values(), token="",
-            saved=[newest[0], 0] if newest else None, problem=problem, mark="",
+            saved=earlier.record if earlier else None, problem=problem, mark="",
         )
-        config: Any = Config(fresh=fresh)
-        return find_origin(config, self, disk, earlier)  # type: ignore[arg-type]
+
+        def fits(path: Path, record: dict[str, Any]) -> None:
+            _check_settings(path, record, Config())
+
+        return find_origin(
+            self, self.run_dir, disk, earlier, check=TrainingState.of, fits=fits, wanted=lambda other: not fresh
+        )
 
 
 @pytest.fixture
@@ -102,8 +107,8 @@ def test_copy_is_the_newest_on_the_line_that_knows_most(
 ) -> None:
     node.copy(*copy)
     origin = node.go_on(known, newest)
-    found = origin.checkpoint
-    assert (found and (found.step, found.state.attempt)) == expected
+    found = origin.copy
+    assert (found and (found.step, found.record["attempt"])) == expected
     assert origin.writer == (expected[1] if expected else None)
     if expected is None:
         assert not origin.words
@@ -115,8 +120,8 @@ def test_copy_is_the_newest_on_the_line_that_knows_most(
 
 def test_copy_of_a_run_that_is_not_wanted_is_put_aside(node: Node) -> None:
     node.copy(4, "a", A)
-    assert node.go_on(None, fresh=True).checkpoint is None
-    assert len(list(node.run_dir.glob(f"before-*/{COPIES}/{RUN}/step-*"))) == 1
+    assert node.go_on(None, fresh=True).copy is None
+    assert len(list(node.run_dir.glob(f"before-*/{SECOND}/{RUN}/step-*"))) == 1
 
 
 def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) -> None:
@@ -129,8 +134,8 @@ def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) 
 def test_copy_that_is_damaged_is_passed_over_and_said(node: Node) -> None:
     flip(node.copy(8, "a", A) / "manifest.json", 20)
     found = node.go_on(A, (4, "a"))
-    assert found.checkpoint is not None
-    assert found.checkpoint.step == 4
+    assert found.copy is not None
+    assert found.copy.step == 4
     assert node.said[0].startswith("a second copy was passed over: rank 0 on node0: checkpoint: ")
     with pytest.raises(UserError, match="second copies: one must be whole, got only damaged ones: rank 0 on node0"):
         node.go_on(A)
@@ -169,7 +174,7 @@ def test_rescue_that_is_damaged_is_passed_over_and_said(
     flip(path / "manifest.json", 20)
     if not removable:
         monkeypatch.setattr("shutil.rmtree", lambda *values, **more: None)
-    assert node.go_on(A).checkpoint is None
+    assert node.go_on(A).copy is None
     assert len(node.said) == 1
     assert node.said[0].startswith(f"a rescue was passed over: checkpoint: {path} must be a whole checkpoint, got a")
     assert path.exists() != removable
@@ -178,5 +183,5 @@ def test_rescue_that_is_damaged_is_passed_over_and_said(
 def test_rescue_of_another_format_is_not_looked_at(node: Node) -> None:
     path = node.rescue(7, "a") / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
-    assert node.go_on(A).checkpoint is None
+    assert node.go_on(A).copy is None
     assert node.said == []

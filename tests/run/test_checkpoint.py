@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from rankup.errors import UserError
-from rankup.state.copies import fingerprint
+from rankup.state.copies import find_problem, fingerprint, list_copies
 from tests.rigs.checkpoints import SETTINGS, flip, newest, save, save_checkpoint, steps, train, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.run import weights
-from train.run.checkpoint import find_problem, list_checkpoints, load_newest
+from train.run.training_state import load_newest
 
 FILES = ("model.safetensors", "optimizer.safetensors", "tree.json", "state.json", "manifest.json")
 
@@ -120,7 +120,7 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     found = load_newest(tmp_path, print)
     assert found is not None
     assert found.step == 100_000_000
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-100000000"]
+    assert [path.name for path in list_copies(tmp_path)] == ["step-100000000"]
 
 
 # Resuming -----------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_job_resumes_from_the_newest_good_one_to_the_same_weights(forks: Forks, 
     stop = {"PROBE": json.dumps({"where": "loss", "call": 22, "rank": 1, "signal": "SIGTERM"})}
     codes, output = forks.run(*train(run), world_size=2, env=stop)
     assert codes == [143, 143], output
-    last = list_checkpoints(run / "checkpoints")[-1]
+    last = list_copies(run / "checkpoints")[-1]
     flip(last / "optimizer.safetensors", 500) if harm == "flipped" else empty_directory(last)
     codes, output = forks.run(*train(run), world_size=2)
     assert codes == [0, 0], output

@@ -16,14 +16,13 @@ import torch
 from rankup.agent.logs import host_name
 from rankup.places.lineage import FILE, Lineage
 from rankup.state import copies as state_copies
-from rankup.state.copies import fingerprint_tensors
+from rankup.state.choice import SECOND
+from rankup.state.copies import fingerprint_tensors, to_json
+from rankup.state.saver import SecondCopies
 from tests.rigs.checkpoints import SETTINGS, flip, save, save_checkpoint, steps, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, result
-from train.config import Config
-from train.run.checkpoint import load_checkpoint
-from train.run.copier import Copier
-from train.run.on_disk import COPIES
+from train.run.training_state import load_checkpoint
 
 LINE = ("train", *SETTINGS, "--run-dir=runs", "--name=run", "--save-every-steps=8")
 # In step 9: the ranks agree to stop two steps after the one that they are in
@@ -51,7 +50,7 @@ class Nodes:
         return self.folders[node] / "runs" / "run"
 
     def copies(self, node: int = 1) -> list[Path]:
-        return sorted(self.runs(node).glob(f"{COPIES}/*/step-*"))
+        return sorted(self.runs(node).glob(f"{SECOND}/*/step-*"))
 
     def lose(self, node: int = 0) -> None:
         """A machine in place of this one, with an empty disk."""
@@ -86,8 +85,8 @@ def test_copy_is_rank_0s_checkpoint_and_the_only_one(nodes: Nodes) -> None:
     assert own.exists()
     assert fingerprint_tensors(copied) == fingerprint_tensors(own)
     assert (copied / "model.safetensors").read_bytes() == (own / "model.safetensors").read_bytes()
-    assert load_checkpoint(copied).state.written_by.startswith("rank 1 on ")
-    assert not list(nodes.runs(1).glob(f"{COPIES}/*/.*"))
+    assert load_checkpoint(copied).record["written_by"].startswith("rank 1 on ")
+    assert not list(nodes.runs(1).glob(f"{SECOND}/*/.*"))
     assert not (nodes.runs(1) / "checkpoints").exists()
 
 
@@ -124,7 +123,7 @@ def test_killed_without_a_rescue_and_node_0_lost_twice(nodes: Nodes, undisturbed
 
 def no_rescue() -> None:
     """Preloaded: this rank's memory has no room for one."""
-    from train.run import rescue
+    from rankup.state import rescue
 
     rescue.places = list
 
@@ -211,8 +210,8 @@ def test_other_settings_are_refused_and_fresh_takes_no_copy(nodes: Nodes) -> Non
     assert len(nodes.copies()) == 1
     output = nodes.run("--lr=0.25", "--fresh", code=143, **STOP | {"call": 3})  # before the first checkpoint of it
     assert "resumed" not in output
-    (aside,) = nodes.runs(1).glob(f"before-*/{COPIES}/*/step-*")
-    assert load_checkpoint(aside).state.config["lr"] == 0.08
+    (aside,) = nodes.runs(1).glob(f"before-*/{SECOND}/*/step-*")
+    assert load_checkpoint(aside).record["config"]["lr"] == 0.08
     nodes.lose()
     assert "resumed from step 2, " in nodes.run("--lr=0.25", "--max-steps=4")
 
@@ -221,7 +220,7 @@ def test_disk_that_takes_no_copy_is_one_line_and_the_training_goes_on(
     nodes: Nodes, undisturbed: dict[str, Any]
 ) -> None:
     nodes.runs(1).mkdir(parents=True)
-    (nodes.runs(1) / COPIES).write_text("in the way")
+    (nodes.runs(1) / SECOND).write_text("in the way")
     output = nodes.run()
     assert output.count("no second copy: checkpoint: runs/run/copies") == 1
     assert output.count("no second copy of step 32: only rank 0's disk holds that checkpoint") == 1
@@ -232,58 +231,59 @@ def test_shared_disk_holds_no_copy(forks: Forks, tmp_path: Path) -> None:
     codes, output = forks.run(*LINE, world_size=2, cwds=[tmp_path, tmp_path])
     assert codes == [0, 0], output
     assert "copies " not in output
-    assert not (tmp_path / "runs" / "run" / COPIES).exists()
+    assert not (tmp_path / "runs" / "run" / SECOND).exists()
 
 
 # The writer ----------------------------------------------------------------------------------------------------
 
 
 class Writer:
-    """A copier, what it has said, and where its copies lie."""
+    """Second copies, what was said of them, and where they lie."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, *, how: str = "auto", timeout_s: float = 600.0) -> None:
         self.said: list[str] = []
         log = SimpleNamespace(warning=self.said.append, debug=lambda text: None)
-        group = SimpleNamespace(
-            run_dir=folder, attempt="attempt", hosts=["node0", "node1"], device=torch.device("cpu"), log=log, rank=1
+        group: Any = SimpleNamespace(hosts=["node0", "node1"], device=torch.device("cpu"), log=log)
+        self.folder = folder / SECOND / "run"
+        line = Lineage("run", "first", "", [["a", 0]], 1)
+        self.second = SecondCopies(
+            group, self.folder, how=how, timeout_s=timeout_s, more=lambda: {FILE: to_json(line.values())}
         )
-        self.copier = Copier(Config(**settings), group, Lineage("run", "first", "", [["a", 0]], 1))  # type: ignore[arg-type]
-        self.folder = folder / COPIES / "run"
 
     def begin(self, step: int, *, wait: bool = False) -> str:
         """The fingerprint of what rank 0 would have saved at this step."""
         model = {"weight": torch.full((3,), float(step))}
         state = training_state(step)
-        self.copier.begin(step, state.to_file(), {"model": model, "optimizer": {}, "scaler": {}}, wait=wait)
+        self.second.begin(step, state.to_file(), {"model": model, "optimizer": {}, "scaler": {}}, wait=wait)
         return fingerprint_tensors(save_checkpoint(self.folder.parent / "rank 0", state, model, keep=1))
 
 
 @pytest.mark.parametrize("how", ["async", "sync"])
 def test_copy_appears_once_rank_0s_checkpoint_stands(tmp_path: Path, how: str) -> None:
-    writer = Writer(tmp_path, save=how)
+    writer = Writer(tmp_path, how=how)
     for step in (4, 8):
         tensors = writer.begin(step)
         assert steps(writer.folder) == ([4] if step == 8 else [])
-        writer.copier.confirm(step, tensors)
-        writer.copier.wait()
+        writer.second.confirm(step, tensors)
+        writer.second.wait()
         assert steps(writer.folder) == [step]
     assert writer.said == []
 
 
 def test_copy_of_a_checkpoint_that_rank_0_did_not_finish_never_appears(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, save_timeout_s=0.2)
+    writer = Writer(tmp_path, timeout_s=0.2)
     writer.begin(4)
-    writer.copier.wait()
+    writer.second.wait()
     assert (steps(writer.folder), writer.said) == ([], [])
 
 
 def test_other_tensors_than_rank_0s_are_said_and_not_kept(tmp_path: Path) -> None:
     writer = Writer(tmp_path)
-    writer.copier.confirm(4, writer.begin(4))
-    writer.copier.wait()
+    writer.second.confirm(4, writer.begin(4))
+    writer.second.wait()
     writer.begin(8)
-    writer.copier.confirm(8, "another")
-    writer.copier.wait()
+    writer.second.confirm(8, "another")
+    writer.second.wait()
     assert steps(writer.folder) == [4]
     assert list(writer.folder.glob(".*")) == []
     assert "no second copy of step 8: this rank holds other weights" in writer.said[0]
@@ -300,17 +300,17 @@ def test_slow_disk_leaves_copies_out_but_not_the_last(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(state_copies, "write_durably", slow)
     writer = Writer(tmp_path)
-    writer.copier.confirm(4, writer.begin(4))
-    writer.copier.confirm(8, writer.begin(8))  # left out: the training does not wait
+    writer.second.confirm(4, writer.begin(4))
+    writer.second.confirm(8, writer.begin(8))  # left out: the training does not wait
     go_on.set()
-    writer.copier.confirm(12, writer.begin(12, wait=True))
-    writer.copier.wait()
+    writer.second.confirm(12, writer.begin(12, wait=True))
+    writer.second.wait()
     assert (steps(writer.folder), writer.said) == ([12], [])
 
 
 def test_later_copy_of_a_line_that_the_run_has_left_is_removed(tmp_path: Path) -> None:
     writer = Writer(tmp_path)
     save(writer.folder, 40)
-    writer.copier.confirm(4, writer.begin(4))
-    writer.copier.wait()
+    writer.second.confirm(4, writer.begin(4))
+    writer.second.wait()
     assert steps(writer.folder) == [4]

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from rankup.places.lineage import Lineage
+from rankup.state import rescue
 from rankup.state.copies import Content, fingerprint
 from tests.rigs.checkpoints import files_of, train, training_state
 from tests.rigs.fork_server import Forks
-from train.config import Config
 from train.data.sources import cache
-from train.run import rescue
-from train.run.checkpoint import load_checkpoint
+from train.run.training_state import load_checkpoint
 
 RUN, ATTEMPT = "0123456789abcdef", "20200101T000000-abcdef"
 LINEAGE = Lineage(RUN, ATTEMPT, "", [[ATTEMPT, 0]])
@@ -45,7 +44,7 @@ def write(step: int, **fields: Any) -> str:
 
 
 def found() -> int | None:
-    steps = [load_checkpoint(path).step for path, state in rescue.found(Config()) if state["run"] == RUN]
+    steps = [load_checkpoint(path).step for path in rescue.found() if path.parent.name == RUN]
     return max(steps, default=None)
 
 
@@ -55,7 +54,7 @@ def found() -> int | None:
 def test_rescue_is_a_checkpoint_that_only_its_user_can_read(memory: Path) -> None:
     assert write(7) == ""
     path = memory / f"rankup-{os.getuid()}" / RUN / "step-00000007"
-    assert load_checkpoint(path).model["weight"].tolist() == [7.0] * 3
+    assert load_checkpoint(path).tracked["model"]["weight"].tolist() == [7.0] * 3
     assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in (path.parent, path.parent.parent))
 
 
@@ -92,7 +91,7 @@ def test_temporary_directory_where_shared_memory_is_small_and_nothing_where_both
     for name in full:
         assert place is not None or f"{memory.parent / name} has 0 MiB free, " in problem
     assert (problem == "") == (place is not None)
-    assert [path.parents[2].name for path, _ in rescue.found(Config())] == ([place] if place else [])
+    assert [path.parents[2].name for path in rescue.found()] == ([place] if place else [])
 
 
 def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> None:
@@ -100,7 +99,7 @@ def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> Non
     (memory / "elsewhere").mkdir(mode=0o700)
     own.symlink_to(memory / "elsewhere")
     assert write(7) == ""
-    assert [path.parents[2].name for path, _ in rescue.found(Config())] == ["tmp"]
+    assert [path.parents[2].name for path in rescue.found()] == ["tmp"]
     assert list((memory / "elsewhere").glob("*/step-*")) == []
     own.unlink()
     (memory.parent / "tmp" / own.name).rename(own)
@@ -108,7 +107,7 @@ def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> Non
     own.chmod(0o777)  # somebody else may have put it there
     assert found() is None
     assert write(8) == ""
-    assert [path.parents[2].name for path, _ in rescue.found(Config())] == ["tmp"]
+    assert [path.parents[2].name for path in rescue.found()] == ["tmp"]
 
 
 def test_old_data_in_the_cache_are_no_old_rescues(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from rankup.state.copies import find_problem
 from tests.rigs.checkpoints import steps, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
-from train.run.checkpoint import find_problem
 
 # 8 of the 32 steps end with a save
 OFTEN = ("--save-every-steps=4", "--keep=99")
@@ -103,7 +103,7 @@ def test_evaluation_with_workers_goes_on_beside_a_save(forks: Forks, tmp_path: P
 
 def counted_saves() -> None:
     """Preloaded: a save notes in the file SAVES when it begins and ends, and in which thread. It takes a while."""
-    from rankup.state import copies, saver
+    from rankup.state import copies, writing
 
     save, file = copies.save, Path(os.environ["SAVES"])
 
@@ -117,7 +117,7 @@ def counted_saves() -> None:
 
     copies.save = counted
     if "FREE" in os.environ:
-        saver.memory_available = lambda: int(os.environ["FREE"])
+        writing.memory_available = lambda: int(os.environ["FREE"])
 
 
 @pytest.mark.parametrize(("how", "free", "thread"), [
@@ -234,7 +234,7 @@ def test_survivor_that_writes_a_rescue_does_not_wait_for_the_disk(
 
 def held_save_without_rescue() -> None:
     """Preloaded: `held_save` on a node that has no memory for a rescue."""
-    from train.run import rescue
+    from rankup.state import rescue
 
     held_save()
     rescue.write = lambda *_: "no memory is left"

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from rankup.errors import UserError
-from rankup.state.copies import fingerprint
+from rankup.state.copies import find_problem, fingerprint, list_copies
 from tests.rigs.checkpoints import save_checkpoint, training_state
 from tests.rigs.fork_server import Forks
-from train.run.checkpoint import find_problem, list_checkpoints, load_checkpoint, load_newest
-from train.run.training_state import FORMAT, RANDOM_SCHEME, TrainingState
+from train.run.training_state import FORMAT, RANDOM_SCHEME, TrainingState, load_checkpoint, load_newest
 
 # 8 steps an epoch
 SETTINGS = (
@@ -37,7 +36,7 @@ def rewrite(path: Path, **changes: Any) -> None:
 
 def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
     state = training_state(7, metrics={"loss": 0.1}, line={"step": 7, "loss": float("inf")})
-    assert TrainingState.from_file(tmp_path, state.to_file()) == state
+    assert TrainingState.of(tmp_path, json.loads(state.to_file())) == state
     assert (state.random, state.versions["torch"]) == (RANDOM_SCHEME, torch.__version__)
 
 
@@ -56,10 +55,10 @@ def test_another_format_is_refused_by_name_though_an_older_checkpoint_would_fit(
 
 
 def test_state_without_a_run_is_refused_in_one_line(tmp_path: Path) -> None:
-    values = json.loads(training_state(10).to_file())
-    del values["run"]
+    path = save(tmp_path, 10)
+    rewrite(path, run="")
     with pytest.raises(UserError, match='must be of a run with an id, got ""'):
-        TrainingState.from_file(tmp_path, json.dumps(values).encode())
+        load_checkpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,7 @@ def test_copy_under_a_higher_steps_name_does_not_push_a_good_one_out(tmp_path: P
         save(tmp_path, step)
     shutil.copytree(tmp_path / "step-00000010", tmp_path / "step-00000030")
     save_checkpoint(tmp_path, training_state(25), {}, keep=2)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000020", "step-00000025", "step-00000030"]
+    assert [path.name for path in list_copies(tmp_path)] == ["step-00000020", "step-00000025", "step-00000030"]
 
 
 def test_job_goes_on_from_the_true_newest_beside_a_misnamed_copy(forks: Forks, tmp_path: Path) -> None:

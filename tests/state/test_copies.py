@@ -18,11 +18,12 @@ import pytest
 
 from rankup.errors import PeerLost, UserError
 from rankup.state import copies
+from rankup.state.copies import find_problem, list_copies
 from tests.rigs.checkpoints import flip, newest, save, steps, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, result
 from tests.rigs.small_filesystems import small_disk
-from train.run.checkpoint import find_problem, list_checkpoints, load_checkpoint, load_newest
+from train.run.training_state import load_checkpoint, load_newest
 
 RUNS = int(os.environ.get("RANKUP_RUNS", "30"))
 
@@ -241,9 +242,10 @@ def test_owner_frozen_at_any_point_of_a_save_takes_nothing_from_its_successor(
             held.thread.join()
         left = sorted(path.name for path in directory.iterdir() if not path.name.startswith(".writing-"))
         assert left == ["step-00000016", "step-00000024"], f"call {number} of {held.names}"
-        for path in list_checkpoints(directory):
+        for path in list_copies(directory):
             assert find_problem(path) == ""
-            assert float(load_checkpoint(path).model["weight"][0, 0]) == 0.5, f"call {number} of {held.names}"
+            weight = load_checkpoint(path).tracked["model"]["weight"]
+            assert float(weight[0, 0]) == 0.5, f"call {number} of {held.names}"
     assert number > 20
 
 
@@ -263,7 +265,7 @@ def test_owner_that_wakes_up_beside_its_successors_save_leaves_that_alone(tmp_pa
 
     path = save(tmp_path, 8, value=0.5, check_owner=wake_the_first)
     assert checks == ["second", "second", "first", "first", "second"]
-    assert float(load_checkpoint(path).model["weight"][0, 0]) == 0.5
+    assert float(load_checkpoint(path).tracked["model"]["weight"][0, 0]) == 0.5
     assert list(tmp_path.iterdir()) == [path]
 
 

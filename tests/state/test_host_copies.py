@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankup.state.saver import HostCopies
+from rankup.state.writing import HostCopies
 
 CPU = torch.device("cpu")
 

@@ -15,14 +15,14 @@ from torch import nn
 
 from rankup.errors import UserError
 from rankup.state import copies, shards
-from rankup.state.copies import STATE, fingerprint
+from rankup.state.copies import STATE, find_problem, fingerprint, list_copies
 from rankup.state.shards import Shards
 from tests.rigs.checkpoints import training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import small_disk
 from train.run import weights
-from train.run.checkpoint import find_problem, list_checkpoints, load_checkpoint, load_newest
+from train.run.training_state import load_checkpoint, load_newest
 
 # 8 steps an epoch
 LINE = (
@@ -41,7 +41,7 @@ def train(forks: Forks, folder: Path, world_size: int, *more: str, **others: Any
 
 
 def newest(folder: Path) -> Path:
-    return list_checkpoints(folder / "run" / "checkpoints")[-1]
+    return list_copies(folder / "run" / "checkpoints")[-1]
 
 
 def digest(folder: Path) -> str:
@@ -76,7 +76,7 @@ def test_format_changes_no_bit(forks: Forks, trained: Path, tmp_path: Path) -> N
     train(forks, tmp_path, 2, *FSDP, "--optimizer", "adamw", "--lr", "0.01")
     assert digest(tmp_path) == digest(trained)
     one, other = load_checkpoint(newest(tmp_path)), load_checkpoint(newest(trained)).as_plain()
-    assert weights.digest(one.model) == weights.digest(other.model) == digest(trained)
+    assert weights.digest(one.tracked["model"]) == weights.digest(other.tracked["model"]) == digest(trained)
     names = one.tracked["optimizer"]["state"].keys()
     assert names == other.tracked["optimizer"]["state"].keys() != set()
     for name in names:
@@ -95,7 +95,7 @@ def test_run_goes_on_to_the_same_bits_after_kills(forks: Forks, tmp_path: Path, 
     train(forks, tmp_path / "whole", 2, *SHARDED, *more)
     for rank, step in ((1, 8), (0, 4)):
         env = {"PROBE": json.dumps({"where": "loss", "call": step + 2, "rank": rank, "signal": "SIGKILL"})}
-        line = (*LINE, *SHARDED, *more, "--run-dir", tmp_path / "killed")
+        line = (*LINE, *SHARDED, *more, "--save=sync", "--run-dir", tmp_path / "killed")
         codes, output = forks.run(*line, world_size=2, env=env)
         assert codes[rank] == -9, output
     assert "resumed from step-00000009" in train(forks, tmp_path / "killed", 2, *SHARDED, *more)
@@ -124,7 +124,7 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     """The weights of one process that trains from beginning to end. No dropout, which each rank draws for itself."""
     folder = tmp_path_factory.mktemp("alone")
     train(forks, folder, 1, *DIGITS)
-    return load_checkpoint(newest(folder)).model
+    return load_checkpoint(newest(folder)).tracked["model"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -138,7 +138,7 @@ def test_run_goes_on_in_another_way(
     assert "resumed from step-00000005" in output
     if settings[1] != others[1]:
         assert f"parallel was {settings[1]}, is {others[1]}: the run goes on, but its last bits will differ" in output
-    found = load_checkpoint(newest(tmp_path)).as_plain().model
+    found = load_checkpoint(newest(tmp_path)).as_plain().tracked["model"]
     assert all(torch.allclose(found[name], alone[name], rtol=1e-4, atol=1e-6) for name in alone)
 
 
@@ -274,7 +274,7 @@ def test_save_reads_neither_what_it_writes_nor_older_ones(forks: Forks, tmp_path
     preload = "tests.state.test_shards:record_reads"
     train(forks, tmp_path, 2, *more, "--keep", "3", preload=preload, env={"READS": str(tmp_path / "reads")})
     assert [path.read_text() for path in tmp_path.glob("reads-*")] == []
-    found = {path.name: find_problem(path) for path in list_checkpoints(tmp_path / "run/checkpoints")}
+    found = {path.name: find_problem(path) for path in list_copies(tmp_path / "run/checkpoints")}
     assert found == {"step-00000008": "", "step-00000009": "", "step-00000012": ""}
 
 
@@ -306,7 +306,7 @@ def test_kill_in_a_save_leaves_the_one_before(forks: Forks, trained: Path, tmp_p
     preload = "tests.state.test_shards:die_in_save"
     codes, output = forks.run(*line, world_size=2, env={"DIE": where}, preload=preload)
     assert sorted(codes) == [-9, 171], output
-    assert [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")] == ["step-00000003"]
+    assert [path.name for path in list_copies(tmp_path / "run/checkpoints")] == ["step-00000003"]
     assert find_problem(newest(tmp_path)) == ""
     assert "resumed from step-00000003" in train(forks, tmp_path, 2, *more)
     assert digest(tmp_path) == digest(trained)
@@ -324,7 +324,7 @@ def test_full_disk_is_one_line_and_room_lets_it_go_on(forks: Forks, tmp_path: Pa
         assert codes == [2, 2], output
         assert "Traceback" not in output
         assert output.count("has no space left") == 1, output
-        names = [path.name for path in list_checkpoints(disk.path / "run/checkpoints")]
+        names = [path.name for path in list_copies(disk.path / "run/checkpoints")]
         assert names == ["step-00000003", "step-00000006"]
         assert not list((disk.path / "run/checkpoints").glob(".*"))
         disk.resize("50m")
@@ -353,10 +353,10 @@ def test_take_over_by_another_attempt_publishes_nothing(tmp_path: Path) -> None:
     def lost() -> None:
         raise UserError("another attempt has it")
 
-    staging = copies.create_staging(tmp_path, 123456789)
+    staging = copies.create_staging(copies.staging_in(tmp_path, 123456789))
     files = {STATE: training_state(123456789).to_file()}
     with pytest.raises(UserError, match="another attempt"):
         copies.publish(staging, files, {}, step=123456789, keep=1, check_owner=lost)
     assert list(tmp_path.iterdir()) == []
-    copies.publish(copies.create_staging(tmp_path, 123456789), files, {}, step=123456789, keep=1)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-123456789"]
+    copies.publish(copies.create_staging(tmp_path / ".writing-1"), files, {}, step=123456789, keep=1)
+    assert [path.name for path in list_copies(tmp_path)] == ["step-123456789"]

@@ -17,7 +17,7 @@ from rankup.errors import UserError
 from rankup.state import copies
 from rankup.state.tree import TensorFile, encode, from_files, to_files
 from tests.rigs.checkpoints import save
-from train.run.checkpoint import load_newest
+from train.run.training_state import load_newest
 
 
 def contents(tracked: dict[str, Any]) -> dict[str, bytes]:
@@ -246,4 +246,4 @@ def loaded(directory: Path) -> tuple[int | None, torch.Tensor, str]:
     except UserError as error:
         return None, torch.empty(0), str(error)
     assert found is not None
-    return found.step, found.model.get("weight", torch.empty(0)), " | ".join(said)
+    return found.step, found.tracked["model"].get("weight", torch.empty(0)), " | ".join(said)

@@ -20,7 +20,7 @@ from tests.rigs.foreign_scripts import WARN, again_if_aborted
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, ended, result, start
 from tests.rigs.migrations import FOLDER, NAMES, diff, with_diffs
-from train.run.checkpoint import load_checkpoint
+from train.run.training_state import load_checkpoint
 
 SIDES = ("before", "after")
 # Those that show the diffs: the page in Chinese leads to them
@@ -113,7 +113,7 @@ def test_script_and_its_workload_come_to_the_same_loss_and_weights(forks: Forks,
     assert metrics["loss"] == pytest.approx(float(printed[0][0]), rel=1e-6)
     assert not printed[0][1] or metrics["accuracy"] == float(printed[0][1])
     theirs = torch.load(folder / "rings.pt", weights_only=True)
-    ours = load_checkpoint(run / "checkpoints" / f"step-{EPOCHS:08}").as_plain().model
+    ours = load_checkpoint(run / "checkpoints" / f"step-{EPOCHS:08}").as_plain().tracked["model"]
     assert theirs.keys() == ours.keys()
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6)

@@ -12,12 +12,13 @@ from rankup.errors import UserError
 from rankup.group.group import Group, on_rank0
 from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.places.urls import is_url
+from rankup.state.reading import Copy, share
 from train.commands.context import Context
 from train.config import Config
 from train.group import join_group
 from train.parallel.model import prepare
-from train.run.checkpoint import Checkpoint, load_checkpoint, load_newest, share_checkpoint
 from train.run.fetched import fetched
+from train.run.training_state import load_checkpoint, load_newest
 from train.workloads import Workload, load
 
 
@@ -29,10 +30,10 @@ class CheckpointModel:
     config: Config
     group: Group
     workload: Workload
-    checkpoint: Checkpoint
+    checkpoint: Copy
 
 
-def read_checkpoint(place: str, context: Context) -> Checkpoint:
+def read_checkpoint(place: str, context: Context) -> Copy:
     """The checkpoint in `place`, or the newest good one of the run if it is empty; sharded ones are put together.
 
     `place`: a folder or an address. Raises UserError, and PeerLost where a store does not answer.
@@ -63,9 +64,9 @@ def open_checkpoint(context: Context, path: str) -> Iterator[CheckpointModel]:
     status = StatusFile(context.run_dir / "evaluations", context.launch, shared=False)
     with join_group(config, context.launch, log=log, stop=context.stop, status=status) as group:
         group.watch.enter("evaluation", config.eval_timeout_s)
-        checkpoint: Checkpoint = on_rank0(
+        checkpoint: Copy = on_rank0(
             group, lambda: read_checkpoint(path, context),
-            share=lambda found: share_checkpoint(found, group),
+            share=lambda found: share(found, group),
         )
         settings = _settings_of(checkpoint, config)
         torch.set_num_threads(settings.num_threads)
@@ -76,7 +77,7 @@ def open_checkpoint(context: Context, path: str) -> Iterator[CheckpointModel]:
             log.info(note)
         _refuse_other_data(checkpoint, workload, settings, given=config.model_fields_set)
         try:
-            workload.model.load_state_dict(checkpoint.model)
+            workload.model.load_state_dict(checkpoint.tracked["model"])
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"{checkpoint.path} does not fit the model of these settings: {reason}.") from None
@@ -86,22 +87,22 @@ def open_checkpoint(context: Context, path: str) -> Iterator[CheckpointModel]:
         yield CheckpointModel(settings, group, workload, checkpoint)
 
 
-def _settings_of(checkpoint: Checkpoint, config: Config) -> Config:
+def _settings_of(checkpoint: Copy, config: Config) -> Config:
     """The settings of the training; what the user gives now, as a flag or in a file, outranks them."""
-    given, trained = config.model_fields_set, checkpoint.state.config
+    given, trained = config.model_fields_set, checkpoint.record["config"]
     update = {name: value for name, value in trained.items() if name in Config.model_fields and name not in given}
     if "options" in given:  # here single keys outrank single keys
         update["options"] = {**trained["options"], **config.options}
     return config.model_copy(update=update)
 
 
-def _refuse_other_data(checkpoint: Checkpoint, workload: Workload, settings: Config, *, given: set[str]) -> None:
+def _refuse_other_data(checkpoint: Copy, workload: Workload, settings: Config, *, given: set[str]) -> None:
     """The default data set falls back to digits if it can't be downloaded: in the training, or now. Its classes differ,
     so the results would be wrong. Texts of another vocabulary would become other numbers. Raises UserError."""
     texts = settings.workload == "text"
-    if checkpoint.state.data != workload.data_name and (texts or not given & {"dataset", "data_dir", "workload"}):
+    if checkpoint.record['data'] != workload.data_name and (texts or not given & {"dataset", "data_dir", "workload"}):
         setting = "bert-dir" if texts else "dataset"
         raise UserError(
-            f"{checkpoint.path} was trained on {checkpoint.state.data}, got {workload.data_name} now. Set --data-dir "
-            f"or --{setting}."
+            f"{checkpoint.path} was trained on {checkpoint.record['data']}, got {workload.data_name} now. Set "
+            f"--data-dir or --{setting}."
         )

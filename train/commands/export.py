@@ -20,12 +20,13 @@ def export(context: Context, options: ExportOptions) -> None:
     """
     output = Path(options.output)
     checkpoint = read_checkpoint(options.checkpoint, context)
+    model = checkpoint.tracked["model"]
     buffer = io.BytesIO()
-    torch.save(checkpoint.model, buffer)
+    torch.save(model, buffer)
     try:
         write_atomically(output, buffer.getvalue())
     except OSError as error:
         raise UserError(f"--output must be a file that can be written, got {output}: {error.strerror}.") from None
-    size = f"{len(checkpoint.model)} tensors, {buffer.tell() / 1e6:.1f} MB"
-    digest = weights.digest(checkpoint.model)[:16]
+    size = f"{len(model)} tensors, {buffer.tell() / 1e6:.1f} MB"
+    digest = weights.digest(model)[:16]
     context.log.info(f"{output}: the weights of step {checkpoint.step}, {size}, digest {digest}")

@@ -10,7 +10,7 @@ from rankup.places.cache import cache_root
 from rankup.places.place import Place
 from rankup.places.stored_run import fetch
 from rankup.places.urls import is_url
-from train.run.checkpoint import find_problem
+from rankup.state.copies import find_problem
 
 
 @contextmanager

@@ -36,19 +36,19 @@ class Reporter:
 
     def __init__(self, run: RunDirectory) -> None:
         self.run, self.group = run, run.group
-        self.active = run.group.is_rank0 and not run.finished
+        self.active = run.group.is_rank0 and not run.kept.finished
         self._began, self._token = began(os.getpid()), secrets.token_hex(4)
         self._training: Training | None = None
         self._finished = False
         self._last: Report | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="reporter", daemon=True)
-        self._first_step = run.origin.checkpoint.step if run.origin.checkpoint is not None else 0
+        self._first_step = run.kept.newest.step if run.kept.newest is not None else 0
         self._tracker: Tracker | None = None
         if run.group.is_rank0 and run.config.tracker != "none":
             facts = Facts(
-                tracker=run.config.tracker, run=run.lineage.run, name=run.path.name, run_dir=str(run.path),
-                address=run.address, settings=run.config.model_dump(mode="json"),
+                tracker=run.config.tracker, run=run.kept.lineage.run, name=run.path.name, run_dir=str(run.path),
+                address=run.kept.address, settings=run.config.model_dump(mode="json"),
             )
             self._tracker = Tracker(facts, run.group.log)
 
@@ -118,8 +118,8 @@ class Reporter:
             evaluated = (t.progress.metrics or {}).items()
             metrics |= {f"eval/{name}": value for name, value in evaluated if math.isfinite(value)}
         return Report(
-            run=self.run.lineage.run, attempt=self.group.attempt, began=self._began, time=now, first_step=first_step,
-            step=step, total_steps=total_steps, finished=self._finished,
+            run=self.run.kept.lineage.run, attempt=self.group.attempt, began=self._began, time=now,
+            first_step=first_step, step=step, total_steps=total_steps, finished=self._finished,
             seconds={kind: round(spent, 3) for kind, spent in seconds.items()}, unit=unit, per_s=round(per_s, 1),
             remaining_s=None if remaining_s is None else round(remaining_s, 1), metrics=metrics,
             ranks=self.group.watch.signs_of_life(), open_s=round(open_s, 3) if phase in ("step", "data") else 0.0,

@@ -64,14 +64,14 @@ def write_result(t: Training, reporter: Reporter, *, seconds: float) -> None:
     if not group.is_rank0:
         return
     result = {
-        "attempt": group.attempt, "run": run.address, "step": progress.step, "steps_per_epoch": t.steps_per_epoch,
+        "attempt": group.attempt, "run": run.kept.address, "step": progress.step, "steps_per_epoch": t.steps_per_epoch,
         "metrics": progress.metrics or {}, f"{workload.unit}_per_s": round(t.speed.at(progress.step), 1),
         "seconds": round(seconds, 1), "peak_memory_mb": round(max(peaks)),
         "world_size": group.world_size, "hosts": sorted(set(group.hosts)),
         "digest": weights.digest(state), "data": workload.data_name,
         "parallel": method_name(config, group.world_size), "versions": versions(), "goodput": reporter.goodput(),
     }
-    if address := address_of(run.path, run.lineage.run):
+    if address := address_of(run.path, run.kept.lineage.run):
         result["tracker"] = address
     if any(shares):
         result["profile"] = {"steps": [t.profiler.first, t.profiler.last], "ranks": shares}
@@ -89,7 +89,7 @@ def write_result(t: Training, reporter: Reporter, *, seconds: float) -> None:
     shown = shown_settings(config, method=result["parallel"], world_size=group.world_size)
     run.metrics.hyperparameters(shown)
     run.metrics.flush()
-    run.check_owner()
+    run.kept.check_owner()
     try:
         write_json(run.path / "result.json", result)
     except OSError as error:

@@ -9,39 +9,40 @@ from torch import nn
 
 from rankup.errors import UserError
 from rankup.group.group import Group, on_rank0
+from rankup.state.reading import Copy
+from rankup.state.run import Run
 from rankup.state.shards import INDEX, Shards
 from train.config import Config
 from train.parallel.method import Method
 from train.run import weights
-from train.run.candidates import Origin
-from train.run.checkpoint import Checkpoint
 from train.run.fetched import fetched
 from train.run.metrics import Progress
+from train.run.training_state import TrainingState
 
 
 def load_initial_weights(
-    config: Config, group: Group, plain: nn.Module, origin: Origin, *, data_name: str
+    config: Config, group: Group, plain: nn.Module, run: Run, *, data_name: str
 ) -> Progress:
     """Load the weights to start from into `plain`, which is still whole, and return where the run stands.
 
     The weights of a sharded checkpoint are loaded later, when the model is split as well. Raises UserError for a
     checkpoint of other data or of another model.
     """
-    earlier = origin.checkpoint
+    earlier = run.newest
     if earlier is None:
         if config.init_from:
             # The file needs to be on rank 0's disk only
             on_rank0(group, lambda: _start_from(config, group, plain))
             plain.load_state_dict(group.broadcast_tensors(plain.state_dict()))
         return Progress()
-    state = earlier.state
+    state = TrainingState.of(earlier.path, earlier.record)
     if state.data != data_name:
         way_out = "Set --data-dir or --bert-dir" if state.config["workload"] == "text" else "Set --data-dir"
         raise UserError(f"{earlier.path} was trained on {state.data}, got {data_name} now. {way_out}.")
     if not earlier.sharded:
         with _must_fit(earlier):
-            plain.load_state_dict(earlier.model)
-    group.log.info(f"resumed from {origin.words}")
+            plain.load_state_dict(earlier.tracked["model"])
+    group.log.info(f"resumed from {run.origin.words}")
     for what, then, now in (
         ("world size", state.world_size, group.world_size),
         ("shares", state.config.get("shares") or "equal", config.shares or "equal"),
@@ -61,7 +62,7 @@ def _start_from(config: Config, group: Group, plain: nn.Module) -> None:
 
 def load_training_state(
     group: Group, method: Method, plain: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
-    earlier: Checkpoint | None,
+    earlier: Copy | None,
 ) -> None:
     """Load optimizer, scaler and, from shards, the weights, once the parameters are split and the optimizer knows them.
 
@@ -80,7 +81,7 @@ def load_training_state(
             scaler.load_state_dict(tracked["scaler"])
 
 
-def _read_shards(group: Group, earlier: Checkpoint, target: dict[str, Any]) -> dict[str, Any]:
+def _read_shards(group: Group, earlier: Copy, target: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint's state, split as `target` is. Raises RuntimeError on all ranks where it does not fit one."""
     # Rank 0 chose the checkpoint under its own path; another node may have mounted the folder elsewhere
     folder = group.run_dir / "checkpoints" / earlier.path.name
@@ -97,7 +98,7 @@ def _read_shards(group: Group, earlier: Checkpoint, target: dict[str, Any]) -> d
 
 
 @contextmanager
-def _must_fit(earlier: Checkpoint) -> Iterator[None]:
+def _must_fit(earlier: Copy) -> Iterator[None]:
     """torch raises one of several types where names or shapes differ: make each the user's one line."""
     try:
         yield

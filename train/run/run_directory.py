@@ -1,121 +1,71 @@
-"""What a run leaves behind: `runs/<name>/` with settings, checkpoints, metrics, pictures and the result. Rank 0 writes.
+"""The run directory of a training: `runs/<name>/` with settings, checkpoints, metrics, pictures and the result.
 
 The same command goes on from what it finds there, or refuses: nothing in the directory is overwritten that a user could
-miss, and one live attempt owns it (see `rankup.places.lease`).
+miss, and one live attempt owns it. `rankup.state.run` does that; here stands what depends on the settings.
 """
 
 import contextlib
-import shutil
 from collections.abc import Iterator
-from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rankup.errors import Stopped, UserError, disk_error
+from rankup.agent.status import job_of
+from rankup.errors import UserError
 from rankup.group.group import Group, broke_collective, on_rank0
 from rankup.observe import tracker
 from rankup.observe.metrics import Metrics
-from rankup.places import lineage
-from rankup.places.lease import Lease
+from rankup.places.files import read_json, write_atomically
 from rankup.places.lineage import Lineage
-from rankup.places.second import HELD, SecondPlace
 from rankup.places.urls import is_url
-from rankup.state.copies import remove_unfinished
-from rankup.state.saver import Saver
-from train.config import Config
-from train.run import rescue
-from train.run.candidates import Origin, find_origin
-from train.run.checkpoint import Checkpoint, find_problem, list_checkpoints, newest_good_step
-from train.run.copier import Copier
+from rankup.state.reading import Copy
+from rankup.state.run import Options, Run, open_run
+from train.config import Config, changed_settings, to_yaml
+from train.run.choices import CHOICES
 from train.run.metrics import Progress
-from train.run.on_disk import OnDisk, find_earlier, find_run, go_on, is_wanted, not_writable
+from train.run.training_state import TrainingState
+
+RESULT = "result.json"
 
 
 @dataclass(slots=True, kw_only=True)
 class RunDirectory:
-    """The run directory as this attempt found it, and how to add to it. `lease` is rank 0's, None on the others."""
+    """The run directory as this attempt found it, and how to add to it."""
 
     config: Config
     group: Group
-    finished: bool
-    origin: Origin
-    mark: str  # of this attempt in the lineage
-    lease: Lease | None = field(repr=False)
-    remote: SecondPlace | None = field(repr=False)  # rank 0's, where run_dir is an address
-    saving: Progress | None  # `saved`, where its checkpoint has yet to be copied to the address
-    mirror: SecondPlace | None = field(repr=False)  # rank 0's, where one is asked for
+    kept: Run
     # Writes nothing until `open_metrics`
     metrics: Metrics = field(default_factory=lambda: Metrics(None, Progress(), saved=Progress(), tensorboard=False))
     tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
-    saver: Saver = field(init=False)
-
-    def __post_init__(self) -> None:
-        copier = Copier(self.config, self.group, self.lineage) if self.origin.keeper == self.group.rank else None
-        upload = self.remote.upload if self.remote is not None else None
-        config = self.config
-        self.saver = Saver(
-            self.group, self.path / "checkpoints", on_rank0=partial(on_rank0, self.group), how=config.save,
-            sharded=config.checkpoint_format == "sharded", keep=config.keep, timeout_s=config.save_timeout_s,
-            check_owner=self.check_owner, copier=copier, upload=upload,
-        )
 
     @property
     def path(self) -> Path:
         return self.group.run_dir
 
     @property
-    def address(self) -> str:
-        """Where a user finds the run: its folder, or its address in a store."""
-        return self.remote.address if self.remote is not None else str(self.path)
-
-    @property
-    def lineage(self) -> Lineage:
-        return self.origin.lineage
-
-    @property
     def saved(self) -> Progress:
-        """Where the run stood at its newest checkpoint on rank 0's disk."""
-        return self.origin.saved
+        """Where the run stood at the newest checkpoint in rank 0's folder."""
+        record = self.kept.saved
+        return Progress(record["step"], record["evaluated"]) if record else Progress()
 
     def open_metrics(self, progress: Progress, unit: str) -> Metrics:
         """Metrics from `progress` on, with the speed in `unit`/s. All ranks call this, rank 0's alone write.
 
-        From here on the run continues what this attempt started from, and no other rescue. Raises, on all ranks,
-        UserError where rank 0 can't write, and PeerLost where another attempt owns the directory by now.
+        Raises, on all ranks, UserError where rank 0 can't write, and PeerLost where another attempt owns the directory.
         """
-        self.lineage.go_on(self.mark, step=progress.step, writer=self.origin.writer)
-
         def open_files() -> None:
-            self.check_owner()  # the set-up takes long enough to be frozen in, and replaced
-            try:
-                self.lineage.write(self.path, check=self.check_owner)
-            except OSError as error:
-                raise disk_error(lineage.FILE, self.path, error) from None
             self.metrics = Metrics(
                 self.path, progress, saved=self.saved, tensorboard=self.config.tensorboard, unit=unit,
-                check_owner=self.check_owner,
+                check_owner=self.kept.check_owner,
             )
-            if self.remote is not None:  # or a machine that comes next would not know of a run that was begun anew
-                self.remote.upload(None, timeout_s=self.config.save_timeout_s)
-            if self.mirror is not None:
-                self.mirror.start(next(reversed(list_checkpoints(self.path / "checkpoints")), None))
 
         self.metrics.unit = unit
-        on_rank0(self.group, open_files)
-        # One of a later step is damaged, or of an attempt that the run went on without
-        rescue.remove(self.lineage.run, above=progress.step)
-        rescue.remove(self.lineage.run, up_to=self.saved.step)
+        self.kept.begin(progress.step, open_files)
         return self.metrics
-
-    def check_owner(self) -> None:
-        """Raises PeerLost where another attempt owns the directory by now. Rank 0 only."""
-        owner = self.remote or self.lease
-        assert owner is not None
-        owner.check()
 
 
 @contextlib.contextmanager
@@ -125,102 +75,80 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
     All ranks call this. Raises UserError on all of them where another attempt is alive, a setting that affects the
     result has changed, or the newest checkpoint can't be gone on with.
     """
-    lease = Lease(group.run_dir, group.attempt) if group.is_rank0 else None
-    remote: SecondPlace | None = None
-    mirror: SecondPlace | None = None
-    earlier: Checkpoint | None = None
-    directory = group.run_dir / "checkpoints"
-    if is_url(config.run_dir):
-        group.watch.enter("setup", config.setup_timeout_s)  # a checkpoint may have to be fetched
-    with contextlib.ExitStack() as stack:
+    is_store = is_url(config.run_dir)
+    options = Options(
+        store=config.run_dir if is_store else "", mirror=config.mirror or "", fresh=config.fresh, how=config.save,
+        sharded=config.checkpoint_format == "sharded", keep=config.keep, setup_s=config.setup_timeout_s,
+        save_s=config.save_timeout_s, start=group.launch.start, check=TrainingState.of,
+        fits=lambda path, record: _check_settings(path, record, config),
+        wanted=lambda other: _begun_by_this_launch(other, group),
+        finished=lambda newest: _is_finished(newest, config, group), lost=broke_collective,
+    )
 
-        def second(url: str, *, required: bool) -> SecondPlace:
-            assert lease is not None
-            return stack.enter_context(SecondPlace(
-                url, group.run_dir, lease, group.log, required=required, keep=config.keep, save_s=config.save_timeout_s,
-                setup_s=config.setup_timeout_s, find_problem=find_problem,
-            ))
+    def owned(owner: Any) -> None:
+        group.status.claim(owner, copy=owner.copy_status if is_store else None)
+        if config.tracker != "none":
+            tracker.check(config.tracker)
 
-        def claim() -> None:
-            assert lease is not None
-            group.status.claim(remote or lease, copy=remote.copy_status if remote else None)
-
-        def take() -> dict[str, Any]:
-            nonlocal earlier, remote, mirror
-            assert lease is not None
-            try:
-                stack.enter_context(lease)  # here, not around the block: a refusal has to reach all ranks
-                if is_url(config.run_dir):
-                    remote = second(config.run_dir, required=True)
-                    remote.adopt(nothing_here=False, wanted=lambda other: True)
-                remove_unfinished(directory)
-                shutil.rmtree(group.run_dir / HELD, ignore_errors=True)
-                claim()
-                if config.tracker != "none":
-                    tracker.check(config.tracker)
-                if config.mirror:
-                    group.watch.enter("setup", config.setup_timeout_s)  # a checkpoint may have to be fetched
-                begun = find_run(config, group)
-                above = newest_good_step(directory) if remote or config.mirror else -1
-                if config.mirror:
-                    mirror = second(config.mirror, required=False)
-                    nothing = begun is None and above < 0
-                    mirror.adopt(nothing_here=nothing, wanted=lambda other: is_wanted(other, config, group))
-                    begun = Lineage.read(group.run_dir)
-                    claim()  # the mirror's status is of an earlier attempt
-                for place in filter(None, (remote, mirror)):
-                    if begun is not None:
-                        place.fetch(begun.run, above=above)
-                        above = newest_good_step(directory)
-                finished, earlier, problem = find_earlier(config, group)
-            except OSError as error:
-                raise not_writable(group, error) from None
-            new = Lineage.new(group.attempt, group.launch.start)
-            if earlier is not None:
-                new.run = earlier.state.run  # run.json was lost: trackers know the run by the same id all the same
-            return asdict(OnDisk(
-                finished=finished, problem=problem, token=lease.token, mark=lineage.new_mark(group.attempt),
-                lineage=begun.values() if begun else None, new=new.values(),
-                saved=[earlier.state.step, earlier.state.evaluated] if earlier else None,
-            ))
-
-        disk = OnDisk(**on_rank0(group, take))
-        if disk.finished:
-            origin = Origin(Lineage(**disk.lineage or disk.new), Progress(*disk.saved or (0, 0)), checkpoint=earlier)
-            rescue.remove(origin.lineage.run)
-        else:
-            origin = find_origin(config, group, disk, earlier)
-            if disk.problem:
-                on_rank0(group, lambda: go_on(config, group))
-        found = earlier  # the checkpoint in rank 0's folder
-        saving = None
-        if is_url(config.run_dir) and not on_rank0(
-            group, lambda: remote is None or found is None or remote.holds(found.path, origin.lineage.run)
-        ):
-            saving = copy(origin.saved)
-        run = RunDirectory(
-            config=config, group=group, finished=disk.finished, origin=origin, mark=disk.mark, lease=lease,
-            remote=remote, saving=saving, mirror=mirror,
-        )
+    on_0 = partial(on_rank0, group)
+    with open_run(group.run_dir, group, options, attempt=group.attempt, on_rank0=on_0, owned=owned) as kept:
+        run = RunDirectory(config=config, group=group, kept=kept)
+        if not kept.finished:
+            on_0(lambda: _go_on(config, group))
         try:
-            if saving is not None and group.is_rank0:
-                run.saver.upload_beside(group.run_dir / "checkpoints" / f"step-{saving.step:08d}", step=saving.step)
             yield run
-        except BaseException as error:
-            if run.saver.writing and broke_collective(error):
-                # There will be a rescue, which must not wait for the disk. The thread may publish until this process
-                # ends. Until then no other attempt may own the directory: the kernel frees the lease, as after a kill
-                stack.pop_all()
-            elif run.saver.writing:
-                group.watch.enter("save", config.save_timeout_s)
-                run.saver.wait()
+        except BaseException:
             with contextlib.suppress(UserError):  # the reason for leaving is the other error
                 run.metrics.close()
-            if mirror is not None and isinstance(error, Stopped):
-                mirror.finish(stopped=True)
             raise
         run.metrics.close()  # TensorBoard's writer holds up to two minutes of values in memory
-        if remote is not None:
-            remote.finish(stopped=False)
-        if mirror is not None and not run.finished:
-            mirror.finish(stopped=False)
+
+
+def _go_on(config: Config, group: Group) -> None:
+    """Note in the directory that the run goes on. Rank 0 only. Raises UserError."""
+    group.status.begun = True
+    try:
+        (group.run_dir / RESULT).unlink(missing_ok=True)  # beside a run that goes on it would be read as its end
+        write_atomically(group.run_dir / "config.yaml", to_yaml(config, choices=CHOICES))
+    except OSError as error:
+        raise UserError(f"run_dir: {group.run_dir} must be writable, got {error.strerror or error}.") from None
+
+
+def _is_finished(newest: Copy, config: Config, group: Group) -> bool:
+    """Whether the run came to its end at its newest checkpoint. Says so."""
+    result = read_json(group.run_dir / RESULT) or {}
+    end = config.max_steps or config.epochs * newest.record["steps_per_epoch"]
+    if result.get("step") != newest.step or newest.step < end:
+        return False
+    named = {name: value for name, value in result["metrics"].items() if name in ("accuracy", "loss")}
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in sorted(named.items()))
+    group.log.info(
+        f"{group.run_dir} is finished: {newest.step} steps, {metrics}. More --epochs go on from there, --fresh starts "
+        "anew, another --name leaves it."
+    )
+    return True
+
+
+def _check_settings(path: Path, record: dict[str, Any], config: Config) -> None:
+    """Raises UserError where the run can't go on from the checkpoint `path` with these settings."""
+    state = TrainingState.of(path, record)
+    state.check_random_scheme(path)
+    if changes := changed_settings(state.config, config):
+        raise UserError(
+            f"{path.parents[1]} was begun with other settings: {'; '.join(changes)}. Set them back to go on, or "
+            "--fresh to start anew, or another --name."
+        )
+
+
+def _begun_by_this_launch(found: Lineage, group: Group) -> bool:
+    """Whether this attempt is a restart that finds what its own launch began with --fresh, and has to go on with that.
+
+    That it is a restart does not suffice: a first attempt that was killed before it put the earlier run aside has left
+    the earlier run. `launch` gives all its attempts ids of one job; where containers are started again (compose, pods),
+    `start` names the start of them all.
+    """
+    if group.launch.start:
+        return found.start == group.launch.start
+    if not group.restarted or not group.launch.numbers_attempts:
+        return group.restarted
+    return job_of(found.begun_by) == job_of(group.attempt)

@@ -13,11 +13,13 @@ from rankup.loop.commit import Changing
 from rankup.observe.metrics import Metrics
 from rankup.observe.profiler import Profiler
 from rankup.observe.step_clock import StepClock
+from rankup.state.copies import STATE, Content, list_copies, step_of
+from rankup.state.rescue import beside_a_blocked_stream
+from rankup.state.tree import encode, files_of
 from train.config import Config
 from train.data.loader import Loader
 from train.parallel.buffers import Buffers
 from train.parallel.method import Method
-from train.run import rescue
 from train.run.advice import Advice
 from train.run.metrics import Progress, Speed
 from train.run.rank_reports import RankReports
@@ -47,8 +49,7 @@ class Training:
     buffers: Buffers
     progress: Progress
     changing: Changing[Progress]  # held while a step is finished, or an evaluation
-    saved: Progress  # where the run stood at its newest checkpoint
-    saving: Progress | None = None  # and at the one that rank 0 writes beside the training, if there is one
+    saved: Progress  # where the run stood at its newest checkpoint, or at the one that is being written
     metrics: Metrics
     speed: Speed
     clock: StepClock
@@ -58,51 +59,18 @@ class Training:
 
 
 def save(t: Training, *, wait: bool = False) -> None:
-    """Write a checkpoint, unless the newest one holds this state already. All ranks call this at the same step.
-
-    Where rank 0 writes it beside the training, `look_at_save` notices its end; with `wait` it is waited for here. At
-    most one is under way: the next one waits for it.
-    """
-    config, group, progress = t.config, t.group, t.progress
-    newest = t.saving or t.saved
-    if (newest.step, newest.evaluated) != (progress.step, progress.evaluated):
-        look_at_save(t, wait=True)
-        group.watch.enter("save", config.save_timeout_s, step=progress.step)
-        under_way = t.run.saver.save(
-            progress.step, state_of(t, progress).to_file(), tracked(t, split=config.checkpoint_format == "sharded"),
-            may_go_on=t.method.replicates_state, flush=t.metrics.flush, wait=wait,
+    """Write a checkpoint, unless the newest one holds this state already. All ranks call this at the same step."""
+    progress, kept = t.progress, t.run.kept
+    if (t.saved.step, t.saved.evaluated) != (progress.step, progress.evaluated):
+        split = t.config.checkpoint_format == "sharded"
+        kept.look(wait=True)  # before the state is put together
+        kept.save(
+            progress.step, state_of(t, progress).to_file(), tracked(t, split=split),
+            may_go_on=t.method.replicates_state or split, flush=t.metrics.flush, wait=wait,
         )
-        t.saving = copy(progress)
-        if not under_way:
-            _note_saved(t)
-    if wait:
-        look_at_save(t, wait=True)
-        if t.run.saver.copier is not None:
-            t.run.saver.copier.wait()
-
-
-def look_at_save(t: Training, *, wait: bool = False) -> None:
-    """Notice whether the save beside the training has ended; with `wait`, wait for it. All ranks, at the same step.
-
-    Raises UserError and PeerLost, on all ranks, where it has failed.
-    """
-    if t.saving is None:
-        return
-    if wait:
-        t.group.watch.enter("save", t.config.save_timeout_s, step=t.progress.step)
-    if t.run.saver.ended(wait=wait):
-        _note_saved(t)
-
-
-def _note_saved(t: Training) -> None:
-    """The checkpoint stands on the disk, and all ranks know: rescues up to its step are needed no longer."""
-    assert t.saving is not None
-    t.saved, t.saving = t.saving, None
-    rescue.remove(t.run.lineage.run, up_to=t.saved.step)
-    if t.run.mirror is not None:
-        t.run.mirror.copy(t.run.path / "checkpoints" / f"step-{t.saved.step:08d}")
-    if t.group.is_rank0:
-        t.group.log.debug(f"saved step {t.saved.step}")
+        t.saved = copy(progress)
+    elif wait:
+        kept.settle()
 
 
 def save_and_stop(t: Training) -> Stopped:
@@ -138,6 +106,59 @@ def state_of(t: Training, progress: Progress) -> TrainingState:
     return TrainingState(
         step=progress.step, evaluated=progress.evaluated, metrics=progress.metrics, line=progress.line,
         steps_per_epoch=t.steps_per_epoch, data=t.workload.data_name, config=t.config.model_dump(),
-        world_size=group.world_size, run=t.run.lineage.run, attempt=t.run.mark,
+        world_size=group.world_size, run=t.run.kept.lineage.run, attempt=t.run.kept.mark,
         written_by=f"rank {group.rank} on {group.hosts[group.rank]}",
     )
+
+
+class Rescuer:
+    """Saves what only this rank has, before its process ends. See `rankup.group.watchdog.Keeper`."""
+
+    def __init__(self, t: Training) -> None:
+        self.t = t
+
+    def keep(self) -> None:
+        """Write the state of the last finished step to this node's memory. The loop never goes on afterwards.
+
+        Where that can't be, the checkpoint that rank 0 may be writing is all that will be left: it gets done first.
+        """
+        t, progress = self.t, None
+        if t.method.every_rank_has_all and t.progress.step > max(0, t.run.kept.saved_step):
+            progress = t.changing.stop()
+            if progress is None:
+                t.group.log.warning("no rescue: this rank was in the middle of changing the weights")
+        if progress is None or not t.run.kept.rescue(progress.step, lambda: self._copy(copy(progress))):
+            t.run.kept.saver.wait()
+
+    def keep_for_stop(self) -> str:
+        """Write the state of the last finished step, on rank 0 as a checkpoint: the job may go on on other machines."""
+        t = self.t
+        if not t.method.every_rank_has_all:
+            return ""
+        if not t.group.is_rank0:
+            self.keep()
+            return stopped_at(t, t.progress.step)
+        saver = t.run.kept.saver
+        saver.wait()
+        progress = t.changing.stop()
+        if progress is None:
+            return f"{t.group.stop.signal_name}: in the middle of changing the weights, so nothing newer was saved"
+        progress = copy(progress)
+        newest = list_copies(saver.folder)
+        if progress.step > (step_of(newest[-1]) if newest else 0):
+            t.metrics.flush()
+            saver.publish_files(progress.step, self._copy(progress))
+        return stopped_at(t, progress.step)
+
+    def _copy(self, progress: Progress) -> dict[str, Content]:
+        """The files of a checkpoint of the last finished step, at which `progress` stands."""
+        t = self.t
+        with beside_a_blocked_stream(t.group.device):
+            state = tracked(t)
+            state["model"] |= {name: b for name, b in t.buffers.kept().items() if name in state["model"]}
+            nodes, tensors = encode(state)
+            if t.group.device.type == "cuda":  # else they are written as they lie: the training has stopped
+                tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        if not t.changing.unchanged():
+            raise RuntimeError("the weights changed while they were copied")
+        return {STATE: state_of(t, progress).to_file(), **files_of(nodes, tensors)}

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from rankup.errors import UserError
-from rankup.places.lineage import RUN_ID
+from rankup.state import reading
 from rankup.state.copies import to_json
+from rankup.state.reading import Copy
 
 # Raise it when a field is added, removed or changes its meaning. A checkpoint of another format is refused, because
 # guessing what a missing field was would change the weights of the resumed run without a word.
@@ -24,6 +26,7 @@ WAY_OUT = "Go on with the version of this program that wrote it, or set --fresh 
 RANDOM_SCHEME = (
     "blake2b(seed, step, rank) each step; blake2b(seed, epoch) orders; splitmix64(seed, epoch, sample) augments"
 )
+ITEMS = ("model", "optimizer", "scaler")  # see `train.run.training.tracked`
 
 
 def versions() -> dict[str, str]:
@@ -51,7 +54,7 @@ class TrainingState:
     versions: dict[str, str] = field(default_factory=versions)
     random: str = RANDOM_SCHEME
     # Who wrote it: the run and the mark of the attempt, see `rankup.places.lineage`, and which rank on which host.
-    run: str
+    run: str = ""
     attempt: str
     written_by: str
 
@@ -60,18 +63,16 @@ class TrainingState:
         return to_json({"format": FORMAT, **dataclasses.asdict(self)})
 
     @staticmethod
-    def from_file(path: Path, content: bytes) -> "TrainingState":
-        """The state in the verified file of the checkpoint `path`. Raises UserError where it is of another format, and
-        ValueError where a field is missing or of another type."""
-        values = json.loads(content)
-        found = values.pop("format", None)
-        if found != FORMAT:
+    def of(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> "TrainingState":
+        """The state in the record of the checkpoint `path`. Raises UserError where it is of another format, and
+        ValueError where a field or a tracked item is missing or of another type."""
+        if (found := record.get("format")) != FORMAT:
             raise UserError(f"checkpoint: {path} must be of format {FORMAT}, got format {found}. {WAY_OUT}")
-        run = str(values.get("run", ""))
-        if not RUN_ID.fullmatch(run):
-            raise UserError(f'checkpoint: {path} must be of a run with an id, got "{run}".')
+        of_ours = tracked is None or {k for k, v in tracked.items() if isinstance(v, dict)} == {*ITEMS} == {*tracked}
+        if tracked is not None and not of_ours:
+            raise ValueError(f"it holds {', '.join(tracked)} in place of {', '.join(ITEMS)}")
         try:
-            return _adapter().validate_json(content, strict=True)
+            return _adapter().validate_json(json.dumps(record), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"state.json: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -88,3 +89,13 @@ class TrainingState:
 @cache
 def _adapter() -> TypeAdapter[TrainingState]:
     return TypeAdapter(TrainingState)
+
+
+def load_checkpoint(path: Path) -> Copy:
+    """Read one checkpoint folder. Raises UserError where it is damaged, of another format, or no checkpoint."""
+    return reading.load(path, TrainingState.of)
+
+
+def load_newest(directory: Path, warn: Callable[[str], None]) -> Copy | None:
+    """The newest checkpoint in `directory` that verifies, see `rankup.state.reading.load_newest`."""
+    return reading.load_newest(directory, warn, TrainingState.of)

@@ -12,7 +12,7 @@ import torch
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.state.copies import FILE, MANIFEST
-from train.run.checkpoint import load_checkpoint
+from train.run.training_state import load_checkpoint
 
 HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")
 
@@ -48,7 +48,7 @@ def _read(path: Path, place: str) -> Any:
     from safetensors.torch import load_file
 
     if path.is_dir() and ((path / MANIFEST).exists() or not any((path / name).exists() for name in HUGGING_FACE)):
-        return load_checkpoint(path).as_plain().model
+        return load_checkpoint(path).as_plain().tracked["model"]
     try:
         if path.is_dir():
             return {name: tensor for file in _files_of(path) for name, tensor in load_file(file).items()}

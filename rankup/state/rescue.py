@@ -1,4 +1,4 @@
-"""The rescue: a checkpoint that a rank writes to its node's memory when it loses a peer, right before it ends.
+"""The rescue: a copy that a rank writes to its node's memory when it loses a peer, right before it ends.
 
 Where every rank holds the whole state, the survivors have that of the last finished step: the next attempt goes on
 from there, and no step is done twice. The idea is from Gupta et al., "Just-In-Time Checkpointing", EuroSys 2024.
@@ -16,19 +16,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from rankup.errors import UserError
-from rankup.places.files import read_json
 from rankup.state import copies
-from rankup.state.copies import Content
-from train.config import Config, changed_settings
-from train.run.checkpoint import list_checkpoints, step_of
-from train.run.training_state import FORMAT, RANDOM_SCHEME
+from rankup.state.copies import Content, list_copies, step_of
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
-# The ranks' own buffers live in shared memory too
-ROOM = 2.0
+ROOM = 2.0  # times its size: the ranks' own buffers live in shared memory too
 OLD_S = 7 * 24 * 3600.0
 
 
@@ -38,7 +34,7 @@ def places() -> list[Path]:
 
 
 def write(run: str, step: int, make_files: Callable[[], Mapping[str, Content]]) -> str:
-    """Write the files of a checkpoint where there is room, unless another rank of this node has done so already.
+    """Write the files of a copy where there is room, unless another rank of this node has done so already.
 
     `make_files` is called if they are needed. Returns why they were not written anywhere, or "".
     """
@@ -49,13 +45,13 @@ def write(run: str, step: int, make_files: Callable[[], Mapping[str, Content]]) 
             _remove_old(place)
             # The ranks of a node come here together. Each waits for the one before, which may be killed as it writes
             with _locked(_make_folder(place, run)) as folder:
-                if any(step_of(path) >= step for path in list_checkpoints(folder)):
+                if any(step_of(path) >= step for path in list_copies(folder)):
                     return ""
                 files = files or make_files()
                 needed, free = ROOM * sum(map(len, files.values())), shutil.disk_usage(place).free
                 if free >= needed:
                     copies.remove_unfinished(folder)
-                    copies.publish(copies.create_staging(folder, step), files, {}, step=step, keep=1)
+                    copies.save(folder, files, step=step, keep=1)
                     return ""
                 problems.append(f"{place} has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} are needed")
         except (OSError, UserError) as error:
@@ -68,29 +64,30 @@ def remove(run: str, *, up_to: int | None = None, above: int | None = None) -> N
     for folder in (_folder(place, run) for place in places()):
         if not _is_ours(folder):  # nearly always there is none: a save costs no more than this look
             continue
-        for path in list_checkpoints(folder):
+        for path in list_copies(folder):
             step = step_of(path)
             if (up_to is None or step <= up_to) and (above is None or step > above):
                 shutil.rmtree(path, ignore_errors=True)
-        if not list_checkpoints(folder):
+        if not list_copies(folder):
             shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):  # another run has its folder there
                 folder.parent.rmdir()
 
 
-def found(config: Config) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The rescues on this node that a run with these settings may go on from, and what `state.json` says of each.
-
-    Their bytes are not looked at yet.
-    """
+def found() -> Iterator[Path]:
+    """The rescues of all runs on this node. Their bytes are not looked at yet."""
     for folder in (folder for place in places() for folder in _folder(place, "any").parent.glob("*")):
-        for path in list_checkpoints(folder) if _is_ours(folder) else []:
-            state = read_json(path / "state.json")
-            if (
-                isinstance(state, dict) and state.get("format") == FORMAT and state.get("random") == RANDOM_SCHEME
-                and {"run", "attempt", "step"} <= state.keys() and not changed_settings(state.get("config", {}), config)
-            ):
-                yield path, state
+        yield from list_copies(folder) if _is_ours(folder) else ()
+
+
+@contextlib.contextmanager
+def beside_a_blocked_stream(device: torch.device) -> Iterator[None]:
+    """Copy from a GPU whose usual stream may wait for a dead rank for ever."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        yield
 
 
 # Folders -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,352 @@
+"""A run: its folder, the attempt that owns it, and its copies, wherever they lie.
+
+`open_run` finds where the run stands. `Run.newest` is the copy to go on from, `save` writes one beside the training,
+`rescue` writes one when the process ends. All of that is plain values: what a copy holds, and whether an attempt may go
+on from it, the caller says.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rankup.errors import Stopped, UserError, disk_error, reason
+from rankup.places import lineage
+from rankup.places.lease import Lease
+from rankup.places.lineage import Lineage
+from rankup.places.second import HELD, SecondPlace
+from rankup.places.stored_run import AllDamaged
+from rankup.state import rescue
+from rankup.state.choice import SECOND, OnDisk, Origin, find_origin
+from rankup.state.copies import Content, find_problem, list_copies, newest_good_step, remove_unfinished, to_json
+from rankup.state.reading import Check, Copy, load_newest, no_check
+from rankup.state.saver import Saver, SecondCopies
+
+# Calls a function on rank 0 and returns its result on all ranks, or raises there what it raised
+OnRank0 = Callable[[Callable[[], Any]], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a run is kept.
+
+    `store`: an address below which the run must lie too, "" for none. `mirror`: a folder or an address that gets copies
+    and may fail. `fresh`: put aside what is there, unless `wanted` says that it is this launch's own. `how`: sync,
+    async, or auto, see `rankup.state.saver`. `sharded`: each rank writes its part of a copy. `keep`: how many copies
+    stay. `setup_s`, `save_s`: deadlines. `start`: names the start of a job whose containers are started again.
+
+    `check`: looks at the record of a copy; raises UserError where it is of another kind, and ValueError where it is
+    damaged. `fits`: the same, where this attempt may not go on from it. `finished`: whether nothing is left to do after
+    a copy; asked on rank 0. `lost`: whether an error says that another rank is gone.
+    """
+
+    store: str = ""
+    mirror: str = ""
+    fresh: bool = False
+    how: str = "auto"
+    sharded: bool = False
+    keep: int = 2
+    setup_s: float = 600.0
+    save_s: float = 600.0
+    start: str = ""
+    check: Check = no_check
+    fits: Check = no_check
+    wanted: Callable[[Lineage], bool] = lambda other: False
+    finished: Callable[[Copy], bool] = lambda copy: False
+    lost: Callable[[BaseException], bool] = lambda error: False
+
+    def may_take(self, other: Lineage) -> bool:
+        """Whether this attempt may go on with the run `other`."""
+        return not self.fresh or self.wanted(other)
+
+
+class Run:
+    """A run for the length of an attempt. All ranks have one; `lease`, `store` and `mirror` are rank 0's.
+
+    `finished`: nothing is left to do. `saved`: the record of the newest copy in rank 0's folder at the beginning, None
+    where there was none. `saved_step`: of the newest copy there now, -1 for none; `saving_step`: of the one under way.
+    """
+
+    def __init__(
+        self, folder: Path, group: Any, options: Options, on_rank0: OnRank0, disk: OnDisk, origin: Origin, *,
+        lease: Lease | None, store: SecondPlace | None, mirror: SecondPlace | None,
+    ) -> None:
+        self.folder, self.group, self.options, self._on_rank0 = folder, group, options, on_rank0
+        self.finished, self.mark, self.saved, self.origin = disk.finished, disk.mark, disk.saved, origin
+        self.saved_step = disk.saved["step"] if disk.saved else -1
+        self.saving_step: int | None = None
+        self.lease, self.store, self.mirror = lease, store, mirror
+        self.second: SecondCopies | None = None
+        if origin.second == group.rank:
+            self.second = SecondCopies(
+                group, folder / SECOND / self.lineage.run, how=options.how, timeout_s=options.save_s,
+                more=lambda: {lineage.FILE: to_json(self.lineage.values())},
+            )
+        self.saver = Saver(
+            group, folder / "checkpoints", how=options.how, sharded=options.sharded, token=disk.token,
+            keep=options.keep, timeout_s=options.save_s, check_owner=self.check_owner, second=self.second,
+            upload=store.upload if store is not None else None,
+        )
+
+    @property
+    def lineage(self) -> Lineage:
+        return self.origin.lineage
+
+    @property
+    def newest(self) -> Copy | None:
+        """The copy to go on from, None at the beginning of a run. `forget` frees its memory."""
+        return self.origin.copy
+
+    def forget(self) -> None:
+        self.origin.copy = None
+
+    @property
+    def address(self) -> str:
+        """Where a user finds the run: its folder, or its address in a store."""
+        return self.store.address if self.store is not None else str(self.folder)
+
+    def second_copies(self, *, replicated: bool) -> str:
+        """For the user: who keeps the newest copy a second time, "" where all nodes share rank 0's disk.
+
+        `replicated`: every rank holds the whole state.
+        """
+        rank = self.origin.second
+        if rank is None:
+            return ""
+        if not replicated:
+            return "copies none: the nodes share no disk, and no rank but 0 has whole checkpoints: its disk alone does"
+        none = "" if self.newest else "; none of them holds one, so the run begins at step 0"
+        who = f"rank {rank} on {self.group.hosts[rank]}"
+        return f"copies {who} keeps the newest checkpoint too: the nodes share no disk{none}"
+
+    def check_owner(self) -> None:
+        """Raises PeerLost where another attempt owns the run by now. Rank 0 only."""
+        owner = self.store or self.lease
+        assert owner is not None
+        owner.check()
+
+    def begin(self, step: int, open_files: Callable[[], None] = lambda: None) -> None:
+        """From here on the run continues what this attempt started from, and no other rescue. All ranks call this.
+
+        `open_files`: rank 0's, of the caller. Raises, on all ranks, UserError where rank 0 can't write, and PeerLost
+        where another attempt owns the folder by now.
+        """
+        self.lineage.go_on(self.mark, step=step, writer=self.origin.writer)
+
+        def write() -> None:
+            self.check_owner()  # the set-up takes long enough to be frozen in, and replaced
+            try:
+                self.lineage.write(self.folder, check=self.check_owner)
+            except OSError as error:
+                raise disk_error(lineage.FILE, self.folder, error) from None
+            open_files()
+            if self.store is not None:  # or a machine that comes next would not know of a run that was begun anew
+                self.store.upload(None, timeout_s=self.options.save_s)
+            if self.mirror is not None:
+                self.mirror.start(next(reversed(list_copies(self.saver.folder)), None))
+
+        self._on_rank0(write)
+        # One of a later step is damaged, or of an attempt that the run went on without
+        rescue.remove(self.lineage.run, above=step)
+        rescue.remove(self.lineage.run, up_to=self.saved_step)
+
+    # Saves ----------------------------------------------------------------------------------------------------
+
+    def save(
+        self, step: int, record: bytes, tracked: dict[str, Any], *, may_go_on: bool = True,
+        flush: Callable[[], None] = lambda: None, wait: bool = False,
+    ) -> None:
+        """Save the tracked items, see `Saver.save`. All ranks call this at the same step; the save before ends first.
+
+        With `wait` it is waited for; else `look` notices its end.
+        """
+        self.look(wait=True)
+        self.group.watch.enter("save", self.options.save_s, step=step)
+        under_way = self.saver.save(step, record, tracked, may_go_on=may_go_on, flush=flush, wait=wait)
+        self.saving_step = step
+        if not under_way:
+            self._note_saved()
+        if wait:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for all saves, because the training ends. All ranks."""
+        self.look(wait=True)
+        if self.second is not None:
+            self.second.wait()
+
+    def look(self, *, wait: bool = False) -> None:
+        """Notice whether the save beside the training has ended; with `wait`, wait for it. All ranks, at the same step.
+
+        Raises UserError and PeerLost, on all ranks, where it has failed.
+        """
+        if self.saving_step is None:
+            return
+        if wait:
+            self.group.watch.enter("save", self.options.save_s, step=self.saving_step)
+        if self.saver.ended(wait=wait):
+            self._note_saved()
+
+    def _note_saved(self) -> None:
+        """The copy stands on the disk, and all ranks know: rescues up to its step are needed no longer."""
+        assert self.saving_step is not None
+        self.saved_step, self.saving_step = self.saving_step, None
+        rescue.remove(self.lineage.run, up_to=self.saved_step)
+        if self.mirror is not None:
+            self.mirror.copy(self.saver.folder / f"step-{self.saved_step:08d}")
+        if self.group.is_rank0:
+            self.group.log.debug(f"saved step {self.saved_step}")
+
+    def rescue(self, step: int, make_files: Callable[[], Mapping[str, Content]]) -> bool:
+        """Write a copy of that step to this node's memory, unless a newer one stands. Whether that was done.
+
+        Any thread calls this, as the process ends. `make_files`: called if they are needed. Raises nothing: the reason
+        of the end is what is to be reported.
+        """
+        if step <= max(0, self.saved_step):
+            return False
+        try:
+            problem = rescue.write(self.lineage.run, step, make_files)
+        except Exception as error:
+            self.group.log.warning(f"no rescue: {reason(error)}")
+            return False
+        if problem:
+            why = f"no rescue, so the next attempt goes on from the newest checkpoint: {problem}"
+            self.group.log.warning(why)
+        return not problem
+
+
+@contextlib.contextmanager
+def open_run(
+    folder: Path, group: Any, options: Options, *, attempt: str, on_rank0: OnRank0,
+    owned: Callable[[Any], None] = lambda owner: None,
+) -> Iterator[Run]:
+    """Own the run in `folder` for the length of the block, and find what is there: a copy, a finished run, or nothing.
+
+    All ranks call this. `attempt`: its id. `owned`: called on rank 0 with the owner, whose `is_ours` says whether the
+    folder still belongs to this attempt. Raises UserError on all ranks where another attempt is alive, or where the
+    newest copy can't be gone on with.
+    """
+    here = _Opening(folder, group, options, attempt, owned)
+    group.watch.enter("setup", options.setup_s)  # a copy may have to be fetched
+    with contextlib.ExitStack() as stack:
+        disk = OnDisk(**on_rank0(lambda: here.take(stack)))
+        if disk.finished:
+            origin = Origin(Lineage(**disk.lineage or disk.new), copy=here.earlier)
+            rescue.remove(origin.lineage.run)
+        else:
+            origin = find_origin(
+                group, folder, disk, here.earlier, check=options.check, fits=options.fits, wanted=options.may_take
+            )
+        run = Run(
+            folder, group, options, on_rank0, disk, origin, lease=here.lease, store=here.store, mirror=here.mirror
+        )
+        try:
+            if options.store and not on_rank0(lambda: here.is_stored(origin.lineage.run)):
+                run.saving_step = run.saved_step
+                if here.earlier is not None:
+                    run.saver.upload_beside(here.earlier.path, step=run.saved_step)
+            yield run
+        except BaseException as error:
+            if run.saver.writing and options.lost(error):
+                # There will be a rescue, which must not wait for the disk. The thread may publish until this process
+                # ends. Until then no other attempt may own the folder: the kernel frees the lease, as after a kill
+                stack.pop_all()
+            elif run.saver.writing:
+                group.watch.enter("save", options.save_s)
+                run.saver.wait()
+            if here.mirror is not None and isinstance(error, Stopped):
+                here.mirror.finish(stopped=True)
+            raise
+        if here.store is not None:
+            here.store.finish(stopped=False)
+        if here.mirror is not None and not run.finished:
+            here.mirror.finish(stopped=False)
+
+
+class _Opening:
+    """What rank 0 does in the folder before the run begins or goes on."""
+
+    def __init__(
+        self, folder: Path, group: Any, options: Options, attempt: str, owned: Callable[[Any], None]
+    ) -> None:
+        self.folder, self.group, self.options, self.attempt, self.owned = folder, group, options, attempt, owned
+        self.lease = Lease(folder, attempt) if group.is_rank0 else None
+        self.store: SecondPlace | None = None
+        self.mirror: SecondPlace | None = None
+        self.earlier: Copy | None = None  # the newest in the folder
+
+    def take(self, stack: contextlib.ExitStack) -> dict[str, Any]:
+        """The fields of OnDisk. Raises UserError and PeerLost."""
+        assert self.lease is not None
+        options, copies = self.options, self.folder / "checkpoints"
+        try:
+            stack.enter_context(self.lease)  # here, not around the block: a refusal has to reach all ranks
+            if options.store:
+                self.store = self._second(stack, options.store, required=True)
+                self.store.adopt(nothing_here=False, wanted=lambda other: True)
+            remove_unfinished(copies)
+            shutil.rmtree(self.folder / HELD, ignore_errors=True)
+            self.owned(self.store or self.lease)
+            begun = Lineage.read(self.folder)
+            if options.fresh and not (begun and options.may_take(begun)):
+                begun = None
+                self._put_aside()
+            above = newest_good_step(copies) if options.store or options.mirror else -1
+            if options.mirror:
+                self.mirror = self._second(stack, options.mirror, required=False)
+                self.mirror.adopt(nothing_here=begun is None and above < 0, wanted=options.may_take)
+                begun = Lineage.read(self.folder)
+                self.owned(self.store or self.lease)  # the mirror's status is of an earlier attempt
+            for place in (self.store, self.mirror):
+                if begun is not None and place is not None:
+                    place.fetch(begun.run, above=above)
+                    above = newest_good_step(copies)
+            problem = self._read(copies)
+        except OSError as error:
+            raise UserError(f"run_dir: {self.folder} must be writable, got {error.strerror or error}.") from None
+        new, earlier = Lineage.new(self.attempt, options.start), self.earlier
+        if earlier is not None:
+            new.run = earlier.record["run"]  # run.json was lost: trackers know the run by the same id all the same
+        return asdict(OnDisk(
+            finished=earlier is not None and options.finished(earlier), problem=problem, token=self.lease.token,
+            mark=lineage.new_mark(self.attempt), lineage=begun.values() if begun else None, new=new.values(),
+            saved=earlier.record if earlier else None,
+        ))
+
+    def is_stored(self, run: str) -> bool:
+        """Whether the newest copy in the folder, if there is one, is in the store too."""
+        return self.store is None or self.earlier is None or self.store.holds(self.earlier.path, run)
+
+    def _second(self, stack: contextlib.ExitStack, url: str, *, required: bool) -> SecondPlace:
+        options = self.options
+        assert self.lease is not None
+        return stack.enter_context(SecondPlace(
+            url, self.folder, self.lease, self.group.log, required=required, keep=options.keep, save_s=options.save_s,
+            setup_s=options.setup_s, find_problem=find_problem,
+        ))
+
+    def _read(self, copies: Path) -> str:
+        """Read the newest copy. Returns why there is none if all are damaged."""
+        try:
+            self.earlier = load_newest(copies, self.group.log.warning, self.options.check)
+        except AllDamaged as error:
+            return str(error)
+        if self.earlier is not None:
+            self.options.fits(self.earlier.path, self.earlier.record)
+            if not self.options.sharded:
+                self.earlier = self.earlier.as_plain()
+        return ""
+
+    def _put_aside(self) -> None:
+        """Start anew without losing anything: what is there moves to `before-<time>/`."""
+        there = [self.folder / name for name in (*lineage.OF_RUN, SECOND) if (self.folder / name).exists()]
+        if not there:
+            return
+        moved = lineage.before(self.folder)
+        moved.mkdir()
+        for path in there:
+            shutil.move(path, moved / path.name)
+        self.group.log.info(f"--fresh: the earlier run was moved to {moved}")
