@@ -64,8 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _group(item: pytest.Item) -> str:
     """Tests of one group run one after the other in one process: they share a Slurm, or a file's fixtures."""
-    slurm = item.path.parent.name == "slurm" or "cluster" in getattr(item, "fixturenames", ())
-    return "slurm" if slurm else item.nodeid.split("::")[0]
+    return "slurm" if {"cluster", "four"} & {*getattr(item, "fixturenames", ())} else item.nodeid.split("::")[0]
 
 
 @pytest.hookimpl(wrapper=True)

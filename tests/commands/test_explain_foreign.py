@@ -1,6 +1,7 @@
 """explain on anybody's logs: torchrun's folders, files of Slurm, kubectl and compose; who failed first."""
 
 import json
+import re
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -291,6 +292,8 @@ def test_run_of_three_ranks_with_one_killed(forks: Forks, tmp_path: Path, capfd:
     assert (first.name, first.rank, first.host) == ("lost-silent", 1, HOST)
     capfd.readouterr()
     assert main(["logs", str(run)]) == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert any(f" rank 0 on {HOST}: " in line for line in lines)
-    assert any(f" ranks 0, 2 on {HOST}: lost a peer at step " in line for line in lines), lines
+    out = capfd.readouterr().out
+    assert f" rank 0 on {HOST}: " in out
+    # One line of both, or two where one rank found it seconds later
+    told = re.findall(rf" ranks? ([\d, ]+) on {HOST}: lost a peer at step \d+: .*rank 1 on {HOST} \(", out)
+    assert sorted(", ".join(told).split(", ")) == ["0", "2"], out
