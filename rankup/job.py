@@ -116,6 +116,7 @@ class Job:
         group = self._group
         self.rank, self.local_rank, self.world_size = launch.rank, launch.local_rank, launch.world_size
         self.is_main, self.device = launch.rank == 0, group.device
+        sys.excepthook = self._on_error  # torch has put its own around ours, and keeps what that prints
         options = Options(
             fresh=settings.fresh, keep=settings.keep, setup_s=settings.setup_timeout_s, save_s=settings.save_timeout_s,
             start=launch.start, check=_check, fits=self._fits, lost=broke_collective,
@@ -468,7 +469,8 @@ class Job:
 
     def _take_over_ends(self) -> None:
         """However the script ends, the other ranks hear why, and the process ends with the code of `rankup.errors`."""
-        self._ended, self._head, pid, usual = False, "", os.getpid(), sys.excepthook
+        self._ended, self._head = False, ""
+        pid, usual = os.getpid(), sys.excepthook
 
         def on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if os.getpid() != pid or self._ended:
@@ -480,6 +482,7 @@ class Job:
             if os.getpid() == pid and not self._ended:
                 self._leave(RuntimeError("the script ended without job.finish()"))
 
+        self._on_error: Any = on_error
         sys.excepthook = on_error
         atexit.register(at_exit)
 
@@ -539,7 +542,7 @@ class Job:
         return {STATE: self._record(position), **tree.files_of(nodes, tensors)}
 
 
-def _check(path: Path, record: dict[str, Any]) -> None:
+def _check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
     """See `rankup.state.run.Options`."""
     if record.get("format") != FORMAT:
         raise UserError(

@@ -12,7 +12,8 @@ import rankup
 
 job = rankup.init(sys.argv[1], seed=3, save_every_steps=int(os.environ.get("SAVE_EVERY", "0")) or None)
 points = torch.randn(100, 8, generator=torch.Generator().manual_seed(1))
-loader = DataLoader(TensorDataset(points, points.sum(1).sign().long().clamp(0)), batch_size=12, shuffle=True, drop_last=True)
+dataset = TensorDataset(points, points.sum(1).sign().long().clamp(0))
+loader = DataLoader(dataset, batch_size=12, shuffle=True, drop_last=True)  # 4 are left out
 net = torch.nn.Sequential(
     torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(16, 2)
 ).to(job.device)
@@ -33,7 +34,7 @@ for _epoch in job.epochs(3):
             scheduler.step()
         if die.split(":")[:2] == [str(job.rank), str(job.step_number)] and not os.path.exists(f"{sys.argv[1]}.died"):
             open(f"{sys.argv[1]}.died", "w").close()
-            os.kill(os.getpid() if die.split(":")[3:] == [] else os.getppid(), int(die.split(":")[2]))
+            os.kill(os.getpid(), int(die.split(":")[2]))
     model.eval()
     right = total = 0
     with torch.no_grad():

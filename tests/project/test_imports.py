@@ -19,7 +19,7 @@ FOLDERS = ["config", "group", "data", "workloads", "parallel", "run", "loop", "c
 ORDER = [
     *(f"rankup.{name}" for name in (
         "errors", "timing", "env", "places", "agent", "group", "state", "observe", "explain", "doctor", "loop",
-        "cli", "__main__",
+        "job", "cli", "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]
