@@ -238,7 +238,7 @@ class Job:
         if self._tracked.items and position.key != self._saved:
             state = self._tracked.state()
             if any(each is not None for each in self._loader_states):
-                by_rank = self._group.gather_tensors(self._loader_states)
+                by_rank = self.gather(self._loader_states)
                 state[LOADERS] = {f"{rank} of {self.world_size}": states for rank, states in enumerate(by_rank)}
             self._run.save(
                 position.step, self._record(position), state, may_go_on=not self._tracked.split,
@@ -454,7 +454,7 @@ class Job:
     def gather(self, value: Any) -> list[Any]:
         """The `value` of every rank, in the order of the ranks: numbers, texts, tensors, and lists and dicts of these.
         Tensors arrive on the CPU. All ranks call this."""
-        return self._group.gather_tensors(value)
+        return [self._group.broadcast_tensors(value, source=rank) for rank in range(self.world_size)]
 
     def finish(self) -> None:
         """Save, and leave the group: the last line of a script. All ranks call this."""
