@@ -9,7 +9,7 @@ import io
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,13 +17,11 @@ import torch
 import torch.distributed as dist
 
 from rankup.agent.ends import LOST_PEER
-from rankup.agent.logs import host_name
 from rankup.agent.status import tell_torchrun
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, Stopped, UserError, exit_code, reason
-from rankup.group.ends import EndReporter
 from rankup.group.host_link import HostLink
-from rankup.group.losses import Suspect, describe, root_exit_code
+from rankup.group.line import Suspect, describe, root_exit_code
 from rankup.group.meeting import Meeting
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Watchdog
@@ -47,14 +45,13 @@ class Group:
     backend: str
 
     def __init__(
-        self, launch: RankEnv, device: torch.device, *, watch: Watchdog, stop: StopRequest, ends: EndReporter,
-        log: logging.Logger,
+        self, launch: RankEnv, device: torch.device, *, watch: Watchdog, stop: StopRequest, log: logging.Logger
     ) -> None:
-        self.launch, self.device, self.log, self.watch, self.stop, self.ends = launch, device, log, watch, stop, ends
+        self.launch, self.device, self.log, self.watch, self.stop = launch, device, log, watch, stop
         self.rank, self.world_size = launch.rank, launch.world_size
-        self.status = ends.status
-        self.run_dir = ends.status.run_dir
-        self.hosts: Sequence[str] = [host_name()] * launch.world_size
+        self.status = watch.status
+        self.run_dir = watch.status.run_dir
+        self.hosts = watch.hosts
         self.restarted = launch.restart_count > 0
         self.meeting: Meeting | None = None
         self.link: HostLink | None = None
@@ -91,11 +88,10 @@ class Group:
     @property
     def step(self) -> int:
         """The last optimizer step that this rank finished."""
-        return self.ends.step
+        return self.record.read().step
 
     @step.setter
     def step(self, step: int) -> None:
-        self.ends.step = step
         self.record.begin(step)
 
     # The end ----------------------------------------------------------------------------------------------------
@@ -121,7 +117,7 @@ class Group:
             self.watch.all_done()
             if dist.is_initialized():
                 dist.destroy_process_group()
-            self.ends.report(FINISHED, "finished", together=True)
+            self.watch.report(FINISHED, "finished", together=True)
             self.record.finish()
             self.watch.end()
         except BaseException as error:
@@ -141,7 +137,7 @@ class Group:
         tell_torchrun(failure)
         # Report before leaving: the others look here for the cause when their collectives break
         stopped = isinstance(error, Stopped)  # all ranks come to the same step
-        self.ends.report(exit_code(failure), reason(failure), getattr(failure, "suspect", None), together=stopped)
+        self.watch.report(exit_code(failure), reason(failure), getattr(failure, "suspect", None), together=stopped)
         self.watch.end()
         return failure
 
@@ -171,10 +167,6 @@ class Group:
         """Wait until all ranks are here."""
         self.max(0)
 
-    def min(self, value: int) -> int:
-        """The smallest `value` of all ranks, an int32."""
-        return -self.max(-value)
-
     def max(self, value: int) -> int:
         """The largest `value` of all ranks, an int32."""
         if self.world_size == 1:
@@ -196,14 +188,17 @@ class Group:
 
         Raises TypeError for what JSON can't hold.
         """
-        return [json.loads(data) for data in self._gather_bytes(json.dumps(value).encode())]
-
-    def gather_tensors(self, value: Any) -> list[Any]:
-        """Every rank's `value`, tensors and plain values in lists and dicts, on the CPU, in the order of the ranks.
-
-        Every rank holds all of them: the memory grows with the number of ranks.
-        """
-        return [unpack(data) for data in self._gather_bytes(pack(value))]
+        data = json.dumps(value).encode()
+        if self.world_size == 1:
+            return [json.loads(data)]
+        sizes = [torch.zeros((), dtype=torch.int64) for _ in range(self.world_size)]
+        self.collective(lambda: dist.all_gather(sizes, torch.tensor(len(data))))
+        longest = int(max(sizes))  # all parts of an all-gather have one size
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        own = torch.zeros(longest, dtype=torch.uint8)
+        own[: len(data)] = _as_tensor(data)
+        self.collective(lambda: dist.all_gather(parts, own))
+        return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast(self, value: Any, *, source: int = 0) -> Any:
         """The `value` of rank `source`, which JSON can hold, on all ranks. A tuple arrives as a list.
@@ -231,21 +226,6 @@ class Group:
         if len(content):
             self.collective(lambda: dist.broadcast(content, src=source))
         return data if self.rank == source else content.numpy().tobytes()
-
-    def _gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's `data`, in the order of the ranks."""
-        if self.world_size == 1:
-            return [data]
-        sizes = [torch.zeros((), dtype=torch.int64) for _ in range(self.world_size)]
-        self.collective(lambda: dist.all_gather(sizes, torch.tensor(len(data))))
-        # All parts of an all-gather have one size, that of the longest
-        longest = int(max(sizes))
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        own = torch.zeros(longest, dtype=torch.uint8)
-        own[: len(data)] = _as_tensor(data)
-        if longest:
-            self.collective(lambda: dist.all_gather(parts, own))
-        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def must_match(self, what: str, value: str, *, remedy: str) -> None:
         """Raises UserError on every rank where `value` differs between ranks, naming the first that differs."""

@@ -6,7 +6,7 @@
 import contextlib
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,10 +22,9 @@ from rankup.agent.status import StatusFile
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, LaunchError, UserError
 from rankup.group import meeting
-from rankup.group.ends import EndReporter
 from rankup.group.group import Group
 from rankup.group.host_link import open_link
-from rankup.group.losses import Losses, describe
+from rankup.group.line import Suspect, describe
 from rankup.group.stacks import record_collectives
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Watchdog
@@ -55,8 +54,7 @@ def join(
     Raises JoinError (code 170) where the ranks do not come together, PeerLost (171) where one is lost meanwhile,
     UserError (2) where they differ, and LaunchError (2) for a device that is not there.
     """
-    group = start(launch, settings=settings, device=device, backend=backend, stop=stop, ends=EndReporter(status, log),
-                  log=log)
+    group = start(launch, settings=settings, device=device, backend=backend, status=status, stop=stop, log=log)
     with contextlib.ExitStack() as unless_joined:
         unless_joined.push(group)
         if launch.world_size > 1:
@@ -71,17 +69,18 @@ def join(
 
 
 def start(
-    launch: RankEnv, *, settings: Mapping[str, str], device: str | None, backend: str | None, stop: StopRequest,
-    ends: EndReporter, log: logging.Logger,
+    launch: RankEnv, *, settings: Mapping[str, str], device: str | None, backend: str | None, status: StatusFile,
+    stop: StopRequest, log: logging.Logger,
+    leaving: Callable[[int, str, Suspect | None], int] = lambda code, why, suspect: code,
 ) -> Group:
-    """A group of which only this rank is known yet. Raises LaunchError. For the rest see `join`."""
+    """A group of which only this rank is known yet. `leaving`: of `Watchdog`. For the rest see `join`."""
     record = RecordWriter(launch.agent["record"] if launch.agent else None, rank=launch.rank)
-    watch = Watchdog(ends, stop, record=record, log=log)
+    watch = Watchdog(status, stop, record=record, log=log, leaving=leaving)
     chosen = pick_device(device, launch.local_rank, distributed=launch.world_size > 1)
-    group = Group(launch, chosen, watch=watch, stop=stop, ends=ends, log=log)
+    group = Group(launch, chosen, watch=watch, stop=stop, log=log)
     group.backend = pick_backend(backend, chosen)
     group.settings = {"torch version": torch.__version__, "rankup code": VERSION, "backend": group.backend, **settings}
-    ends.status.write_summary([])
+    status.write_summary([])
     return group
 
 
@@ -101,10 +100,7 @@ def meet(group: Group, *, timeout_s: float) -> None:
     )
     group.meeting, group.status.attempt = met, met.attempt
     group.hosts, group.restarted = met.hosts, met.restarted
-    losses = Losses(met.line, group.rank, ask=group.stop.ask)
-    group.stop.tell_others(lambda name: met.line.say("stop", signal=name))
-    group.ends.connect(met.line, met.hosts, losses)
-    group.watch.watch(losses, group.hosts)
+    group.watch.connect(met.line, met.hosts)
 
 
 def form(group: Group, *, timeout_s: float, longest_phase_s: float) -> None:

@@ -115,7 +115,8 @@ class _Place:
         self._published = ""
         if launch.agent_store:
             # It outlives its ranks, whose agents may count restarts differently: the newest leader stands there
-            self._board = connect_store(launch.master_addr, launch.master_port, timeout_s=timeout_s)
+            ip = _address_behind(launch.master_addr, launch.master_port)
+            self._board = connect_store(ip, launch.master_port, timeout_s=timeout_s)
         self.port = 0 if self.file or self._board else launch.master_port
         # With all ranks on this machine nobody else needs to come in
         alone = launch.master_addr == "127.0.0.1" and launch.local_world_size == launch.world_size
@@ -201,6 +202,13 @@ def start_store(ip: str, *, timeout_s: float) -> Iterator[TCPStore]:
     port = listener.getsockname()[1]
     with no_name_lookups():
         yield _store("127.0.0.1", port, timeout_s, is_master=True, master_listen_fd=listener.detach())
+
+
+def _address_behind(host: str, port: int) -> str:
+    """The address of what listens there; `host` where nothing does. A store that connects asks no resolver for it."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=CONNECT_S) as found:
+        return str(found.getpeername()[0])
+    return host
 
 
 def connect_store(ip: str, port: int, *, timeout_s: float) -> TCPStore:

@@ -30,6 +30,7 @@ from typing import NamedTuple, TextIO
 
 import psutil
 
+from rankup.agent.record import RecordWriter
 from rankup.agent.status import STACKS, announce_stacks
 from rankup.env.rank_env import ranges
 from rankup.timing import WORKERS_S, WORKERS_TICK_S
@@ -41,7 +42,7 @@ MEMORY = "rankup-stacks-"  # a DataLoader worker's
 
 _file: TextIO | None = None
 _lock = threading.Lock()
-_stands = ("", 0)  # phase and step
+_record: RecordWriter | None = None
 
 
 def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
@@ -62,10 +63,10 @@ def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
             faulthandler.register(ASK_C, _file, all_threads=True)
 
 
-def note(phase: str, step: int) -> None:
-    """Where this rank stands: what the next dump says of it. Called at every step."""
-    global _stands
-    _stands = phase, step
+def follow(record: RecordWriter) -> None:
+    """From now on dumps say where this rank stands, as its record says."""
+    global _record
+    _record = record
 
 
 def dump(why: str, *, workers: bool = True) -> Path | None:
@@ -76,7 +77,8 @@ def dump(why: str, *, workers: bool = True) -> Path | None:
     if _file is None:
         return None
     with _lock:
-        phase, step = _stands
+        life = _record.read() if _record is not None else None
+        phase, step = (life.phase, life.step) if life is not None else ("", 0)
         said = {"time": time.strftime("%Y-%m-%dT%H:%M:%S"), "why": why, "phase": phase, "step": step}
         _file.write(f"# {json.dumps(said)}\n{_stacks()}{_ask_workers() if workers else ''}")
         _file.flush()  # faulthandler's own handler writes beside this object, to the file's number

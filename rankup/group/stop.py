@@ -34,19 +34,15 @@ class StopRequest:
     that one waits inside a collective no handler runs, and a second signal must end the process all the same.
 
     `signal_name`: the first signal that came, or ""; SIGTERM and SIGINT take the place of SIGUSR1.
-    `leave_now`: why this process must leave without saving, or "".
-    `guarded`: a watchdog looks at `leave_now` and ends the process, after it has told the other ranks; while that is
-    False the thread here does it.
     """
 
     def __init__(self) -> None:
         self.signal_name = ""
-        self.leave_now = ""
-        self.guarded = False
         self._log: logging.Logger | None = None
         self._finish_step_first = False
         self._requested_at_s = 0.0  # of the first signal to this process itself
         self._tell_others: Callable[[str], object] = lambda name: None
+        self._last_word: Callable[[str], None] = self._say
         self._held = threading.local()
 
     @property
@@ -121,6 +117,10 @@ class StopRequest:
         """From now on `tell(signal)` when a signal has come to this process itself."""
         self._tell_others = tell
 
+    def report_through(self, last_word: Callable[[str], None] | None) -> None:
+        """From now on `last_word(why)` before this process leaves without saving. None: a line is printed."""
+        self._last_word = last_word or self._say
+
     def ask(self, name: str) -> None:
         """Request a stop as that signal does, which may have come to another rank. SIGUSR1 is only a notice."""
         if not self.requested or self.signal_name == "SIGUSR1" != name:
@@ -150,10 +150,7 @@ class StopRequest:
                 self._leave(f"{name} again, {waited_s:.0f} s after {self.signal_name}: leaving without saving")
 
     def _leave(self, why: str) -> None:
-        # In this order: a watchdog that takes over at this moment finds the reason already set
-        self.leave_now = why
-        if not self.guarded:
-            leave(STOPPED, lambda: self._say(why), timeout_s=PARTING_S)
+        leave(STOPPED, lambda: self._last_word(why), timeout_s=PARTING_S)
 
     def _say(self, why: str) -> None:
         if self._log is not None:

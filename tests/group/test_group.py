@@ -44,8 +44,6 @@ def check(group: Group) -> None:
     assert received["state"][0]["step"] == 3
     sent = group.broadcast_tensors(received["state"][0]["exp_avg"])
     assert torch.equal(sent, received["state"][0]["exp_avg"])
-    tables = [torch.arange(each, dtype=torch.bfloat16) for each in ranks]  # a longer one from each rank
-    assert [part.tolist() for part in group.gather_tensors(tables[rank])] == [part.tolist() for part in tables]
 
     with pytest.raises(TypeError):
         group.gather(b"no JSON")

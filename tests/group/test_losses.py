@@ -1,13 +1,14 @@
 """Which rank caused the end: from what the line says, and from where the others were."""
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
-from rankup.group import losses
-from rankup.group.losses import Losses, Suspect, describe, root_exit_code
+from rankup.group import line as lines
+from rankup.group.line import Losses, Suspect, describe, root_exit_code
 
 HOSTS = ["node0", "node0", "node1", "node1"]
 
@@ -46,10 +47,11 @@ def found(
 ) -> list[Suspect]:
     """What rank 1 finds out."""
     line = Line(signs)
-    seen = Losses(line, 1)
+    heard = threading.Event()
+    seen = Losses(line, 1, heard=heard)
     if message:
         line.deliver(message)
-    assert seen.wait(0.0) == bool(message)
+    assert heard.is_set() == bool(message)
     return seen.suspects(waiting=waiting, overdue=overdue)
 
 
@@ -64,7 +66,7 @@ def test_a_process_that_has_ended_is_named_with_its_code() -> None:
 
 def test_the_first_loss_counts() -> None:
     line = Line([])
-    seen = Losses(line, 1)
+    seen = Losses(line, 1, heard=threading.Event())
     line.deliver({"is": "lost", "ranks": [2], "why": "error: x", "code": 1})
     line.deliver({"is": "gone", "why": "its process has ended", "code": 137})
     assert [(each.rank, each.code) for each in seen.suspects(waiting=True, overdue=False)] == [(2, 1)]
@@ -96,7 +98,7 @@ def test_a_loss_that_comes_while_the_others_are_asked_counts() -> None:
             self.deliver({"is": "lost", "ranks": [2], "why": "is suspected by rank 0", "alive": True})
             return False
 
-    suspects = Losses(Late(None), 1).suspects(waiting=True, overdue=True)
+    suspects = Losses(Late(None), 1, heard=threading.Event()).suspects(waiting=True, overdue=True)
     assert describe(suspects, HOSTS) == "suspected: rank 2 on node1 (is suspected by rank 0)"
 
 
@@ -116,8 +118,8 @@ def test_an_answer_is_waited_for_only_so_long(monkeypatch: pytest.MonkeyPatch) -
         def say(self, kind: str, **values: Any) -> bool:
             return True
 
-    monkeypatch.setattr(losses, "WHERE_S", 0.0)
-    assert Losses(Deaf(None), 1).signs(timeout_s=0.05) == []
+    monkeypatch.setattr(lines, "WHERE_S", 0.0)
+    assert Losses(Deaf(None), 1, heard=threading.Event()).signs(timeout_s=0.05) == []
 
 
 @pytest.mark.parametrize(("code", "counts"), [(1, 1), (2, 2), (137, 171), (171, 171), (None, 171)])

@@ -1,11 +1,14 @@
 """What torch's stores ask of the operating system: names, and open files."""
 
+import contextlib
+import logging
 import resource
 import socket
 from pathlib import Path
 
 import pytest
 
+from rankup.env.rank_env import RankEnv
 from rankup.group import meeting as network
 
 
@@ -54,3 +57,15 @@ def test_the_limit_of_open_files_is_raised_as_far_as_is_needed_and_allowed(monke
     assert limits["now"] == (4096 + network.OTHER_FILES, 20000)
     network.allow_connections(100_000)
     assert limits["now"] == (20000, 20000)
+
+
+def test_the_name_of_a_launchers_store_is_looked_up_before_lookups_end(monkeypatch: pytest.MonkeyPatch):
+    """Else a name that only a resolver knows leads nowhere."""
+    connected: list[str] = []
+    monkeypatch.setattr(network, "_store", lambda ip, port, timeout_s: connected.append(ip))
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        launch = RankEnv(
+            rank=1, world_size=2, master_addr="localhost", master_port=store.getsockname()[1], agent_store=True
+        )
+        network._Place(launch, "a", 60.0, logging.getLogger("quiet"), contextlib.ExitStack())
+    assert connected == ["127.0.0.1"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rankup.agent.record import RecordWriter
 from rankup.agent.status import MOST_BYTES, announce_stacks
 from rankup.group import stacks
 from rankup.group.stacks import Frame, Stack, compare, moment, own_place, place
@@ -107,9 +108,12 @@ def opened(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_the_newest_dump_counts_and_says_why_and_where(opened: Path) -> None:
-    stacks.note("setup", 0)
+    record = RecordWriter(None)
+    stacks.follow(record)
+    record.enter("setup")
     stacks.dump("asked")
-    stacks.note("step", 11)
+    record.enter("step")
+    record.begin(11)
     file = stacks.dump("step (step 11) took longer than 5 s")
     assert file == opened / "stacks" / "rank-0.txt"
     (answer,) = written(opened)

@@ -205,7 +205,7 @@ def note_collectives() -> None:
     collective = Group.collective
 
     def noted(self: Group, call: Any) -> Any:
-        if self.watch.phase == "step":
+        if self.record.read().phase == "step":
             with Path(os.environ["NOTES_DIR"], f"rank-{self.rank}").open("a") as notes:
                 notes.write(f"{self.step}\n")
         return collective(self, call)

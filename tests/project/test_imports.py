@@ -20,7 +20,7 @@ FOLDERS = ["config", "group", "data", "workloads", "parallel", "run", "loop", "c
 ORDER = [
     *(f"rankup.{name}" for name in (
         "errors", "timing", "env", "places", "agent", "group", "state", "observe", "explain", "doctor", "loop",
-        "integrations", "cli", "__main__",
+        "job", "integrations", "cli", "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]

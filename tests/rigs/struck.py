@@ -35,6 +35,7 @@ def by_fork() -> None:
     sys.argv = sys.argv[1:]
     sys.path.insert(0, "")
     runpy.run_path(__file__, run_name="__main__")
+    sys.exit()
 
 
 def _strike(*_: Any) -> None:

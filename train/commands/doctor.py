@@ -6,7 +6,6 @@ collects what every rank found. If the ranks can't join, each rank prints its ow
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 import sys
@@ -26,10 +25,9 @@ from rankup.doctor import group as together
 from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, Report
 from rankup.env.rank_env import check_loopback, describe, how_to_start, ranges
 from rankup.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, reason
-from rankup.group.ends import EndReporter
 from rankup.group.group import Group
 from rankup.group.joining import check_devices, check_settings, form, meet, start
-from rankup.group.losses import Suspect
+from rankup.group.line import Suspect
 from train.commands.context import Context
 from train.config import check_world_size
 from train.config.options import DoctorOptions
@@ -76,10 +74,10 @@ class _Doctor:
         try:
             self._check_master()
             self.stage = "joined"
-            ends = _EndReporter(StatusFile(self.run_dir / "doctor", self.launch), self.log, self)
             with start(
                 self.launch, settings=same_settings(self.config), device=device_of(self.config),
-                backend=backend_of(self.config), stop=self.stop, ends=ends, log=self.log,
+                backend=backend_of(self.config), status=StatusFile(self.run_dir / "doctor", self.launch),
+                stop=self.stop, log=self.log, leaving=self._leave,
             ) as group:
                 if group.world_size > 1:
                     self._join(group)
@@ -185,6 +183,12 @@ class _Doctor:
             group.watch.enter(stage, self._stage_s)
             self.report.add(*findings)  # a generator: the check runs here
 
+    def _leave(self, code: int, why: str, suspect: Suspect | None) -> int:
+        """A training would end here with `code`: a deadline has passed, or a peer is lost."""
+        gone = suspect is not None and not suspect.alive
+        self.report.add((_death if gone else _hang)(self.stage, why))
+        return self.report.end_alone()
+
     def _explain(self, error: Exception) -> Finding:
         """The finding that an error of the current stage means."""
         text, stage = str(error), getattr(error, "stage", "") or self.stage
@@ -218,21 +222,6 @@ def _connect(host: str, port: int) -> tuple[str, str] | OSError:
         return asyncio.run(connect())
     except OSError as error:
         return error
-
-
-class _EndReporter(EndReporter):
-    """Ends the doctor with its report, where a training would report a lost peer."""
-
-    def __init__(self, status: StatusFile, log: logging.Logger, doctor: _Doctor) -> None:
-        super().__init__(status, log)
-        self._doctor = doctor
-
-    def report_from_outside(self, code: int, why: str, suspect: Suspect | None) -> int:
-        """The watchdog ends this rank. Returns the code to leave with."""
-        super().report_from_outside(code, why, suspect)
-        gone = suspect is not None and not suspect.alive
-        self._doctor.report.add((_death if gone else _hang)(self._doctor.stage, why))
-        return self._doctor.report.end_alone()
 
 
 def _death(stage: str, why: str) -> Finding:
