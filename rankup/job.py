@@ -118,7 +118,8 @@ class Job:
         self.is_main, self.device = launch.rank == 0, group.device
         sys.excepthook = self._on_error  # torch has put its own around ours, and keeps what that prints
         options = Options(
-            sharded=True, fresh=settings.fresh, keep=settings.keep, setup_s=settings.setup_timeout_s, save_s=settings.save_timeout_s,
+            sharded=True, fresh=settings.fresh, keep=settings.keep, setup_s=settings.setup_timeout_s,
+            save_s=settings.save_timeout_s,
             start=launch.start, check=_check, fits=self._fits, lost=broke_collective,
             wanted=lambda other: group.restarted,
         )
