@@ -33,6 +33,8 @@ def files() -> list[Path]:
 def graph() -> dict[str, set[str]]:
     """module -> modules of rankup/ and train/ that it imports, at its top or in a function."""
     modules = {module_of(path): path for path in files()}
+    # Not of `rankup` itself, the library's public names: it has them from everywhere, when they are asked for
+    del modules["rankup"]
     return {module: set(imported(path, modules)) - {"rankup", "train"} for module, path in modules.items()}
 
 
