@@ -28,7 +28,6 @@ from rankup.agent.processes import die_with_parent, finish
 from rankup.agent.status import StatusFile, tell_platform, tell_torchrun
 from rankup.env.rank_env import read_rank_env
 from rankup.errors import OURS, USER_MISTAKE, Stopped, UserError, exit_code, reason
-from rankup.group.group import broke_collective, on_rank0
 from rankup.group.joining import join
 from rankup.group.stop import StopRequest
 from rankup.loop.batches import Source, evaluation_batches, source_of
@@ -120,12 +119,11 @@ class Job:
         options = Options(
             sharded=True, fresh=settings.fresh, keep=settings.keep, setup_s=settings.setup_timeout_s,
             save_s=settings.save_timeout_s,
-            start=launch.start, check=_check, fits=self._fits, lost=broke_collective,
+            start=launch.start, check=_check, fits=self._fits,
             wanted=lambda other: group.restarted,
         )
         self._run = self._stack.enter_context(open_run(
-            run_dir, group, options, attempt=group.attempt, on_rank0=lambda work: on_rank0(group, work),
-            owned=lambda owner: status.claim(owner),
+            run_dir, group, options, owned=lambda owner: status.claim(owner),
         ))
         self._run.saver.sharded = False  # until split state is tracked
         status.begun = True

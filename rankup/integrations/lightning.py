@@ -69,7 +69,7 @@ class Progress:
         self.commit()
 
     def commit(self) -> None:
-        self._committed = copy.deepcopy(self._loop.state_dict())
+        self._committed: dict[str, Any] = copy.deepcopy(self._loop.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         return self._committed
