@@ -1,15 +1,12 @@
 """Other people's loops with a few lines of rankup in them: what train/examples/ shows, shown.
 
-A loss at any place, a stop and the same command again, and another launcher end with the weights of a run that nothing
-happened to. Optimizer steps are counted from outside the scripts: see tests/rigs/struck.py.
+A loss at any place, and a stop and the same command again, end with the weights of a run that nothing happened to. Optimizer steps are counted from outside the scripts: see tests/rigs/struck.py.
 """
 
 import difflib
 import hashlib
 import json
 import random
-import re
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import ROOT, ended, free_port, start
+from tests.rigs.jobs import ROOT
 
 EXAMPLES = ROOT / "train" / "examples"
 STRUCK = ROOT / "tests" / "rigs" / "struck.py"
@@ -99,33 +96,3 @@ def test_examples_go_on_with_the_same_command_after_a_stop(
     codes, output = by_hand(forks, tmp_path, name, ranks=ranks)
     assert codes == {0}, f"{blow}\n{output}"
     assert digest(tmp_path, name) == undisturbed(once, forks, tmp_path, name, ranks), f"{blow}\n{output}"
-
-
-@pytest.mark.parametrize(("name", "restarts"), [("ddp", 1), ("gpt", 0)])
-def test_examples_end_with_the_same_weights_under_torchrun(
-    name: str, restarts: int, once: Once, forks: Forks, tmp_path: Path
-) -> None:
-    ranks, calls = LOOPS[name]
-    blow = {"rank": 1, "call": random.randrange(2, calls - 4)}
-    env = {"PYTHONWARNINGS": ""} | (strike(tmp_path, signal="SIGKILL", **blow) if restarts else {})
-    command = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}")
-    job = start(
-        sys.executable, *command, f"--max-restarts={restarts}", STRUCK, EXAMPLES / f"{name}.py", env=env, cwd=tmp_path
-    )
-    with ended(job):
-        assert job.wait() == [0], f"{blow}\n{job.output}"
-    assert (tmp_path / "struck").exists() == bool(restarts)
-    assert digest(tmp_path, name) == undisturbed(once, forks, tmp_path, name, ranks), f"{blow}\n{job.output}"
-
-
-@pytest.mark.parametrize(("name", "value", "least"), [("imagenet", "accuracy", 0.85), ("rl", "mean return", 8.0)])
-def test_examples_go_on_with_three_ranks_where_two_stopped(
-    name: str, value: str, least: float, forks: Forks, tmp_path: Path
-) -> None:
-    """Each rank takes batches of the size that the script says, so the numbers are others: they are as good."""
-    blow = {"rank": 0, "call": 12, "hold_s": 0.15}
-    codes, output = by_hand(forks, tmp_path, name, ranks=2, env=strike(tmp_path, signal="SIGTERM", **blow))
-    assert codes == {143}, output
-    codes, output = by_hand(forks, tmp_path, name, ranks=3)
-    assert codes == {0}, output
-    assert float(re.findall(rf"{value} (\S+)", output)[-1]) > least, output
