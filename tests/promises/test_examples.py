@@ -1,6 +1,7 @@
 """Other people's loops with a few lines of rankup in them: what train/examples/ shows, shown.
 
-A loss at any place, and a stop and the same command again, end with the weights of a run that nothing happened to. Optimizer steps are counted from outside the scripts: see tests/rigs/struck.py.
+A loss at any place, and a stop and the same command again, end with the weights of a run that nothing happened to.
+Optimizer steps are counted from outside the scripts: see tests/rigs/struck.py.
 """
 
 import difflib
