@@ -1,5 +1,6 @@
 """`python -m rankup COMMAND`, where `rankup` is not on the path."""
 
-from rankup.cli import main
+from rankup.cli import entry
 
-raise SystemExit(main())
+if __name__ == "__main__":
+    entry()

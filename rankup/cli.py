@@ -22,11 +22,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, ConfigError, JoinError, UserError
+from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, ConfigError, JoinError, Stopped, UserError
 
 log = logging.getLogger("rankup")
 PROGRAM = Path(__file__).parents[1] / "train" / "main.py"
-OF_PROGRAM = ("train", "evaluate", "predict", "export", "show", "doctor")
+OF_PROGRAM = ("train", "evaluate", "predict", "export", "show")
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,8 @@ def _launch_options(parser: Parser) -> None:
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
 
 
-def _launch(given: argparse.Namespace, preflight: Callable[[Any, str], int] | None = None) -> int:
-    """Be the agent of this node to the end of the job.
-
-    `preflight`: the doctor's code for this machine, this script and the folder of its runs; 0 where all is well.
-    """
+def _launch(given: argparse.Namespace) -> int:
+    """Be the agent of this node to the end of the job."""
     from rankup.agent.agent import Options
     from rankup.agent.logs import guard, setup_logging
     from rankup.agent.script import Script
@@ -147,12 +144,10 @@ def _launch(given: argparse.Namespace, preflight: Callable[[Any, str], int] | No
         )
         for warning in node.warnings:
             log.warning("%s", warning)
-        if given.preflight and preflight is None:
-            raise ConfigError("--preflight must be used with the program's own doctor: python -m train.main launch ...")
-        if given.preflight and preflight and (unfit := preflight(script, given.run_dir)):
+        run_dir = Path(given.run_dir, given.name or node.run_name or Path(script.name.removeprefix("-m ")).stem)
+        if given.preflight and (unfit := _preflight(run_dir, node.nproc)):
             return unfit
-        name = given.name or node.run_name or Path(script.name.removeprefix("-m ")).stem
-        verdict, knows_us = asyncio.run(_be_agent(node, script, options, run_dir=Path(given.run_dir, name)))
+        verdict, knows_us = asyncio.run(_be_agent(node, script, options, run_dir=run_dir))
     except (UserError, JoinError) as error:
         tell_platform(str(error), error.code)
         raise
@@ -161,6 +156,17 @@ def _launch(given: argparse.Namespace, preflight: Callable[[Any, str], int] | No
         log.error("%s (exit code %d)", verdict.text, code)
     if not knows_us:
         tell_platform(verdict.text, code)
+    return code
+
+
+def _preflight(run_dir: Path, ranks: int) -> int:
+    from rankup.agent.status import tell_platform
+    from rankup.doctor.alone import preflight
+
+    code, why = preflight(run_dir, ranks=ranks, log=log)
+    if code:
+        log.error("%s (exit code %d)", why, code)
+        tell_platform(why, code)
     return code
 
 
@@ -306,6 +312,50 @@ def _explain(given: argparse.Namespace) -> int:
     return FAULTY if faulty else FINISHED
 
 
+def _doctor_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--alone", action="store_true", help="only this machine, as one process, whoever has started it")
+    add("--run-dir", default="runs", metavar="DIR", help="folder of all runs, or its address (runs)")
+    add("--name", default="", help="name of the run that is planned (the job's name, or doctor)")
+    add("--device", metavar="NAME", help="cpu, cuda, or cuda:1 (the accelerator, if there is one)")
+    add("--num-threads", type=_integer, default=1, metavar="N", help="CPU threads of each rank (1)")
+    add("--num-workers", type=_integer, default=0, metavar="N", help="DataLoader workers of each rank (0)")
+    add("--join-timeout-s", type=_number, default=120.0, metavar="S", help="wait for the other ranks (120)")
+    add("--stage-timeout-s", type=_number, default=60.0, metavar="S", help="longest time of a later check (60)")
+    _json_option(parser)
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from rankup.agent.logs import guard, setup_logging
+    from rankup.agent.processes import die_with_parent
+    from rankup.env.rank_env import RankEnv, check_loopback, read_rank_env, without_launcher
+    from rankup.group.stop import StopRequest
+
+    stop = StopRequest().install()
+    found: RankEnv | UserError
+    run_dir = runs_folder(given.run_dir) / (given.name or "doctor")
+    try:
+        found = read_rank_env(without_launcher(os.environ) if given.alone else os.environ)
+        setup_logging(rank=found.rank, world_size=found.world_size)
+        check_loopback(found, False)
+        run_dir = runs_folder(given.run_dir) / (given.name or found.run_name or "doctor")
+        if found.parent_pid:
+            die_with_parent(found.parent_pid)
+    except UserError as error:
+        found = error
+    if not given.as_json:  # else its output is its result
+        guard("stdout")
+    stop.print_through(log)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # 20 lines of C++ frames for each connection that ends
+    from rankup.doctor.stages import Plan, doctor
+
+    plan = Plan(
+        device=given.device, num_threads=given.num_threads, num_workers=given.num_workers,
+        join_timeout_s=given.join_timeout_s, stage_timeout_s=given.stage_timeout_s,
+    )
+    return doctor(found, run_dir, plan, stop=stop, log=log, as_json=given.as_json)
+
+
 def runs_folder(text: str) -> Path:
     """The folder of all runs on this machine for what --run-dir says: a path, or an address."""
     from rankup.places.cache import runs_folder
@@ -355,12 +405,14 @@ COMMANDS = {
         "Exit code 20 means that a fault was found, 0 that none was.",
         "PATH... [OPTIONS]", ("node0.log node1.log", "mine --json"), _explain_options, _explain,
     ),
+    "doctor": Command(
+        "Check whether machines are fit to train. Alone it checks this machine; as ranks, under any launcher, also "
+        "what lies between them. Exit code: 0 fit, 10 warnings, 20 not fit, 30 a check that could not be completed.",
+        "[OPTIONS]", ("--run-dir /shared/runs", "--alone --json"), _doctor_options, _doctor,
+    ),
 }
 GROUPS = {"start": ("launch", "train"), "watch": ("status", "logs", "stacks"), "diagnose": ("explain", "doctor")}
-SHORT = {
-    "train": "Run the training program; also: evaluate, predict, export, show",
-    "doctor": "Check whether machines are fit to train",
-}
+TRAIN = "Run the training program; also: evaluate, predict, export, show"
 
 
 def overview() -> str:
@@ -368,7 +420,7 @@ def overview() -> str:
     lines = ["Start PyTorch jobs anywhere, and keep them alive.", "", _headings("usage: rankup COMMAND [OPTIONS]"), ""]
     for title, names in GROUPS.items():
         for name in names:
-            text = SHORT.get(name) or COMMANDS[name].about.partition(". ")[0]
+            text = COMMANDS[name].about.partition(". ")[0] if name in COMMANDS else TRAIN
             lines.append(f"  {_colour('1', f'{title:10}')}{_colour('36', f'{name:9}')}{text}")
             title = ""
     return "\n".join([*lines, "", "`rankup COMMAND --help` shows options and examples; `rankup --version`.\n"])
@@ -377,11 +429,6 @@ def overview() -> str:
 def parser(name: str = "launch") -> Parser:
     """Of that command."""
     return Parser(name, COMMANDS[name])
-
-
-def launch(words: Sequence[str], *, preflight: Callable[[Any, str], int]) -> int:
-    """`rankup launch` with what a program knows besides, see `_launch`. Returns the exit code."""
-    return _guarded(lambda: _launch(parser().parse(words), preflight))
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -406,7 +453,7 @@ def _run(name: str, words: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise ConfigError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
     given = parser(name).parse(words)
-    if name != "launch":
+    if name not in ("launch", "doctor"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # it has nothing to save, and no traceback to show
     return COMMANDS[name].run(given)
 
@@ -419,6 +466,9 @@ def _guarded(run: Callable[[], int]) -> int:
         return run()
     except SystemExit as end:  # argparse has printed the help
         return int(end.code or FINISHED)
+    except Stopped as error:
+        log.info("%s", error)
+        return error.code
     except (UserError, JoinError) as error:
         log.error("%s", f"error: {error}" if error.code == USER_MISTAKE else f"{error} (exit code {error.code})")
         return error.code
@@ -433,4 +483,6 @@ def _version(package: str) -> str:
 
 def entry() -> NoReturn:
     """The installed command `rankup`."""
-    raise SystemExit(main())
+    from rankup.agent.processes import finish
+
+    finish(main())

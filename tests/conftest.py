@@ -51,8 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
-    # The longest first; the sort keeps the order of the rest
-    items.sort(key=lambda item: (_group(item) != "slurm", not {"image", "pods"} & {*getattr(item, "fixturenames", ())}))
+
+    # The longest first, and files that start no ranks last, so that all processes end at the same time
+    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+        in_containers = {"image", "pods"} & {*getattr(item, "fixturenames", ())}
+        starts = {"Forks", "start"} & vars(getattr(item, "module", None) or object).keys()
+        return _group(item) != "slurm", not in_containers, not starts
+
+    items.sort(key=place)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

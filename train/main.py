@@ -51,12 +51,9 @@ __preload__ = [
 def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> int:
     """Understand the line, run its command, and return its exit code. `stop`: by default it is installed here."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["launch"]:
-        from train.commands.launch import launch
-
-        return launch(argv[1:])
-    if argv and argv[0] in cli.COMMANDS:
-        (stop or StopRequest()).uninstall()
+    if argv and argv[0] in cli.COMMANDS and argv[0] not in COMMANDS:
+        if argv[0] != "launch":
+            (stop or StopRequest()).uninstall()
         return cli.main(argv)
     request = parse_args(argv)
     if request.help or (request.command is None and not request.mistakes and not request.settings):

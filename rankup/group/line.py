@@ -39,8 +39,6 @@ class Line(Protocol):
     def say(self, kind: str, **values: Any) -> bool:
         """Any thread. Raises nothing, and takes SAY_S at most. Returns False where it reached nobody."""
 
-    def close(self) -> None: ...
-
 
 class AgentLine:
     """To the agent of this node. `agent`: what it has put into RANKUP_AGENT."""
@@ -75,11 +73,6 @@ class AgentLine:
             finally:
                 self._lock.release()
         return False
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
 
 class Place(Protocol):

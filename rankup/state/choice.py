@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import UserError
+from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lineage import Lineage, before
 from rankup.state import rescue
@@ -73,7 +74,7 @@ class Origin:
 
 
 def find_origin(
-    group: Any, folder: Path, disk: OnDisk, earlier: Copy | None, *, check: Check, fits: Check,
+    group: Group, folder: Path, disk: OnDisk, earlier: Copy | None, *, check: Check, fits: Check,
     wanted: Callable[[Lineage], bool],
 ) -> Origin:
     """The newest state that any rank holds. All ranks call this.
@@ -139,7 +140,7 @@ def in_order(
 
 
 def _lines(
-    group: Any, folder: Path, disk: OnDisk, known: Lineage | None, candidates: Iterable[Candidate],
+    group: Group, folder: Path, disk: OnDisk, known: Lineage | None, candidates: Iterable[Candidate],
     wanted: Callable[[Lineage], bool],
 ) -> list[Lineage]:
     """The run's line of attempts as rank 0's disk and the second copies know it, the one that knows most first.
@@ -165,7 +166,7 @@ def _lines(
     return sorted((line for _, line in others if wanted(line)), key=lambda line: -line.number)
 
 
-def _own_copies(group: Any, folder: Path, earlier: Copy | None) -> Iterator[list[Any]]:
+def _own_copies(group: Group, folder: Path, earlier: Copy | None) -> Iterator[list[Any]]:
     """What this rank's disk holds, as the fields of a candidate."""
     if earlier is not None:
         yield [CHECKPOINT, str(earlier.path), earlier.step, earlier.record["attempt"], earlier.record["run"]]

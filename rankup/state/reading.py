@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rankup.errors import UserError
+from rankup.group.group import Group
 from rankup.places.lineage import RUN_ID
 from rankup.places.stored_run import AllDamaged
 from rankup.state import tree
@@ -83,7 +84,7 @@ def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_
     return None
 
 
-def share(copy: Copy | None, group: Any, *, source: int = 0) -> Copy | None:
+def share(copy: Copy | None, group: Group, *, source: int = 0) -> Copy | None:
     """The `copy` of rank `source` on all ranks, None where it has none. All ranks call this."""
     own = {} if copy is None or group.rank != source else copy.files
     path, names = group.broadcast(("" if copy is None else str(copy.path), list(own)), source=source)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import Stopped, UserError, disk_error, reason
+from rankup.group.group import Group, broke_collective, on_rank0
 from rankup.places import lineage
 from rankup.places.lease import Lease
 from rankup.places.lineage import Lineage
@@ -23,9 +24,6 @@ from rankup.state.choice import SECOND, OnDisk, Origin, find_origin
 from rankup.state.copies import Content, find_problem, list_copies, newest_good_step, remove_unfinished, to_json
 from rankup.state.reading import Check, Copy, load_newest, no_check
 from rankup.state.saver import Saver, SecondCopies
-
-# Calls a function on rank 0 and returns its result on all ranks, or raises there what it raised
-OnRank0 = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +37,7 @@ class Options:
 
     `check`: looks at the record of a copy; raises UserError where it is of another kind, and ValueError where it is
     damaged. `fits`: the same, where this attempt may not go on from it. `finished`: whether nothing is left to do after
-    a copy; asked on rank 0. `lost`: whether an error says that another rank is gone.
+    a copy; asked on rank 0.
     """
 
     store: str = ""
@@ -55,7 +53,6 @@ class Options:
     fits: Check = no_check
     wanted: Callable[[Lineage], bool] = lambda other: False
     finished: Callable[[Copy], bool] = lambda copy: False
-    lost: Callable[[BaseException], bool] = lambda error: False
 
     def may_take(self, other: Lineage) -> bool:
         """Whether this attempt may go on with the run `other`."""
@@ -70,10 +67,10 @@ class Run:
     """
 
     def __init__(
-        self, folder: Path, group: Any, options: Options, on_rank0: OnRank0, disk: OnDisk, origin: Origin, *,
-        lease: Lease | None, store: SecondPlace | None, mirror: SecondPlace | None,
+        self, folder: Path, group: Group, options: Options, disk: OnDisk, origin: Origin, *, lease: Lease | None,
+        store: SecondPlace | None, mirror: SecondPlace | None,
     ) -> None:
-        self.folder, self.group, self.options, self._on_rank0 = folder, group, options, on_rank0
+        self.folder, self.group, self.options = folder, group, options
         self.finished, self.mark, self.saved, self.origin = disk.finished, disk.mark, disk.saved, origin
         self.saved_step = disk.saved["step"] if disk.saved else -1
         self.saving_step: int | None = None
@@ -147,7 +144,7 @@ class Run:
             if self.mirror is not None:
                 self.mirror.start(next(reversed(list_copies(self.saver.folder)), None))
 
-        self._on_rank0(write)
+        on_rank0(self.group, write)
         # One of a later step is damaged, or of an attempt that the run went on without
         rescue.remove(self.lineage.run, above=step)
         rescue.remove(self.lineage.run, up_to=self.saved_step)
@@ -220,19 +217,18 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(
-    folder: Path, group: Any, options: Options, *, attempt: str, on_rank0: OnRank0,
-    owned: Callable[[Any], None] = lambda owner: None,
+    folder: Path, group: Group, options: Options, *, owned: Callable[[Any], None] = lambda owner: None
 ) -> Iterator[Run]:
     """Own the run in `folder` for the length of the block, and find what is there: a copy, a finished run, or nothing.
 
-    All ranks call this. `attempt`: its id. `owned`: called on rank 0 with the owner, whose `is_ours` says whether the
+    All ranks call this. `owned`: called on rank 0 with the owner, whose `is_ours` says whether the
     folder still belongs to this attempt. Raises UserError on all ranks where another attempt is alive, or where the
     newest copy can't be gone on with.
     """
-    here = _Opening(folder, group, options, attempt, owned)
+    here = _Opening(folder, group, options, owned)
     group.watch.enter("setup", options.setup_s)  # a copy may have to be fetched
     with contextlib.ExitStack() as stack:
-        disk = OnDisk(**on_rank0(lambda: here.take(stack)))
+        disk = OnDisk(**on_rank0(group, lambda: here.take(stack)))
         if disk.finished:
             origin = Origin(Lineage(**disk.lineage or disk.new), copy=here.earlier)
             rescue.remove(origin.lineage.run)
@@ -240,17 +236,15 @@ def open_run(
             origin = find_origin(
                 group, folder, disk, here.earlier, check=options.check, fits=options.fits, wanted=options.may_take
             )
-        run = Run(
-            folder, group, options, on_rank0, disk, origin, lease=here.lease, store=here.store, mirror=here.mirror
-        )
+        run = Run(folder, group, options, disk, origin, lease=here.lease, store=here.store, mirror=here.mirror)
         try:
-            if options.store and not on_rank0(lambda: here.is_stored(origin.lineage.run)):
+            if options.store and not on_rank0(group, lambda: here.is_stored(origin.lineage.run)):
                 run.saving_step = run.saved_step
                 if here.earlier is not None:
                     run.saver.upload_beside(here.earlier.path, step=run.saved_step)
             yield run
         except BaseException as error:
-            if run.saver.writing and options.lost(error):
+            if run.saver.writing and broke_collective(error):
                 # There will be a rescue, which must not wait for the disk. The thread may publish until this process
                 # ends. Until then no other attempt may own the folder: the kernel frees the lease, as after a kill
                 stack.pop_all()
@@ -269,11 +263,9 @@ def open_run(
 class _Opening:
     """What rank 0 does in the folder before the run begins or goes on."""
 
-    def __init__(
-        self, folder: Path, group: Any, options: Options, attempt: str, owned: Callable[[Any], None]
-    ) -> None:
-        self.folder, self.group, self.options, self.attempt, self.owned = folder, group, options, attempt, owned
-        self.lease = Lease(folder, attempt) if group.is_rank0 else None
+    def __init__(self, folder: Path, group: Group, options: Options, owned: Callable[[Any], None]) -> None:
+        self.folder, self.group, self.options, self.owned = folder, group, options, owned
+        self.lease = Lease(folder, group.attempt) if group.is_rank0 else None
         self.store: SecondPlace | None = None
         self.mirror: SecondPlace | None = None
         self.earlier: Copy | None = None  # the newest in the folder
@@ -307,12 +299,12 @@ class _Opening:
             problem = self._read(copies)
         except OSError as error:
             raise UserError(f"run_dir: {self.folder} must be writable, got {error.strerror or error}.") from None
-        new, earlier = Lineage.new(self.attempt, options.start), self.earlier
+        new, earlier = Lineage.new(self.group.attempt, options.start), self.earlier
         if earlier is not None:
             new.run = earlier.record["run"]  # run.json was lost: trackers know the run by the same id all the same
         return asdict(OnDisk(
             finished=earlier is not None and options.finished(earlier), problem=problem, token=self.lease.token,
-            mark=lineage.new_mark(self.attempt), lineage=begun.values() if begun else None, new=new.values(),
+            mark=lineage.new_mark(self.group.attempt), lineage=begun.values() if begun else None, new=new.values(),
             saved=earlier.record if earlier else None,
         ))
 

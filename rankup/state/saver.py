@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import PeerLost, UserError, reason
+from rankup.group.group import Group
 from rankup.state import copies
 from rankup.state.copies import STATE, Content, fingerprint_tensors, list_copies, step_of
 from rankup.state.shards import collect_parts, file_of, index, own_parts, write_part
@@ -28,7 +29,7 @@ class Saver:
     """Writes the copies of a run into `folder`, at most one at a time. All ranks have one."""
 
     def __init__(
-        self, group: Any, folder: Path, *, how: str, keep: int, timeout_s: float, check_owner: Callable[[], None],
+        self, group: Group, folder: Path, *, how: str, keep: int, timeout_s: float, check_owner: Callable[[], None],
         sharded: bool = False, token: str = "", second: "SecondCopies | None" = None,
         upload: Callable[..., None] | None = None,
     ) -> None:
@@ -227,7 +228,7 @@ class SecondCopies:
     """
 
     def __init__(
-        self, group: Any, folder: Path, *, how: str, timeout_s: float, more: Callable[[], Mapping[str, bytes]]
+        self, group: Group, folder: Path, *, how: str, timeout_s: float, more: Callable[[], Mapping[str, bytes]]
     ) -> None:
         """`more`: other files of a copy, by their names."""
         self.group, self.folder, self.more = group, folder, more

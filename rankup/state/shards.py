@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from rankup.errors import UserError, disk_error
+from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.state.copies import Fingerprint, write_durably
 from rankup.state.tree import DTYPES, TensorFile, decode, encode
@@ -34,7 +35,7 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def check_shared(directory: Path, group: Any) -> None:
+def check_shared(directory: Path, group: Group) -> None:
     """Raises UserError on all ranks where one does not see what rank 0 writes into `directory`. All ranks call this.
 
     Before the training: without shared storage the first save would fail, hours later.
@@ -86,7 +87,7 @@ def write_part(staging: Path, rank: int, parts: dict[str, torch.Tensor], offsets
             told.rename(staging / _note_of(rank))
 
 
-def collect_parts(staging: Path, own: Part, group: Any, *, until_s: float, hurry: threading.Event) -> list[Part]:
+def collect_parts(staging: Path, own: Part, group: Group, *, until_s: float, hurry: threading.Event) -> list[Part]:
     """The parts of all ranks, once they are written. Rank 0 calls this. `hurry`: the other ranks may be gone.
 
     Raises UserError where a rank could not write or rank 0 does not see what it wrote, and OSError where `staging` is
@@ -254,7 +255,7 @@ def _wait_until_visible(path: Path, *, size: int | None = 0) -> bool:
     return True
 
 
-def _not_shared(unseen: list[int], directory: Path, group: Any) -> UserError:
+def _not_shared(unseen: list[int], directory: Path, group: Group) -> UserError:
     named = ", ".join(f"rank {rank} on {group.hosts[rank]}" for rank in unseen[:4])
     text = (
         f"checkpoint_format sharded needs a run directory that all nodes share, got {directory}, in which {named} "

@@ -11,6 +11,7 @@ was saved. Nothing is asserted here.
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -62,7 +63,9 @@ def install() -> None:
 
 def measure(loop: Any) -> None:
     """Rank 0 adds up for how long saves keep the loop waiting, but for the last, and notes when steps are done."""
-    step, save, look_at_save, write_result = loop.step, loop.save, loop.look_at_save, loop.write_result
+    from rankup.state.run import Run
+
+    step, save, look, write_result = loop.step, loop.save, Run.look, loop.write_result
     ends: list[float] = []
     blocked_s, saves = 0.0, 0
 
@@ -73,11 +76,12 @@ def measure(loop: Any) -> None:
         if not wait:
             blocked_s, saves = blocked_s + time.perf_counter() - began_s, saves + 1
 
-    def timed_look(t: Any) -> None:
+    def timed_look(run: Any, *, wait: bool = False) -> None:
         nonlocal blocked_s
         began_s = time.perf_counter()
-        look_at_save(t)
-        blocked_s += time.perf_counter() - began_s
+        look(run, wait=wait)
+        if not wait:  # else it is part of a save
+            blocked_s += time.perf_counter() - began_s
 
     def timed_step(t: Any) -> Any:
         done = step(t)
@@ -88,10 +92,11 @@ def measure(loop: Any) -> None:
         if t.group.is_rank0:
             per_s = (len(ends) - WARM) * BATCH / (ends[-1] - ends[WARM - 1])
             found = {"blocked_s": blocked_s / max(1, saves), "images_per_s": per_s, "step": t.saved.step}
+            found["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             Path(os.environ["MEASURED"]).write_text(json.dumps(found))
         write_result(t, **more)
 
-    loop.step, loop.save, loop.look_at_save, loop.write_result = timed_step, timed_save, timed_look, report
+    loop.step, loop.save, Run.look, loop.write_result = timed_step, timed_save, timed_look, report  # type: ignore[method-assign]
 
 
 def load(checkpoints: Path) -> float:
@@ -129,8 +134,8 @@ def table(about: dict[str, Any], found: dict[tuple[int, str], list[dict[str, Any
         f"{about['cpu']}, {about['cpus']} CPUs (load {about['load_average']:.1f} before), one thread a process; torch "
         f"{about['torch']}, Python {about['python']}, {about['date']}. A save each {EVERY} steps of {BATCH} images.",
         "",
-        "| processes | save | keeps the steps waiting, ms | of sync | images/s | of no saves |",
-        "|---|---|---|---|---|---|",
+        "| processes | save | keeps the steps waiting, ms | of sync | images/s | of no saves | peak memory, MB |",
+        "|---|---|---|---|---|---|---|",
     ]
 
     def median(world_size: int, how: str, what: str) -> float:
@@ -141,7 +146,8 @@ def table(about: dict[str, Any], found: dict[tuple[int, str], list[dict[str, Any
         share = blocked_s / median(world_size, "sync", "blocked_s")
         waits = "| |" if how == "none" else f"| {1000 * blocked_s:,.0f} | {share:.1%} |"
         of_none = per_s / median(world_size, "none", "images_per_s")
-        lines.append(f"| {world_size} | {how} {waits} {per_s:,.1f} | {of_none:.2f} |")
+        lines.append(f"| {world_size} | {how} {waits} {per_s:,.1f} | {of_none:.2f} | "
+                     f"{median(world_size, how, 'peak_mb'):,.0f} |")
     lines += ["", f"Loading it: {statistics.median(loads):.2f} s."]
     return "\n".join(lines)
 

@@ -12,11 +12,11 @@ import pytest
 from rankup.doctor import group, machine
 from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, exit_code, merge
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, ROOT, environment
+from tests.rigs.jobs import ROOT, environment
 
 
 def run(*words: str | Path, shell: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "train.main", *map(str, words)]
+    command = [sys.executable, "-m", "rankup", *map(str, words)]
     line = ["bash", "-c", f'{shell}; exec "$@"', "-", *command] if shell else command
     return subprocess.run(line, env=environment(env), cwd=ROOT, capture_output=True, text=True, timeout=300)
 
@@ -44,7 +44,8 @@ def test_result_that_a_full_disk_takes_is_no_success(forks: Forks, tmp_path: Pat
 
 
 def test_doctor_by_launch_gives_the_verdict_of_all_ranks(tmp_path: Path) -> None:
-    done = run("launch", "--nproc=2", MAIN, "doctor", "--run-dir", tmp_path, "--json", shell="ulimit -n 400")
+    line = ("launch", "--nproc=2", "-m", "rankup", "doctor", "--run-dir", tmp_path, "--json")
+    done = run(*line, shell="ulimit -n 400")
     assert done.returncode == 10, done.stderr
     (line,) = done.stdout.splitlines()  # the table and torch's words go elsewhere
     report = json.loads(line)

@@ -113,8 +113,9 @@ def test_imports_of_rankup_leave_torch_and_the_program_out() -> None:
 
 
 def test_imports_of_commands_that_do_not_train_leave_torch_out() -> None:
-    lines = [["show"], ["--help"], [], ["train", "--stpes", "3"], ["launch", "--nproc", "0", "x.py"],
-             ["status", "--run-dir", "nowhere"], ["status", "none", "--run-dir", "nowhere"], ["explain", "README.md"]]
+    lines = [["show"], ["--help"], [], ["launch", "--help"], ["doctor", "--help"], ["train", "--stpes", "3"],
+             ["launch", "--nproc", "0", "x.py"], ["status", "--run-dir", "nowhere"],
+             ["status", "none", "--run-dir", "nowhere"], ["explain", "README.md"]]
     loaded = modules_after(f"from train.main import main\nfor line in {lines}: main(line)")
     assert {"train", "pydantic"} <= loaded
     assert "torch" not in loaded

@@ -75,8 +75,9 @@ class Node:
         def fits(path: Path, record: dict[str, Any]) -> None:
             _check_settings(path, record, Config())
 
+        group: Any = self
         return find_origin(
-            self, self.run_dir, disk, earlier, check=TrainingState.of, fits=fits, wanted=lambda other: not fresh
+            group, self.run_dir, disk, earlier, check=TrainingState.of, fits=fits, wanted=lambda other: not fresh
         )
 
 

@@ -28,14 +28,15 @@ def held_save() -> None:
     The file `writing` beside that one says that it waits. `fails`: the number of the error that it ends with, or -1 for
     one that nobody expects; the file `failed` says so.
     """
-    from rankup.state import copies
+    from rankup.state import copies, shards
 
     write, order = copies.write_durably, json.loads(os.environ["HOLD"])
     until = Path(order["until"])
 
     def held(path: Path, content: Any) -> Any:
         done = write(path, content)
-        wanted = path.name == "model.safetensors" and f"step-{order['step']:08d}" in path.parent.name
+        wanted = path.name in ("model.safetensors", "rank-00001.safetensors")
+        wanted = wanted and f"step-{order['step']:08d}" in path.parent.name
         if not wanted or "dev" in path.parts:
             return done
         until.with_name("writing").touch()
@@ -46,7 +47,7 @@ def held_save() -> None:
             raise OSError(number, os.strerror(number)) if number > 0 else LookupError("nobody expected this")
         return done
 
-    copies.write_durably = held
+    copies.write_durably = shards.write_durably = held
 
 
 HELD = "tests.run.test_saver:held_save"

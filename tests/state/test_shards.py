@@ -1,5 +1,6 @@
 """Sharded checkpoints: each rank writes its part, whole or not at all; they resume and load wherever plain ones do."""
 
+import errno
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from tests.rigs.checkpoints import training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import small_disk
+from tests.run.test_saver import HELD, hold, in_step
 from train.run import weights
 from train.run.training_state import load_checkpoint, load_newest
 
@@ -100,6 +102,33 @@ def test_run_goes_on_to_the_same_bits_after_kills(forks: Forks, tmp_path: Path, 
         assert codes[rank] == -9, output
     assert "resumed from step-00000009" in train(forks, tmp_path / "killed", 2, *SHARDED, *more)
     assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
+
+
+def test_steps_are_done_while_parts_are_written(forks: Forks, trained: Path, tmp_path: Path) -> None:
+    """Step 5 lets rank 1's part of step 3 go on: a training that waited for it would wait until the deadline."""
+    env = hold(tmp_path / "go", step=3) | in_step(5, tell=str(tmp_path / "go"), rank=0)
+    train(forks, tmp_path, 2, *SHARDED, "--optimizer", "adamw", "--lr", "0.01", "--keep=9", env=env, preload=HELD)
+    assert (tmp_path / "writing").exists()
+    assert {path.name: find_problem(path) for path in list_copies(tmp_path / "run" / "checkpoints")} == {
+        f"step-{step:08d}": "" for step in (3, 6, 8, 9, 12)
+    }
+    assert digest(tmp_path) == digest(trained)
+
+
+@pytest.mark.parametrize(("fails", "code", "line"), [
+    (errno.ENOSPC, 2, "has no space left"), (-1, 1, "LookupError: nobody expected this"),
+])
+def test_part_that_fails_ends_all_ranks_at_the_next_step(
+    forks: Forks, tmp_path: Path, fails: int, code: int, line: str
+) -> None:
+    env = hold(tmp_path / "go", step=3, fails=fails)
+    env |= in_step(4, tell=str(tmp_path / "go"), until=str(tmp_path / "failed"), rank=0)
+    codes, output = forks.run(*LINE, *SHARDED, "--run-dir", tmp_path, world_size=2, env=env, preload=HELD)
+    assert codes[1] == code, output
+    assert codes[0] == (code if code == 2 else codes[0]) != 0, output
+    assert line in output
+    assert code == 1 or output.count(line) == 1
+    assert list_copies(tmp_path / "run" / "checkpoints") == []
 
 
 # From and to: sharded and plain, other world sizes, other methods

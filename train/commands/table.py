@@ -6,12 +6,13 @@ Each imports what it needs inside, so that only those pay for torch that use it.
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from rankup.agent.logs import open_log, setup_logging
 from rankup.cli import print_whole
-from rankup.env.rank_env import check_loopback, describe
-from rankup.errors import LaunchError
+from rankup.env.rank_env import RankEnv, check_loopback, describe
+from rankup.errors import LaunchError, UserError
 from rankup.group.stacks import open_stacks
 from train.commands.context import Context
 from train.config import check_world_size, options, to_yaml
@@ -85,9 +86,22 @@ def _refuse_ranks(context: Context) -> None:
 
 
 def _doctor(context: Context, given: options.DoctorOptions) -> int:
-    from train.commands.doctor import doctor
+    from rankup.doctor.stages import Plan, doctor
+    from train.group import backend_of, device_of, longest_phase_s, same_settings
 
-    return doctor(context, given)
+    config, found = context.config, context.found
+    try:
+        check_loopback(context.launch, config.simulated_nodes)
+        check_world_size(config, context.launch.world_size)
+    except UserError as error:
+        found = error
+    plan = Plan(
+        settings=same_settings(config), device=device_of(config), backend=backend_of(config),
+        num_threads=config.num_threads, num_workers=config.num_workers, join_timeout_s=config.join_timeout_s,
+        stage_timeout_s=config.step_timeout_s, longest_phase_s=longest_phase_s(config),
+    )
+    run_dir = context.run_dir if isinstance(found, RankEnv) else Path()
+    return doctor(found, run_dir, plan, stop=context.stop, log=context.log, as_json=given.as_json)
 
 
 def _show(context: Context, given: options.ShowOptions) -> None:

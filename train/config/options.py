@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -15,10 +14,6 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     only_reads: ClassVar[bool] = False  # it starts no rank and leaves nothing behind, so a signal may end it at once
-
-    def mistakes(self) -> Iterator[str]:
-        """Options that are each right and cannot go together."""
-        yield from ()
 
 
 class RankOptions(Options):

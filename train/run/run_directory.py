@@ -7,7 +7,6 @@ miss, and one live attempt owns it. `rankup.state.run` does that; here stands wh
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from rankup.agent.status import job_of
 from rankup.errors import UserError
-from rankup.group.group import Group, broke_collective, on_rank0
+from rankup.group.group import Group, on_rank0
 from rankup.observe import tracker
 from rankup.observe.metrics import Metrics
 from rankup.places.files import read_json, write_atomically
@@ -82,7 +81,7 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
         save_s=config.save_timeout_s, start=group.launch.start, check=TrainingState.of,
         fits=lambda path, record: _check_settings(path, record, config),
         wanted=lambda other: _begun_by_this_launch(other, group),
-        finished=lambda newest: _is_finished(newest, config, group), lost=broke_collective,
+        finished=lambda newest: _is_finished(newest, config, group),
     )
 
     def owned(owner: Any) -> None:
@@ -90,11 +89,10 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
         if config.tracker != "none":
             tracker.check(config.tracker)
 
-    on_0 = partial(on_rank0, group)
-    with open_run(group.run_dir, group, options, attempt=group.attempt, on_rank0=on_0, owned=owned) as kept:
+    with open_run(group.run_dir, group, options, owned=owned) as kept:
         run = RunDirectory(config=config, group=group, kept=kept)
         if not kept.finished:
-            on_0(lambda: _go_on(config, group))
+            on_rank0(group, lambda: _go_on(config, group))
         try:
             yield run
         except BaseException:

@@ -209,4 +209,4 @@ def test_k8s_operators_deployment_gets_our_template(tmp_path: Path) -> None:
     assert mounts == {"cert": "/cert", "init-container": "/etc/config"}
     maps = {each["name"]: each["configMap"]["name"] for each in spec["volumes"] if "configMap" in each}
     assert list(maps) == ["init-container"]
-    assert f"create configmap {maps['init-container']} " in (K8S / "README.md").read_text()
+    assert f"create configmap {maps['init-container']} " in (K8S / "cluster.md").read_text()

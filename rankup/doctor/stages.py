@@ -1,83 +1,103 @@
 """Is this machine, and this group of machines, fit to train? In stages, each with a time limit and printed as it ends.
 
-Runs alone on a node, or under any launcher over all ranks, with the settings of the training that is planned. Rank 0
-collects what every rank found. If the ranks can't join, each rank prints its own findings.
+Runs alone on a node, or under any launcher over all ranks. Rank 0 collects what every rank found. If the ranks can't
+join, each rank prints its own findings.
 """
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from rankup.agent.attendance import NO_ROUTE, explain
 from rankup.agent.meeting import HINT
 from rankup.agent.network import foreign_address
-from rankup.agent.processes import within
 from rankup.agent.protocol import Link, interface_of
 from rankup.agent.status import StatusFile
-from rankup.doctor import gpus, machine
 from rankup.doctor import group as together
+from rankup.doctor.alone import check_machine
 from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, Report
-from rankup.env.rank_env import check_loopback, describe, how_to_start, ranges
+from rankup.env.rank_env import RankEnv, describe, how_to_start, ranges
 from rankup.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
 from rankup.group.joining import check_devices, check_settings, form, meet, start
 from rankup.group.line import Suspect
-from train.commands.context import Context
-from train.config import check_world_size
-from train.config.options import DoctorOptions
-from train.group import backend_of, device_of, longest_phase_s, same_settings
+from rankup.group.stop import StopRequest
 
-NAME_S, DISK_S = 10.0, 30.0  # a resolver and a network disk may never answer,
-GPU_S = 60.0  # nor a driver whose GPU hangs; one that nobody keeps loaded takes seconds for each GPU
 STAGE_S = 60.0  # for all ranks together,
 STAGE_S_PER_RANK = 0.1  # and more with many
 
 
-def doctor(context: Context, options: DoctorOptions) -> int:
-    """Check everything that `train` with these settings would need.
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a training is going to need. `settings`: what must be the same on all ranks, by name. `device`, `backend`:
+    as for `rankup.group.joining.join`. `num_threads`, `num_workers`: of each rank. Times in seconds."""
 
-    Returns the exit code: 0 fit, 10 fit with warnings, 20 not fit, 30 could not be completed. With `as_json` rank 0
-    prints one line of JSON in place of the table. Raises Stopped.
+    settings: Mapping[str, str] = field(default_factory=dict)
+    device: str | None = None
+    backend: str | None = None
+    num_threads: int = 1
+    num_workers: int = 0
+    join_timeout_s: float = 120.0
+    stage_timeout_s: float = STAGE_S
+    longest_phase_s: float = 1800.0
+
+
+def doctor(
+    found: RankEnv | UserError, run_dir: Path, plan: Plan, *, stop: StopRequest, log: logging.Logger,
+    as_json: bool = False,
+) -> int:
+    """Check everything that a training needs, alone or together with all ranks, and write `doctor/report.json`.
+
+    found: this process's place among the ranks, or why the environment describes none, which is a finding too.
+    run_dir: of the run that is planned.
+    as_json: rank 0 prints one line of JSON in place of the table.
+
+    Returns the exit code: 0 fit, 10 fit with warnings, 20 not fit, 30 could not be completed. Raises Stopped.
     """
-    config, log = context.config, context.log
-    json_out = sys.stdout if options.as_json else None
-    with contextlib.redirect_stdout(sys.stderr if options.as_json else sys.stdout):
-        try:
-            launch = context.launch
-            check_loopback(launch, config.simulated_nodes)
-            check_world_size(config, launch.world_size)
-        except UserError as error:
-            # The environment describes no launch that could work: that is a finding too
-            return Report(log, rank=0, world_size=1, json_out=json_out).refuse(str(error))
-        report = Report(log, rank=launch.rank, world_size=launch.world_size, json_out=json_out)
-        return _Doctor(context, report).run()
+    json_out = sys.stdout if as_json else None
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+        if isinstance(found, UserError):
+            return Report(log, rank=0, world_size=1, json_out=json_out).refuse(str(found))
+        report = Report(log, rank=found.rank, world_size=found.world_size, json_out=json_out)
+        return _Doctor(found, run_dir, plan, report, stop, log).run()
 
 
 class _Doctor:
     """The stages, and which of them this rank is in: a failure is reported as that stage's."""
 
-    def __init__(self, context: Context, report: Report) -> None:
-        self.config, self.launch, self.run_dir = context.config, context.launch, context.run_dir
-        self.log, self.stop, self.report = context.log, context.stop, report
+    def __init__(
+        self, launch: RankEnv, run_dir: Path, plan: Plan, report: Report, stop: StopRequest, log: logging.Logger
+    ) -> None:
+        self.launch, self.run_dir, self.plan = launch, run_dir, plan
+        self.report, self.stop, self.log = report, stop, log
         self.stage = "environment"
-        self._stage_s = min(STAGE_S, self.config.step_timeout_s) + STAGE_S_PER_RANK * self.launch.world_size
+        self._stage_s = min(STAGE_S, plan.stage_timeout_s) + STAGE_S_PER_RANK * launch.world_size
 
     def run(self) -> int:
         """All stages. Returns the exit code. Raises Stopped."""
-        self._check_machine()
+        plan, launch = self.plan, self.launch
+        self.report.add(Finding("environment", OK, describe(launch)))
+        self.report.add(*(Finding("environment", WARNING, text) for text in launch.warnings))
+        check_machine(
+            self.report, self.run_dir, ranks=launch.local_world_size or 1, threads=plan.num_threads,
+            num_workers=plan.num_workers, has_gpus=not (plan.device or "").startswith("cpu"),
+            local_rank=launch.local_rank if launch.world_size > 1 else None, devices=lambda: together.devices(launch),
+        )
         try:
             self._check_master()
             self.stage = "joined"
             with start(
-                self.launch, settings=same_settings(self.config), device=device_of(self.config),
-                backend=backend_of(self.config), status=StatusFile(self.run_dir / "doctor", self.launch),
-                stop=self.stop, log=self.log, leaving=self._leave,
+                launch, settings=plan.settings, device=plan.device, backend=plan.backend,
+                status=StatusFile(self.run_dir / "doctor", launch), stop=self.stop, log=self.log, leaving=self._leave,
             ) as group:
                 if group.world_size > 1:
                     self._join(group)
@@ -94,29 +114,6 @@ class _Doctor:
             self.report.add(self._explain(error))
             return self.report.end_alone(printed_elsewhere=getattr(error, "printed_elsewhere", False))
 
-    # What this process sees of its own machine -----------------------------------------------------------------
-
-    def _check_machine(self) -> None:
-        add, launch, config = self.report.add, self.launch, self.config
-        add(Finding("environment", OK, describe(launch)))
-        add(*(Finding("environment", WARNING, text) for text in launch.warnings))
-        self._bounded("names", NAME_S, machine.own_name, "the resolver of this machine gives no answer.")
-        add(*machine.limits(ranks=launch.local_world_size or 1, threads=config.num_threads))
-        add(*machine.shared_memory(num_workers=config.num_workers))
-        if not config.device.startswith("cpu"):
-            own = launch.local_rank if launch.world_size > 1 else None
-            self._bounded("gpus", GPU_S, lambda: gpus.gpus(own), "the driver of the GPUs gives no answer.")
-        add(*together.devices(launch))
-        silent = f"{self.run_dir} is on a disk that does not answer."
-        self._bounded("storage", DISK_S, lambda: machine.disk(self.run_dir), silent)
-
-    def _bounded(self, stage: str, timeout_s: float, check: Callable[[], Iterable[Finding]], silent: str) -> None:
-        found = within(timeout_s, lambda: list(check()))
-        if found is None:
-            remedy = "Correct that first: training would hang."
-            found = [Finding(stage, INCOMPLETE, f"no answer within {timeout_s:g} s", silent, remedy)]
-        self.report.add(*found)
-
     def _check_master(self) -> None:
         """The master: its name, the route to it, its port. Raises JoinError after `join_timeout_s`."""
         launch = self.launch
@@ -129,7 +126,7 @@ class _Doctor:
                 remedy = "Set MASTER_ADDR to a name or address of rank 0's machine on all ranks."
                 self.report.add(Finding("route", WARNING, seen, "the others may look for rank 0 elsewhere.", remedy))
             return
-        deadline_s = time.monotonic() + self.config.join_timeout_s
+        deadline_s = time.monotonic() + self.plan.join_timeout_s
         while isinstance(tried := _connect(host, port), OSError):
             if time.monotonic() > deadline_s:
                 unreached = tried.errno in NO_ROUTE
@@ -148,7 +145,7 @@ class _Doctor:
     def _join(self, group: Group) -> None:
         """The three steps of joining, each followed by what it has shown."""
         add = self.report.add
-        meet(group, timeout_s=self.config.join_timeout_s)
+        meet(group, timeout_s=self.plan.join_timeout_s)
         ranks_by_host: dict[str, list[int]] = {}
         for rank, host in enumerate(group.hosts):
             ranks_by_host.setdefault(host, []).append(rank)
@@ -159,7 +156,7 @@ class _Doctor:
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or "by host name"
         add(Finding("connectivity", OK, f"each rank reaches the next over high ports ({interface})"))
         self.stage = "group"
-        form(group, timeout_s=self.config.join_timeout_s, longest_phase_s=longest_phase_s(self.config))
+        form(group, timeout_s=self.plan.join_timeout_s, longest_phase_s=self.plan.longest_phase_s)
         add(Finding("group", OK, f"the process group is formed ({torch.distributed.get_backend()})"))
         self.stage = "versions"
         check_settings(group)
@@ -196,7 +193,7 @@ class _Doctor:
             return (_hang if error.nobody_died else _death)(stage, text)
         if not isinstance(error, UserError | JoinError):
             return Finding(stage, INCOMPLETE, reason(error), "the check itself failed.",
-                           "Run `train` to see the error where it happens.")
+                           "Start the training to see the error where it happens.")
         if stage == "joined" and isinstance(error, UserError):
             # Two mistakes of the user show while ranks meet: a port that can't be used, and ranks that differ
             stage = "port" if isinstance(error, LaunchError) else "versions"
