@@ -71,3 +71,42 @@ WORKERS_S, WORKERS_TICK_S = 0.5, 0.02  # for the stacks of DataLoader workers, a
 # The end of a rank ----------------------------------------------------------------------------------------------------
 DUMP_S = 2.0  # before the kernel's deadline: the thread that dumps the stacks needs its turn on a busy machine
 PARTING_S = 3.0  # for the last lines of a rank that was asked to leave: a full pipe or a stuck disk must not keep it
+
+# What is printed ------------------------------------------------------------------------------------------------------
+PRINT_S = 5.0  # a reader that does not read holds up who prints: after that lines are dropped until it reads again
+BAR_S = 10.0  # a progress bar ends no line for hours: so often its newest state becomes a line in the rank's file
+# The traceback of a rank that lost its peer has twenty lines, and says less than the line about the lost rank, which
+# comes within a second or two. So long a traceback may wait for the rank's end
+HOLD_S = 10.0
+
+# Places ---------------------------------------------------------------------------------------------------------------
+LOCK_S = 4.0  # rank 0 of a killed attempt may take this long to end, and holds its lock until then
+REQUEST_S = 60.0  # for one small request: a frozen store, or a firewall, never answers at all
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a store is asked again
+UPLOAD_SILENT_S, UPLOAD_AGAIN_S = 300.0, 30.0  # how long an upload may stand still, and when it is tried again
+# At opening: a run that is here need not wait for a mirror. Where none is here, only the mirror knows of one
+FIND_S, SEARCH_S = 5.0, 60.0
+# At the end the other ranks wait for rank 0, and a launcher that stops a job gives a minute or less
+UPLOAD_END_S, UPLOAD_STOP_S = 60.0, 15.0
+UPLOAD_STATUS_S = 3.0  # for the status of an attempt that ends: a restart does not wait longer for a dead store
+
+# Looking at a run -----------------------------------------------------------------------------------------------------
+RUN_SILENT_S = 5 * REPORT_S  # a network file system shows another machine's writes some seconds later
+ENDED_S = 10.0  # lost ranks are restarted within a second: a run that has ended for so long stays so, for --watch
+NOW_S = 5.0  # younger signs of life are "now"
+LONG_S = 10.0  # in one step, or in a phase without steps: worth a word
+FOLLOW_S = 1.0  # between two looks at logs that are followed: equal lines of several ranks have come by then, mostly
+RECENT_S = 60  # --follow begins so long before the newest line: all of a long run would be in the way
+# Equal lines so many seconds apart are still one: clocks differ, and one rank writes at the end of a second what
+# another writes at the beginning of the next
+SAME_S = 2
+ANSWER_STACKS_S = (2.0, 3.0)  # for each of two signals: a thread of Python needs its turn on a busy machine
+ANSWER_TICK_S = 0.05  # between two looks for the answer
+
+# Trackers -------------------------------------------------------------------------------------------------------------
+# How long rank 0 waits for the last values to be sent. A run that is stopped may have few seconds until it is killed:
+# its sender goes on alone, if it can
+TRACKER_S = {"finished": 32.0, "stopped": 4.0, "failed": 0.0}
+SENDER_LOOK_S = 2.0  # between two looks into the run directory
+SENDER_PAUSE_S = 60.0  # the longest between two attempts to reach a server that does not answer
+SENDER_END_S = 30  # how long the sender may go on once it knows that rank 0 has ended

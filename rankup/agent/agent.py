@@ -62,7 +62,6 @@ from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED
 
 log = logging.getLogger("rankup")
-ENDING = ("rank", "code", "cause", "suspect")  # what a rank says of its end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +93,7 @@ class Rank:
     def __init__(self, local_rank: int, number: int) -> None:
         self.local_rank, self.number = local_rank, number
         self.running = self.told = False
-        self.cause = ""  # as it said itself
+        self.said: End | None = None  # how it ends, in its own words
         self.pid = 0  # of a script that does not import rankup; the fork server knows those of others
         self.pump: Pump | None = None
         self.stopped_since_s = 0.0  # in state T
@@ -239,7 +238,7 @@ class Agent:
             log.warning("%s", commit["why"])
         self._all_ended.clear()
         for rank in self.ranks:
-            rank.running, rank.told, rank.cause = True, False, ""
+            rank.running, rank.told, rank.said = True, False, None
             record = self.records.of(rank.local_rank)
             record.clear()
             if not self.knows_us:
@@ -316,9 +315,9 @@ class Agent:
         rank = self.ranks[local_rank]
         if message["is"] == "end" and rank.running:
             # At once: its process may take a while to end, and the others wait for it
-            rank.cause = str(message["cause"])
-            if message["code"] != FINISHED:
-                self.attendance.say("ending", n=self._commit["n"], **{name: message[name] for name in ENDING})
+            rank.said = End.read(message, self.host)
+            if rank.said.code != FINISHED:
+                self.attendance.say("ending", n=self._commit["n"], **rank.said.message())
         elif message["is"] == "ask":
             self.attendance.say("ask")
         elif message["is"] == "stop" and not self._passed_on:
@@ -336,12 +335,12 @@ class Agent:
         if code == FINISHED and self.knows_us and record.phase != "start" and not record.finished:
             log.warning("rank %d ended with 0, but it did not say that it finished", rank.number)
             code = FAULT
-        cause = rank.cause
+        cause, suspect = (rank.said.cause, rank.said.suspect) if rank.said is not None else ("", None)
         if code == KILLED:
             cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
         elif rank.pump is not None and code != FINISHED:
             cause = last_exception(rank.pump.tail, self._error_file(rank))
-        end = End(rank.number, self.host, code, cause, record.step, rank.told)
+        end = End(rank.number, self.host, code, cause, record.step, rank.told, suspect)
         if rank.pump is not None:
             write_end(self.run_dir, self.attempt, end)
             if end.explains and code != FINISHED:

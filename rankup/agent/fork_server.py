@@ -491,7 +491,8 @@ def _end(code: int) -> NoReturn:
     files = [each for each in gc.get_objects() if issubclass(type(each), layers)]
     files.sort(key=lambda each: isinstance(each, layers[1]) + isinstance(each, (io.BufferedWriter, io.BufferedRandom)))
     for file in files:
-        if file not in (sys.stdout, sys.stderr):
+        # One that is only read loses nothing; and a thread that waits in it, as our own does for news, holds its lock
+        if file not in (sys.stdout, sys.stderr) and not isinstance(file, io.BufferedReader):
             with contextlib.suppress(Exception):
                 file.close()
     ctypes.CDLL(None).fflush(None)

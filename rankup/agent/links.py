@@ -3,8 +3,8 @@
 | from a rank                                        | from the agent                                          |
 |----------------------------------------------------|---------------------------------------------------------|
 | rank(local_rank): its first message                | lost(n, ranks, host, why): the membership is over       |
-| end(rank, code, cause, suspect): it is about to    | stop(signal): somebody asks the job to stop             |
-| end, and why; suspect: the rank that it lost       | ranks(ranks): where each rank of the job is             |
+| end: an End, as it is about to end                 | stop(signal): somebody asks the job to stop             |
+|                                                    | ranks(ranks): where each rank of the job is             |
 | stop(signal): it got a signal itself               |                                                         |
 | ask: where is everybody?                           | leave: keep the last finished step, and leave           |
 """

@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rankup.errors import ConfigError
+from rankup.timing import PRINT_S
 
-# How long a reader that does not read holds up who prints. After that lines are dropped until it reads again.
-WAIT_S = 5.0
 LIBRARY = re.compile(r"/lib(64)?/python3")  # in the path of code that is not the user's
 
 
@@ -40,7 +39,7 @@ def host_name() -> str:
 
 
 class Output(io.RawIOBase):
-    """A file, pipe or terminal that this process prints to: printing raises nothing, and waits WAIT_S at most.
+    """A file, pipe or terminal that this process prints to: printing raises nothing, and waits PRINT_S at most.
 
     Any thread and any fork of this process may print. On a disk that hangs one thread hangs with it; the others lose
     their lines.
@@ -66,7 +65,7 @@ class Output(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        if self._lock.acquire(timeout=0.0 if self._dropped else WAIT_S):
+        if self._lock.acquire(timeout=0.0 if self._dropped else PRINT_S):
             try:
                 with contextlib.suppress(OSError):
                     self._write(bytes(data))
@@ -82,7 +81,7 @@ class Output(io.RawIOBase):
             os.write(self._number, data)
             self._dropped -= dropped
             return
-        until_s = time.monotonic() + (0.0 if dropped else WAIT_S)
+        until_s = time.monotonic() + (0.0 if dropped else PRINT_S)
         notice = f"\n[{dropped} lines were not printed: nobody read them]\n" if dropped else ""
         rest = notice.encode() + data
         number, most = self._open()

@@ -13,18 +13,14 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from rankup.agent.logs import WAIT_S, Output, file_head, headed, line_head, show
+from rankup.agent.logs import Output, file_head, headed, line_head, show
 from rankup.agent.protocol import in_thread
+from rankup.timing import BAR_S, HOLD_S, PRINT_S
 
 TAIL = 400  # lines that are kept to explain the end of a rank
 LONGEST = 2000  # characters of such a line
 READ = 1 << 16  # bytes that are read at once; a line without an end is cut there too
-# A progress bar writes a carriage return, and no newline for hours: so often its newest state becomes a line
-BAR_S = 10.0
 TRACEBACK = re.compile(r"(\[rank\d+\]: )?Traceback \(most recent call last\):")  # torch's own prefix
-# The traceback of a rank that lost its peer has twenty lines, and says less than the line about the lost rank, which
-# comes within a second or two. So long a traceback may wait for the rank's end
-HOLD_S = 10.0
 # The last line of a traceback, or what argparse says of a wrong argument
 EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failure)\b|\S+: error: ")
 
@@ -61,7 +57,7 @@ class Pump:
     async def show_held(self) -> None:
         """Print the traceback that is held back: nobody says better how the rank ended."""
         with contextlib.suppress(TimeoutError):
-            await in_thread(self._show_held, timeout_s=WAIT_S)
+            await in_thread(self._show_held, timeout_s=PRINT_S)
 
     def drop_held(self) -> list[str]:
         """Leave it to the rank's file. Returns its lines."""

@@ -178,7 +178,7 @@ class Watchdog:
         step = self.record.read().step
         own = End(self.rank, host_name(), code, why, step, suspect=suspect)
         if self._line is not None:
-            self._line.say("end", rank=self.rank, code=code, cause=why, suspect=suspect)
+            self._line.say("end", **own.message())
         self.status.write_end(own)
         others = self._losses.reported() if self._losses is not None else []
         ends = [own, *(

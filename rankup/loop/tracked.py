@@ -14,6 +14,7 @@ optimizers' settings. All else changes inside of `job.step` and `job.change` alo
 """
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from rankup.errors import UserError
 from rankup.state.tree import ITEM, TensorFile, encode
 
 BUCKET_BYTES = 250 * 2**20  # DDP's own: buffers up to this size together are sent as one
+CHECKS = 20  # batches after which parameters are not looked at any more
 WRAPPERS: dict[type, str] = {DistributedDataParallel: "module", DataParallel: "module"}
 
 
@@ -41,6 +43,8 @@ class Tracked:
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}  # as of the last commit, like the two below
         self._schedules: dict[str, dict[str, Any]] = {}
         self._settings: dict[str, list[dict[str, Any]]] = {}
+        self._versions: list[int] = []  # of the parameters, as torch counts changes in place
+        self._checks = CHECKS
 
     def add(self, items: dict[str, Any]) -> None:
         """Raises UserError, by its path, for a value that can't be kept."""
@@ -115,6 +119,35 @@ class Tracked:
                      if key != "params"}
                     for group in item.param_groups
                 ]
+
+        if self._checks:
+            self._versions = self._count_changes()
+
+    def check_unchanged(self) -> None:
+        """Raises UserError where a parameter or a schedule has changed since the last commit. Called before a batch is
+        used, in a loop over batches. Parameters are looked at in the first steps alone: a mistake is one of all."""
+        for name, schedule in self._schedules.items():
+            if schedule.get("last_epoch") != getattr(self.items[name], "last_epoch", None):
+                raise self._changed(name)
+        if self._checks:
+            self._checks -= 1
+            for (name, _), now, before in zip(self._parameters(), self._count_changes(), self._versions, strict=False):
+                if now != before:
+                    raise self._changed(name)
+
+    def _changed(self, name: str) -> UserError:
+        return UserError(
+            f"track: {name} must change inside job.step alone, got a change between two steps, which a copy would "
+            "lose. Move the change into the block."
+        )
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, item in self.items.items():
+            if isinstance(item, nn.Module):
+                yield from ((name, parameter) for parameter in item.parameters())
+
+    def _count_changes(self) -> list[int]:
+        return [parameter._version for _, parameter in self._parameters()]
 
     def state(self) -> dict[str, Any]:
         """By name what a copy keeps: the state of the last commit, if none is under way. The tensors are the live

@@ -13,7 +13,6 @@ from typing import Any
 
 from rankup.places.files import read_json, write_atomically
 
-REPORT_S = 2.0
 KINDS = ("steps", "data", "evaluation", "saves", "lost steps", "start", "join", "waiting")
 KINDS_OF_SCRIPT = ("script", "start", "join", "waiting")
 

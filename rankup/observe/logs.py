@@ -20,12 +20,8 @@ from pathlib import Path
 
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
+from rankup.timing import FOLLOW_S, RECENT_S, SAME_S
 
-POLL_S = 1.0  # of --follow: equal lines of several ranks have come by then, mostly
-RECENT_S = 60  # --follow begins so long before the newest line: all of a long run would be in the way
-# Equal lines so many seconds apart are still one: clocks differ, and one rank writes at the end of a second what
-# another writes at the beginning of the next
-SAME_S = 2
 MOST = 1 << 20  # bytes of lines that are compared at once
 CHUNK = 1 << 17  # bytes that are read at once
 LONGEST = 1 << 18  # bytes of a line; then it is cut
@@ -73,7 +69,7 @@ def logs(
     try:
         _write(look())
         while follow:
-            time.sleep(POLL_S)
+            time.sleep(FOLLOW_S)
             _write(look())
     except BrokenPipeError:  # the reader has had enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -69,7 +69,7 @@ class Metrics:
 
     def training_entry(self, step: int, loss: float, rate: float, per_s: float) -> dict[str, Any]:
         """`loss`: the mean over the step's global batch, `rate`: the learning rate, `per_s`: samples per second."""
-        return _entry(step, {"train/loss": loss, "train/lr": rate, f"train/{self.unit}_per_s": per_s})
+        return entry(step, {"train/loss": loss, "train/lr": rate, f"train/{self.unit}_per_s": per_s})
 
     def training(self, entry: dict[str, Any]) -> None:
         """`entry`: of `training_entry`."""
@@ -181,7 +181,7 @@ def _hide_errors_of_writer() -> None:
     threading.excepthook = show
 
 
-def _entry(step: int, values: dict[str, float]) -> dict[str, Any]:
+def entry(step: int, values: dict[str, float]) -> dict[str, Any]:
     """A line of `metrics.jsonl`."""
     # JSON has no NaN: strict readers would refuse the file
     safe = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -189,7 +189,7 @@ def _entry(step: int, values: dict[str, float]) -> dict[str, Any]:
 
 
 def _evaluation_entry(step: int, metrics: dict[str, float]) -> dict[str, Any]:
-    return _entry(step, {f"eval/{name}": value for name, value in metrics.items()})
+    return entry(step, {f"eval/{name}": value for name, value in metrics.items()})
 
 
 def _number(value: float | None) -> float:

@@ -26,12 +26,10 @@ from typing import BinaryIO
 
 from rankup.observe.tracker import FOLDER, Facts
 from rankup.places.files import read_json, write_json
+from rankup.timing import SENDER_END_S, SENDER_LOOK_S, SENDER_PAUSE_S
 
 KINDS = ("train", "eval", "final")  # the first part of a metric's name
 MOST_VALUES = 500  # of points in one request; MLflow takes 1,000
-LOOK_S = 2.0  # between two looks into the run directory
-LONGEST_PAUSE_S = 60.0  # between two attempts to reach a server that does not answer
-END_S = 30  # how long this process may go on once it knows that rank 0 has ended
 LONGEST_REASON = 120  # characters
 SECRET = re.compile("key|token|secret|password", re.IGNORECASE)
 
@@ -293,21 +291,21 @@ def send(sender: Sender, rank0: BinaryIO, say: Callable[[str, str], None]) -> No
         ended = bool(select.select([rank0], [], [], pause_s)[0])
         state = rank0.readline().decode().strip() or "failed" if ended else ""
         if ended:
-            signal.alarm(END_S)  # the kernel ends this process: a package may wait for a server that does not answer
+            signal.alarm(SENDER_END_S)  # the kernel ends this process: a package may wait for a server for ever
         try:
             sender.look(state)
             if not seen and sender.tracked is not None:
                 say("info", sender.tracked.address)
             elif failing:
                 say("info", "answers again")
-            pause_s, failing, seen = LOOK_S, False, True
+            pause_s, failing, seen = SENDER_LOOK_S, False, True
         except Exception as error:  # what packages raise has nothing in common
             why = "" if failing else f"{_reason(error)}. "
             if ended:
                 say("warning", f"{why}Not all of metrics.jsonl is there. The same command again sends the rest.")
             elif why:
                 say("warning", f"{why}Training goes on; what is missing is sent once this works.")
-            pause_s, failing = min(max(LOOK_S, 2 * pause_s), LONGEST_PAUSE_S), True
+            pause_s, failing = min(max(SENDER_LOOK_S, 2 * pause_s), SENDER_PAUSE_S), True
         if ended:
             return
 

@@ -21,10 +21,8 @@ from rankup.agent.status import STACKS
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
 from rankup.group.stacks import Frame, Stack, compare, moment, place
+from rankup.timing import ANSWER_STACKS_S, ANSWER_TICK_S
 
-# For each of the two signals: a thread of Python needs its turn on a busy machine
-PATIENCE_S = (2.0, 3.0)
-TICK_S = 0.05
 # By the letters that /proc has
 STATES = {
     "T": "it is stopped (SIGSTOP)", "D": "it waits for a disk or a driver", "R": "it computes, or waits for a CPU",
@@ -136,14 +134,14 @@ def where(run_dir: Path, ranks: Collection[int]) -> list[str]:
 def ask(run_dir: Path, *, ranks: Collection[int] | None = None) -> list[Answer]:
     """Have the ranks of this run that live on this machine write their stacks, and return what all have written.
 
-    `ranks`: only these. Takes PATIENCE_S at most, beside what the disk takes.
+    `ranks`: only these. Takes ANSWER_STACKS_S at most, beside what the disk takes.
     """
     answers = {answer.path: answer for answer in written(run_dir)}
     sizes = {
         path: path.stat().st_size for path, answer in answers.items()
         if answer.writer.alive and (ranks is None or answer.writer.rank in ranks)
     }
-    for number, patience_s in enumerate(PATIENCE_S):
+    for number, patience_s in enumerate(ANSWER_STACKS_S):
         for path in sizes:
             _signal(answers[path].writer, number)
         for answer in _await(sizes, patience_s):
@@ -159,7 +157,7 @@ def _await(sizes: dict[Path, int], patience_s: float) -> Iterator[Answer]:
     before: dict[Path, str] = {}
     until_s = time.monotonic() + patience_s
     while sizes and time.monotonic() < until_s:
-        time.sleep(TICK_S)
+        time.sleep(ANSWER_TICK_S)
         for path, size in list(sizes.items()):
             answer = read(path, after=size)
             if answer is None or not answer.text:

@@ -24,13 +24,8 @@ from rankup.observe.goodput import Report, duration, goodput, one_line, read_rep
 from rankup.observe.logs import find_run
 from rankup.observe.tracker import address_of
 from rankup.places.files import read_json
+from rankup.timing import ENDED_S, LONG_S, NOW_S, RUN_SILENT_S
 
-# Five reports late: a network file system shows another machine's writes some seconds later
-SILENT_S = 10.0
-# An agent starts lost ranks again within a second: a run that has ended for so long stays so, for --watch
-ENDED_S = 10.0
-NOW_S = 5.0  # younger signs of life are "now"
-LONG_S = 10.0  # in one step, or in a phase without steps: worth a word
 MOST_ROWS = 16  # of ranks; with more of them those that stand alike share a row
 MOST_RESTARTS = 5
 TAIL = 2**20  # bytes of the metrics that are looked at: a line of a thousand ranks has a tenth of that
@@ -103,7 +98,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
     return {
         "run": run_dir.name, "folder": str(run_dir), "state": state, "attempt": attempt,
         # A script of the user's own beats nowhere: its silence says nothing
-        "silent": any(beats) and last_sign_s > SILENT_S, "last_sign_s": round(last_sign_s, 1),
+        "silent": any(beats) and last_sign_s > RUN_SILENT_S, "last_sign_s": round(last_sign_s, 1),
         "code": summary.get("code"), "why": summary.get("why", ""), "world_size": summary.get("world_size"),
         "step": newest.step if newest else None, "total_steps": newest.total_steps if newest else None,
         "unit": newest.unit if newest else "", "per_s": newest.per_s if newest else None,
@@ -264,7 +259,7 @@ def _rank_rows(run: dict[str, Any], now: float) -> list[tuple[str, ...]]:
 
     def stands(rank: dict[str, Any]) -> tuple[object, ...]:
         alone = rank["rank"] if len(ranks) <= MOST_ROWS else None
-        silent = now - rank.get("seen", now) > SILENT_S
+        silent = now - rank.get("seen", now) > RUN_SILENT_S
         return alone, rank["host"], rank.get("state"), rank.get("phase"), rank.get("waiting"), silent
 
     rows: list[tuple[str, ...]] = []
@@ -299,7 +294,7 @@ def _sign(rank: dict[str, Any], now: float) -> str:
     if "state" in rank:
         return ""
     silent_s = now - rank["seen"]
-    if silent_s > SILENT_S:
+    if silent_s > RUN_SILENT_S:
         return f"none for {duration(silent_s)}"
     return "now" if silent_s < NOW_S else f"{duration(silent_s)} ago"
 

@@ -19,13 +19,11 @@ from typing import Any
 import rankup
 from rankup.errors import UserError
 from rankup.places.files import read_json
+from rankup.timing import TRACKER_S
 
 # A new tracker is a class in `rankup.observe.sender` and an extra in pyproject.toml with the name of its package
 TRACKERS = ("mlflow", "wandb")
 FOLDER = "tracker"  # in the run directory
-# How long rank 0 waits for the last values to be sent. A run that is stopped may have few seconds until it is killed:
-# its sender goes on alone, if it can
-WAIT_S = {"finished": 32.0, "stopped": 4.0, "failed": 0.0}
 FOR_PACKAGES = {
     "PYTHONWARNINGS": "ignore",
     # The sender tries again by itself: a request that hangs keeps it from everything else
@@ -105,10 +103,10 @@ class Tracker:
         if self._process is None:
             return
         self._tell(state)
-        if WAIT_S[state]:
-            self._listener.join(WAIT_S[state])
+        if TRACKER_S[state]:
+            self._listener.join(TRACKER_S[state])
             if self._process.poll() != 0:
-                self.log.warning(f"tracker {self.facts.tracker}: not all could be sent within {WAIT_S[state]:g} s. "
+                self.log.warning(f"tracker {self.facts.tracker}: not all could be sent within {TRACKER_S[state]:g} s. "
                                  "The same command again sends the rest.")
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]

@@ -34,9 +34,7 @@ from typing import IO, Any, Self
 from rankup.errors import PeerLost, UserError
 from rankup.places.files import read_json, remove_staged, write_json
 from rankup.places.place import Place
-
-LOCK_PATIENCE_S = 4.0  # a killed attempt's rank 0 may take this long to end, and holds its lock until then
-LAST_WORD_S = 2.0  # how long the end of an attempt may wait for a store that does not answer
+from rankup.timing import LAST_WORD_S, LOCK_S
 
 
 def _host() -> str:
@@ -168,7 +166,7 @@ class Lease(_Lease):
     def _begin(self) -> Mapping[str, Any]:
         """Raises UserError where another attempt has the kernel's lock, and OSError where nothing can be written."""
         self._lock = (self.path.parent / ".lock").open("a+", encoding="ascii")
-        until_s = time.monotonic() + LOCK_PATIENCE_S
+        until_s = time.monotonic() + LOCK_S
         while True:
             try:
                 fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,13 +20,12 @@ from typing import Any, Self, TypeVar
 
 from rankup.errors import PeerLost, UserError, reason
 from rankup.places.urls import extra_of, is_url
+from rankup.timing import FIRST_PAUSE_S, LONGEST_PAUSE_S, REQUEST_S
 
 PARALLEL = 4  # files at a time, and parts of a large one
 # Bytes: a client gives a request up that gets no answer for 60 s, and it may share a slow line with 15 others. S3 takes
 # at most 10,000 parts, of 5 MiB or more
 PART = 8 * 2**20
-REQUEST_S = 60.0  # for one small request: a frozen store, or a firewall, never answers at all
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 # Below our own patience: a request that hangs is tried again on another connection. Lists must not come from memory
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"use_listings_cache": False, "config_kwargs": {

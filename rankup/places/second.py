@@ -21,16 +21,18 @@ from rankup.places.lease import Lease, StoreLease, folder_of, highest_number
 from rankup.places.lineage import FILE, OF_RUN, Lineage
 from rankup.places.place import Place
 from rankup.places.stored_run import MANIFEST, FindProblem, StoredRun
+from rankup.timing import (
+    FIND_S,
+    SEARCH_S,
+    UPLOAD_AGAIN_S,
+    UPLOAD_END_S,
+    UPLOAD_SILENT_S,
+    UPLOAD_STATUS_S,
+    UPLOAD_STOP_S,
+)
 
 HELD = ".mirrored"  # in the run directory; who takes that over removes what a kill has left there
 SUPERSEDED = "superseded"
-# How long a mirror may stand still in an upload, and when it is tried again
-SILENCE_S, AGAIN_S = 300.0, 30.0
-# At opening: a run that is here need not wait for a mirror. Where none is here, only the mirror knows of one
-LOOK_S, SEARCH_S = 5.0, 60.0
-# At the end the other ranks wait for rank 0, and a launcher that stops a job gives a minute or less
-END_S, STOP_S = 60.0, 15.0
-LAST_WORD_S = 3.0  # for the status of an attempt that ends: a lost rank's restart does not wait longer for a dead store
 SHARE = 0.9  # of a deadline: ours has to come before the watchdog's, which does not know the place
 
 
@@ -80,7 +82,7 @@ class SecondPlace:
         Raises UserError and PeerLost where the place is required, or where it alone may know of a run; and OSError.
         """
         with self._failing_quietly(unless=nothing_here):
-            stored = self._open(self._opening_s if self.required else SEARCH_S if nothing_here else LOOK_S)
+            stored = self._open(self._opening_s if self.required else SEARCH_S if nothing_here else FIND_S)
             if self.required:
                 tokens = (self._folder_lease.token, self._folder_lease.predecessor)
                 self._lease = self._held.enter_context(StoreLease(stored.place, self._folder_lease.attempt, tokens))
@@ -107,7 +109,7 @@ class SecondPlace:
     def fetch(self, run: str, *, above: int) -> None:
         """Copy the newest copy of that run into the folder, if it is of a later step than `above`. Raises as `adopt`"""
         with self._failing_quietly(unless=above < 0):
-            stored = self._open(self._opening_s if self.required else SEARCH_S if above < 0 else LOOK_S)
+            stored = self._open(self._opening_s if self.required else SEARCH_S if above < 0 else FIND_S)
             if path := stored.fetch_newest(self.folder / "checkpoints", run=run, above=above):
                 had = f"step-{above:08d} as its newest" if above >= 0 else "no good checkpoint"
                 self.log.info(f"fetched {path.name} from {self._called}: {self.folder} had {had}")
@@ -160,7 +162,7 @@ class SecondPlace:
         """Copy `status.json`, which is written last of all, when the lease has been given back. Raises nothing."""
         with contextlib.suppress(UserError, PeerLost, OSError):
             if self._lease is not None and self.is_ours() and not self._lease.followed():
-                place = self._lease.place.once(LAST_WORD_S).below(folder_of(self._lease.number))
+                place = self._lease.place.once(UPLOAD_STATUS_S).below(folder_of(self._lease.number))
                 place.write(path.name, path.read_bytes())
 
     def finish(self, *, stopped: bool) -> None:
@@ -171,7 +173,7 @@ class SecondPlace:
         if self.required:
             self.upload(None, timeout_s=self._save_s)
             return
-        patience_s = STOP_S if stopped else min(END_S, self._save_s / 2)
+        patience_s = UPLOAD_STOP_S if stopped else min(UPLOAD_END_S, self._save_s / 2)
         until_s = time.monotonic() + patience_s
         with self._news:
             # Busy from here on: the thread may not have seen yet what it was given last
@@ -207,7 +209,7 @@ class SecondPlace:
             place = Place.open(self.url, warn=self.log.warning if self.required else self._fail)
             self._stored = StoredRun(place.below(self.folder.name), self._find_problem)
         place = self._stored.place
-        self._stored.place = place.while_moving(SILENCE_S) if timeout_s is None else place.within(SHARE * timeout_s)
+        self._stored.place = place.within(SHARE * timeout_s) if timeout_s else place.while_moving(UPLOAD_SILENT_S)
         return self._stored
 
     # A mirror -------------------------------------------------------------------------------------------------
@@ -244,12 +246,12 @@ class SecondPlace:
                     self._news.notify_all()
                     return
                 if not done and not self._over and self._wanted == path:
-                    self._news.wait(AGAIN_S)  # until a newer one is due, or for another try
+                    self._news.wait(UPLOAD_AGAIN_S)  # until a newer one is due, or for another try
 
     def _upload(self, path: Path | None) -> bool:
         """`upload`; whether that is done."""
         try:
-            self.upload(path, timeout_s=STOP_S if self._over else None)
+            self.upload(path, timeout_s=UPLOAD_STOP_S if self._over else None)
         except Exception as error:  # nobody joins this thread, and a mirror must not end the training
             if path is None or path.exists():  # else it was removed: a newer one was published, and is wanted
                 self._fail(str(error) or type(error).__name__)

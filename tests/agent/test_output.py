@@ -57,7 +57,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_output_that_nobody_reads_drops_lines_and_says_how_many(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "WAIT_S", 0.1)
+    monkeypatch.setattr(logs, "PRINT_S", 0.1)
     reader, writer = pipe
     fill(writer)
     out = Output(writer)
@@ -72,7 +72,7 @@ def test_output_that_nobody_reads_drops_lines_and_says_how_many(
 def test_output_whose_reader_comes_in_time_loses_nothing(
     pipe: tuple[int, int], waits: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "WAIT_S", 600.0)
+    monkeypatch.setattr(logs, "PRINT_S", 600.0)
     reader, writer = pipe
     fill(writer)
     late = threading.Thread(target=lambda: (waits.wait(), os.read(reader, 2**20)), daemon=True)
@@ -83,7 +83,7 @@ def test_output_whose_reader_comes_in_time_loses_nothing(
 
 
 def test_threads_that_print_at_once_lose_no_line(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "WAIT_S", 600.0)
+    monkeypatch.setattr(logs, "PRINT_S", 600.0)
     reader, writer = pipe
     out, found = Output(writer), bytearray()
 
@@ -264,7 +264,7 @@ try:
 except BlockingIOError: pass
 os.set_blocking(writer, True)
 logs.stat.S_ISREG = lambda mode: True
-logs.WAIT_S = 0.1
+logs.PRINT_S = 0.1
 writes, began = os.write, threading.Event()
 logs.os.write = lambda number, data: (number == writer and began.set(), writes(number, data))[1]
 logs.setup_logging(file=logs.Output(writer))

@@ -82,8 +82,8 @@ def test_report_says_for_how_long_rank_0_is_in_a_step(phase: str, open_s: float)
         watch = SimpleNamespace(clock=clock, signs_of_life=list)
         group = SimpleNamespace(is_rank0=True, attempt="a", watch=watch)
         run: Any = SimpleNamespace(
-            group=group, finished=False, origin=SimpleNamespace(checkpoint=None), lineage=SimpleNamespace(run="r"),
-            config=SimpleNamespace(tracker="none"),
+            group=group, config=SimpleNamespace(tracker="none"),
+            kept=SimpleNamespace(finished=False, newest=None, lineage=SimpleNamespace(run="r")),
         )
         assert Reporter(run)._look().open_s == open_s
 
@@ -131,7 +131,7 @@ def report_often_and_die_at_step_13() -> None:
     def dying(training: Any) -> Any:
         while training.progress.step == 13:
             if any(report.step == 13 for report in read_reports(training.run.path)):
-                training.run.saver.wait()  # the checkpoint of step 10 is there
+                training.run.kept.saver.wait()  # the checkpoint of step 10 is there
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.01)
         time.sleep(0.02)  # so that steps are not lost among the rest

@@ -216,7 +216,7 @@ def sleeper(first: str = "") -> Iterator[subprocess.Popen[str]]:
 
 def test_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has not come so far as yet, or has taken its handler away."""
-    monkeypatch.setattr(stacks, "PATIENCE_S", (0.2, 0.2))
+    monkeypatch.setattr(stacks, "ANSWER_STACKS_S", (0.2, 0.2))
     with sleeper() as process:
         announce_stacks(tmp_path, 0, 1, process.pid, signals=[signal.SIGUSR2])
         (answer,) = stacks.ask(tmp_path)

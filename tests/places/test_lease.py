@@ -34,7 +34,7 @@ from rankup.places.lease import Lease
 if sys.argv[2] == "without locks":
     from tests.places.test_lease import no_locks
     no_locks()
-rankup.places.lease.LOCK_PATIENCE_S = float(sys.argv[3])
+rankup.places.lease.LOCK_S = float(sys.argv[3])
 try:
     with Lease(Path(sys.argv[1]), f"attempt-{sys.argv[4]}", beat_s=0.1):
         print("held", flush=True)
@@ -86,7 +86,7 @@ def owner(folder: Path, locks: str = "with locks") -> Iterator[subprocess.Popen[
 
 @pytest.fixture(autouse=True)
 def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rankup.places.lease, "LOCK_PATIENCE_S", 0.5)
+    monkeypatch.setattr(rankup.places.lease, "LOCK_S", 0.5)
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def waiting(until: Path, **more: Any) -> dict[str, str]:
 
 
 def short_waits() -> None:
-    rankup.places.lease.LOCK_PATIENCE_S = 0.5
+    rankup.places.lease.LOCK_S = 0.5
     assert Lease.__init__.__kwdefaults__ is not None
     Lease.__init__.__kwdefaults__["life_s"] = 1.5
 

@@ -152,7 +152,7 @@ def test_mirror_that_cannot_be_read_is_asked_again_later_where_it_alone_may_know
 
 def impatient() -> None:
     """Preloaded: a mirror that does not answer is given up at once, at the opening and at the end alike."""
-    second.SEARCH_S = second.LOOK_S = second.END_S = 0.1
+    second.SEARCH_S = second.FIND_S = second.UPLOAD_END_S = 0.1
 
 
 def test_mirror_in_a_store_of_objects_that_denies_and_then_does_not(

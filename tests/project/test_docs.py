@@ -33,7 +33,9 @@ TOP_LEVEL = {
 FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank",
                  "--use-env", "--bind-to", "--allow-run-as-root", "--oversubscribe", "--version", "--gloo", "--mpi",
                  "--separator", "--prefix", "--timestamps", "--overlap", "--jobid"}
-FOREIGN_WORDS = {"weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv"}
+FOREIGN_WORDS = {
+    "weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv", "state_dict", "load_state_dict"
+}
 # What torch says, not we
 TORCH_SAYS = re.compile(
     r"^(Expected to have finished|unable to allocate shared|Bus error|__path__ attribute not found|use_libuv|\[c10d\]|"

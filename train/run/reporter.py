@@ -15,8 +15,9 @@ from typing import Any
 
 from rankup.agent.processes import began
 from rankup.errors import Stopped
-from rankup.observe.goodput import REPORT_S, Report, goodput, read_reports
+from rankup.observe.goodput import Report, goodput, read_reports
 from rankup.observe.tracker import Facts, Tracker
+from rankup.timing import REPORT_S
 from train.run.run_directory import RunDirectory
 from train.run.training import Training
 

@@ -1,0 +1,99 @@
+"""transformers' Trainer with a job's promises.
+
+    job = rankup.init(run="runs/mine")
+    trainer = Trainer(model=model, args=args, train_dataset=dataset)
+    callback = RankupCallback(job, trainer)
+    trainer.train(resume_from_checkpoint=callback.checkpoint())
+    job.finish()
+
+| promise                                                    | holds                                                 |
+|------------------------------------------------------------|-------------------------------------------------------|
+| stop on request, agreed among the ranks, and resume        | yes                                                   |
+| the last finished step after a lost rank                   | yes where each rank has the whole model               |
+| the same weights, to the bit                               | yes; the Trainer reads the earlier batches to skip them |
+| deadlines with stacks, status, slow ranks, metrics         | yes                                                   |
+| FSDP and DeepSpeed by the Trainer's own settings           | no: use the Trainer's checkpoints                     |
+| the Trainer's own checkpoints, loggers and other callbacks | stay as they are                                      |
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from transformers import TrainerCallback
+
+from rankup import Job
+from rankup.loop.seeds import derive_seed, seed_everything
+from rankup.loop.tracked import fix_bucket_order
+
+
+class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Tracks what the Trainer trains, and makes each of its optimizer steps a step of `job`.
+
+    Raises rankup.errors.Stopped out of `Trainer.train` when the job is asked to stop; do not catch it.
+    """
+
+    def __init__(self, job: Job, trainer: Any) -> None:
+        self.job, self.trainer = job, trainer
+        self._progress = Progress()
+        self._step: AbstractContextManager[None] | None = None
+        trainer.add_callback(self)
+
+    def checkpoint(self) -> str | None:
+        """The folder that `Trainer.train` goes on from, None at the beginning of a run. All ranks call it once.
+
+        The folder names the step, and its weights are those of the copy. The rest of the copy is restored when
+        the training begins.
+        """
+        self.job.track(model=self.trainer.model, progress=self._progress)
+        # The order of the samples follows from the seed that Accelerate finds set; `track` has set another
+        seed_everything(self.trainer.args.seed, self.job.device)
+        if not self.job.step_number:
+            return None
+        folder = self.job.run_dir / "trainer"
+        self.trainer.save_model(str(folder))  # rank 0 writes it
+        if self.job.is_main:
+            (folder / "trainer_state.json").write_text(json.dumps(self._progress.state))
+        self.job.gather(0)  # nobody reads before it is written
+        return str(folder)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        fix_bucket_order({"model": self.trainer.model_wrapped})  # the model was tracked before it got its wrapper
+        self.job.track(optimizer=objects["optimizer"], scheduler=objects["lr_scheduler"])
+        self._progress.commit(state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        # A DataLoader that is opened in the middle of an epoch draws numbers that an uninterrupted one did not
+        seed_everything(derive_seed(args.seed, state.global_step, self.job.rank), self.job.device)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        self._step = self.job.step()
+        self._step.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        if self._step is not None:
+            self._progress.commit(state)
+            step, self._step = self._step, None
+            step.__exit__(None, None, None)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **objects: Any) -> None:
+        self.job.log(**{name: float(value) for name, value in logs.items() if isinstance(value, int | float)})
+
+
+class Progress:
+    """The Trainer's own record of its progress, as of the last finished step."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def commit(self, state: Any) -> None:
+        fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+        self.state = {**fields, "log_history": [*state.log_history]}
+
+    def state_dict(self) -> dict[str, str]:
+        return {"state": json.dumps(self.state)}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        self.state = json.loads(state["state"])

@@ -1,0 +1,99 @@
+"""Other people's loops with a few lines of rankup in them: what train/examples/ shows, shown.
+
+A loss at any place, and a stop and the same command again, end with the weights of a run that nothing happened to.
+Optimizer steps are counted from outside the scripts: see tests/rigs/struck.py.
+"""
+
+import difflib
+import hashlib
+import json
+import random
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import ROOT
+
+EXAMPLES = ROOT / "train" / "examples"
+STRUCK = ROOT / "tests" / "rigs" / "struck.py"
+# Ranks, and steps of optimizers on each in a run. Three ranks: DDP's buckets change the order of sums there
+LOOPS = {"ddp": (3, 33), "imagenet": (3, 42), "gpt": (3, 40), "gan": (3, 84), "rl": (2, 40), "fsdp": (2, 48)}
+each = pytest.mark.parametrize("name", LOOPS)
+Once = Callable[[str, Callable[[], str]], str]
+
+
+def digest(folder: Path, name: str) -> str:
+    """Of the weights that the script saved, without torch: a file of torch.save is a zip."""
+    with zipfile.ZipFile(folder / f"{name}.pt") as file:
+        parts = sorted(entry for entry in file.namelist() if "/data/" in entry)
+        assert parts
+        return hashlib.sha256(b"".join(file.read(part) for part in parts)).hexdigest()
+
+
+def strike(folder: Path, **what: Any) -> dict[str, str]:
+    return {"STRIKE": json.dumps({"rank": -1, "marker": str(folder / "struck"), **what})}
+
+
+def by_hand(
+    forks: Forks, folder: Path, name: str, *, ranks: int, env: dict[str, str] | None = None
+) -> tuple[set[int], str]:
+    """The exit codes and the output of ranks without a launcher: the five variables."""
+    codes, output = forks.run(
+        STRUCK, EXAMPLES / f"{name}.py", world_size=ranks, cwds=[folder] * ranks, preload="tests.rigs.struck:by_fork",
+        env=env,
+    )
+    return {*codes}, output
+
+
+def undisturbed(once: Once, forks: Forks, folder: Path, name: str, ranks: int) -> str:
+    """The digest of a run that nothing happens to."""
+
+    def compute() -> str:
+        (folder / "undisturbed").mkdir()
+        codes, output = by_hand(forks, folder / "undisturbed", name, ranks=ranks)
+        assert codes == {0}, output
+        return digest(folder / "undisturbed", name)
+
+    return once(f"example-{name}-{ranks}", compute)
+
+
+@each
+def test_examples_change_at_most_six_lines(name: str) -> None:
+    """Changed and added ones, blank ones left out, those that only move to the right too."""
+    before, after = ((EXAMPLES / f"{file}.py").read_text().splitlines() for file in (f"{name}_before", name))
+    moved = difflib.ndiff([line.strip() for line in before], [line.strip() for line in after])
+    changed = [line for line in moved if line.startswith("+ ") and line.strip() != "+"]
+    assert 0 < len(changed) <= 6, changed
+    assert 50 <= len(before) <= 110
+
+
+@each
+def test_examples_end_with_the_same_weights_after_a_killed_rank(
+    name: str, once: Once, forks: Forks, tmp_path: Path
+) -> None:
+    ranks, calls = LOOPS[name]
+    blow = {"rank": random.randrange(ranks), "call": random.randrange(2, calls - 4), "delay_s": random.random() * 0.05}
+    line = ("launch", f"--nproc={ranks}", STRUCK, EXAMPLES / f"{name}.py")
+    codes, output = forks.run(*line, cwds=[tmp_path], env=strike(tmp_path, signal="SIGKILL", **blow))
+    assert codes == [0], f"{blow}\n{output}"
+    assert (tmp_path / "struck").exists()
+    assert digest(tmp_path, name) == undisturbed(once, forks, tmp_path, name, ranks), f"{blow}\n{output}"
+
+
+@each
+def test_examples_go_on_with_the_same_command_after_a_stop(
+    name: str, once: Once, forks: Forks, tmp_path: Path
+) -> None:
+    """One rank alone is asked to stop: they all save the same step and leave."""
+    ranks, calls = LOOPS[name]
+    blow = {"rank": random.randrange(ranks), "call": random.randrange(2, calls // 2), "hold_s": 0.15}
+    codes, output = by_hand(forks, tmp_path, name, ranks=ranks, env=strike(tmp_path, signal="SIGTERM", **blow))
+    assert codes == {143}, f"{blow}\n{output}"
+    assert not (tmp_path / f"{name}.pt").exists()
+    codes, output = by_hand(forks, tmp_path, name, ranks=ranks)
+    assert codes == {0}, f"{blow}\n{output}"
+    assert digest(tmp_path, name) == undisturbed(once, forks, tmp_path, name, ranks), f"{blow}\n{output}"

@@ -1,0 +1,61 @@
+"""Lightning, transformers' Trainer and Accelerate with rankup's callbacks: the promises that their pages make."""
+
+import importlib.util
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.promises.test_examples import STRUCK, digest, strike
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import ROOT
+
+FOLDER = ROOT / "tests" / "rigs" / "integrations"
+# What a script needs, and optimizer steps in a run
+LOOPS = {
+    "lightning_loop": ("lightning", 30), "trainer_loop": ("transformers", 45), "accelerate_loop": ("accelerate", 30),
+}
+PACKAGES = {package: importlib.util.find_spec(package) is not None for package, _ in LOOPS.values()}
+WARN = {"PYTHONWARNINGS": ""}  # these libraries warn
+each = pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.skipif(not PACKAGES[package], reason=f"needs {package}"))
+    for name, (package, _) in LOOPS.items()
+])
+Once = Callable[[str, Callable[[], str]], str]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Processes that have imported these libraries already: that takes longer than the training."""
+    server = Forks(tmp_path_factory.mktemp("loaded"), more=[package for package, there in PACKAGES.items() if there])
+    yield server
+    server.close()
+
+
+def run(forks: Forks, folder: Path, name: str, **env: str) -> tuple[list[int], str]:
+    words = (STRUCK, FOLDER / f"{name}.py")
+    preload = "tests.rigs.struck:by_fork"
+    return forks.run(*words, world_size=2, cwds=[folder] * 2, preload=preload, env=WARN | env)
+
+
+@each
+@pytest.mark.parametrize("name_of_signal", ["SIGTERM", "SIGKILL"])
+def test_integrations_go_on_to_the_same_weights(
+    name: str, name_of_signal: str, once: Once, loaded: Forks, tmp_path: Path
+) -> None:
+    """After a stop, which one rank is asked for, and after the loss of a rank, by the same command."""
+
+    def undisturbed() -> str:
+        (tmp_path / "undisturbed").mkdir()
+        codes, output = run(loaded, tmp_path / "undisturbed", name)
+        assert codes == [0, 0], output
+        return digest(tmp_path / "undisturbed", name)
+
+    expected = once(f"integration-{name}", undisturbed)
+    blow = {"rank": 1, "call": random.randrange(2, LOOPS[name][1] - 12), "hold_s": 0.15}
+    codes, output = run(loaded, tmp_path, name, **strike(tmp_path, signal=name_of_signal, **blow))
+    assert codes == ([143, 143] if name_of_signal == "SIGTERM" else [171, -9]), f"{blow}\n{output}"
+    codes, output = run(loaded, tmp_path, name)
+    assert codes == [0, 0], f"{blow}\n{output}"
+    assert digest(tmp_path, name) == expected, f"{blow}\n{output}"

@@ -1,0 +1,58 @@
+"""`python tests/rigs/struck.py SCRIPT WORDS`: somebody's script, which is struck at the N-th step of an optimizer.
+
+STRIKE in the environment is JSON: {"rank": -1 for all, "call": N, "delay_s": so much later, "signal": "SIGKILL",
+"hold_s": sleep so long in this step and each later one, "marker": file that is written just before}. Who finds the
+marker strikes no more. An unset STRIKE changes nothing.
+"""
+
+import itertools
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import rankup  # noqa: F401  # for `launch`, which forks the ranks of a script that imports it
+
+STRIKE = json.loads(os.environ.get("STRIKE", "{}"))
+CALLS = itertools.count(1)
+
+
+def run(script: str) -> None:
+    if STRIKE and not Path(STRIKE["marker"]).exists():
+        register_optimizer_step_pre_hook(_strike)
+    runpy.run_path(script, run_name="__main__")
+
+
+def by_fork() -> None:
+    """The preload of a process of tests/rigs/fork_server.py, which ends with it, as Python ends a script."""
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, "")
+    runpy.run_path(__file__, run_name="__main__")
+    sys.exit()
+
+
+def _strike(*_: Any) -> None:
+    call = next(CALLS)
+    if call < STRIKE["call"]:
+        return
+    if call == STRIKE["call"] and STRIKE.get("signal") and STRIKE["rank"] in (-1, int(os.environ["RANK"])):
+        delay_s = STRIKE.get("delay_s", 0.0)
+        threading.Timer(delay_s, _now).start() if delay_s else _now()
+    time.sleep(STRIKE.get("hold_s", 0.0))
+
+
+def _now() -> None:
+    Path(STRIKE["marker"]).touch()
+    os.kill(os.getpid(), getattr(signal, STRIKE["signal"]))
+
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    run(sys.argv[0])
