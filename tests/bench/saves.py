@@ -41,14 +41,13 @@ def train(how: str, world_size: int, steps: int, folder: Path) -> dict[str, Any]
     """One training in processes of its own, and what rank 0 measured."""
     save = ("--save=sync", f"--save-every-steps={10 * steps}") if how == "none" else (
         f"--save={how}", f"--save-every-steps={EVERY}")
-    command = ["train"] if world_size == 1 else ["launch", "--nproc", str(world_size), "--max-restarts", "0"]
-    line = [*command, *LINE, *save, f"--max-steps={steps}", f"--run-dir={folder}"]
+    launch = ["-m", "rankup", "launch", "--nproc", str(world_size), "--max-restarts", "0"] if world_size > 1 else []
+    line = [*launch, str(MAIN), "train", *LINE, *save, f"--max-steps={steps}", f"--run-dir={folder}"]
     # Python runs it in each process as it starts
     (folder / "sitecustomize.py").write_text("from tests.bench.saves import install\n\ninstall()\n")
     env = environment({"PYTHONPATH": f"{folder}:{ROOT}", "MEASURED": str(folder / "measured.json")})
     ran = subprocess.run(
-        [sys.executable, MAIN, *line], env=env, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        [sys.executable, *line], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     if ran.returncode != 0:
         sys.exit(f"{' '.join(line)} ended with {ran.returncode}:\n{ran.stdout}")
@@ -88,13 +87,13 @@ def measure(loop: Any) -> None:
         ends.append(time.perf_counter())
         return done
 
-    def report(t: Any, **more: Any) -> None:
+    def report(t: Any, *values: Any, **more: Any) -> None:
         if t.group.is_rank0:
             per_s = (len(ends) - WARM) * BATCH / (ends[-1] - ends[WARM - 1])
             found = {"blocked_s": blocked_s / max(1, saves), "images_per_s": per_s, "step": t.saved.step}
             found["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             Path(os.environ["MEASURED"]).write_text(json.dumps(found))
-        write_result(t, **more)
+        write_result(t, *values, **more)
 
     loop.step, loop.save, Run.look, loop.write_result = timed_step, timed_save, timed_look, report  # type: ignore[method-assign]
 

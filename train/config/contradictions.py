@@ -126,8 +126,8 @@ def _of_method(c: Settings) -> Iterator[Contradiction]:
         yield refuse("compress", "none or fp16", "Horovod does not sum bf16. Use ddp.")
     if c.compress != "none" and c.parallel not in ("auto", "ddp", "horovod"):
         yield refuse("compress", "none", "Only ddp sends gradients through hooks.")
-    if c.parallel == "fsdp" and c.save == "async":
-        yield refuse("save", "auto or sync", "No rank holds a whole state to copy.")
+    if c.parallel == "fsdp" and c.save == "async" and c.checkpoint_format == "plain":
+        yield refuse("save", "auto or sync", "No rank holds a whole state to copy: see --checkpoint-format sharded.")
     if c.checkpoint_format == "sharded" and c.parallel != "fsdp":
         yield refuse("checkpoint_format", "plain", "Only fsdp splits what is saved.")
 
