@@ -1,4 +1,4 @@
-"""Lightning, transformers' Trainer and Accelerate with rankup's callbacks: the promises that their pages make."""
+"""transformers' Trainer and Accelerate with rankup's callbacks: the promises that their pages make."""
 
 import importlib.util
 import random
@@ -13,9 +13,7 @@ from tests.rigs.jobs import ROOT
 
 FOLDER = ROOT / "tests" / "rigs" / "integrations"
 # What a script needs, and optimizer steps in a run
-LOOPS = {
-    "lightning_loop": ("lightning", 30), "trainer_loop": ("transformers", 45), "accelerate_loop": ("accelerate", 30),
-}
+LOOPS = {"trainer_loop": ("transformers", 45), "accelerate_loop": ("accelerate", 30)}
 PACKAGES = {package: importlib.util.find_spec(package) is not None for package, _ in LOOPS.values()}
 WARN = {"PYTHONWARNINGS": ""}  # these libraries warn
 each = pytest.mark.parametrize("name", [
