@@ -1,4 +1,4 @@
-"""The live objects as a copy keeps them: types, names without wrappers, the state of the last commit, errors by path."""
+"""Live objects as a copy keeps them: types, names without wrappers, the state of the last commit, errors by path."""
 
 from collections import Counter
 from typing import Any
@@ -110,10 +110,10 @@ def test_change_between_two_steps_is_noticed() -> None:
     tracked.commit()
     tracked.check_unchanged()
     items["schedule"].step()
-    with pytest.raises(UserError, match="schedule must change inside job.step alone"):
+    with pytest.raises(UserError, match=r"schedule must change inside job\.step alone"):
         tracked.check_unchanged()
     tracked.commit()
     with torch.no_grad():
         next(items["ema"].parameters()).add_(1)
-    with pytest.raises(UserError, match="ema must change inside job.step alone"):
+    with pytest.raises(UserError, match=r"ema must change inside job\.step alone"):
         tracked.check_unchanged()
