@@ -31,6 +31,7 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # before torch: it prints a thousan
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
+from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv, read_rank_env
 from rankup.group.meeting import meet
 
@@ -54,7 +55,8 @@ def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[
     def one(rank: int) -> None:
         try:
             launch = launch_of(rank, world_size, port)
-            meet(launch, settings={"torch": "x"}, attempt="a", timeout_s=TIMEOUT_S, log=QUIET, sign=dict)
+            record = RecordWriter(None)
+            meet(launch, settings={"torch": "x"}, attempt="a", timeout_s=TIMEOUT_S, log=QUIET, record=record)
             ends.put((rank, time.monotonic(), ""))
         except Exception as error:
             ends.put((rank, time.monotonic(), f"{type(error).__name__}: {error}"[:300]))

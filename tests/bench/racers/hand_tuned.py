@@ -4,7 +4,7 @@ From PyTorch's performance tuning guide: channels_last, a fused optimizer, gradi
 static graph was slower), no buffers to send, no loss read in the loop. Besides: no DataLoader, but images in memory
 (of the GPU, where there is one), taken by index.
 The guide also advises another malloc, for the page faults of each step. Here glibc's is set up instead, as by rankup:
-see train/process/allocator.py.
+see train/parallel/allocator.py.
 """
 
 import warnings
