@@ -3,14 +3,14 @@
 `job = rankup.init("runs/mine", seed=0)` is the library's way in, see `loop.md`. It imports torch.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rankup.errors import JoinError as JoinError
-from rankup.errors import PeerLost as PeerLost
-from rankup.errors import Stopped as Stopped
-from rankup.errors import UserError as UserError
-
 if TYPE_CHECKING:
+    from rankup.errors import JoinError as JoinError
+    from rankup.errors import PeerLost as PeerLost
+    from rankup.errors import Stopped as Stopped
+    from rankup.errors import UserError as UserError
     from rankup.job import Job as Job
     from rankup.job import init as init
 
@@ -18,8 +18,7 @@ __all__ = ["Job", "JoinError", "PeerLost", "Stopped", "UserError", "init"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("Job", "init"):
+    if name not in __all__:
         raise AttributeError(f"module 'rankup' has no attribute {name!r}")
-    from rankup import job
-
-    return getattr(job, name)
+    # Not before: `python -m rankup.errors`, which shell files run, must find it not imported yet
+    return getattr(import_module("rankup.job" if name in ("Job", "init") else "rankup.errors"), name)

@@ -612,6 +612,8 @@ class Batches:
                 with group.watch.clock.during("data"):
                     found = next(pairs, None)
                 if found is None:
+                    if skip and streams[number] == skip:
+                        group.log.info("resumed behind the last batch: the code after the loop over batches runs again")
                     return
                 job._tracked.check_unchanged()
                 batch, live.weight = found

@@ -60,7 +60,7 @@ def test_script_in_a_package_has_the_package_for_its_own(tmp_path: Path) -> None
     found = imported(Script.find([str(script)]))
     assert found == {"../__init__.py", "__init__.py", "tools.py", "near.py"}
     program = imported(Script.find([str(ROOT / "train/main.py")]))
-    assert {"loop.py", "process/stop.py"} <= program
+    assert {"loop.py", "group.py"} <= program
 
 
 def test_module_is_found_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,7 @@ def test_the_end_of_rank_0_is_told_before_its_process_may_end() -> None:
 
 
 def test_a_join_that_fails_closes_the_leaders_port() -> None:
+    gc.collect()  # what other tests left
     place, threads = Place(), set(threading.enumerate())
     first, other = replace(member(0), left_s=0.5), replace(member(1), left_s=0.5, world_size=4)
     lines = [MemberLine(each, {}, place, say=print, record=RecordWriter(None)) for each in (first, other)]

@@ -60,7 +60,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.4f}")
+            print(f"finished epoch {epoch}")
 
     if dist.get_rank() == 0:
         torch.save(model.module.state_dict(), "ddp.pt")

@@ -64,7 +64,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.4f}")
+            print(f"finished epoch {epoch}")
 
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:

@@ -91,7 +91,7 @@ def main() -> None:
                 scheduler.step()
         result = accuracy(model, val_loader, device)
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.4f}, accuracy {result:.4f}")
+            print(f"epoch {epoch}: accuracy {result:.4f}")
     if dist.get_rank() == 0:
         torch.save(model.module.state_dict(), "imagenet.pt")
 
