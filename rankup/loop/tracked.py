@@ -210,7 +210,8 @@ class Tracked:
         if isinstance(item, nn.Module):
             item.load_state_dict(self._renamed(name, values, live=True))
         elif isinstance(item, Optimizer):
-            item.load_state_dict(_laid_out(values, item))
+            parameters = (each for group in item.param_groups for each in group["params"])
+            item.load_state_dict(laid_out(values, dict(enumerate(parameters))))
         elif isinstance(item, torch.Tensor):
             with torch.no_grad():
                 item.copy_(values)
@@ -237,11 +238,13 @@ class Tracked:
                 group["lr"] = rate
 
 
-def _laid_out(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer state with each tensor in the memory format of its parameter. Fused kernels pass through both as
-    they lie in memory: where the formats differ they pair wrong elements, without a word."""
-    parameters = dict(enumerate(each for group in optimizer.param_groups for each in group["params"]))
+def laid_out(state: dict[str, Any], parameters: dict[Any, torch.Tensor]) -> dict[str, Any]:
+    """The optimizer state with each tensor in the memory format of its parameter: `parameters` has the same keys.
 
+    A checkpoint may have been written in the other format, by a method that does not take channels_last. The fused
+    kernels pass through a parameter and its state as both lie in memory: where the formats differ they pair wrong
+    elements, without a word.
+    """
     def fit(value: Any, parameter: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
             return value

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rankup.env.rank_env import RankEnv
@@ -15,14 +15,13 @@ from train.config.command_line import Request
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """`request`: the command line. `found`: which rank this is, or why it can be none. `folder`: inside the run's."""
+    """`request`: the command line. `found`: which rank this is, or why it can be none."""
 
     config: Config
     request: Request
     found: RankEnv | UserError
     log: logging.Logger
     stop: StopRequest
-    folder: str = ""
 
     @property
     def launch(self) -> RankEnv:
@@ -34,11 +33,7 @@ class Context:
     @property
     def run_dir(self) -> Path:
         """The folder that this command writes to."""
-        return run_directory(self.config, self.launch) / self.folder
-
-    def in_folder(self, name: str) -> "Context":
-        """The same in a folder of its own inside the run's, so that the run's status stays the training's."""
-        return replace(self, folder=name)
+        return run_directory(self.config, self.launch)
 
 
 def run_directory(config: Config, launch: RankEnv) -> Path:

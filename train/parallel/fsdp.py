@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rankup.errors import ConfigError
-from train.parallel.method import Method, keep_kernels, laid_out, parameter_names, rekeyed
+from rankup.loop.tracked import laid_out
+from train.parallel.method import Method, keep_kernels, parameter_names, rekeyed
 
 # Gathered on rank 0, on the CPU, one tensor at a time: no device has to hold the whole model
 GATHERED = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from rankup.group.group import Group
+from rankup.loop.tracked import laid_out
 from train.config import Config
 
 
@@ -135,24 +136,3 @@ def keep_kernels(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dic
     checkpoint of another method may ask for one that does not exist here. Raises ValueError for other groups."""
     pairs = zip(state["param_groups"], optimizer.param_groups, strict=True)
     return {"state": state["state"], "param_groups": [{**saved, "fused": own["fused"]} for saved, own in pairs]}
-
-
-def laid_out(state: dict[str, Any], parameters: dict[Any, torch.Tensor]) -> dict[str, Any]:
-    """The optimizer state with each tensor in the memory format of its parameter: `parameters` has the same keys.
-
-    A checkpoint may have been written in the other format, by a method that does not take channels_last. The fused
-    kernels pass through a parameter and its state as both lie in memory: where the formats differ they pair wrong
-    elements, without a word.
-    """
-    def fit(value: Any, parameter: torch.Tensor) -> Any:
-        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-            return value
-        if value.stride() == parameter.stride():
-            return value
-        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype).copy_(value)
-
-    fitted = {
-        key: {name: fit(value, parameters[key]) for name, value in values.items()} if key in parameters else values
-        for key, values in state["state"].items()
-    }
-    return {**state, "state": fitted}
