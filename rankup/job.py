@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
@@ -25,9 +24,9 @@ import torch
 
 from rankup.agent.logs import line_head, setup_logging
 from rankup.agent.processes import die_with_parent, finish
-from rankup.agent.status import StatusFile, tell_platform, tell_torchrun
+from rankup.agent.status import StatusFile, tell_end
 from rankup.env.rank_env import read_rank_env
-from rankup.errors import OURS, USER_MISTAKE, Stopped, UserError, exit_code, reason
+from rankup.errors import Stopped, UserError
 from rankup.group.joining import join
 from rankup.group.stop import StopRequest
 from rankup.loop.batches import Source, evaluation_batches, source_of
@@ -506,22 +505,7 @@ class Job:
             self._stack.__exit__(type(error), error, error.__traceback__)
         except BaseException as failure:  # the cause, where another rank is to blame
             error = failure
-        code = exit_code(error)
-        tell_torchrun(error)
-        if not getattr(error, "printed_elsewhere", False):
-            tell_platform(f"{self._head}{reason(error)}", code)
-        if isinstance(error, Stopped):
-            log.info(str(error))
-        elif getattr(error, "printed_elsewhere", False):
-            log.debug(str(error))
-        elif isinstance(error, OURS):
-            log.warning(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
-        else:
-            from rankup.explain import advice  # it compiles the patterns of all known faults, a twentieth of a second
-
-            text = "".join(traceback.format_exception(error)).rstrip()
-            log.warning("\n".join(filter(None, [text, advice(text)])))
-        finish(code)
+        finish(tell_end(error, self._head, log=log, advice=_advice))
 
     # Copies ---------------------------------------------------------------------------------------------------
 
@@ -564,6 +548,12 @@ def _check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = 
         )
     if not {*Position.names(), "seed", "world_size", "written_by"} <= record.keys():
         raise ValueError(f"{STATE}: a field is missing")
+
+
+def _advice(text: str) -> str:
+    from rankup.explain import advice  # it compiles the patterns of all known faults, a twentieth of a second
+
+    return advice(text)
 
 
 def _number(value: Any) -> float:

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,9 +28,9 @@ if __name__ == "__main__":
 from rankup import cli
 from rankup.agent.logs import guard, line_head, setup_logging
 from rankup.agent.processes import finish
-from rankup.agent.status import tell_platform, tell_torchrun
+from rankup.agent.status import tell_end
 from rankup.env.rank_env import RankEnv, code_folder, read_rank_env, with_options, without_launcher
-from rankup.errors import FINISHED, OURS, USER_MISTAKE, ConfigError, Stopped, UserError, exit_code, reason
+from rankup.errors import FINISHED, USER_MISTAKE, ConfigError, UserError
 from train.commands.context import Context
 from train.commands.table import COMMANDS
 from train.config import load_config
@@ -78,7 +77,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
             _prepare_process(found, stop)
         return COMMANDS[request.command](Context(config, request, found, log, stop), request.options) or FINISHED
     except BaseException as error:
-        return _report(error, head)
+        return tell_end(error, head, log=log, advice=_advice)
 
 
 def _read_environment(request: Request) -> RankEnv | UserError:
@@ -121,28 +120,10 @@ def _prepare_imports() -> None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
 
 
-def _report(error: BaseException, head: str) -> int:
-    """Print an end that is no success, as its kind deserves, and return its code. `head`: who this rank is."""
-    tell_torchrun(error)
-    code = exit_code(error)
-    if not getattr(error, "printed_elsewhere", False):
-        tell_platform(f"{head}{reason(error)}", code)
-    if isinstance(error, Stopped):
-        log.info(str(error))
-    elif getattr(error, "printed_elsewhere", False):
-        log.debug(str(error))
-    elif isinstance(error, OURS):
-        log.warning(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
-    else:
-        # Imported where it is needed: it compiles the patterns of all known faults, a twentieth of a second
-        from rankup.explain import advice
+def _advice(text: str) -> str:
+    from rankup.explain import advice  # it compiles the patterns of all known faults, a twentieth of a second
 
-        # The rank and host stand before each line: in a heap of logs this is the one to find
-        text = "".join(traceback.format_exception(error)).rstrip()
-        log.warning(text)
-        if known := advice(text):
-            log.warning(known)
-    return code
+    return advice(text)
 
 
 def entry(stop: StopRequest | None = None) -> NoReturn:

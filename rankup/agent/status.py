@@ -12,11 +12,13 @@ failed: yesterday's success must never be read as today's.
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +28,19 @@ from rankup.agent.logs import host_name
 from rankup.agent.processes import start_of
 from rankup.agent.protocol import Member
 from rankup.env.rank_env import RankEnv
-from rankup.errors import FINISHED, JOIN_FAILED, PEER_LOST, USER_MISTAKE, JoinError, PeerLost, root_cause
+from rankup.errors import (
+    FINISHED,
+    JOIN_FAILED,
+    OURS,
+    PEER_LOST,
+    USER_MISTAKE,
+    JoinError,
+    PeerLost,
+    Stopped,
+    exit_code,
+    reason,
+    root_cause,
+)
 from rankup.places.files import read_json, write_atomically, write_json
 from rankup.places.lease import Lease
 
@@ -176,6 +190,29 @@ def tell_torchrun(error: BaseException) -> None:
                 more["py_callstack"] = record["message"]["message"]
                 more["timestamp"] = str(int(more["timestamp"]) + (VICTIM_LATER_S if victim else 0))
                 write_json(Path(path), record)
+
+
+def tell_end(error: BaseException, head: str, *, log: logging.Logger, advice: Callable[[str], str]) -> int:
+    """Print an end of this process that is no success, as its kind deserves, tell it to whoever started the process,
+    and return its exit code. `head`: who this rank is. `advice`: what a text of a fault has to do with known ones."""
+    tell_torchrun(error)
+    code = exit_code(error)
+    elsewhere = getattr(error, "printed_elsewhere", False)
+    if not elsewhere:
+        tell_platform(f"{head}{reason(error)}", code)
+    if isinstance(error, Stopped):
+        log.info(str(error))
+    elif elsewhere:
+        log.debug(str(error))
+    elif isinstance(error, OURS):
+        log.warning(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
+    else:
+        # The rank and host stand before each line: in a heap of logs this is the one to find
+        text = "".join(traceback.format_exception(error)).rstrip()
+        log.warning(text)
+        if known := advice(text):
+            log.warning(known)
+    return code
 
 
 # Stacks ---------------------------------------------------------------------------------------------------------------
