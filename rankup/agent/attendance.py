@@ -215,6 +215,9 @@ class Attendance:
             async with asyncio.timeout(min(HELLO_S, max(1.0, self._until_s - self._clock()))):
                 greeting = await link.receive()
             over = str(greeting["over"])
+        except asyncio.CancelledError:
+            link.close()
+            raise
         except (OSError, LookupError):
             over = (
                 f"something accepts connections at {host}:{port} but does not answer as a rendezvous store: another "

@@ -54,6 +54,8 @@ class Links:
                 self._hear(local_rank, await link.receive())
         except (ConnectionError, LookupError, TypeError, ValueError):
             pass  # the rank's process has ended
+        except asyncio.CancelledError:
+            pass  # the event loop ends. Python 3.11 prints a traceback where this is passed on
         finally:
             link.close()
             if self._links.get(local_rank) is link:

@@ -416,6 +416,29 @@ def test_loop_that_ends_with_a_connection_says_nothing() -> None:
     assert done.stdout + done.stderr == ""
 
 
+def test_member_whose_loop_ends_before_the_leader_greets_it_closes_its_connection() -> None:
+    text = """
+        import asyncio, socket
+        from rankup.agent.attendance import Attendance
+        from rankup.agent.protocol import Member
+        server = socket.create_server(("127.0.0.1", 0))
+        server.setblocking(False)
+        async def find():
+            return server.getsockname()
+        async def leave():
+            me = Member("t", 1, 1, 2, "here", 1, "d", 9.0)
+            waiting = asyncio.create_task(anext(Attendance(me, {}, find, notice=print).events()))
+            client, _ = await asyncio.get_running_loop().sock_accept(server)
+            await asyncio.sleep(0.05)  # it waits to be greeted
+            return client
+        asyncio.run(leave()).close()
+        server.close()
+    """
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(text)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""
+
+
 @asynchronous
 async def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(meeting, "HELLO_S", 0.01)
