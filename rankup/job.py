@@ -5,45 +5,42 @@ Where the run stands is its position: the number of finished steps, the epoch, a
 and the position of the last commit, whenever it is made.
 """
 
-import atexit
 import contextlib
-import dataclasses
 import logging
 import os
-import sys
-import time
-from collections.abc import Iterator
-from copy import copy
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from rankup.agent.logs import line_head, setup_logging
-from rankup.agent.processes import die_with_parent, finish
-from rankup.agent.status import StatusFile, tell_end
+from rankup.agent.processes import die_with_parent
+from rankup.agent.status import StatusFile
 from rankup.env.rank_env import read_rank_env
 from rankup.errors import Stopped, UserError
+from rankup.group.group import Group
 from rankup.group.joining import join
 from rankup.group.stop import StopRequest
-from rankup.loop.batches import Source, evaluation_batches, source_of
-from rankup.loop.commit import Changing
-from rankup.loop.position import Live, Position
+from rankup.loop.batches import Source, evaluation_batches
+from rankup.loop.ends import Ends
+from rankup.loop.passes import Batches, Live
+from rankup.loop.record import BEGIN_ANEW, Position, check_random_scheme, check_record
+from rankup.loop.saving import LOADERS, Saving
 from rankup.loop.seeds import derive_seed, seed_everything
-from rankup.loop.tracked import Tracked, fix_bucket_order
+from rankup.loop.tracked import Tracked, copied, fix_bucket_order
 from rankup.observe.metrics import Metrics, entry
-from rankup.state import rescue, tree
-from rankup.state.copies import STATE, Content, to_json
-from rankup.state.run import Options, open_run
-from rankup.state.shards import INDEX, Shards
+from rankup.observe.rank_reports import RankReports
+from rankup.observe.reporter import Course, Reporter, speed
+from rankup.observe.step_clock import open_clock
+from rankup.observe.stragglers import COMPUTE, WAITING
+from rankup.observe.tracker import Facts
+from rankup.state.run import Options, Run, open_run
 
-FORMAT = "job 1"  # of `state.json`; the copies of `train` have another
 WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of
-LOADERS = "rankup_loaders"  # the states of loaders that can be asked for them, beside the tracked items
-CHECKED_STEPS = 20  # a mistake in a loop is one of every step
 
 log = logging.getLogger("rankup")
 
@@ -59,30 +56,95 @@ def init(
     `run`: the folder of the run; the same call goes on from what it finds there. `seed`: of orders and random numbers;
     models are built equal on all ranks. `device`: "auto" takes the accelerator of this local rank, else the CPU.
     `fresh`: put aside what is in the folder, and begin anew. `save_every_steps`: None saves at each end of an epoch, or
-    each 1,000 steps without `job.epochs`. `keep`: so many copies stay. `log_every_steps`: so often the values of
-    `job.step` are written. The deadlines are in seconds; past one the stacks are written, and the process ends.
+    each 1,000 steps without `job.epochs`; 0 leaves it to `job.save`. `keep`: so many copies stay. `log_every_steps`: so
+    often the values of `job.step` are written. The deadlines are in seconds; past one the stacks are written, and the
+    process ends.
 
     Raises LaunchError where the environment describes no rank, JoinError where the ranks do not meet, and UserError
     where the run can't be gone on with.
     """
     given = {name: value for name, value in locals().items() if name not in ("run", "device")}
-    return Job(Path(run), device, Settings(**given))
+    settings, ends = Settings(**given), Ends()
+    stop = StopRequest().install()
+    stop.print_through(log)
+    launch = read_rank_env(os.environ)
+    ends.head = line_head(launch.rank, launch.world_size)
+    setup_logging(rank=launch.rank, world_size=launch.world_size)
+    if launch.parent_pid:
+        die_with_parent(launch.parent_pid)
+    group = ends.stack.enter_context(join(
+        launch, settings={f"setting {name}": str(value) for name, value in given.items()}, timeout_s=join_timeout_s,
+        status=StatusFile(Path(run), launch), stop=stop, log=log, device=None if device == "auto" else device,
+        longest_phase_s=max(setup_timeout_s, step_timeout_s, save_timeout_s),
+        needs_process_group=True,  # DistributedDataParallel needs one, even of one rank
+    ))
+    ends.take_errors()
+    options = Options(
+        sharded=True, fresh=fresh, keep=keep, setup_s=setup_timeout_s, save_s=save_timeout_s, start=launch.start,
+        check=check_record, fits=lambda path, record: _check_seed(path, record, seed),
+        wanted=lambda other: group.restarted,
+    )
+    job = ends.stack.enter_context(open_job(group, settings, options, owned=group.status.claim))
+    job._ends = ends
+    ends.finish = job.finish
+    seed_everything(derive_seed(seed), group.device)
+    group.watch.enter("setup", setup_timeout_s)
+    return job
+
+
+def _check_seed(path: Path, record: dict[str, Any], seed: int) -> None:
+    """Raises UserError where a run with this seed can't go on from the copy `path`."""
+    check_random_scheme(path, record)
+    if record["seed"] != seed:
+        raise UserError(
+            f"{path.parents[1]} was begun with other settings: seed was {record['seed']}, is {seed}. "
+            "Set it back to go on, or fresh=True to begin anew, or another run."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The arguments of `init`."""
+    """The arguments of `init`, and what else a program may set that opens its job itself.
+
+    `begin_anew`, `again`: how its user begins a run anew, and goes on with one. `gather`, `share_all`: see `Tracked`.
+    `can_rescue`: a rank that lost another one still holds the whole last commit. `load`: see
+    `rankup.observe.stragglers.Window`. `tracker`: its name; it is shown the settings `shown`.
+    """
 
     seed: int
-    fresh: bool
-    save_every_steps: int | None
-    keep: int
-    log_every_steps: int
-    tensorboard: bool
-    join_timeout_s: float
-    setup_timeout_s: float
-    step_timeout_s: float
-    save_timeout_s: float
+    fresh: bool = False
+    save_every_steps: int | None = None
+    keep: int = 2
+    log_every_steps: int = 10
+    tensorboard: bool = True
+    join_timeout_s: float = 300.0
+    setup_timeout_s: float = 1800.0
+    step_timeout_s: float = 600.0
+    save_timeout_s: float = 600.0
+    begin_anew: str = BEGIN_ANEW
+    again: str = "The same command"
+    gather: bool = False
+    share_all: bool = False
+    can_rescue: bool = True
+    tracker: str = "none"
+    shown: dict[str, Any] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def open_job(
+    group: Group, settings: Settings, options: Options, *, owned: Callable[[Any], None] = lambda owner: None
+) -> Iterator["Job"]:
+    """The job of a group of ranks that has met, for the length of the block. See `rankup.state.run.open_run`."""
+    with open_run(group.run_dir, group, options, owned=owned) as run:
+        group.status.begun = not run.finished
+        job = Job(group, run, settings)
+        try:
+            yield job
+        except BaseException as error:
+            with contextlib.suppress(UserError):  # the reason for leaving is the other error
+                job.close(type(error))
+            raise
+        job.close(None)
 
 
 class Job:
@@ -92,72 +154,60 @@ class Job:
     `epoch`: where `job.epochs` stands.
     """
 
-    def __init__(self, run_dir: Path, device: str, settings: Settings) -> None:
-        self.run_dir, self.settings = run_dir, settings
-        self._stack = contextlib.ExitStack()
-        self._take_over_ends()
-        stop = StopRequest().install()
-        stop.print_through(log)
-        launch = read_rank_env(os.environ)
-        self._head = line_head(launch.rank, launch.world_size)
-        setup_logging(rank=launch.rank, world_size=launch.world_size)
-        if launch.parent_pid:
-            die_with_parent(launch.parent_pid)
-        status = StatusFile(run_dir, launch)
-        self._group = self._stack.enter_context(join(
-            launch, settings={f"setting {name}": str(value) for name, value in dataclasses.asdict(settings).items()},
-            timeout_s=settings.join_timeout_s, status=status, stop=stop, log=log,
-            device=None if device == "auto" else device,
-            longest_phase_s=max(settings.setup_timeout_s, settings.step_timeout_s, settings.save_timeout_s),
-            needs_process_group=True,  # DistributedDataParallel needs one, even of one rank
-        ))
-        group = self._group
-        self.rank, self.local_rank, self.world_size = launch.rank, launch.local_rank, launch.world_size
-        self.is_main, self.device = launch.rank == 0, group.device
-        sys.excepthook = self._on_error  # torch has put its own around ours, and keeps what that prints
-        options = Options(
-            sharded=True, fresh=settings.fresh, keep=settings.keep, setup_s=settings.setup_timeout_s,
-            save_s=settings.save_timeout_s,
-            start=launch.start, check=_check, fits=self._fits,
-            wanted=lambda other: group.restarted,
+    def __init__(self, group: Group, run: Run, settings: Settings) -> None:
+        self.group, self.run, self.settings = group, run, settings
+        self.run_dir, self.device, self.is_main = group.run_dir, group.device, group.is_rank0
+        self.rank, self.local_rank, self.world_size = group.rank, group.local_rank, group.world_size
+        self.position = Position.of(run.newest.record if run.newest is not None else None)
+        self.tracked = Tracked(gather=settings.gather, share_all=settings.share_all)
+        self.saving = Saving(
+            group, run, self.tracked, self.position, seed=settings.seed, begin_anew=settings.begin_anew,
+            again=settings.again,
         )
-        self._run = self._stack.enter_context(open_run(
-            run_dir, group, options, owned=lambda owner: status.claim(owner),
-        ))
-        self._run.saver.sharded = False  # until split state is tracked
-        status.begun = True
-        self._stop = stop
-        self._tracked = Tracked()
-        newest = self._run.newest
-        self._position = Position.of(newest.record if newest is not None else None)
-        self._changing = Changing(self._position, group.device)
-        self._metrics = Metrics(None, self._position, saved=self._position, tensorboard=False)
-        self._loader_states: list[Any] = []  # as of the last commit
-        if newest is not None:
-            self._loader_states = newest.tracked.get(LOADERS, {}).get(f"{self.rank} of {self.world_size}", [])
-        self._live = Live(self._position, self._loader_states)
+        self.changing = self.saving.changing
+        self.course = Course(self.position, self.position.step)
+        self.clock = open_clock(group.device, group.link, world_size=group.world_size)
+        self.reports = RankReports(group, self.clock, step=self.position.step)
+        self.live = Live(self.position, self.saving.loader_states)
+        self._reporter: Reporter | None = None
+        if self.is_main:
+            facts = Facts(
+                tracker=settings.tracker, run=run.lineage.run, name=self.run_dir.name, run_dir=str(self.run_dir),
+                address=run.address, settings=settings.shown,
+            )
+            tracker = facts if settings.tracker != "none" else None
+            self._reporter = Reporter(group, run.lineage.run, self.course, tracker)
+            self._reporter.start(finished=run.finished)
+        self._ends: Ends | None = None
         self._sources: dict[int, tuple[Any, Source]] = {}  # by the id of the loader, which is kept alive
-        self._begun = self._broken = False
-        self._saved = self._position.key if newest is not None else None
-        seed_everything(derive_seed(settings.seed), group.device)
-        group.watch.enter("setup", settings.setup_timeout_s)
+        self._begun = self._inside = self._broken = False
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.saving.metrics
+
+    def close(self, kind: type[BaseException] | None) -> None:
+        """The attempt ends, with an error of this type or with success. Raises UserError where the disk is full."""
+        if self._reporter is not None:
+            self._reporter.end(kind)
+        self.metrics.close()  # TensorBoard's writer holds up to two minutes of values in memory
 
     @property
     def epoch(self) -> int:
         """Where `job.epochs` stands; 0 without it."""
-        return self._live.epoch
+        return self.live.epoch
 
     @property
     def step_number(self) -> int:
         """How many steps of the run are finished."""
-        return self._position.step
+        return self.position.step
 
     @property
     def weight(self) -> float:
         """What to multiply a mean loss of this rank's part of the batch with, so that the mean over the ranks is that
         of the global batch: 1.0 where all parts are equal."""
-        self._live.weight_asked = True
-        return self._live.weight
+        self.live.weight_asked = True
+        return self.live.weight
 
     # State ----------------------------------------------------------------------------------------------------
 
@@ -171,38 +221,27 @@ class Job:
         Raises UserError, by its path, for a value that can't be kept, and where an item does not fit the copy, or is
         not the same on all ranks.
         """
-        group = self._group
+        group = self.group
         if self._begun:
             raise UserError("track: it must be called before the first step, got a call after. Move it up.")
-        self._tracked.add(items)
+        self.tracked.add(items)
         if unfixed := fix_bucket_order(items):
             names = ", ".join(unfixed)
             group.log.info(f"track  a resume changes the last bits of {names}: its DDP settles the order of sums late")
-        self._run.saver.sharded = self._tracked.split
-        if (newest := self._run.newest) is not None:
-            self._restore(newest, items)
-        if self.world_size > 1 and not self._tracked.split:
-            for name, digest in self._tracked.fingerprint().items():
-                group.must_match(f"track: {name}", digest, remedy="Build it equally on all ranks, or leave it out.")
+        for item in items.values():
+            if isinstance(item, DistributedDataParallel):
+                self.clock.watch(item)
+        self.run.saver.sharded = self.tracked.split and not self.settings.gather
+        self.saving.can_rescue = self.settings.can_rescue and not self.tracked.split
+        if self.run.newest is not None:
+            self.saving.restore(self.run.newest, [*items])
+        if self.world_size > 1:
+            self.tracked.share_buffers()
+            if not self.tracked.split and self.run.newest is None:  # else all have restored the same
+                for name, digest in self.tracked.fingerprint().items():
+                    group.must_match(f"track: {name}", digest, remedy="Build it equally on all ranks, or leave it out.")
         self._seed()
         group.step = self.step_number
-
-    def _restore(self, newest: Any, items: dict[str, Any]) -> None:
-        """Raises UserError where the copy does not fit."""
-        if newest.sharded and not self._tracked.split:
-            newest = newest.as_plain()
-        if newest.sharded:
-            self._tracked.make_room()
-            with Shards(self.run_dir / "checkpoints" / newest.path.name, newest.files[INDEX]) as shards:
-                state = shards.read_into({**self._tracked.state()})
-        else:
-            state = newest.tracked
-        if missing := items.keys() - state.keys():
-            raise UserError(
-                f"track: {', '.join(sorted(missing))} must be in {newest.path}, got {', '.join(sorted(state))} there. "
-                "Set another run or fresh=True to begin anew."
-            )
-        self._tracked.load({name: state[name] for name in items})
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
@@ -210,24 +249,24 @@ class Job:
 
         After a resume the code after the last batch of an epoch runs again. What a block has changed before is not
         changed twice: its effect on tracked state is undone at its end. Raises UserError inside a loop over
-        `job.batches`, whose code does not run again: change the state inside `job.step` there.
+        `job.batches` or `job.steps`, whose code does not run again: change the state inside `job.step` there.
         """
-        if self._live.active:
+        if self.live.active:
             raise UserError(
                 "change: it must stand after the loop over job.batches, got one inside. Move the change into the block "
                 "of job.step."
             )
-        self._begin()
-        again = self._live.changes_to_repeat > 0
-        before = _copied(self._tracked.state()) if again else {}
-        with self._changing:
+        self.begin()
+        again = self.live.changes_to_repeat > 0
+        before = copied(self.tracked.state()) if again else {}
+        with self.changing:
             yield
             if again:
-                self._live.changes_to_repeat -= 1
-                self._tracked.load(before)
+                self.live.changes_to_repeat -= 1
+                self.tracked.load(before)
             else:
-                self._position.changes += 1
-                self._tracked.commit()
+                self.position.changes += 1
+                self.tracked.commit()
 
     def save(self, *, wait: bool = False) -> None:
         """Write a copy of the last commit, unless the newest one holds it. All ranks call this at the same step.
@@ -235,21 +274,9 @@ class Job:
         It is written beside the training, unless `wait`. Raises UserError where the disk is full, and PeerLost where
         another attempt owns the run by now.
         """
-        self._begin()
-        position = self._position
-        if self._tracked.items and position.key != self._saved:
-            state = self._tracked.state()
-            if any(each is not None for each in self._loader_states):
-                by_rank = self.gather(self._loader_states)
-                state[LOADERS] = {f"{rank} of {self.world_size}": states for rank, states in enumerate(by_rank)}
-            self._run.save(
-                position.step, self._record(position), state, may_go_on=not self._tracked.split,
-                flush=self._metrics.flush, wait=wait,
-            )
-            self._saved = position.key
+        self.begin()
+        if self.saving.save(wait=wait):
             self._enter_step()
-        elif wait:
-            self._run.settle()
 
     # The loop -------------------------------------------------------------------------------------------------
 
@@ -260,20 +287,38 @@ class Job:
         A copy that was made after the last batch of an epoch goes on behind that batch: what follows in the body, an
         evaluation for one, runs again.
         """
-        self._begin()
-        self._live.has_epochs = True
+        self.begin()
+        self.live.has_epochs = True
         while self.epoch < count:
             yield self.epoch
-            self._stop_here()
-            self._live.begin_epoch()
-            if not self._live.fetched:  # else gradients of batches are waiting for a step, which are in no copy
-                with self._changing:
+            self.stop_here()
+            self.live.begin_epoch()
+            if not self.live.fetched:  # else gradients of batches are waiting for a step, which are in no copy
+                with self.changing:
                     self._commit()
             if self.settings.save_every_steps is None:
                 self.save()
-        self._over = True
+        self._loop_is_over()
 
-    def batches(self, loader: Any, *, any_order: bool = False) -> "Batches":
+    def steps(self, total: int) -> Iterator[int]:
+        """The number of finished steps before each step of a run of `total`, from where the run stands: for a loop that
+        has neither epochs nor a loader, or whose batches depend on the step alone.
+
+        The body enters `job.step` once. Raises Stopped, after a save, where the job was asked to stop.
+        """
+        self.begin()
+        self.course.total = self.saving.total = total
+        self.live.active += 1
+        try:
+            while self.step_number < total:
+                self.stop_here()
+                self.tracked.check_unchanged()
+                yield self.step_number
+        finally:
+            self.live.active -= 1
+        self._loop_is_over()
+
+    def batches(self, loader: Any, *, any_order: bool = False) -> Batches:
         """The batches of `loader` that this rank trains on, from the next one on after a resume.
 
         A batch of a DataLoader is a global batch: each rank gets its part of it, see `weight`. A sampler that splits
@@ -293,11 +338,12 @@ class Job:
         """
         for batch, weight in evaluation_batches(loader, self.settings.seed, self.rank, self.world_size, pad=pad):
             if self.world_size == 1:
-                self._stop_here()
-            self._live.weight = weight
+                self.stop_here()
+            self.live.weight = weight
             yield batch
 
-    def step(self, **values: Any) -> "_Step":
+    @contextlib.contextmanager
+    def step(self, **values: Any) -> Iterator[None]:
         """`with job.step(loss=loss):` around all that makes a finished step of its gradients: the optimizer's step, the
         schedule's, the scaler's update, EMA. Only inside may tracked state change. All ranks enter it.
 
@@ -308,136 +354,143 @@ class Job:
         step and rank. Raises Stopped where the job was asked to stop, after a save. A block that raises leaves no
         finished step, and the job can't go on.
         """
-        return _Step(self, values)
-
-    def _enter(self, values: dict[str, Any]) -> None:
-        self._begin()
+        self.begin()
         if self._broken:
             raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
-        self._live.changes_to_repeat = 0
-        self._group.watch.wait_for_others(True)
-        self._tracked.share_buffers()
-        self._group.watch.wait_for_others(False)
+        position, live = self.position, self.live
+        live.changes_to_repeat = 0
+        self.clock.end_of_backward()
+        self.group.watch.wait_for_others(True)
+        self.tracked.share_buffers()
+        self.group.watch.wait_for_others(False)
         line = self._line(values)
-        self._changing.__enter__()
-        self._live.line = line
-
-    def _exit(self, kind: type[BaseException] | None) -> None:
-        if kind is not None:
-            self._broken = True
-            return
-        position, live = self._position, self._live
-        position.step += 1
-        new_line = live.line is not position.line
-        position.line = live.line
-        self._commit()
-        self._changing.__exit__(None, None, None)
+        self.clock.mark(WAITING)
+        self._broken = self._inside = True
+        # All exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
+        with self.changing:
+            yield
+            position.step += 1
+            new_line, position.line = line is not position.line, line
+            self._commit()
+        self._broken = self._inside = False
+        self.clock.mark(COMPUTE)
         self._after_step()
-        self._group.step = position.step
-        if new_line and position.line is not None:
-            self._metrics.training(position.line)
+        self.group.step = position.step
+        if new_line and line is not None:
+            self.metrics.training(line)
         self._seed()
-        self._run.look()
-        every = self.settings.save_every_steps or (0 if live.has_epochs else WITHOUT_EPOCHS)
+        self.run.look()
+        every = self.settings.save_every_steps
+        if every is None:
+            every = 0 if live.has_epochs else WITHOUT_EPOCHS
         if every and position.step % every == 0:
             self.save()
         self._enter_step()
         if not live.active:
-            self._stop_here()
+            self.stop_here()
 
     def _commit(self) -> None:
-        """What the loop has done is the state from now on. Inside `self._changing`."""
-        position, live = self._position, self._live
+        """What the loop has done is the state from now on. Inside `self.changing`."""
+        position, live = self.position, self.live
         position.epoch, position.streams, position.changes = live.epoch, [*live.streams], 0
-        self._loader_states = live.states()
-        self._tracked.commit()
+        self.saving.loader_states = live.states()
+        self.tracked.commit()
 
     def _after_step(self) -> None:
-        live = self._live
+        live = self.live
         live.fetched = 0
-        live.steps += 1
         if live.weight != 1.0 and not live.weight_asked and not live.weight_said:
             live.weight_said = True
-            self._group.log.info(
+            self.group.log.info(
                 f"batches  a batch does not divide among {self.world_size} ranks: multiply the loss by job.weight, or "
                 "the gradients are not exactly those of the whole batch"
             )
 
     def _line(self, values: dict[str, Any]) -> dict[str, Any] | None:
-        """The newest line of training once this step is finished, which all ranks know."""
-        number = self._position.step + 1
-        if not values or number % self.settings.log_every_steps:
-            return self._position.line
-        own = {name: _number(value) for name, value in values.items()}
-        every = self._group.gather(own)
-        means = {f"train/{name}": sum(each[name] for each in every) / len(every) for name in own}
-        steps, seconds = self._live.steps + 1, time.monotonic() - self._first_step_s
-        return entry(number, {**means, "train/steps_per_s": steps / seconds})
+        """The newest line of training once this step is finished, which all ranks know.
 
-    def _begin(self) -> None:
-        """Once, before the first step: from here on the run goes on."""
+        Made before the step is finished: whoever goes on from the state of a rank that finished it can write the line.
+        """
+        number = self.position.step + 1
+        if not values or (number % self.settings.log_every_steps and number != self.course.total):
+            return self.position.line
+        own = [_number(value) for value in values.values()]  # this waits for the device
+        if not self.reports.load:
+            self.reports.load = self.group.gather(self.live.weight)
+        means, seen = self.reports.exchange(own, step=number, saving=self.run.saving_step is not None)
+        named = {f"train/{name}": mean for name, mean in zip(values, means, strict=True)}
+        per_s = speed(self.group, self.course, number)
+        return entry(number, {**named, f"train/{self.course.unit}_per_s": per_s}) | seen
+
+    def begin(self) -> None:
+        """Once, before the first step: from here on the run goes on. All ranks call this."""
         if self._begun:
             return
         self._begun = True
-        saved = self._run.saved
-        saved_position = Position.of(saved)
+        run, newest = self.run, self.run.newest
 
         def open_files() -> None:
-            self._metrics = Metrics(
-                self.run_dir, self._position, saved=saved_position, tensorboard=self.settings.tensorboard,
-                check_owner=self._run.check_owner,
+            self.saving.metrics = Metrics(
+                self.run_dir, self.position, saved=Position.of(run.saved), tensorboard=self.settings.tensorboard,
+                unit=self.course.unit, check_owner=run.check_owner,
             )
 
-        if (newest := self._run.newest) is not None:
-            if (left := {*newest.tracked} - {*self._tracked.items, LOADERS}) and self._tracked.items:
+        if newest is not None:
+            if (left := {*newest.tracked} - {*self.tracked.items, LOADERS}) and self.tracked.items:
                 raise UserError(
                     f"track: all items of {newest.path} must be tracked, got none for {', '.join(sorted(left))}. Track "
                     "them, or set another run or fresh=True to begin anew."
                 )
-            self._group.log.info(f"resumed from {self._run.origin.words}")
-            before = newest.record["world_size"]
-            if before != self.world_size:
-                changed = f"  world size was {before}, is {self.world_size}"
-                self._group.log.info(f"{changed}: the run goes on, but its last bits will differ")
-        self._run.begin(self._position.step, open_files)
-        self._stack.callback(lambda: self._metrics.close())
-        self._run.forget()
-        if self._tracked.items and not self._tracked.split:
-            self._group.watch.protect(_Keeper(self), timeout_s=self.settings.save_timeout_s)
-        self._stop.finish_step_first()
-        self._first_step_s = time.monotonic()
-        self._group.step = self._position.step
+            self.group.log.info(f"resumed from {run.origin.words}")
+            before, torch_before = newest.record["world_size"], newest.record["versions"]["torch"]
+            self.say_changed("world size", before, self.world_size)
+            self.say_changed("torch", torch_before, torch.__version__)
+        self.metrics.unit = self.course.unit
+        run.begin(self.position.step, open_files)
+        run.forget()  # its copy of the state would stay in the memory of every rank
+        if self._reporter is not None:
+            self._reporter.follow()
+        if self.tracked.items:
+            self.group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
+        self.group.stop.finish_step_first()
+        self.group.step = self.position.step
         self._seed()
         self._enter_step()
 
+    def say_changed(self, what: str, before: Any, now: Any) -> None:
+        """Say of something that differs from the attempt before what that means."""
+        if before != now:
+            self.group.log.info(f"  {what} was {before}, is {now}: the run goes on, but its last bits will differ")
+
     def _enter_step(self) -> None:
-        self._group.watch.enter("step", self.settings.step_timeout_s, step=self._position.step)
+        self.group.watch.enter("step", self.settings.step_timeout_s, step=self.position.step)
+
+    def _loop_is_over(self) -> None:
+        if self._ends is not None:
+            self._ends.over = True
 
     def _seed(self) -> None:
         """A random state of each step's, rank's and batch's own: a resumed run needs none of the past."""
-        seed = derive_seed(self.settings.seed, self._position.step, self.rank, self._live.fetched)
+        seed = derive_seed(self.settings.seed, self.position.step, self.rank, self.live.fetched)
         seed_everything(seed, self.device)
 
-    def _stop_here(self) -> None:
+    def stop_here(self) -> None:
         """Raises Stopped, after a save, where all ranks stop before the next step."""
-        if self._live.fetched or not self._group.stops_before(self._position.step):
-            return
-        self._group.watch.settle()
-        self.save(wait=True)
-        raise Stopped(self._stopped())
+        if not self.live.fetched and self.group.stops_before(self.position.step):
+            raise self.stopped()
 
-    def _stopped(self) -> str:
-        why = self._stop.signal_name or "another rank's signal"
-        if not self._tracked.items:
-            return f"{why}: stopped at step {self._position.step}, nothing is tracked, so nothing was saved."
-        return f"{why}: saved at step {self._position.step}. The same command goes on from it."
+    def stopped(self) -> Stopped:
+        """Save, and return what to raise. All ranks come here at the same step."""
+        self.group.watch.settle()
+        self.save(wait=True)
+        return Stopped(self.saving.stopped())
 
     # Beside the loop ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def phase(self, name: str, timeout_s: float) -> Iterator[None]:
         """A deadline of `timeout_s` seconds for what is no step: an evaluation, a download, a simulation."""
-        self._group.watch.enter(name, timeout_s, step=self._position.step)
+        self.group.watch.enter(name, timeout_s, step=self.position.step)
         yield
         self._enter_step()
 
@@ -447,217 +500,36 @@ class Job:
         `values`: numbers or scalar tensors; rank 0's are written. All ranks may call it. Raises UserError where the
         disk is full.
         """
-        self._begin()
-        position = self._position
+        self.begin()
+        position = self.position
         earlier = (position.metrics or {}) if position.evaluated == position.step else {}
         own = {name: _number(value) for name, value in values.items()}
-        position.metrics, position.evaluated = earlier | own, position.step
-        self._metrics.evaluation(position.step, own)
+        with contextlib.nullcontext() if self._inside else self.changing:
+            position.metrics, position.evaluated = earlier | own, position.step
+        self.metrics.evaluation(position.step, own)
 
     def gather(self, value: Any) -> list[Any]:
         """The `value` of every rank, in the order of the ranks: numbers, texts, tensors, and lists and dicts of these.
         Tensors arrive on the CPU. All ranks call this."""
-        return [self._group.broadcast_tensors(value, source=rank) for rank in range(self.world_size)]
+        return [self.group.broadcast_tensors(value, source=rank) for rank in range(self.world_size)]
+
+    def goodput(self) -> dict[str, Any]:
+        """Of the run, which ends now. Rank 0 only. See `rankup.observe.goodput`."""
+        assert self._reporter is not None
+        return self._reporter.goodput()
 
     def finish(self) -> None:
         """Save, and leave the group: the last line of a script. All ranks call this.
 
-        A script may leave it out where `job.epochs` has come to its end: it is called when Python ends.
+        A script may leave it out where `job.epochs` or `job.steps` has come to its end: it is called when Python ends.
         """
-        self._begin()
-        self._group.watch.settle()
+        self.begin()
+        self.group.watch.settle()
         self.save(wait=True)
-        self._group.watch.enter("end", self.settings.save_timeout_s, step=self._position.step)
-        self._stack.close()
-        self._ended = True
-
-    # The end --------------------------------------------------------------------------------------------------
-
-    def _take_over_ends(self) -> None:
-        """However the script ends, the other ranks hear why, and the process ends with the code of `rankup.errors`."""
-        self._ended, self._over, self._head = False, False, ""
-        pid, usual = os.getpid(), sys.excepthook
-
-        def on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if os.getpid() != pid or self._ended:
-                usual(kind, error, trace)
-            else:
-                self._leave(error)
-
-        def at_exit() -> None:
-            if os.getpid() != pid or self._ended:
-                return
-            try:
-                if not self._over:
-                    raise RuntimeError("the script ended without job.finish()")
-                self.finish()
-            except BaseException as error:
-                self._leave(error)
-
-        self._on_error: Any = on_error
-        sys.excepthook = on_error
-        atexit.register(at_exit)
-
-    def _leave(self, error: BaseException) -> None:
-        """End this process after `error`: by os._exit, because torch's own teardown may wait for a dead rank."""
-        self._ended = True
-        try:
-            self._stack.__exit__(type(error), error, error.__traceback__)
-        except BaseException as failure:  # the cause, where another rank is to blame
-            error = failure
-        finish(tell_end(error, self._head, log=log, advice=_advice))
-
-    # Copies ---------------------------------------------------------------------------------------------------
-
-    def _record(self, position: Position) -> bytes:
-        """`state.json` of a copy."""
-        group = self._group
-        return to_json({
-            "format": FORMAT, **dataclasses.asdict(position), "seed": self.settings.seed, "world_size": self.world_size,
-            "torch": torch.__version__, "run": self._run.lineage.run, "attempt": self._run.mark,
-            "written_by": f"rank {self.rank} on {group.hosts[self.rank]}",
-        })
-
-    def _fits(self, path: Path, record: dict[str, Any]) -> None:
-        if record["seed"] != self.settings.seed:
-            raise UserError(
-                f"{path.parents[1]} was begun with other settings: seed was {record['seed']}, is {self.settings.seed}. "
-                "Set it back to go on, or fresh=True to begin anew, or another run."
-            )
-
-    def _files(self, position: Position) -> dict[str, Content]:
-        """The files of a copy of the last commit, at which `position` stands. Any thread."""
-        with rescue.beside_a_blocked_stream(self.device):
-            state = self._tracked.state()
-            if any(each is not None for each in self._loader_states):  # other ranks skip by count
-                state[LOADERS] = {f"{self.rank} of {self.world_size}": self._loader_states}
-            nodes, tensors = tree.encode(state)
-            if self.device.type == "cuda":  # else they are written as they lie: the training has stopped
-                tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
-        if not self._changing.unchanged():
-            raise RuntimeError("the weights changed while they were copied")
-        return {STATE: self._record(position), **tree.files_of(nodes, tensors)}
-
-
-def _check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
-    """See `rankup.state.run.Options`."""
-    if record.get("format") != FORMAT:
-        raise UserError(
-            f"checkpoint: {path} must be a copy of the format {FORMAT}, got {record.get('format')}. Set another run, "
-            "or fresh=True to begin anew."
-        )
-    if not {*Position.names(), "seed", "world_size", "written_by"} <= record.keys():
-        raise ValueError(f"{STATE}: a field is missing")
-
-
-def _advice(text: str) -> str:
-    from rankup.explain import advice  # it compiles the patterns of all known faults, a twentieth of a second
-
-    return advice(text)
+        self.group.watch.enter("end", self.settings.save_timeout_s, step=self.position.step)
+        if self._ends is not None:
+            self._ends.close()
 
 
 def _number(value: Any) -> float:
     return float(value.detach() if isinstance(value, torch.Tensor) else value)
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """The same state in memory of its own."""
-    nodes, tensors = tree.encode(state)
-    copies = {name: tensor.clone() for name, tensor in tensors.items()}
-    return dict(tree.decode(nodes, copies.__getitem__))
-
-
-class Batches:
-    """What `job.batches` returns: to be iterated once an epoch. `len()` is the number of batches of a whole epoch."""
-
-    def __init__(self, job: Job, loader: Any, *, any_order: bool) -> None:
-        self._job, self._loader = job, loader
-        # The same for each epoch: a loader's workers may outlive it
-        known = job._sources.get(id(loader))
-        source = known[1] if known else source_of(loader, job.rank, job.world_size, any_order=any_order)
-        job._sources[id(loader)] = (loader, source)
-        self._source = source
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        job, live, group = self._job, self._job._live, self._job._group
-        job._begin()
-        if not live.active and not live.fetched and live.streams and not live.has_epochs:
-            with job._changing:  # what follows the last batch of a pass has run
-                job._commit()
-        number, skip, state = live.open(self._source)
-        streams = live.streams
-        seed = derive_seed(job.settings.seed, live.epoch, number)
-        pairs = self._source.open(seed, epoch=live.epoch, skip=skip, state=state)
-        if order := self._source.fingerprint():
-            group.must_match("batches: the order of the samples", order, remedy=(
-                "A sampler must draw the same on all ranks, or split by itself as DistributedSampler does."
-            ))
-        live.active += 1
-        try:
-            while True:
-                job._stop_here()
-                with group.watch.clock.during("data"):
-                    found = next(pairs, None)
-                if found is None:
-                    if skip and streams[number] == skip:
-                        group.log.info("resumed behind the last batch: the code after the loop over batches runs again")
-                    return
-                job._tracked.check_unchanged()
-                batch, live.weight = found
-                live.fetched += 1
-                streams[number] += 1
-                job._seed()
-                yield batch
-        finally:
-            live.active -= 1
-
-
-class _Step:
-    """The block of `job.step`."""
-
-    def __init__(self, job: Job, values: dict[str, Any]) -> None:
-        self._job, self._values = job, values
-
-    def __enter__(self) -> None:
-        self._job._enter(self._values)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._job._exit(kind)
-
-
-class _Keeper:
-    """Saves the last commit when this process has to end. See `rankup.group.watchdog.Keeper`."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-
-    def keep(self) -> None:
-        """Write it to this node's memory. The loop never goes on afterwards."""
-        job = self.job
-        position = job._changing.stop()
-        if position is None:
-            job._group.log.warning("no rescue: this rank was in the middle of changing the weights")
-        else:
-            position = copy(position)
-            if job._run.rescue(position.step, lambda: job._files(position)):
-                return
-        job._run.saver.wait()  # what rank 0 may be writing is all that will be left
-
-    def keep_for_stop(self) -> str:
-        """The same where the job is to stop: rank 0 writes a copy, as it may go on on other machines."""
-        job = self.job
-        if not job.is_main:
-            self.keep()
-            return job._stopped()
-        job._run.saver.wait()
-        position = job._changing.stop()
-        if position is None:
-            return f"{job._stop.signal_name}: in the middle of changing the weights, so nothing newer was saved"
-        position = copy(position)
-        if position.step > max(0, job._run.saved_step):
-            job._metrics.flush()
-            job._run.saver.publish_files(position.step, job._files(position))
-        return job._stopped()

@@ -37,7 +37,7 @@ from train.config import load_config
 from train.config.command_line import Request, parse_args
 from train.config.help_text import help_text
 from train.config.options import DoctorOptions, RankOptions
-from train.run.choices import CHOICES
+from train.run import CHOICES
 
 log = logging.getLogger("rankup")
 

@@ -11,9 +11,10 @@ computing here. With them a rank that is slow to get its data shows, one that co
 
 import time
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 
 from rankup.observe.stragglers import COMPUTE, WAITING
@@ -38,6 +39,7 @@ class StepClock:
         self._link = link
         self._seconds = [0.0, 0.0, 0.0]
         self._lap_s = self._linked_s = 0.0
+        self._backward_seen = False
 
     def start(self) -> None:
         """A step begins. What was between the steps (evaluation, saves, reports) counts nowhere."""
@@ -68,10 +70,29 @@ class StepClock:
         # of the loss is the first of all, so DDP's callback comes later
         loss.register_hook(self._backward_began)  # type: ignore[no-untyped-call]
 
+    def watch(self, module: nn.Module) -> None:
+        """The same for each backward pass through `module`, whatever the loss is."""
+        module.register_forward_hook(lambda module, inputs, output: self._split_backward_of(output))
+
+    def _split_backward_of(self, output: Any) -> bool:
+        """Of the first tensor in what a module returned that has a gradient. Whether there is one."""
+        if isinstance(output, torch.Tensor):
+            if output.requires_grad:
+                self.split_backward(output)
+            return output.requires_grad
+        values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+        return any(self._split_backward_of(value) for value in values)
+
+    def end_of_backward(self) -> None:
+        """All backward passes of the step are over: what came after the last one's own work was a wait."""
+        self.mark(WAITING if self._backward_seen else COMPUTE)
+        self._backward_seen = False
+
     def _backward_began(self, gradient: torch.Tensor) -> None:
         Variable._execution_engine.queue_callback(self._computed)
 
     def _computed(self) -> None:
+        self._backward_seen = True
         self.mark(COMPUTE)
 
     def take(self) -> list[float]:
@@ -86,6 +107,8 @@ class NoClock(StepClock):
     def lap(self, part: int) -> None: ...
 
     def split_backward(self, loss: torch.Tensor) -> None: ...
+
+    def watch(self, module: nn.Module) -> None: ...
 
 
 class DeviceClock(StepClock):

@@ -17,8 +17,7 @@ from train.commands.context import Context
 from train.config import Config
 from train.group import join_group
 from train.parallel.model import prepare
-from train.run.fetched import fetched
-from train.run.training_state import load_checkpoint, load_newest
+from train.run.checkpoints import fetched, load_checkpoint, load_newest
 from train.workloads import Workload, load
 
 

@@ -16,7 +16,7 @@ from rankup.errors import LaunchError, UserError
 from rankup.group.stacks import open_stacks
 from train.commands.context import Context
 from train.config import check_world_size, options, to_yaml
-from train.run.choices import CHOICES
+from train.run import CHOICES
 
 
 def _train(context: Context, given: options.TrainOptions) -> None:
