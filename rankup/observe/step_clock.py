@@ -72,7 +72,10 @@ class StepClock:
 
     def watch(self, module: nn.Module) -> None:
         """The same for each backward pass through `module`, whatever the loss is."""
-        module.register_forward_hook(lambda module, inputs, output: self._split_backward_of(output))
+        def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:  # what it returned would be the output
+            self._split_backward_of(output)
+
+        module.register_forward_hook(after_forward)
 
     def _split_backward_of(self, output: Any) -> bool:
         """Of the first tensor in what a module returned that has a gradient. Whether there is one."""
