@@ -162,7 +162,7 @@ def _launch(given: argparse.Namespace) -> int:
 
 def _preflight(run_dir: Path, ranks: int) -> int:
     from rankup.agent.status import tell_platform
-    from rankup.doctor.alone import preflight
+    from rankup.doctor.machine import preflight
 
     code, why = preflight(run_dir, ranks=ranks, log=log)
     if code:
