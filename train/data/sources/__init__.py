@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rankup.errors import ConfigError
-from train.config import Config
-from train.config.schema import is_choice
-from train.data.sources.fetch import NotFetched, Say, print_to_stderr
+
+from ...config import Config
+from ...config.schema import is_choice
+from .fetch import NotFetched, Say, print_to_stderr
 
 if TYPE_CHECKING:
-    from train.data.sources.sets import FileSet, ImageSet
+    from .sets import FileSet, ImageSet
 
 # `dataset` -> its module in this folder, with a function load(config, say) -> (training half, test half).
 # A name with a colon stands for all that begin like it. A new data set is a new file here and a line in this table.
@@ -45,7 +46,7 @@ def load(config: Config, *, say: Say = print_to_stderr) -> tuple[ImageSet, Image
     if source_name is None:
         # The command line has checked this already; a Config made by hand has not.
         raise ConfigError(f'dataset must be one of {", ".join(SOURCES)}, got "{config.dataset}".')
-    source = importlib.import_module(f"train.data.sources.{source_name}")
+    source = importlib.import_module(f".{source_name}", __package__)
     try:
         train, test = source.load(config, say)
     except NotFetched as error:
@@ -62,8 +63,8 @@ def load(config: Config, *, say: Say = print_to_stderr) -> tuple[ImageSet, Image
 
 def _cached(train: FileSet, test: FileSet, config: Config) -> tuple[FileSet, FileSet]:
     """The same files, with the node's cache of what they decode to."""
-    from train.data.sources.cache import writable_cache
-    from train.data.sources.image_cache import Plan, open_caches
+    from .cache import writable_cache
+    from .image_cache import Plan, open_caches
 
     plans = [Plan(half.paths, half.image_size) for half in (train, test)]
     caches = open_caches(plans, writable_cache(), max_bytes=int(config.cache_max_gb * 1e9))

@@ -18,10 +18,11 @@ from typing import Literal
 import torch
 
 from rankup.errors import DataError
-from train.config import Config
-from train.data.sources.cache import cached, visible, writable_cache
-from train.data.sources.fetch import NotFetched, Remote, Say, fetch
-from train.data.sources.sets import ImageSet
+
+from ...config import Config
+from .cache import cached, visible, writable_cache
+from .fetch import NotFetched, Remote, Say, fetch
+from .sets import ImageSet
 
 Kind = Literal["images", "labels"]
 MAGIC: dict[Kind, bytes] = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}

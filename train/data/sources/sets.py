@@ -13,7 +13,7 @@ import torch
 from rankup.errors import DataError
 
 if TYPE_CHECKING:
-    from train.data.sources.image_cache import ImageCache  # which imports torchvision
+    from .image_cache import ImageCache  # which imports torchvision
 
 def version_of(path: str) -> int:
     """A number that differs once the file has been replaced or written again; 0 if there is none."""

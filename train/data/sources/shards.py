@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 
 from rankup.errors import DataError
 from rankup.places.files import staged
-from train.config import Config
-from train.data.sources.cache import writable_cache
-from train.data.sources.fetch import Say, locked
-from train.data.sources.imagefolder import EXTENSIONS, MEAN, STD
-from train.data.sources.sets import FileSet, version_of_facts
-from train.data.sources.shard_files import Shard, ShardFiles, each, find_shards
+
+from ...config import Config
+from .cache import writable_cache
+from .fetch import Say, locked
+from .imagefolder import EXTENSIONS, MEAN, STD
+from .sets import FileSet, version_of_facts
+from .shard_files import Shard, ShardFiles, each, find_shards
 
 FORMAT = 3
 COLUMNS = [("label", "<i4"), ("shard", "<i4"), ("offset", "<i8"), ("size", "<i8")]
