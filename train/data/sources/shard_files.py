@@ -19,9 +19,9 @@ from rankup.places.files import staged
 from rankup.places.place import Place
 from rankup.places.urls import is_url, must_hold_no_secrets, secrets_in
 
-from ....config import Config
-from ..cache import writable_cache
-from ..fetch import Say, locked, print_to_stderr
+from ...config import Config
+from .cache import writable_cache
+from .fetch import Say, locked, print_to_stderr
 
 LIST = "shards.json"  # may lie beside shards: their names, and those of the classes
 COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
