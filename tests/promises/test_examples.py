@@ -84,6 +84,16 @@ def test_examples_end_with_the_same_weights_after_a_killed_rank(
     assert digest(tmp_path, name) == undisturbed(once, forks, tmp_path, name, ranks), f"{blow}\n{output}"
 
 
+def test_sharded_save_that_a_lost_rank_leaves_half_done_is_no_stop(once: Once, forks: Forks, tmp_path: Path) -> None:
+    """Rank 0 waits for that part longer than the agent waits for rank 0, which it tells to leave by SIGTERM."""
+    line = ("launch", "--nproc=2", STRUCK, EXAMPLES / "fsdp.py")
+    blow = strike(tmp_path, signal="SIGKILL", rank=1, call=20, **{"in": "fsync"})
+    codes, output = forks.run(*line, cwds=[tmp_path], env=blow)
+    assert codes == [0], output
+    assert (tmp_path / "struck").exists()
+    assert digest(tmp_path, "fsdp") == undisturbed(once, forks, tmp_path, "fsdp", 2), output
+
+
 @each
 def test_examples_go_on_with_the_same_command_after_a_stop(
     name: str, once: Once, forks: Forks, tmp_path: Path
