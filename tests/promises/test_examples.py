@@ -21,7 +21,7 @@ from tests.rigs.jobs import ROOT
 EXAMPLES = ROOT / "train" / "examples"
 STRUCK = ROOT / "tests" / "rigs" / "struck.py"
 # Ranks, and steps of optimizers on each in a run. Three ranks: DDP's buckets change the order of sums there
-LOOPS = {"ddp": (3, 33), "imagenet": (3, 42), "gpt": (3, 40), "fsdp": (2, 48)}
+LOOPS = {"ddp": (3, 33), "imagenet": (3, 42), "gpt": (3, 40), "fsdp": (2, 48), "gan": (3, 90), "rl": (3, 40)}
 each = pytest.mark.parametrize("name", LOOPS)
 Once = Callable[[str, Callable[[], str]], str]
 
