@@ -22,25 +22,26 @@ from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.observe.profiler import Profiler
 from rankup.observe.stragglers import DATA, WAITING
 from rankup.state.shards import check_shared
-from train.config import Config, check_world_size
-from train.data.loader import Loader
-from train.data.worker_loader import free_shared_memory
-from train.group import join_group
-from train.parallel import load_method, method_name, start_method
-from train.parallel.allocator import keep_freed_memory
-from train.parallel.method import Method
-from train.parallel.model import autocast, check_same_shapes, compile_model, prepare
-from train.parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
-from train.parallel.warm_up import warm_up
-from train.run import weights
-from train.run.advice import Advice
-from train.run.evaluation import evaluate
-from train.run.progress_bar import ProgressBar
-from train.run.result import describe, write_result
-from train.run.run_directory import check_data, open_run_directory
-from train.run.training import Training
-from train.workloads import Workload, load
-from train.workloads.batches import all_batches, build_order, first_batch, is_evaluated
+
+from .config import Config, check_world_size
+from .data.loader import Loader
+from .data.worker_loader import free_shared_memory
+from .group import join_group
+from .parallel import load_method, method_name, start_method
+from .parallel.allocator import keep_freed_memory
+from .parallel.method import Method
+from .parallel.model import autocast, check_same_shapes, compile_model, prepare
+from .parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
+from .parallel.warm_up import warm_up
+from .run import weights
+from .run.advice import Advice
+from .run.evaluation import evaluate
+from .run.progress_bar import ProgressBar
+from .run.result import describe, write_result
+from .run.run_directory import check_data, open_run_directory
+from .run.training import Training
+from .workloads import Workload, load
+from .workloads.batches import all_batches, build_order, first_batch, is_evaluated
 
 
 def train(config: Config, launch: RankEnv, *, run_dir: Path, log: logging.Logger, stop: StopRequest) -> None:

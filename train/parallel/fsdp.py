@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rankup.errors import ConfigError
-from train.parallel.method import Method
+
+from .method import Method
 
 
 class FSDP(Method):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from rankup.group.group import Group
-from train.config import Config
+
+from ..config import Config
 
 
 class Method:

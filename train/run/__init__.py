@@ -2,7 +2,8 @@
 not import, so that it is given these."""
 
 from rankup.observe.tracker import TRACKERS
-from train.data.sources import SOURCES
-from train.parallel import METHODS
+
+from ..data.sources import SOURCES
+from ..parallel import METHODS
 
 CHOICES = {"dataset": tuple(SOURCES), "parallel": ("auto", *METHODS), "tracker": ("none", *TRACKERS)}

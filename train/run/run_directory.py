@@ -20,10 +20,11 @@ from rankup.places.lineage import Lineage
 from rankup.places.urls import is_url
 from rankup.state.reading import Copy
 from rankup.state.run import Options
-from train.config import Config, changed_settings, to_yaml
-from train.parallel.method import Method
-from train.run import CHOICES
-from train.run.checkpoints import BEGIN_ANEW, check
+
+from ..config import Config, changed_settings, to_yaml
+from ..parallel.method import Method
+from . import CHOICES
+from .checkpoints import BEGIN_ANEW, check
 
 RESULT = "result.json"
 

@@ -9,11 +9,12 @@ from rankup.group.group import Group
 from rankup.job import Job
 from rankup.loop.record import Position
 from rankup.observe.profiler import Profiler
-from train.config import Config
-from train.data.loader import Loader
-from train.parallel.method import Method
-from train.run.advice import Advice
-from train.workloads import Workload
+
+from ..config import Config
+from ..data.loader import Loader
+from ..parallel.method import Method
+from ..workloads import Workload
+from .advice import Advice
 
 
 @dataclass(slots=True, kw_only=True)

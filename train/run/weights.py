@@ -12,8 +12,9 @@ import torch
 from rankup.errors import UserError
 from rankup.group.group import Group, on_rank0
 from rankup.state.copies import FILE, MANIFEST
-from train.config import Config
-from train.run.checkpoints import fetched, load_checkpoint
+
+from ..config import Config
+from .checkpoints import fetched, load_checkpoint
 
 HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")
 
