@@ -17,7 +17,7 @@ from rankup.doctor import machine
 from rankup.env.rank_env import RankEnv
 from rankup.errors import Stopped
 from rankup.group.stop import StopRequest
-from rankup.job import Job
+from rankup.loop.job import Job
 from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.observe.profiler import Profiler
 from rankup.observe.stragglers import DATA, WAITING

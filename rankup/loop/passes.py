@@ -51,7 +51,7 @@ class Batches:
     """What `job.batches` returns: to be iterated once an epoch. `len()` is the number of batches of a whole epoch."""
 
     def __init__(self, job: Any, loader: Any, *, any_order: bool) -> None:
-        """`job`: a `rankup.job.Job`, which imports this."""
+        """`job`: a `rankup.loop.job.Job`, which imports this."""
         self._job, self._loader = job, loader
         # The same for each epoch: a loader's workers may outlive it
         known = job._sources.get(id(loader))

@@ -62,7 +62,7 @@ def install() -> None:
 
 def measure(loop: Any) -> None:
     """Rank 0 adds up for how long saves keep the loop waiting, but for the last, and notes when steps are done."""
-    from rankup.job import Job
+    from rankup.loop.job import Job
     from rankup.state.run import Run
 
     step, save, look, write_result = loop.step, Job.save, Run.look, loop.write_result

@@ -12,7 +12,8 @@ from typing import Any
 from rankup.agent.status import job_of
 from rankup.errors import UserError
 from rankup.group.group import Group, on_rank0
-from rankup.job import Job, Settings, open_job
+from rankup.job import open_job
+from rankup.loop.job import Job, Settings
 from rankup.loop.record import check_random_scheme
 from rankup.observe import tracker
 from rankup.places.files import read_json, write_atomically

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rankup.group.group import Group
-from rankup.job import Job
+from rankup.loop.job import Job
 from rankup.loop.record import Position
 from rankup.observe.profiler import Profiler
 
