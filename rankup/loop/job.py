@@ -21,7 +21,7 @@ from rankup.loop.tracked import Tracked, copied
 from rankup.observe.metrics import Metrics, entry
 from rankup.observe.rank_reports import RankReports
 from rankup.observe.reporter import Course, Reporter, speed
-from rankup.observe.step_clock import open_clock
+from rankup.observe.step_clock import StepClock
 from rankup.observe.stragglers import COMPUTE, WAITING
 from rankup.observe.tracker import Facts
 from rankup.state.run import Run
@@ -76,7 +76,7 @@ class Job:
         )
         self.changing = self.saving.changing
         self.course = Course(self.position, self.position.step)
-        self.clock = open_clock(group.device, group.link, world_size=group.world_size)
+        self.clock = StepClock(group.device, group.link, world_size=group.world_size)
         self.reports = RankReports(group, self.clock, step=self.position.step)
         self.live = Live(self.position, self.saving.loader_states)
         self._reporter: Reporter | None = None
