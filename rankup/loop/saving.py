@@ -39,7 +39,8 @@ class Saving:
         self.can_rescue = True
         self.total: int | None = None
         self.loader_states: list[Any] = []
-        self._seed, self._begin_anew, self._again = seed, begin_anew, again
+        self._seed, self._again = seed, again
+        self._way_out = f"{begin_anew[0].upper()}{begin_anew[1:]}."
         # What lies in rank 0's folder: a rescue, from which the run may go on, is in memory alone
         self._saved = Position.of(run.saved).key
         if run.newest is not None:
@@ -58,15 +59,15 @@ class Saving:
         state = self._read_shards(newest) if newest.sharded else newest.tracked
         if missing := sorted({*names} - state.keys()):
             raise UserError(
-                f"track: {', '.join(missing)} must be in {newest.path}, got {', '.join(sorted(state))} there. To begin "
-                f"anew, {self._begin_anew}."
+                f"track: {', '.join(missing)} must be in {newest.path}, got {', '.join(sorted(state))} there. "
+                + self._way_out
             )
         try:
             self.tracked.load({name: state[name] for name in names})
         except UserError:  # a ValueError that says already what is wrong
             raise
         except ValueError as error:
-            raise UserError(f"{newest.path} does not fit this {error}. To begin anew, {self._begin_anew}.") from None
+            raise UserError(f"{newest.path} does not fit this {error}. {self._way_out}") from None
 
     def _read_shards(self, newest: Copy) -> dict[str, Any]:
         """This rank's part of a sharded copy. Raises UserError on all ranks where it does not fit one."""
@@ -82,7 +83,7 @@ class Saving:
         for rank, text in enumerate(self.group.gather(problem)):
             if text:
                 raise UserError(
-                    f"{newest.path} does not fit this model: rank {rank}: {text}. To begin anew, {self._begin_anew}."
+                    f"{newest.path} does not fit this model: rank {rank}: {text}. {self._way_out}"
                 )
         return state
 
