@@ -179,7 +179,8 @@ def screen(run: dict[str, Any], *, now: float) -> RenderableType:
         number = f"{len(run['restarts']) + 1}: " if run["restarts"] else ""
         since = f", began {duration(run['age_s'])} ago" if run["age_s"] is not None else ""
         facts["attempt"] = f"{number}{run['attempt']}{since}"
-    facts["metrics"] = ", ".join(f"{name} {value:.4g}" for name, value in sorted(run["metrics"].items()))
+    shown = {name: value for name, value in run["metrics"].items() if not name.endswith("_per_s")}  # it stands above
+    facts["metrics"] = ", ".join(f"{name} {value:.4g}" for name, value in sorted(shown.items()))
     facts |= {name: one_line(run[name]) for name in ("goodput", "script") if run[name]}
     facts["tracker"] = run["tracker"]
     top = Table.grid(padding=(0, 2, 0, 0))
