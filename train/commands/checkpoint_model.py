@@ -13,11 +13,11 @@ from rankup.group.group import Group, on_rank0
 from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.places.urls import is_url
 from rankup.state.reading import Copy, share
+from rankup.state.stored_run import fetched
 from train.commands.context import Context
 from train.config import Config
 from train.group import join_group
 from train.parallel.model import prepare
-from train.run.fetched import fetched
 from train.run.training_state import load_checkpoint, load_newest
 from train.workloads import Workload, load
 

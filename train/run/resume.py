@@ -12,10 +12,10 @@ from rankup.group.group import Group, on_rank0
 from rankup.state.reading import Copy
 from rankup.state.run import Run
 from rankup.state.shards import INDEX, Shards
+from rankup.state.stored_run import fetched
 from train.config import Config
 from train.parallel.method import Method
 from train.run import weights
-from train.run.fetched import fetched
 from train.run.metrics import Progress
 from train.run.training_state import TrainingState
 
