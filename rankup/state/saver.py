@@ -231,7 +231,7 @@ class SecondCopies:
     ) -> None:
         """`how` and `timeout_s`: see `Saver`. `more`: files to add, as they are when a save begins."""
         self.group, self.folder, self.more = group, folder, more
-        self._copies = HostCopies(group.device, how, say=group.log.info)
+        self._copies = HostCopies(group.device, how, say=group.log.debug)
         self._writing = Writing("copy", timeout_s)
         self._held: tuple[int, Mapping[str, Content]] | None = None  # the step of a copy in memory, and its files
         self._kept = self._published = 0  # the step of the newest one written here, and of rank 0's newest

@@ -67,6 +67,7 @@ class Node:
         self, known: Lineage | None, newest: tuple[int, str] | None = None, *, fresh: bool = False
     ) -> Origin:
         """`newest`: step and attempt of rank 0's newest checkpoint."""
+        shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
         if newest:
             self.checkpoint(*newest)
         folder = Folder("checkpoints", list_copies(self.run_dir / "checkpoints"))
