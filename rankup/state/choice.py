@@ -105,7 +105,7 @@ class Opened:
 class Origin:
     """`copy`: the state to go on from, on all ranks, None at the beginning of a run. `words`: what it is, for the user.
 
-    `writer`: the attempt that wrote it. `kind`: of the place. `saved`: the record of the newest copy in rank 0's
+    `writer`: the attempt that wrote it. `kind`: of the place. `saved`: path and record of the newest copy in rank 0's
     folder. `second`: the rank that keeps second copies, None where none is needed.
     """
 
@@ -115,7 +115,7 @@ class Origin:
     words: str = ""
     writer: str | None = None
     kind: int = CHECKPOINT
-    saved: dict[str, Any] | None = None
+    saved: tuple[str, dict[str, Any]] | None = None
     damaged: list[tuple[Candidate, str]] = field(default_factory=list)
 
 
@@ -218,8 +218,9 @@ def _load(
                 fits(copy.path, copy.record)
                 copy = copy if sharded else copy.as_plain()
             else:
-                known_damaged.add(path)
-                if one.kind >= PEER:
+                if one.kind == CHECKPOINT:
+                    known_damaged.add(path)
+                elif one.kind >= PEER:
                     problem = f"checkpoint: {path} must be a whole checkpoint, got a damaged one: {problem}."
                 if one.kind == RESCUE:
                     group.log.warning(f"a rescue was passed over: {problem}")
@@ -261,16 +262,16 @@ def _sees(folder: Path, token: str) -> bool:
     return bool((read_json(folder / "lease.json") or {}).get("token") == token)
 
 
-def _saved(origin: Origin, checkpoints: Path, check: Check) -> dict[str, Any] | None:
-    """The record of the newest copy in rank 0's folder, None where there is no good one."""
+def _saved(origin: Origin, checkpoints: Path, check: Check) -> tuple[str, dict[str, Any]] | None:
+    """Path and record of the newest copy in rank 0's folder, None where there is no good one."""
     if origin.copy is not None and origin.kind < PEER:
-        return origin.copy.record
+        return str(origin.copy.path), origin.copy.record
     for path in reversed(list_copies(checkpoints)):
         # A rank that was lost is to be back within a second: its rescue stands for the bytes of what is older
         if looks_whole(path) and (origin.kind == RESCUE or not find_problem(path)):
             with contextlib.suppress(TypeError, LookupError, ValueError):
                 check(path, record := read_json(path / STATE))
-                return dict(record)
+                return str(path), record
     return None
 
 
@@ -282,7 +283,7 @@ def _words(chosen: Candidate, origin: Origin, hosts: Sequence[str]) -> str:
     if chosen.kind == RESCUE:
         return f"step {origin.copy.step}, rescued by {origin.copy.record['written_by']}; no finished step was lost"
     has = "only damaged checkpoints" if any(one.kind < PEER for one, _ in origin.damaged) else "no checkpoint"
-    has = f"none newer than step {origin.saved['step']}" if origin.saved else has
+    has = f"none newer than step {origin.saved[1]['step']}" if origin.saved else has
     where = f"{hosts[chosen.rank]} (rank {chosen.rank})"
     return f"step {origin.copy.step}, the second copy on {where}: {hosts[0]} (rank 0) has {has}"
 

@@ -19,7 +19,7 @@ from rankup.places.lease import Lease
 from rankup.places.lineage import Lineage
 from rankup.state import rescue
 from rankup.state.choice import CHECKPOINT, MIRROR, PEER, SECOND, STORE, Folder, Opened, Source, find_origin
-from rankup.state.copies import Content, list_copies, looks_whole, remove_unfinished, step_of, to_json
+from rankup.state.copies import Content, list_copies, looks_whole, remove_unfinished, to_json
 from rankup.state.reading import Check, Copy, no_check
 from rankup.state.saver import Saver, SecondCopies
 from rankup.state.second import HELD, SecondPlace
@@ -84,7 +84,8 @@ class Run:
             group, self.folder, opened, sources, check=options.check, fits=options.fits, wanted=options.may_take,
             sharded=options.sharded,
         )
-        self.saved, newest = self.origin.saved, self.origin.copy
+        saved_path, self.saved = self.origin.saved or ("", None)
+        newest = self.origin.copy
         self.saved_step = self.saved["step"] if self.saved else -1
         self.finished = newest is not None and self.origin.kind < PEER and on_rank0(
             group, lambda: options.finished(newest)
@@ -101,10 +102,12 @@ class Run:
             keep=options.keep, timeout_s=options.save_s, check_owner=self.check_owner, second=self.second,
             upload=self.store.upload if self.store is not None else None,
         )
-        if options.store and on_rank0(group, self._is_not_stored):
+        store, saved = self.store, Path(saved_path)
+        # An earlier attempt may have had no time to copy it
+        if options.store and self.saved and not on_rank0(group, lambda: store and store.holds(saved, self.lineage.run)):
             self.saving_step = self.saved_step
             if group.is_rank0:
-                self.saver.upload_beside(self._saved_path, step=self.saved_step)
+                self.saver.upload_beside(saved, step=self.saved_step)
 
     def _take(
         self, stack: contextlib.ExitStack, owned: Callable[[Any], None], sources: dict[int, Source]
@@ -160,17 +163,6 @@ class Run:
         for path in there:
             shutil.move(path, moved / path.name)
         self.group.log.info(f"--fresh: the earlier run was moved to {moved}")
-
-    def _is_not_stored(self) -> bool:
-        """Whether the newest copy in rank 0's folder is missing in the store: an earlier attempt had no time for it."""
-        return self.store is not None and self.saved is not None and not self.store.holds(
-            self._saved_path, self.lineage.run
-        )
-
-    @property
-    def _saved_path(self) -> Path:
-        """Of the newest copy in rank 0's folder."""
-        return [path for path in list_copies(self.folder / "checkpoints") if step_of(path) == self.saved_step][-1]
 
     @property
     def lineage(self) -> Lineage:

@@ -56,8 +56,7 @@ class SecondPlace:
         self.address = f"{self.url}/{folder.name}"
         self.called = self.address if required else f"the mirror {self.address}"
         self._folder_lease, self._save_s = lease, save_s
-        self._opening_s = self._patience_s = min(setup_s, save_s)
-        self._alone = False  # whether it alone may know of a run
+        self._opening_s = min(setup_s, save_s)
         self._stored: StoredRun | None = None
         self._lease: StoreLease | None = None
         self._number = 0  # of a mirror: the one that was free at the opening
@@ -82,11 +81,8 @@ class SecondPlace:
         `nothing_here`: the folder has neither a run nor a copy. `wanted`: whether a mirror's run may be gone on with.
         Raises UserError and PeerLost where the place is required, or where it alone may know of a run; and OSError.
         """
-        self._alone = nothing_here
-        if not self.required:
-            self._patience_s = SEARCH_S if nothing_here else FIND_S
         with self._failing_quietly(unless=nothing_here):
-            stored = self._open(self._patience_s)
+            stored = self._open(self._patience(nothing_here))
             if self.required:
                 tokens = (self._folder_lease.token, self._folder_lease.predecessor)
                 self._lease = self._held.enter_context(StoreLease(stored.place, self._folder_lease.attempt, tokens))
@@ -112,23 +108,32 @@ class SecondPlace:
 
     def found(self) -> Iterator[Found]:
         """The copies there of the run in the folder. Raises as `adopt`."""
-        run = Lineage.read(self.folder)
-        with self._failing_quietly(unless=self._alone):
-            stored = self._open(self._patience_s)
-            for one in stored.copies(run.run) if run is not None else ():
+        if (run := Lineage.read(self.folder)) is None:
+            return
+        with self._failing_quietly(unless=not self._whole()):
+            stored = self._open(self._patience(not self._whole()))
+            for one in stored.copies(run.run):
                 yield one.folder, one.step, stored.attempt_of(one), one.run, None
 
     def fetch(self, where: str) -> tuple[Path, str]:
         """Copy that copy into the folder. Returns its path there, and what is wrong with it. Raises as `adopt`."""
         checkpoints = self.folder / "checkpoints"
         path, problem = checkpoints, f"{self.called} fails"
-        whole = [f"{one.name} as its newest" for one in list_copies(checkpoints) if looks_whole(one)]
-        with self._failing_quietly(unless=self._alone):
-            path, problem = self._open(self._patience_s).fetch(where, checkpoints)
+        whole = self._whole()
+        with self._failing_quietly(unless=not whole):
+            path, problem = self._open(self._patience(not whole)).fetch(where, checkpoints)
         if not problem:
-            had = whole[-1] if whole else "no good checkpoint"
+            had = f"{whole[-1]} as its newest" if whole else "no good checkpoint"
             self.log.info(f"fetched {path.name} from {self.called}: {self.folder} had {had}")
         return path, problem
+
+    def _whole(self) -> list[str]:
+        """The names of the copies in the folder, as far as nobody looked at their bytes."""
+        return [path.name for path in list_copies(self.folder / "checkpoints") if looks_whole(path)]
+
+    def _patience(self, alone: bool) -> float:
+        """`alone`: this place alone may know where the run stands."""
+        return self._opening_s if self.required else SEARCH_S if alone else FIND_S
 
     def _put_aside(self) -> None:
         """What an earlier attempt on this machine left, and others have gone on without."""
