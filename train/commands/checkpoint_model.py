@@ -14,12 +14,13 @@ from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.places.urls import is_url
 from rankup.state.reading import Copy, share
 from rankup.state.stored_run import fetched
-from train.commands.context import Context
-from train.config import Config
-from train.group import join_group
-from train.parallel.model import prepare
-from train.run.training_state import load_checkpoint, load_newest
-from train.workloads import Workload, load
+
+from ..config import Config
+from ..group import join_group
+from ..parallel.model import prepare
+from ..run.training_state import load_checkpoint, load_newest
+from ..workloads import Workload, load
+from .context import Context
 
 
 @dataclass(frozen=True, slots=True)

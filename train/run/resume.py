@@ -13,11 +13,12 @@ from rankup.state.reading import Copy
 from rankup.state.run import Run
 from rankup.state.shards import INDEX, Shards
 from rankup.state.stored_run import fetched
-from train.config import Config
-from train.parallel.method import Method
-from train.run import weights
-from train.run.metrics import Progress
-from train.run.training_state import TrainingState
+
+from ..config import Config
+from ..parallel.method import Method
+from . import weights
+from .metrics import Progress
+from .training_state import TrainingState
 
 
 def load_initial_weights(
