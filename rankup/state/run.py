@@ -71,6 +71,7 @@ class Run:
         self.store: SecondPlace | None = None
         self.mirror: SecondPlace | None = None
         self.second: SecondCopies | None = None
+        self.saved: dict[str, Any] | None = None
         self.saving_step: int | None = None
 
     # Opening --------------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ class Run:
             group, self.folder, opened, sources, check=options.check, fits=options.fits, wanted=options.may_take,
             sharded=options.sharded,
         )
-        saved_path, self.saved = self.origin.saved or ("", None)
+        saved_path, self.saved = self.origin.saved if self.origin.saved is not None else ("", None)
         newest = self.origin.copy
         self.saved_step = self.saved["step"] if self.saved else -1
         self.finished = newest is not None and self.origin.kind < PEER and on_rank0(
