@@ -38,10 +38,7 @@ from rankup.agent.output import Pump, last_exception
 from rankup.agent.processes import (
     die_with_parent,
     has_handler,
-    kill_session,
     reap_orphans,
-    send_signal,
-    start_fresh,
     state_of,
 )
 from rankup.agent.protocol import KILLED, Member, in_thread
@@ -94,8 +91,7 @@ class Rank:
         self.local_rank, self.number = local_rank, number
         self.running = self.told = False
         self.said: End | None = None  # how it ends, in its own words
-        self.pid = 0  # of a script that does not import rankup; the fork server knows those of others
-        self.pump: Pump | None = None
+        self.pump: Pump | None = None  # where the script does not import rankup
         self.stopped_since_s = 0.0  # in state T
 
 
@@ -111,7 +107,10 @@ class Agent:
         self.records = Records(node.nproc, first_rank=node.first_rank)
         self.host = host_name()
         self.links = Links(self._hear_rank)
-        self.server: ForkServer | None = None
+        self.server = ForkServer(
+            on_start=self._announce, on_end=self._read_rest, on_gone=self._forget_server,
+            on_warning=functools.partial(log.warning, "%s"),
+        )
         self.lead: Lead | None = None
         self._commit: dict[str, Any] = {}
         self._all_ended = asyncio.Event()
@@ -143,9 +142,9 @@ class Agent:
             loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
         loop.add_signal_handler(signal.SIGUSR2, self._ask_for_stacks)
         try:
+            self._start_server()
             if self.knows_us:
                 await self.links.open()
-                self._start_server()
             if self.node.node_rank == 0:
                 self.lead = Lead(self, me)
                 await self.lead.listen()
@@ -158,8 +157,7 @@ class Agent:
             await self._end_ranks(settle_s=0.0)
             if self.lead is not None:
                 await self.lead.close()
-            if self.server is not None:
-                await self.server.close()
+            await self.server.close()
             self.links.close()
 
     async def _find_leader(self) -> tuple[str, int]:
@@ -214,19 +212,13 @@ class Agent:
 
     def _start_server(self) -> None:
         """It imports torch while the agents meet."""
-        self.server = ForkServer(
-            on_end=self._ended, on_warning=lambda text: log.warning("%s", text),
-            on_gone=self._forget_server,
-        )
-        file = self.script.file or ""
+        file, fork = self.script.file or "", self.knows_us and self.options.start == "fork"
         preload, folder = own_imports(file)
-        self.server.start(
-            safe_imports(file), env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}, preload=preload, folder=folder,
-            fork=self.options.start == "fork",
-        )
+        env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self.server.start(safe_imports(file), env=env, preload=preload, folder=folder, fork=fork)
 
     def _forget_server(self) -> None:
-        if self.server is not None and self.server.ready.is_set():
+        if self.server.ready.is_set():
             log.warning("the process that forks the ranks was killed, and they with it")
             self._start_server()
         else:  # it has not even imported torch: nor would the next
@@ -248,13 +240,14 @@ class Agent:
             )
             if commit["restarts"]:
                 words += self.options.restart_args
-            if self.server is not None:
-                self.server.start_rank(
-                    rank.local_rank, words, env=self._environment(rank), name=f"rank {rank.number}",
-                    cwd=self.options.work_dir,
-                )
-            else:
-                self._start_fresh(rank, words)
+            env, outputs = self._environment(rank), [] if self.knows_us else self._open_outputs(rank)
+            if not self.knows_us:
+                env |= stacks_environment(self.run_dir, rank.number, env)
+            self.server.start_rank(
+                rank.local_rank, words, env=env, name=f"rank {rank.number}", cwd=self.options.work_dir, outputs=outputs
+            )
+            for output in outputs:
+                os.close(output)
         if self._passed_on:  # it came before they were there
             self._signal(self._passed_on, told=not self.knows_us)
 
@@ -280,7 +273,8 @@ class Agent:
             error_file=self._error_file(rank), agent=agent if self.knows_us else None, cpus=cpu_quota(),
         )
 
-    def _start_fresh(self, rank: Rank, words: list[str]) -> None:
+    def _open_outputs(self, rank: Rank) -> list[int]:
+        """Where a script that does not import rankup prints to."""
         log.info("starting %s as rank %d of %d", self.script.name, rank.number, self.node.world_size)
         self._error_file(rank).parent.mkdir(parents=True, exist_ok=True)  # for torch's @record
         (stdout, ours), (stderr, ours_too) = os.pipe(), os.pipe()
@@ -288,27 +282,24 @@ class Agent:
             stdout, stderr, rank=rank.number, world_size=self.node.world_size,
             file=open_log(self.run_dir / "logs" / f"rank-{rank.number}.log"),
         )
-        env = self._environment(rank)
-        env |= stacks_environment(self.run_dir, rank.number, env)
-        rank.pid = start_fresh(
-            words, env=env, cwd=self.options.work_dir, stdout=ours, stderr=ours_too,
-            on_end=lambda code: self._read_rest(rank, code),
-        )
-        os.close(ours)
-        os.close(ours_too)
-        with contextlib.suppress(OSError):  # it costs only that nobody can ask
-            announce_stacks(self.run_dir, rank.number, self.node.world_size, rank.pid)
+        return [ours, ours_too]
 
-    def _read_rest(self, rank: Rank, code: int) -> None:
+    def _announce(self, local_rank: int, pid: int) -> None:
+        if not self.knows_us:
+            with contextlib.suppress(OSError):  # it costs only that nobody can ask
+                announce_stacks(self.run_dir, self.ranks[local_rank].number, self.node.world_size, pid)
+
+    def _read_rest(self, local_rank: int, code: int) -> None:
         """Its process has ended; its last words may not be read yet."""
-        rank.pid = 0
 
-        async def read() -> None:
-            assert rank.pump is not None
-            await rank.pump.drained(timing.LAST_WORD_S)  # what it left behind may hold its output open
-            self._ended(rank.local_rank, code)
+        async def read(pump: Pump) -> None:
+            await pump.drained(timing.LAST_WORD_S)  # what it left behind may hold its output open
+            self._ended(local_rank, code)
 
-        self.begin(read())
+        if (pump := self.ranks[local_rank].pump) is None:
+            self._ended(local_rank, code)
+        else:
+            self.begin(read(pump))
 
     def _hear_rank(self, local_rank: int, message: Mapping[str, Any]) -> None:
         """What a rank says that imports rankup."""
@@ -392,19 +383,13 @@ class Agent:
         for rank in self.ranks:
             if rank.running:
                 rank.told = rank.told or told
-                if self.server is not None:
-                    # SIGTERM, whatever it was: a Python that has just started leaves of it without a traceback
-                    self.server.signal(rank.local_rank, signal.SIGTERM)
-                elif rank.pid:
-                    send_signal(rank.pid, getattr(signal, name))
+                # SIGTERM, whatever it was: a Python that has just started leaves of it without a traceback
+                self.server.signal(rank.local_rank, signal.SIGTERM if self.knows_us else getattr(signal, name))
 
     def _kill(self, rank: Rank) -> None:
         if rank.running:
             rank.told = True
-            if self.server is not None:
-                self.server.signal(rank.local_rank, signal.SIGKILL)
-            elif rank.pid:
-                kill_session(rank.pid)
+            self.server.signal(rank.local_rank, signal.SIGKILL)
 
     # Stops ----------------------------------------------------------------------------------------------------------
 
@@ -453,7 +438,7 @@ class Agent:
 
     async def _show_stacks(self) -> None:
         """Those that import rankup write it down themselves."""
-        if self.server is not None:
+        if self.knows_us:
             for local_rank, pid in self.server.pids.items():
                 if pid and has_handler(pid, signal.SIGUSR2):
                     self.server.signal(local_rank, signal.SIGUSR2)
@@ -472,8 +457,8 @@ class Agent:
         """What tells nobody: ranks that were stopped (SIGSTOP), and orphans that a container's first process reaps."""
         while True:
             await asyncio.sleep(timing.TICK_S)
-            pids = {rank: self._pid_of(rank) for rank in self.ranks if rank.running}
-            reap_orphans({*pids.values(), self.server.pid if self.server is not None else 0})
+            reap_orphans({self.server.pid})
+            pids = {rank: self.server.pids.get(rank.local_rank, 0) for rank in self.ranks if rank.running}
             now_s = time.monotonic()
             for rank, pid in pids.items():
                 record = self.records.of(rank.local_rank)
@@ -486,9 +471,6 @@ class Agent:
                     rank.stopped_since_s = now_s
                     self._kill(rank)
                     rank.told = False
-
-    def _pid_of(self, rank: Rank) -> int:
-        return self.server.pids.get(rank.local_rank, 0) if self.server is not None else rank.pid
 
 
 class Lead:
@@ -536,7 +518,8 @@ class Lead:
         if verdict.code is not None:
             self._end(verdict)
             await asyncio.Event().wait()
-        if (server := self.agent.server) is not None:
+        if self.agent.knows_us:
+            server = self.agent.server
             await server.ready.wait()
             with open_port("127.0.0.1" if self.agent.node.num_nodes == 1 else "", 0) as listener:
                 server.start_store(listener)
@@ -549,7 +532,7 @@ class Lead:
             self.status.begin(self.ends.restarts, self.leader.members)
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
-            "store": server is not None,
+            "store": self.agent.knows_us,
         }
 
     def _hear(self, member: Member, message: Mapping[str, Any]) -> None:

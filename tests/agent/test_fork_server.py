@@ -332,13 +332,14 @@ asyncio.run(agent())
 WAITS = "import time\nprint('ready', flush=True)\ntime.sleep(600)"
 
 
-def test_stop_signal_that_comes_at_the_start_is_not_lost(rig: Rig, tmp_path: Path) -> None:
+def test_stop_signal_that_comes_at_the_start_is_not_lost(rig: Rig, light: Rig, tmp_path: Path) -> None:
     """Right behind the request: the fork has not begun to run the script."""
     file = script(tmp_path, WAITS)
-    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)):
-        rank = rig.start([file])
-        rig.server.signal(rank, number)
-        assert rig.end(rank).code == code
+    for each in (rig, light):
+        for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)):
+            rank = each.start([file])
+            each.server.signal(rank, number)
+            assert each.end(rank).code == code
 
 
 def test_signals_reach_the_process_alone_and_the_script_s_handlers(rig: Rig, tmp_path: Path) -> None:
