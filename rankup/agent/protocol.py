@@ -6,17 +6,15 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
-| hello: a Member, version, waited_s, n (last known),| leader(version, over): it speaks first                     |
+| hello: a Member, version, n (last known membership)| leader(version, over): it speaks first                     |
 |   settings: what must be the same for all          |                                                            |
 | alive(ranks): where each of its ranks is, a Sign   | alive                                                      |
 | ask: where is everybody?                           | ranks(ranks): the newest Sign of each, with host and seen  |
 | ready(n, problem, mistake): my ranks are gone, the | propose(n, ip, next=[ip, port, name, interface]): its own  |
 | route works if problem is ""; a mistake: of a user | address as others see it, the next member's listener       |
-| standing, late: see `rankup.agent.stop`            | prepare, confirm, leave                                    |
+| standing, late: see `rankup.agent.meeting`         | prepare, confirm, leave                                    |
 | all else is for Leader's `hear`: end, stop, ...    | commit(n, ip, hosts=[[host, ranks], ...], **more): `ip` is |
 |                                                    | rank 0's, where the store listens                          |
-|                                                    | preparing(left_s): all are ready, and the commit may take  |
-|                                                    | so long, whatever is left of the time to join              |
 |                                                    | lost(n, ranks, host, why): membership n is over            |
 |                                                    | waiting(text): who is missing                              |
 |                                                    | refused(code, text, quiet): there will be no membership;   |
@@ -42,7 +40,7 @@ from rankup.timing import CONNECT_S
 
 Found = TypeVar("Found")
 KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes it
-VERSION = 2  # of the messages; hello and refused stay as they are
+VERSION = 3  # of the messages; hello and refused stay as they are
 LONGEST = 1 << 20  # bytes of one message; the longest is a commit, which names every host,
 # or a hello, which names every file of the script's own
 
@@ -121,7 +119,7 @@ class Member:
     host: str
     pid: int
     digest: str  # of the settings that must be the same for all
-    left_s: float  # how long it waits for the others, each time
+    left_s: float  # how long it looks for the leader, and the leader waits for the others, each time
     restarts: int = 0
     ip: str = ""  # given where the user chose an interface, else its own address on the route to the leader
     port: int = 0

@@ -2,7 +2,7 @@
 
 All records of an agent lie in one file without a name; a rank without an agent makes its own. A rank writes its own
 record, and so costs no system call; the agent reads it at any time, also after the rank was killed. One number goes the
-other way: the step at which to stop, see `rankup.agent.stop`.
+other way: the step at which to stop, see `rankup.agent.meeting`.
 
 A container's health check finds the records of all ranks there:
 
