@@ -44,7 +44,6 @@ from rankup.agent.processes import (
 from rankup.agent.protocol import KILLED, Member, in_thread
 from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
-from rankup.agent.script_env import PARENT, rank_environment
 from rankup.agent.status import (
     STACKS,
     RunStatus,
@@ -59,6 +58,7 @@ from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED
 
 log = logging.getLogger("rankup")
+PARENT = "RANKUP_PARENT"  # the process without which the agent shall not go on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,18 +260,41 @@ class Agent:
         return self.run_dir / "status" / self.attempt / f"error-rank-{rank.number}.json"
 
     def _environment(self, rank: Rank) -> dict[str, str]:
-        commit, node = self._commit, self.node
-        agent = {
-            "commit": commit, "record": self.records.place(rank.local_rank), "socket": self.links.address,
-            "local_rank": rank.local_rank,
+        """What a rank finds: every variable that torchrun sets, with torchrun's meaning, and one of ours. Everything
+        else is kept, Slurm's variables too.
+
+        `env://` reads five of them. Lightning, Accelerate and Transformers look for more to find out who started them:
+        TORCHELASTIC_RUN_ID makes Lightning and torch take the process for one of torchrun's, also where Slurm's
+        variables are there too, and LOCAL_RANK keeps Accelerate and Transformers from starting processes of their own.
+        """
+        commit, node, local = self._commit, self.node, self.node.local_world_size or self.node.nproc
+        # A script that imports rankup may know our settings by the environment, as where its cache lies
+        hidden = ("PET_", PARENT) if self.knows_us else ("PET_", "RANKUP_")
+        given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+        by_default = {
+            # torchrun takes one thread, whatever the machine has
+            "OMP_NUM_THREADS": max(1, int((cpu_quota() or os.cpu_count() or 1) // local)),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+            "PYTHONUNBUFFERED": 1,  # its output may be a pipe: lines would come in blocks, and the last not at all
+            "PYTHONFAULTHANDLER": 1,  # a crash in a library's own code leaves the Python stack in the log
         }
-        return rank_environment(
-            os.environ, rank=rank.number, local_rank=node.local_rank + rank.local_rank, world_size=node.world_size,
-            local_world_size=node.local_world_size or node.nproc, node_rank=node.node_rank, num_nodes=node.num_nodes,
-            master_addr=node.master_addr, master_port=commit["port"], use_agent_store=commit["store"],
-            restarts=commit["restarts"], max_restarts=self.options.max_restarts, run_id=commit["job"],
-            error_file=self._error_file(rank), agent=agent if self.knows_us else None, cpus=cpu_quota(),
-        )
+        # Before those that are there: the shell may hold the variables of an earlier torchrun
+        set_by_torchrun = {
+            "RANK": rank.number, "LOCAL_RANK": node.local_rank + rank.local_rank, "WORLD_SIZE": node.world_size,
+            "LOCAL_WORLD_SIZE": local, "GROUP_RANK": node.node_rank, "GROUP_WORLD_SIZE": node.num_nodes,
+            "ROLE_RANK": rank.number, "ROLE_WORLD_SIZE": node.world_size, "ROLE_NAME": "default",
+            "MASTER_ADDR": node.master_addr, "MASTER_PORT": commit["port"],
+            "TORCHELASTIC_RESTART_COUNT": commit["restarts"],
+            "TORCHELASTIC_MAX_RESTARTS": self.options.max_restarts, "TORCHELASTIC_RUN_ID": commit["job"],
+            "TORCHELASTIC_USE_AGENT_STORE": commit["store"],  # else the script's rank 0 opens one at that port
+            "TORCHELASTIC_ERROR_FILE": self._error_file(rank),
+        }
+        ours = {}
+        if self.knows_us:
+            place, address = self.records.place(rank.local_rank), self.links.address
+            agent = {"commit": commit, "record": place, "socket": address, "local_rank": rank.local_rank}
+            ours["RANKUP_AGENT"] = json.dumps(agent)
+        return {name: str(value) for name, value in {**by_default, **given, **set_by_torchrun, **ours}.items()}
 
     def _open_outputs(self, rank: Rank) -> list[int]:
         """Where a script that does not import rankup prints to."""
