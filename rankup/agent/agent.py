@@ -30,7 +30,6 @@ from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
-from rankup.agent.links import Links
 from rankup.agent.logs import host_name, open_log
 from rankup.agent.meeting import Leader
 from rankup.agent.network import choose_interface, chosen_address, listen, open_port
@@ -41,7 +40,7 @@ from rankup.agent.processes import (
     reap_orphans,
     state_of,
 )
-from rankup.agent.protocol import KILLED, Member, in_thread
+from rankup.agent.protocol import KILLED, Links, Member, in_thread
 from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.status import (

@@ -53,6 +53,7 @@ class Attendance:
         self.problem, self.n = "nothing was heard from rank 0", 0
         self._stage = ""  # of JoinError, while that is the problem
         self._until_s = math.inf  # when the time to find a leader is over; endless in a membership
+        self._refused = False
         self._heard_s = self._noticed_s = clock()
         self._link: Link | None = None
         self._leader = ""  # where it was found
@@ -149,6 +150,8 @@ class Attendance:
             self._route = self._start(self._try_route(message["next"]))
         elif kind == "commit":
             self._until_s = math.inf
+        elif kind == "refused":  # leave, but not before the others have heard it from a leader in this process
+            self._refused, self._until_s = True, self._clock()
         elif kind == "lost":
             self._leave_membership()
         elif kind == "prepare":
@@ -238,7 +241,8 @@ class Attendance:
             if now_s - looked_s > FROZEN_S:
                 self._heard_s = now_s
             looked_s, silent_s = now_s, now_s - self._heard_s
-            if silent_s > SILENT_S or (silent_s > BUSY_S and now_s > self._until_s + LAST_WORD_S):
+            is_over = now_s > self._until_s + LAST_WORD_S and (self._refused or silent_s > BUSY_S)
+            if silent_s > SILENT_S or is_over:
                 link.close(at_once=True)
                 return f"gave no sign of life for {silent_s:.0f} s"
 
