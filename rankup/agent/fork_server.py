@@ -38,7 +38,6 @@ import sys
 import threading
 import time
 import types
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,7 +49,7 @@ if not __package__:
 
 from rankup.agent.processes import die_with_parent, end_of, kill_session, send_signal, state_of
 from rankup.agent.protocol import KILLED
-from rankup.errors import FAULT, FINISHED, USER_MISTAKE
+from rankup.errors import FAULT, FINISHED
 from rankup.timing import KILL_S, LAST_WORD_S, POLL_S
 
 STORE = -1  # in the place of a local rank
@@ -431,7 +430,7 @@ def main() -> list[str]:
 
 
 def run(argv: list[str]) -> NoReturn:
-    """Be `python ARGV`: a script, a folder or an archive with a __main__.py, or "-m" and a module."""
+    """Be `python ARGV`: a script, or "-m" and a module."""
     program = argv[0]
     sys.orig_argv = [sys.executable, *argv]
     sys.argv = argv[1:] if program == "-m" else argv
@@ -444,15 +443,14 @@ def run(argv: list[str]) -> NoReturn:
         if program == "-m":
             _put_on_path(os.getcwd())
             runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
-        elif os.path.isdir(program) or zipfile.is_zipfile(program):
-            sys.path.insert(0, os.path.abspath(program))
-            runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         else:
             _put_on_path(os.path.dirname(os.path.realpath(program)))
             file = os.path.abspath(program)
             loader = importlib.machinery.SourceFileLoader("__main__", file)
             main.__dict__.update(__file__=file, __cached__=None, __loader__=loader)
-            exec(_code_of(file), main.__dict__)
+            with io.open_code(file) as opened:
+                text = opened.read()
+            exec(compile(text, file, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as error:
         code = FINISHED if error.code is None else error.code
         if not isinstance(code, int):
@@ -506,17 +504,6 @@ def _end(code: int) -> NoReturn:
 def _put_on_path(folder: str) -> None:
     if not sys.flags.safe_path:
         sys.path.insert(0, folder)
-
-
-def _code_of(file: str) -> types.CodeType:
-    try:
-        with io.open_code(file) as opened:
-            text = opened.read()
-    except OSError as error:
-        why = f"[Errno {error.errno}] {error.strerror}"
-        print(f"{sys.executable}: can't open file {file!r}: {why}", file=sys.stderr)
-        raise SystemExit(USER_MISTAKE) from None
-    return compile(text, file, "exec", dont_inherit=True)
 
 
 if __name__ == "__main__":

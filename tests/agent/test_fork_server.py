@@ -208,13 +208,6 @@ def test_exception_is_shown_where_the_script_s_own_hook_fails(rig: Rig, tmp_path
     assert (ended.code, ended.err.splitlines()[-1]) == (1, "ZeroDivisionError: division by zero")
 
 
-def test_missing_script_ends_as_in_a_fresh_interpreter(rig: Rig, tmp_path: Path) -> None:
-    expected = fresh([tmp_path / "none.py"], env=rig.env, cwd=ROOT)
-    ended = rig.ran([tmp_path / "none.py"])
-    assert (ended.code, ended.err) == (expected.code, expected.err)
-    assert ended.code == 2
-
-
 FACTS = """
 import builtins, gc, json, os, random, signal, sys, threading, warnings
 import numpy, torch, torch._dynamo
@@ -240,11 +233,11 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("how", ["script", "link", "module", "package", "folder"])
+@pytest.mark.parametrize("how", ["script", "link", "module", "package"])
 def test_forked_script_finds_what_a_fresh_one_finds(how: str, rig: Rig, tmp_path: Path) -> None:
     argv = {
         "script": ["folder/script.py"], "link": ["link.py"], "module": ["-m", "folder.script"],
-        "package": ["-m", "folder"], "folder": ["folder"],
+        "package": ["-m", "folder"],
     }[how]
     (tmp_path / "folder").mkdir()
     script(tmp_path / "folder", FACTS)

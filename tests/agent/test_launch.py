@@ -245,18 +245,6 @@ def test_rank_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
     assert "gave up after 1 restarts without progress (exit code 139)" in job.output
 
 
-def test_what_a_rank_left_behind_ends_with_it(tmp_path: Path) -> None:
-    text = """
-import subprocess
-child = subprocess.Popen(["sleep", "600"])
-(folder / f"child-{rank}-{restart}").write_text(str(child.pid))
-"""
-    with ended(launch(tmp_path, text)) as job:
-        assert job.wait() == [0], job.output
-    children = [pid_of(tmp_path, rank, name="child") for rank in TWO]
-    until(lambda: not any(map(lives, children)), "processes were left")
-
-
 def test_health_check_of_a_container_sees_the_script(tmp_path: Path) -> None:
     with ended(launch(tmp_path, WAITS)) as job:
         until(lambda: len(found := find_records(str(job.processes[0].pid))) == 2 and all(r.signed_s for r in found), "")
@@ -268,14 +256,6 @@ def test_health_check_of_a_container_sees_the_script(tmp_path: Path) -> None:
         assert job.wait() == [0], job.output
     assert [good for good, _ in judged] == [True, True]
     assert [line[:15] for _, line in judged] == ["rank 0: script ", "rank 1: script "]
-
-
-def test_killed_agent_takes_its_ranks_with_it(tmp_path: Path) -> None:
-    with ended(launch(tmp_path, WAITS)) as job:
-        pids = [pid_of(tmp_path, rank) for rank in TWO]
-        job.processes[0].kill()
-        job.processes[0].wait(60)
-        until(lambda: not any(map(lives, pids)), "ranks were left")
 
 
 # Signals --------------------------------------------------------------------------------------------------------------

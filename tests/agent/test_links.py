@@ -64,7 +64,7 @@ def test_a_rank_is_heard_and_told_by_its_number() -> None:
         assert heard[0][1] == {"is": "stop", "signal": "SIGTERM"}
         agents.tell("lost", n=1, ranks=[1])
         await until(lambda: len(told[0] + told[1]) == 2)
-        assert told == dict.fromkeys((0, 1), [{"is": "lost", "n": 1, "ranks": [1]}])
+        assert told == {key: [{"is": "lost", "n": 1, "ranks": [1]}] for key in (0, 1)}
         for line in lines:
             hang_up(line)
 
