@@ -26,7 +26,7 @@ from rankup.agent.protocol import KILLED, VERSION, Link, Member, encode, interfa
 from rankup.env.addresses import is_loopback
 from rankup.env.rank_env import ranges
 from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserError
-from rankup.timing import ALIVE_S, ANSWER_S, ENDING_S, FROZEN_S, HELLO_S, NOTICE_S, POLL_S, PREPARE_S, SILENT_S, TICK_S
+from rankup.timing import ALIVE_S, ANSWER_S, ENDING_S, FROZEN_S, HELLO_S, NOTICE_S, PAUSE_S, PREPARE_S, SILENT_S, TICK_S
 
 MARGIN = 2  # steps beyond the furthest rank, where all are asked to stop; doubled at each refusal
 MOST_HOSTS = 8  # that one line names
@@ -192,7 +192,7 @@ class Leader:
         while rivals := {self._seat_of[rank] for rank in member.ranks if rank in self._seat_of}:
             for rival in rivals:
                 # Looks, not seconds: a leader that was stopped itself has heard nobody meanwhile
-                answer = known.setdefault(rival, [rival.num_heard, round(ANSWER_S / POLL_S)])
+                answer = known.setdefault(rival, [rival.num_heard, round(ANSWER_S / PAUSE_S)])
                 answer[1] -= 1
                 if rival.member.token == member.token:
                     self._remove(rival.link, "its connection was cut")
@@ -202,7 +202,7 @@ class Leader:
                 elif answer[1] < 0:
                     self._say(f"{rival.member.who} gives no answer: it was replaced by {member.who}")
                     self._remove(rival.link, f"was replaced by {member.who}")
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(PAUSE_S)
         if self._over:
             raise ConnectionError
         self._seats[link] = seat = _Seat(link, member, self._clock())

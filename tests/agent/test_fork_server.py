@@ -105,8 +105,8 @@ class Rig:
         return self.end(self.start(argv, **more))
 
     def ready(self, rank: int) -> int:
-        """Wait until it has printed a line; returns its process."""
-        self.until(lambda: "\n" in self.printed(rank))
+        """Wait until it has printed a line, which may be heard before its start; returns its process."""
+        self.until(lambda: "\n" in self.printed(rank) and self.server.pids[rank])
         return self.server.pids[rank]
 
     def close(self) -> None:

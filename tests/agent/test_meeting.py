@@ -1144,9 +1144,9 @@ import asyncio, json, os, socket, sys
 from rankup.agent import attendance, meeting
 from rankup.agent.protocol import LONGEST, Member
 
-rank, port = int(sys.argv[1]), int(sys.argv[2])
+rank, port, silent_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 for module in (attendance, meeting):
-    module.SILENT_S, module.FROZEN_S, module.ALIVE_S, module.ANSWER_S = 8.0, 4.0, 0.2, 4.0
+    module.SILENT_S, module.FROZEN_S, module.ALIVE_S, module.ANSWER_S = silent_s, 4.0, 0.2, 4.0
 me = Member(os.urandom(4).hex(), rank, 1, 3, f"node{rank}", os.getpid(), "d", left_s=600.0)
 
 def say(**values):
@@ -1181,14 +1181,15 @@ asyncio.run(main())
 class Agents:
     """Three agents, each a process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, silent_s: float) -> None:
+        self.silent_s = silent_s
         self.port, self.started = free_port(), list[subprocess.Popen[str]]()
         self.by_rank: dict[int, subprocess.Popen[str]] = {}
         for rank in range(3):
             self.start(rank)
 
     def start(self, rank: int) -> None:
-        command = [sys.executable, "-c", AGENT, str(rank), str(self.port)]
+        command = [sys.executable, "-c", AGENT, str(rank), str(self.port), str(self.silent_s)]
         self.by_rank[rank] = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE)
         self.started.append(self.by_rank[rank])
 
@@ -1209,8 +1210,8 @@ class Agents:
 
 
 @pytest.fixture
-def agents() -> Iterator[Agents]:
-    made = Agents()
+def agents(request: pytest.FixtureRequest) -> Iterator[Agents]:
+    made = Agents(silent_s=getattr(request, "param", 8.0))
     yield made
     for process in made.started:
         process.kill()
@@ -1227,6 +1228,7 @@ def test_a_stopped_member_is_lost_and_belongs_to_the_next_membership_when_it_wak
     assert agents.meet() == {2}
 
 
+@pytest.mark.parametrize("agents", [600.0], indirect=True)
 def test_the_process_that_takes_the_place_of_a_stopped_one_is_taken_at_once(agents: Agents):
     assert agents.meet() == {1}
     stopped = agents.by_rank[1]
