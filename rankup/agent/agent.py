@@ -237,7 +237,7 @@ class Agent:
             words = self.script.command(
                 local_rank=self.node.local_rank + rank.local_rank, option=self.options.pass_local_rank
             )
-            if commit["restarts"]:
+            if commit["again"]:
                 words += self.options.restart_args
             env, outputs = self._environment(rank), [] if self.knows_us else self._open_outputs(rank)
             if not self.knows_us:
@@ -505,6 +505,7 @@ class Lead:
         self.status = None if agent.knows_us else RunStatus(agent.run_dir, agent.node.world_size)
         self.job = self.status.job if self.status is not None else new_job()
         self.port = 0
+        self.again = False  # this job goes on with an earlier one's run
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
@@ -550,11 +551,11 @@ class Lead:
             port = free_port()
         if self.status is not None:
             if n == 1:
-                await asyncio.to_thread(self.status.take)
+                self.again = await asyncio.to_thread(self.status.take)
             self.status.begin(self.ends.restarts, self.leader.members)
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
-            "store": self.agent.knows_us,
+            "store": self.agent.knows_us, "again": self.again or self.ends.restarts > 0,
         }
 
     def _hear(self, member: Member, message: Mapping[str, Any]) -> None:
