@@ -22,7 +22,7 @@ from rankup.state.copies import find_problem, list_copies, remove_unfinished, st
 from rankup.state.second import SecondPlace
 from tests.rigs.checkpoints import save, steps
 from tests.rigs.object_store import BUCKET, S3
-from train.run.training_state import load_checkpoint
+from train.run.checkpoints import load_checkpoint
 
 SEED = 20261124
 WAITS_S = 100  # for a busy machine

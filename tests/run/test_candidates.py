@@ -17,8 +17,8 @@ from rankup.state.choice import CHECKPOINT, SECOND, Folder, Opened, Origin, find
 from rankup.state.copies import list_copies
 from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
+from train.run.checkpoints import check, load_checkpoint
 from train.run.run_directory import _check_settings
-from train.run.training_state import TrainingState
 
 RUN = "0123456789abcdef"
 
@@ -57,8 +57,8 @@ class Node:
 
     def rescue(self, step: int, writer: str, **fields: Any) -> Path:
         state = training_state(step, **{"attempt": writer} | fields)
-        assert rescue.write(state.run, step, lambda: files_of(state, {"weight": torch.ones(3)})) == ""
-        return self.memory / f"rankup-{os.getuid()}" / state.run / f"step-{step:08d}"
+        assert rescue.write(state["run"], step, lambda: files_of(state, {"weight": torch.ones(3)})) == ""
+        return self.memory / f"rankup-{os.getuid()}" / state["run"] / f"step-{step:08d}"
 
     def checkpoint(self, step: int, attempt: str = "a") -> Path:
         return save(self.run_dir / "checkpoints", step, attempt=attempt)
@@ -81,7 +81,7 @@ class Node:
 
         group: Any = self
         return find_origin(
-            group, self.run_dir, opened, {CHECKPOINT: folder}, check=TrainingState.of, fits=fits,
+            group, self.run_dir, opened, {CHECKPOINT: folder}, check=check, fits=fits,
             wanted=lambda other: not fresh,
         )
 

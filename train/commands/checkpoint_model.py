@@ -13,12 +13,11 @@ from rankup.group.group import Group, on_rank0
 from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.places.urls import is_url
 from rankup.state.reading import Copy, share
-from rankup.state.stored_run import fetched
 
 from ..config import Config
 from ..group import join_group
 from ..parallel.model import prepare
-from ..run.training_state import load_checkpoint, load_newest
+from ..run.checkpoints import fetched, load_checkpoint, load_newest
 from ..workloads import Workload, load
 from .context import Context
 
