@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.containers import wait_for
 from tests.rigs.foreign_scripts import (
     FOLDER,
     SCRIPTS,
@@ -55,19 +54,6 @@ def test_slurm_runs_the_scripts_of_trainers(name: str, cluster: Cluster, once: O
     words = script.words(tmp_path / "own", ON_TWO_NODES.get(name))
     job = submit(cluster, tmp_path, " ".join(words))
     assert job.wait() == "COMPLETED", job.log()
-    assert result_of(job.output) == expected(script, once, tmp_path)
-
-
-@again_if_aborted
-def test_slurm_restarts_a_killed_rank_and_the_script_goes_on_from_its_own_checkpoint(
-    cluster: Cluster, once: Once, tmp_path: Path
-) -> None:
-    script, own = SCRIPTS["dcp_checkpoints"], tmp_path / "own"
-    job = submit(cluster, tmp_path, " ".join([*script.words(own), "--seconds-per-step", "0.3"]))
-    wait_for("the first checkpoint", (own / "step-000004" / ".metadata").exists, log=job.log)
-    job.kill_rank("node1")
-    assert job.wait() == "COMPLETED", job.log()
-    assert "rank 1 goes on from step-" in job.output
     assert result_of(job.output) == expected(script, once, tmp_path)
 
 
