@@ -36,7 +36,7 @@ def test_foreign_scripts_are_all_in_the_table() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == {*SCRIPTS, "ddp_tcp"}
 
 
-# On two nodes: ddp_local_rank and ddp_tcp in containers; imagenet, Lightning and Accelerate under Slurm (tests/launchers/)
+# In tests/launchers/, on two nodes: ddp_local_rank and ddp_tcp; imagenet, Lightning and Accelerate under Slurm
 @some("ddp_env", "bert_trainer")
 @again_if_aborted
 def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(

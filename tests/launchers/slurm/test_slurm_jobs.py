@@ -77,6 +77,24 @@ def test_slurm_runs_a_workload_of_ones_own_with_data_on_each_nodes_disk(cluster:
     assert not Path(config["data_dir"]).exists()
 
 
+def test_slurm_doctor_looks_first_and_the_job_trains(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit(tmp_path, f"{JOB} --name job --run-dir runs", DOCTOR="1")
+    assert job.wait() == "COMPLETED", job.log()
+    fit, trained = job.output.index("doctor: fit to train"), job.output.index("training")
+    assert fit < trained, job.output
+    assert "between nodes: slowest ranks 0 on node0 and 1 on node1" in job.output
+    assert job.result()["world_size"] == 2
+
+
+def test_slurm_doctor_that_says_no_keeps_the_job_from_training(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit(tmp_path, f"{JOB} --name job --run-dir runs --batch-size 1", DOCTOR="1")
+    assert job.wait() == "FAILED", job.log()
+    assert job.code() == 20
+    assert "batch_size must be at least 2" in " ".join(job.output.split())
+    assert "the doctor says no, exit code 20 (20 not fit" in job.output
+    assert not (tmp_path / "runs" / "job" / "result.json").exists()
+
+
 @pytest.mark.parametrize(
     "left", [("slurm.conf", "slurmctld.pid", "node0.pid1", "node1.unshare"), ()], ids=["files", "name"]
 )
