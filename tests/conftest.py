@@ -200,7 +200,7 @@ def image() -> str:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[slurm_cluster.Cluster]:
+def slurm() -> Iterator[slurm_cluster.Cluster]:
     """A real Slurm of two nodes, started by slurm/local.sh."""
     if reason := slurm_cluster.why_not():
         pytest.skip(reason)
@@ -210,6 +210,14 @@ def cluster() -> Iterator[slurm_cluster.Cluster]:
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture
+def cluster(slurm: slurm_cluster.Cluster) -> Iterator[slurm_cluster.Cluster]:
+    """The same; after any end of a job nothing is left running on any node."""
+    slurm.idle()
+    yield slurm
+    slurm.idle()
 
 
 @pytest.fixture

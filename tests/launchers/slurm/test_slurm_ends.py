@@ -1,6 +1,5 @@
 """Slurm jobs signalled, requeued, killed and cut off for real: all reach the weights of a run that was left alone."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,6 @@ JOB = (
 )
 RUN = f"{JOB} --name job --run-dir runs --step-timeout-s 60"
 ENDLESS = RUN.replace("2000", "1000000")
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing(cluster: Cluster) -> Iterator[None]:
-    """After any end nothing is left running on any node."""
-    cluster.idle()
-    yield
-    cluster.idle()
 
 
 @pytest.fixture(scope="module")

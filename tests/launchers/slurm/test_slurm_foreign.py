@@ -1,6 +1,5 @@
 """Somebody's scripts, unchanged, by SCRIPT=... sbatch on a real Slurm of two nodes: the weights of a start by hand."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,6 @@ from tests.rigs.slurm_cluster import Cluster, SlurmJob
 pytestmark = pytest.mark.timeout(1200)
 # Of one process on each of two nodes, where that differs from two processes on one
 ON_TWO_NODES = {"lightning_digits": "--num-nodes 2"}
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing(cluster: Cluster) -> Iterator[None]:
-    """After any end nothing is left running on any node."""
-    cluster.idle()
-    yield
-    cluster.idle()
 
 
 def submit(cluster: Cluster, folder: Path, line: str) -> SlurmJob:

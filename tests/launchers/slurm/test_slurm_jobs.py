@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,6 @@ from tests.rigs.slurm_cluster import DDP, LOCAL, Cluster
 
 pytestmark = pytest.mark.timeout(1200)
 JOB = "--dataset digits --model mlp --max-steps 60"
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing(cluster: Cluster) -> Iterator[None]:
-    cluster.idle()
-    yield
-    cluster.idle()
 
 
 def test_slurm_array_trains_a_seed_in_each_task_side_by_side(cluster: Cluster, forks: Forks, tmp_path: Path) -> None:
