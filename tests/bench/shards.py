@@ -34,8 +34,7 @@ from tests.bench.jpeg import make_files  # noqa: E402
 from tests.bench.machine import cpu_model  # noqa: E402
 from tests.rigs.shards import pack_folder  # noqa: E402
 from train.config import Config  # noqa: E402
-from train.data.crops import random_crop  # noqa: E402
-from train.data.file_samples import FileSamples  # noqa: E402
+from train.data.file_samples import FileSamples, random_crop  # noqa: E402
 from train.data.loader import Loader  # noqa: E402
 from train.data.order import Order  # noqa: E402
 from train.data.sources import load  # noqa: E402
@@ -51,7 +50,7 @@ def ours(samples: FileSamples, *, window: int, batch_size: int, workers: int) ->
     order = Order(len(samples), batch_size, seed=0, window=window, storage=samples.storage)
     loader = Loader(
         samples, order.batches(0, order.steps_per_epoch), device=torch.device("cpu"), stop=StopRequest(),
-        num_workers=workers, prefetch_factor=2,
+        num_workers=workers,
     )
     try:
         for _ in range(order.steps_per_epoch):

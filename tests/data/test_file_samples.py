@@ -18,8 +18,7 @@ from tests.rigs.jobs import result
 from tests.rigs.photographs import write_photographs
 from train.config import Config
 from train.config.settings import Augment
-from train.data.crops import shift_and_flip_into
-from train.data.file_samples import FileSamples
+from train.data.file_samples import FileSamples, shift_and_flip_into
 from train.data.loader import Loader
 from train.data.samples import shift_and_flip
 from train.data.sources import load
@@ -127,7 +126,6 @@ def test_any_number_of_workers_prepares_the_same_images(folder: Path, augment: A
     for num_workers in (0, 2):
         loader = Loader(
             samples, iter(indices), device=torch.device("cpu"), stop=StopRequest(), num_workers=num_workers,
-            prefetch_factor=2,
         )
         found.append([loader.next() for _ in indices])
         loader.close()

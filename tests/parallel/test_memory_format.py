@@ -15,9 +15,8 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
 from train.config import Config
 from train.data import TensorSamples
-from train.parallel.method import Method
+from train.parallel.method import Method, OneProcess
 from train.parallel.model import prepare
-from train.parallel.none import OneProcess
 from train.parallel.optimizer import build_optimizer
 from train.workloads import Workload
 from train.workloads.vision_models import build_model

@@ -18,8 +18,8 @@ from ..config.options import PredictOptions
 from ..data import Samples
 from ..parallel.model import autocast
 from ..run.evaluation import batches_of_rank
-from .checkpoint_model import CheckpointModel, open_checkpoint
-from .context import Context
+from .checkpoint import CheckpointModel, open_checkpoint
+from .table import Context
 
 
 def predict(context: Context, options: PredictOptions) -> None:

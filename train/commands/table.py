@@ -5,7 +5,10 @@ Each imports what it needs inside, so that only those pay for torch that use it.
 
 import contextlib
 import gc
+import logging
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,42 @@ from rankup.cli import print_whole
 from rankup.env.rank_env import RankEnv, check_loopback, describe
 from rankup.errors import LaunchError, UserError
 from rankup.group.stacks import open_stacks
+from rankup.group.stop import StopRequest
+from rankup.places.cache import runs_folder
 
-from ..config import check_world_size, options, to_yaml
+from ..config import Config, check_world_size, options, to_yaml
+from ..config.command_line import Request
 from ..run.choices import CHOICES
-from .context import Context
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """`request`: the command line. `found`: which rank this is, or why it can be none."""
+
+    config: Config
+    request: Request
+    found: RankEnv | UserError
+    log: logging.Logger
+    stop: StopRequest
+
+    @property
+    def launch(self) -> RankEnv:
+        """Which rank this is. Raises LaunchError where the environment describes none, which `show` need not know."""
+        if isinstance(self.found, UserError):
+            raise self.found
+        return self.found
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder that this command writes to."""
+        return run_directory(self.config, self.launch)
+
+
+def run_directory(config: Config, launch: RankEnv) -> Path:
+    """Where the run lies: named by the settings, by the scheduler's job, or by what is trained."""
+    dataset = re.sub(r"[^\w.-]+", "-", Path(config.dataset).name.removeprefix("hf:")).strip(".-")  # hf:FOLDER is a path
+    default = f"{dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
+    return runs_folder(config.run_dir) / (config.name or launch.run_name or default)
 
 
 def _train(context: Context, given: options.TrainOptions) -> None:
@@ -32,7 +67,7 @@ def _train(context: Context, given: options.TrainOptions) -> None:
 
 def _evaluate(context: Context, given: options.EvaluateOptions) -> None:
     with without_collections():
-        from .evaluate import evaluate_checkpoint
+        from .checkpoint import evaluate_checkpoint
 
     _start_rank(context)
     evaluate_checkpoint(context, given)
@@ -74,16 +109,13 @@ def _start_rank(context: Context) -> None:
 
 
 def _export(context: Context, given: options.ExportOptions) -> None:
-    from .export import export
+    from .checkpoint import export
 
-    _refuse_ranks(context)
-    export(context, given)
-
-
-def _refuse_ranks(context: Context) -> None:
     if context.launch.distributed:
-        raise LaunchError(f"{context.request.command} must be started by hand, once, "
-                          f"got RANK and WORLD_SIZE from {context.launch.launcher}.")
+        raise LaunchError(
+            f"export must be started by hand, once, got RANK and WORLD_SIZE from {context.launch.launcher}."
+        )
+    export(context, given)
 
 
 def _doctor(context: Context, given: options.DoctorOptions) -> int:

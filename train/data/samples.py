@@ -1,13 +1,20 @@
-"""Samples: what a workload trains on, batch by batch. random_numbers.py says what their augmentation depends on."""
+"""Samples: what a workload trains on, batch by batch; and what is done with any batch.
+
+Random numbers depend on what they are for, not on what was drawn before them: neither the world size, nor a restart,
+nor the number of workers changes an order or a pixel.
+"""
 
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, default_collate
 
 from rankup.loop.seeds import derive_seed, seed_host
 
-from .random_numbers import random_numbers
+# The constants of splitmix64 as signed 64-bit integers: torch cannot multiply uint64, and int64 wraps in the same way.
+GOLDEN_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
+MIX = ((30, -4658895280553007687), (27, -7723592293110705685))  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class Samples(Protocol):
@@ -83,3 +90,51 @@ class MapSamples:
             seed_host(derive_seed(self.seed, -1 if epoch is None else epoch, index))
             samples.append(self.dataset[index])
         return default_collate(samples)
+
+
+def random_numbers(seed: int, epoch: int, indices: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` uniform numbers in [0, 1) for each sample of `indices` (int64 [B]): float64 [B, count].
+
+    They are splitmix64 of (seed, epoch, sample, column), https://prng.di.unimi.it/splitmix64.c: a generator per sample
+    would cost more than the augmentation itself.
+    """
+    start = torch.tensor(derive_seed(seed, epoch), dtype=torch.int64)
+    z = start + (indices[:, None] * count + torch.arange(count)[None, :] + 1) * GOLDEN_GAMMA
+    for shift, factor in MIX:
+        z = (z ^ _shift_right(z, shift)) * factor
+    z = z ^ _shift_right(z, 31)
+    # A float64 has 53 bits of mantissa: with more, a number could be rounded up to 1.
+    return _shift_right(z, 11).double() / float(1 << 53)
+
+
+def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
+    # >> copies the sign bit of an int64; masking makes it the shift of a uint64.
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+# A batch: a tensor, or a tuple, list or dict of batches. What `Samples.batch` returns and the model is given ---------
+
+
+def tensors(batch: Any) -> list[torch.Tensor]:
+    """All tensors in a batch, in its order."""
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def num_bytes(batch: Any) -> int:
+    """The size of all tensors in a batch."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(batch))
+
+
+def repeated(batch: Any, count: int) -> Any:
+    """A batch of `count` samples, the same ones again and again: tensors of [B, ...] become [count, ...]."""
+
+    def repeat(leaf: Any) -> Any:
+        several = isinstance(leaf, torch.Tensor) and leaf.ndim > 0
+        return torch.cat([leaf] * -(-count // len(leaf)))[:count] if several else leaf
+
+    return tree_map(repeat, batch)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move all tensors of a batch; what is no tensor stays as it is."""
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)

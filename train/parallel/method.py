@@ -116,6 +116,15 @@ class Method:
         raise NotImplementedError
 
 
+class OneProcess(Method):
+    """The defaults of `Method`. `train.config.check_world_size` refuses several ranks before torch is imported."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if self.config.compress != "none":  # a run that was scaled down keeps its settings
+            self.group.log.info("compress  one process sends no gradients: nothing to compress")
+        return model
+
+
 # An optimizer's state numbers the parameters where they are whole; FSDP's tools name them instead. A checkpoint of
 # either kind loads into the other, so both kinds of keys are translated.
 
