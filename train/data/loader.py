@@ -64,9 +64,9 @@ class Loader:
 
         Raises PeerLost where workers do not begin.
         """
-        self._device, self._stop, self._said = device, stop, CONTEXT.RawArray("q", 3 * num_workers)
-        self._samples = _Batches(samples, evaluation or samples, self._said)
-        self._batches = iter(batches)
+        self._device, self._stop, self._batches = device, stop, iter(batches)
+        self._samples, self._evaluation = samples, evaluation or samples
+        self._said: Any = None  # by the workers, see PID
         self._workers: list[Any] = []
         self._closed = threading.Event()
         # One place: the workers hold AHEAD batches each already, and each batch here costs memory too
@@ -79,9 +79,9 @@ class Loader:
     def _start(self, num_workers: int, warn: Callable[[str], None]) -> Iterator[Any]:
         (kept,) = itertools.tee(self._batches, 1)  # a copy begins with the first batch again
         for left in reversed(range(STARTS)):
-            self._said[:] = [0] * len(self._said)
+            self._said = CONTEXT.RawArray("q", 3 * num_workers)
             loader: DataLoader[Any] = DataLoader(
-                self._samples,
+                _Batches(self._samples, self._evaluation, self._said),
                 sampler=copy.copy(kept),
                 batch_size=None,  # each index is a whole batch already
                 num_workers=num_workers, prefetch_factor=AHEAD,
@@ -112,7 +112,9 @@ class Loader:
         process died, and what the data set itself raised.
         """
         if not self._workers:
-            return to_device(self._samples.batch(next(self._batches)), self._device)
+            epoch, indices = next(self._batches)
+            samples = self._evaluation if epoch is None else self._samples
+            return to_device(samples.batch(indices, epoch), self._device)
         while not (until_stop and self._stop.requested):
             try:
                 item = self._ready.get(timeout=0.1)
@@ -163,16 +165,13 @@ class _Batches(Dataset[Any]):
     def __init__(self, samples: Samples, evaluation: Samples, said: Any) -> None:
         self.samples, self.evaluation, self.said = samples, evaluation, said
 
-    def batch(self, index: BatchIndex) -> Any:
-        epoch, indices = index
-        return (self.evaluation if epoch is None else self.samples).batch(indices, epoch)
-
     def __getitem__(self, index: Any) -> Any:
         epoch, indices = index
+        samples = self.evaluation if epoch is None else self.samples
         own = 3 * get_worker_info().id  # type: ignore[union-attr]  # there is one in a worker
         self.said[own + EPOCH], self.said[own + SAMPLE] = -1 if epoch is None else epoch, int(indices[0])
         try:
-            return _shared(self.batch(index))
+            return _shared(samples.batch(indices, epoch))
         except (UserError, PeerLost) as error:
             return error  # as a value: torch would wrap the one line in the worker's traceback
 
