@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -61,7 +62,7 @@ def ours(samples: FileSamples, *, window: int, batch_size: int, workers: int) ->
 
 def our_bytes(samples: FileSamples, *, window: int) -> Epoch:
     """One epoch of samples that are read alone, in this process."""
-    files = samples.files
+    files = samples
     for number in Order(len(samples), 1, seed=0, window=window, storage=samples.storage).epoch(0).tolist():
         yield len(files.contents.read(number) if files.contents else Path(files.paths[number]).read_bytes())
 
@@ -69,7 +70,7 @@ def our_bytes(samples: FileSamples, *, window: int) -> Epoch:
 def _samples(root: Path, side: str) -> FileSamples:
     dataset, place = ("imagefolder", "files") if side == FOLDER else ("shards", "shards")
     files, _ = load(Config(dataset=dataset, data_dir=str(root / place), augment="imagenet"))
-    return FileSamples(files, augment="imagenet")
+    return replace(files, augment="imagenet")
 
 
 def their_bytes(root: Path) -> Epoch:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,9 @@ from tests.rigs.photographs import photograph, write_photographs
 from tests.rigs.small_filesystems import small_disk
 from train.config import Config
 from train.data import file_samples
-from train.data.file_samples import FileSamples
+from train.data.file_samples import FileSamples, version_of
 from train.data.sources import image_cache, load
 from train.data.sources.image_cache import ImageCache, Plan, open_caches
-from train.data.sources.sets import FileSet, version_of
 
 ALL = torch.arange(10)
 FORK = multiprocessing.get_context("fork")
@@ -43,13 +43,13 @@ def samples_of(folder: Path, *, cached: bool = True, size: int = 16, max_gb: flo
         augment=augment, limit_train=limit,
     )
     found, _ = load(config)
-    assert isinstance(found, FileSet)
-    return FileSamples(found, augment=augment)
+    assert isinstance(found, FileSamples)
+    return replace(found, augment=augment)
 
 
 def cache_of(samples: FileSamples) -> ImageCache:
-    assert samples.files.cache is not None
-    return samples.files.cache
+    assert samples.cache is not None
+    return samples.cache
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_cached_images_are_those_of_the_files_and_decoded_once(
             found = samples.batch(ALL, epoch)
             assert torch.equal(found[0], images)
             assert torch.equal(found[1], labels)
-        assert sorted(decoded) == sorted(samples.files.paths)
+        assert sorted(decoded) == sorted(samples.paths)
 
 
 def test_settings_that_change_the_pixels_have_a_cache_of_their_own(folder: Path) -> None:
@@ -117,9 +117,9 @@ def test_damaged_image_is_decoded_again_and_said(
         cache.pixels[index].flat[17:21] = 1, 2, 3, 4
     decoded.clear()
     assert torch.equal(samples.batch(ALL, None)[0], images)
-    assert decoded == [samples.files.paths[2], samples.files.paths[5]]
+    assert decoded == [samples.paths[2], samples.paths[5]]
     said = capfd.readouterr().err
-    assert f"{cache.path}: the image of {samples.files.paths[2]} is damaged, so it is decoded again" in said
+    assert f"{cache.path}: the image of {samples.paths[2]} is damaged, so it is decoded again" in said
     assert said.count("\n") == 1
     decoded.clear()
     assert torch.equal(samples_of(folder).batch(ALL, None)[0], images)
@@ -133,7 +133,7 @@ def test_image_in_the_place_of_another_is_not_taken(folder: Path, decoded: list[
     cache.entries[0], cache.pixels[0] = cache.entries[1], cache.pixels[1]
     decoded.clear()
     assert torch.equal(samples.batch(ALL, None)[0], images)
-    assert decoded == [samples.files.paths[0]]
+    assert decoded == [samples.paths[0]]
 
 
 def test_file_that_changed_is_decoded_again_and_said(
@@ -141,7 +141,7 @@ def test_file_that_changed_is_decoded_again_and_said(
 ) -> None:
     samples = samples_of(folder)
     before = samples.batch(ALL, None)[0]
-    changed = Path(samples.files.paths[4])
+    changed = Path(samples.paths[4])
     photograph(77, width=64, height=48).save(changed)
     decoded.clear()
     for again in (samples, samples_of(folder)):
@@ -155,7 +155,7 @@ def test_file_that_changed_is_decoded_again_and_said(
 def test_file_that_is_gone_is_an_error_as_without_a_cache(folder: Path) -> None:
     samples = samples_of(folder)
     samples.batch(ALL, None)
-    Path(samples.files.paths[4]).unlink()
+    Path(samples.paths[4]).unlink()
     with pytest.raises(DataError, match="is gone since the folder was listed"):
         samples.batch(ALL, None)
 
@@ -210,7 +210,7 @@ def test_process_killed_while_filling_leaves_nothing_half_used(folder: Path) -> 
     def fill() -> None:
         while True:
             for index in range(10):
-                cache.write(index, version_of(samples.files.paths[index]), images[index])
+                cache.write(index, version_of(samples.paths[index]), images[index])
                 # And half of the next: the kill may come between its pixels and its entry
                 cache.pixels[(index + 1) % 10].flat[:300] = 0
 
