@@ -61,7 +61,7 @@ def test_samples_do_not_depend_on_the_size_of_the_shards(folder: Path, packed: P
     one = samples_of(pack_folder(folder, tmp_path / "one", max_bytes=10**9))
     assert len(list((tmp_path / "one").glob("train-*.tar"))) == 1
     several = samples_of(packed)
-    assert one.name == several.files.name  # so a run goes on with either
+    assert one.name == several.name  # so a run goes on with either
     assert torch.equal(one.batch(ALL, 0)[0], several.batch(ALL, 0)[0])
 
 
