@@ -35,7 +35,8 @@ from rankup.agent.status import tell_end
 from rankup.env.rank_env import RankEnv, code_folder, read_rank_env, with_options, without_launcher
 from rankup.errors import FINISHED, USER_MISTAKE, ConfigError, UserError
 
-from .commands.table import COMMANDS, Context
+from .commands.context import Context
+from .commands.table import COMMANDS
 from .config import load_config
 from .config.command_line import Request, parse_args
 from .config.help_text import help_text

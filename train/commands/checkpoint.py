@@ -27,7 +27,7 @@ from ..run.fetched import fetched
 from ..run.result import evaluation_table
 from ..run.training_state import load_checkpoint, load_newest
 from ..workloads import Workload, load
-from .table import Context
+from .context import Context
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from ..data import Samples
 from ..parallel.model import autocast
 from ..run.evaluation import batches_of_rank
 from .checkpoint import CheckpointModel, open_checkpoint
-from .table import Context
+from .context import Context
 
 
 def predict(context: Context, options: PredictOptions) -> None:
