@@ -145,8 +145,10 @@ def test_fault_of_one_rank_ends_all_and_is_named_first(tmp_path: Path) -> None:
     with ended(launch(tmp_path, text)) as job:
         assert job.wait() == [1], job.output
     assert job.output.count("Traceback") == 1
-    last = job.output.splitlines()[-1]
+    last, what_next = job.output.splitlines()[-2:]
     assert re.fullmatch(r"rank 1 on \S+ ended with 1 \(ValueError: boom\) \(exit code 1\)", last), job.output
+    run = f"{tmp_path}/runs/job"
+    assert what_next == f"`rankup explain {run}` says why, `rankup logs {run}` has all lines"
     found = status(tmp_path)
     assert (found["state"], found["code"]) == ("failed", 1)
     assert "ValueError: boom" in found["why"]
@@ -185,6 +187,23 @@ def test_lost_rank_is_started_again_with_all_others(code: int, tmp_path: Path) -
     assert "restarted (1 of 3 attempts without progress)" in job.output
     assert "restarted (2 of 3 attempts without progress)" in job.output
     assert {path.name for path in tmp_path.glob("here-*")} == {f"here-{r}-{n}" for r in TWO for n in range(3)}
+
+
+def test_job_that_goes_on_with_a_run_gets_the_arguments_of_a_restart(tmp_path: Path) -> None:
+    """Also where its agent was killed; not after it has failed or finished."""
+    text = "say('with' if sys.argv[1:] == ['--resume'] else 'without')\nsay('here')\n"
+    ends = [(WAITS, signal.SIGTERM), (WAITS, signal.SIGKILL), ("sys.exit(1)\n", None), ("", None), ("", None)]
+    given = []
+    for more, number in ends:
+        for name in ("here", "with"):
+            (tmp_path / f"{name}-0-0").unlink(missing_ok=True)
+        with ended(launch(tmp_path, text + more, "--restart-args=--resume", nproc=1)) as job:
+            pid_of(tmp_path, 0)
+            if number is not None:
+                job.processes[0].send_signal(number)
+            job.wait()
+        given.append((tmp_path / "with-0-0").exists())
+    assert given == [False, True, True, False, False]
 
 
 def test_rank_that_was_stopped_is_killed_and_started_again(tmp_path: Path) -> None:

@@ -22,10 +22,9 @@ from ..config.options import EvaluateOptions, ExportOptions
 from ..group import join_group
 from ..parallel.model import prepare
 from ..run import weights
+from ..run.checkpoints import fetched, load_checkpoint, load_newest
 from ..run.evaluation import evaluate
-from ..run.fetched import fetched
 from ..run.result import evaluation_table
-from ..run.training_state import load_checkpoint, load_newest
 from ..workloads import Workload, load
 from .context import Context
 
