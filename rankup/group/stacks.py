@@ -159,7 +159,6 @@ KNOWN = (
     ("parallel/shared_gradients.py", "all_reduce"),
     ("group/line.py", "join"),
     ("group/meeting.py", "join"),
-    ("data/worker_loader.py", "data: loader.next"),
     ("data/loader.py", "data: loader.next"),
     ("torch/utils/data/dataloader.py", "data: next of a DataLoader"),
     ("state/copies.py", "save"),
