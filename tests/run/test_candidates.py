@@ -17,7 +17,7 @@ from rankup.state.choice import CHECKPOINT, SECOND, Folder, Opened, Origin, find
 from rankup.state.copies import list_copies
 from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
-from train.run.checkpoints import check, load_checkpoint
+from train.run.checkpoints import check
 from train.run.run_directory import _check_settings
 
 RUN = "0123456789abcdef"
