@@ -314,6 +314,7 @@ class Job:
         self._begin()
         if self._broken:
             raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
+        self._tracked.check_unchanged()
         self._live.changes_to_repeat = 0
         self._group.watch.wait_for_others(True)
         self._tracked.share_buffers()
@@ -354,7 +355,7 @@ class Job:
 
     def _after_step(self) -> None:
         live = self._live
-        live.fetched = 0
+        live.fetched, live.behind = 0, False
         live.steps += 1
         if live.weight != 1.0 and not live.weight_asked and not live.weight_said:
             live.weight_said = True
@@ -481,8 +482,13 @@ class Job:
         def on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if os.getpid() != pid or self._ended:
                 usual(kind, error, trace)
-            else:
-                self._leave(error)
+                return
+            if isinstance(error, NameError) and self._live.behind:
+                log.warning(
+                    f"The run had stopped behind the last batch of an epoch, so no batch has set {error.name} in this "
+                    "process. Set it before the loop over batches."
+                )
+            self._leave(error)
 
         def at_exit() -> None:
             if os.getpid() != pid or self._ended:
@@ -603,6 +609,7 @@ class Batches:
                     found = next(pairs, None)
                 if found is None:
                     if skip and streams[number] == skip:
+                        live.behind = True
                         group.log.info("resumed behind the last batch: the code after the loop over batches runs again")
                     return
                 job._tracked.check_unchanged()

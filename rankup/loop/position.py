@@ -56,6 +56,7 @@ class Live:
         self.changes_to_repeat = position.changes
         self.line: dict[str, Any] | None = position.line
         self.has_epochs = False
+        self.behind = False  # the run went on behind an epoch's last batch, and no batch has come since
         self.steps = 0  # of this process
         self._sources: list[Source] = []
         self._skip, self._states = [*position.streams], states
