@@ -61,7 +61,6 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         fix_bucket_order({"model": self.trainer.model_wrapped})  # the model was tracked before it got its wrapper
-        self._progress.commit(state)  # before `track`: from there on it may change in steps alone
         self.job.track(optimizer=objects["optimizer"], scheduler=objects["lr_scheduler"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
