@@ -57,10 +57,12 @@ die = os.environ.get("DIE", "")  # "rank:step:signal", once
 mistake = os.environ.get("MISTAKE", "")
 for _epoch in job.epochs(6):
     net.train()
-    for number, ((x, y), more) in enumerate(zip(job.batches(loader), job.batches(noise), strict=False)):
+    noises = iter(job.batches(noise))
+    for number, (x, y) in enumerate(job.batches(loader)):
         accumulates = number % 2 == 0  # a run never goes on in the middle of a step
+        more = 0.0 if accumulates or plain else next(noises).to(job.device)
         with body.no_sync() if accumulates else contextlib.nullcontext():
-            seen = head(body(x.to(job.device)) + more.to(job.device) * (not plain))
+            seen = head(body(x.to(job.device)) + more)
             loss = nn.functional.cross_entropy(seen, y.to(job.device)) * job.weight / 2
             infinite = job.step_number == 6 and not accumulates
             scaler.scale(loss * float("inf") if infinite else loss).backward()
@@ -79,6 +81,7 @@ for _epoch in job.epochs(6):
         if die.split(":")[:2] == [str(job.rank), str(job.step_number)] and not os.path.exists(f"{sys.argv[1]}.died"):
             open(f"{sys.argv[1]}.died", "w").close()
             os.kill(os.getpid(), int(die.split(":")[2]))
+    noises.close()
     if mistake == "unset":
         print(infinite)
     net.eval()
