@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rankup.agent.attendance import Attendance
-from rankup.agent.links import path_of
 from rankup.agent.meeting import Leader
 from rankup.agent.network import choose_interface, listen
-from rankup.agent.protocol import KILLED, Member
+from rankup.agent.protocol import KILLED, Member, path_of
 from rankup.agent.record import RecordWriter
 from rankup.errors import FINISHED, USER_MISTAKE, JoinError, UserError, root_cause, worth_restarting
 from rankup.timing import QUIET_S, SAY_S, WHERE_S

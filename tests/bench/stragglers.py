@@ -36,8 +36,8 @@ BATCH = 96  # which 2, 3 and 4 ranks divide
 
 def slow() -> None:
     """Preloaded in each rank: make the last one slow as the case says."""
+    from rankup.observe import rank_reports
     from train.data.loader import Loader
-    from train.run import rank_reports
     from train.workloads.classification import Classification
 
     rank_reports.WINDOW_S = WINDOW_S
@@ -69,16 +69,17 @@ def alternate() -> None:
     WAYS has the steps without it twice: what these two differ by is chance.
     """
     import train.loop as loop
-    from rankup.observe.step_clock import NoClock
+    from rankup.observe.step_clock import StepClock
 
     usual, clocks = loop.step, []  # type: ignore[var-annotated]
     times: dict[str, list[float]] = {way: [] for way in WAYS}
 
     def step(t: Any) -> bool:
         if not clocks:
-            clocks.extend([NoClock(None), t.clock, NoClock(None)])
+            without = StepClock(t.group.device, world_size=1)
+            clocks.extend([without, t.job.clock, without])
         number = t.progress.step
-        t.clock = clocks[number % len(WAYS)]
+        t.job.clock = clocks[number % len(WAYS)]
         began_s = time.perf_counter()
         finished = usual(t)
         if number > WARM_STEPS and (number + 1) % t.config.log_every_steps:  # in a step without a report

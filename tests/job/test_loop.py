@@ -1,19 +1,22 @@
 """A loop of a user's own keeps the promises: the digest of its state, whoever starts and whatever ends its ranks.
 
 Three ranks: two sum in one order only. Each rule of exactness is held by all tests that go on from a copy: without the
-order of the samples, the random state, the fixed order of DDP's buckets, types that JSON does not keep, or buffers as of
-the last commit they end with another digest.
+order of the samples, the random state, the fixed order of DDP's buckets, types that JSON does not keep, or buffers as
+of the last commit they end with another digest.
 """
 
 import json
+import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from rankup.observe.status import look
 from tests.promises.test_examples import STRUCK
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import start
@@ -21,6 +24,7 @@ from tests.rigs.jobs import start
 SCRIPT = Path(__file__).with_name("loop_script.py")
 RANKS = 3
 Once = Callable[[str, Callable[[], str]], str]
+LAUNCH = [sys.executable, "-m", "rankup", "launch"]
 BY = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)],
     "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(RANKS),
@@ -102,3 +106,14 @@ def test_loop_without_a_batch_behind_an_epoch_is_explained(forks: Forks, tmp_pat
     by_hand(forks, tmp_path, code=143, ranks=1, die=f"0:8:{int(signal.SIGTERM)}")
     output = by_hand(forks, tmp_path, code=1, ranks=1, MISTAKE="unset")
     assert "so no batch has set infinite in this process. Set it before the loop over batches" in output
+
+
+def test_slow_rank_is_named_and_status_has_speed_and_goodput(tmp_path: Path) -> None:
+    job = start(*LAUNCH, "--nproc", "2", str(SCRIPT.with_name("slow_script.py")), str(tmp_path / "run"), cwd=tmp_path)
+    assert job.wait() == [0], job.outputs[0]
+    assert re.search(r"rank 1 \(.*\) is \d+ % slower than the other, since step \d+: compute", job.outputs[0])
+    found = look(tmp_path / "run", now=time.time())
+    assert (found["state"], found["step"], found["total_steps"], found["unit"]) == ("finished", 100, 100, "steps")
+    assert found["per_s"] > 0
+    assert found["goodput"]["share"] > 0
+    assert found["metrics"].keys() >= {"train/loss", "train/steps_per_s"}
