@@ -96,7 +96,7 @@ def meet(group: Group, *, timeout_s: float) -> None:
     group.watch.enter("join", timeout_s + WATCHDOG_LATER_S)
     met = meeting.meet(
         group.launch, settings=group.settings, attempt=group.attempt, timeout_s=timeout_s, log=group.log,
-        record=group.record,
+        record=group.record, stop=group.stop,
     )
     group.meeting, group.status.attempt = met, met.attempt
     group.hosts, group.restarted = met.hosts, met.restarted

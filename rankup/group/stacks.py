@@ -52,7 +52,7 @@ def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
     """
     global _file
     # What waits for signals: the thread of `StopRequest`. The main thread may wait for a dead disk, and takes none then
-    thread = next((each.native_id for each in threading.enumerate() if each.name == "stop-request"), None)
+    thread = next((each.native_id for each in threading.enumerate() if each.name == "watch"), None)
     with contextlib.suppress(OSError):
         path = announce_stacks(
             run_dir, rank, world_size, os.getpid(), thread=thread, main=f"{threading.main_thread().ident:#x}",
