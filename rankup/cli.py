@@ -25,7 +25,8 @@ from typing import Any, NoReturn
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, ConfigError, JoinError, Stopped, UserError
 
 log = logging.getLogger("rankup")
-PROGRAM = Path(__file__).parents[1] / "train" / "main.py"
+# An installed rankup has the folder `train` inside
+PROGRAMS = (Path(__file__).parent / "program" / "main.py", Path(__file__).parents[1] / "train" / "main.py")
 OF_PROGRAM = ("train", "evaluate", "predict", "export", "show")
 
 
@@ -161,7 +162,7 @@ def _launch(given: argparse.Namespace) -> int:
 
 def _preflight(run_dir: Path, ranks: int) -> int:
     from rankup.agent.status import tell_platform
-    from rankup.doctor.alone import preflight
+    from rankup.doctor.machine import preflight
 
     code, why = preflight(run_dir, ranks=ranks, log=log)
     if code:
@@ -447,9 +448,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _run(name: str, words: Sequence[str]) -> int:
     """Raises ConfigError and what the command raises."""
-    if name in OF_PROGRAM and PROGRAM.exists():
-        sys.argv = [str(PROGRAM), name, *words]
-        runpy.run_path(str(PROGRAM), run_name="__main__")
+    if name in OF_PROGRAM and (found := next((str(path) for path in PROGRAMS if path.exists()), "")):
+        sys.argv = [found, name, *words]
+        try:
+            runpy.run_path(found, run_name="__main__")
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"`rankup {name}` needs {error.name}: pip install 'rankup[train]'.") from None
     if name not in COMMANDS:
         raise ConfigError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
     given = parser(name).parse(words)

@@ -11,7 +11,8 @@ from rankup.env.rank_env import RankEnv
 from rankup.group.group import Group
 from rankup.group.joining import code_of, join
 from rankup.group.stop import StopRequest
-from train.config import Config
+
+from .config import Config
 
 # As they are imported: a rank may be forked from a process that has imported them days ago
 CODE = code_of(Path(__file__).parent)

@@ -23,30 +23,31 @@ from rankup.observe.profiler import Profiler
 from rankup.observe.step_clock import open_clock
 from rankup.observe.stragglers import COMPUTE, DATA, WAITING
 from rankup.state.shards import check_shared
-from train.config import Config, check_world_size
-from train.data.loader import Loader
-from train.data.worker_loader import free_shared_memory
-from train.group import join_group
-from train.parallel import load_method, method_name, start_method
-from train.parallel.allocator import keep_freed_memory
-from train.parallel.buffers import Buffers
-from train.parallel.method import Method
-from train.parallel.model import autocast, check_same_shapes, compile_model, prepare
-from train.parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
-from train.parallel.warm_up import warm_up
-from train.run import weights
-from train.run.advice import Advice
-from train.run.evaluation import evaluate
-from train.run.metrics import Speed
-from train.run.progress_bar import ProgressBar
-from train.run.rank_reports import RankReports
-from train.run.reporter import Reporter
-from train.run.result import describe, write_result
-from train.run.resume import load_initial_weights, load_training_state
-from train.run.run_directory import RunDirectory, open_run_directory
-from train.run.training import Rescuer, Training, save, save_and_stop
-from train.workloads import Workload, load
-from train.workloads.batches import all_batches, build_order, first_batch, is_evaluated
+
+from .config import Config, check_world_size
+from .data.loader import Loader
+from .data.worker_loader import free_shared_memory
+from .group import join_group
+from .parallel import load_method, method_name, start_method
+from .parallel.allocator import keep_freed_memory
+from .parallel.buffers import Buffers
+from .parallel.method import Method
+from .parallel.model import autocast, check_same_shapes, compile_model, prepare
+from .parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
+from .parallel.warm_up import warm_up
+from .run import weights
+from .run.advice import Advice
+from .run.evaluation import evaluate
+from .run.metrics import Speed
+from .run.progress_bar import ProgressBar
+from .run.rank_reports import RankReports
+from .run.reporter import Reporter
+from .run.result import describe, write_result
+from .run.resume import load_initial_weights, load_training_state
+from .run.run_directory import RunDirectory, open_run_directory
+from .run.training import Rescuer, Training, save, save_and_stop
+from .workloads import Workload, load
+from .workloads.batches import all_batches, build_order, first_batch, is_evaluated
 
 
 def train(config: Config, launch: RankEnv, *, run_dir: Path, log: logging.Logger, stop: StopRequest) -> None:

@@ -1,4 +1,4 @@
-"""The one program: `python -m train.main COMMAND`, `torchrun -m train.main train`, `rankup train`.
+"""The one program: `python -m train.main COMMAND`, `torchrun train/main.py train`, `rankup train`.
 
 The whole line is understood before anything runs; torch is imported by the command that needs it. Every end has its
 exit code: see `rankup.errors`.
@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import NoReturn
 
 if not __package__:
-    # Started as a file: Python put this folder on the path, where `log` or `data` would be taken for the user's own
+    # Started as a file: Python put this folder on the path, where `log` or `data` would be taken for the user's own.
+    # This folder is the package `train`, and `rankup.program` in an installed rankup
     _here = Path(__file__).resolve().parent
-    sys.path[:] = [str(_here.parent), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
+    _above = _here.parents[1] if (_here.parent / "__init__.py").exists() else _here.parent
+    sys.path[:] = [str(_above), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
+    __package__ = ".".join(_here.relative_to(_above).parts)
 
 from rankup.agent.processes import die_with_parent
 from rankup.group.stop import StopRequest
@@ -31,19 +34,20 @@ from rankup.agent.processes import finish
 from rankup.agent.status import tell_end
 from rankup.env.rank_env import RankEnv, code_folder, read_rank_env, with_options, without_launcher
 from rankup.errors import FINISHED, USER_MISTAKE, ConfigError, UserError
-from train.commands.context import Context
-from train.commands.table import COMMANDS
-from train.config import load_config
-from train.config.command_line import Request, parse_args
-from train.config.help_text import help_text
-from train.config.options import DoctorOptions, RankOptions
-from train.run.choices import CHOICES
+
+from .commands.context import Context
+from .commands.table import COMMANDS
+from .config import load_config
+from .config.command_line import Request, parse_args
+from .config.help_text import help_text
+from .config.options import DoctorOptions, RankOptions
+from .run.choices import CHOICES
 
 log = logging.getLogger("rankup")
 
 # Imported once, by the process that forks the ranks of a node
 __preload__ = [
-    "train.loop", "train.parallel.ddp", "train.workloads.images", "train.workloads.text", "torch.utils.tensorboard"
+    ".loop", ".parallel.ddp", ".workloads.images", ".workloads.text", "torch.utils.tensorboard"
 ]
 
 

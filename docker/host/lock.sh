@@ -19,7 +19,7 @@ write() { # LOCK: its comments stay, its packages are those on stdin
 { grep -oE '^torch(vision)?==[^ ]+' docker/requirements.lock; echo 'python-dateutil<3'; } > "$scratch/pinned"
 : > "$scratch/runtime"
 for extra in "" s3 gcs azure text hf trackers test; do
-  "${compile[@]}" pyproject.toml ${extra:+--extra "$extra"} --constraint "$scratch/pinned" > "$scratch/all"
+  "${compile[@]}" pyproject.toml --extra train ${extra:+--extra "$extra"} --constraint "$scratch/pinned" > "$scratch/all"
   # Together with requirements.lock, which comes with all of them, each list is complete. Their versions agree
   awk 'FILENAME == ARGV[1] {known[$1]; next} /^[a-z]/ {new = !($1 in known)} new' "$scratch/runtime" "$scratch/all" |
     write "docker/requirements${extra:+-$extra}.lock"

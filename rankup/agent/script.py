@@ -268,18 +268,18 @@ def safe_imports(script: str | Path) -> list[str]:
 def own_imports(script: str | Path) -> tuple[list[str], str]:
     """What the script itself lets the server import, by a line `__preload__ = ["package.module"]`; and their folder.
 
-    Such a module must neither start threads nor read who the rank is. The folder is that of the script, or of the
-    package that the script is part of.
+    Such a module must neither start threads nor read who the rank is. ".module" is one beside the script, in a package.
+    The folder is that of the script, or of the package that the script is part of.
     """
     names: list[str] = []
     for statement in _body(Path(script)):
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__preload__":
             with contextlib.suppress(ValueError):
                 names = [str(name) for name in ast.literal_eval(statement.value)]
-    folder = Path(script).resolve().parent
+    folder, package = Path(script).resolve().parent, ""
     while (folder / "__init__.py").is_file():
-        folder = folder.parent
-    return names, str(folder)
+        folder, package = folder.parent, f"{folder.name}.{package}"
+    return [package + name.removeprefix(".") if name.startswith(".") else name for name in names], str(folder)
 
 
 def _is_boilerplate(statement: ast.stmt) -> bool:

@@ -14,38 +14,25 @@ from typing import Any
 import psutil
 
 from rankup.agent.limits import read
-from rankup.doctor.report import NOTE, OK, UNFIT, WARNING, Finding
+from rankup.doctor.report import OK, UNFIT, WARNING, Finding
 from rankup.env.rank_env import ranges
 
-FASTEST = 0  # the state of performance P0: a GPU with nothing to do leaves it, and lowers its link's speed on purpose
-# What NVML wants done before a GPU is used again: NVML_GPU_RECOVERY_ACTION_*. With 3, to drain the links to its peers,
-# the GPU itself still computes
-RECOVERY = {
-    1: "a reset (nvidia-smi -r, with no process on it)", 2: "a restart of the machine",
-    4: "its jobs drained and a reset (nvidia-smi -r)", 5: "the IMEX domain recovered", 6: "a reset of its bus",
-    7: "a restart of the whole system",
-}
-DRAIN_LINKS = 3
+FASTEST = 0  # performance state P0; an idle GPU leaves it, and lowers its link's speed on purpose
+DRAIN_LINKS = 3  # of NVML_GPU_RECOVERY_ACTION_*: the GPU still computes. All others ask for a reset or a restart
 RESET = "Reset it when no job needs it: nvidia-smi -r."
 SLOWEST = "all ranks wait for the slowest at every step."
 Problem = tuple[str, str, str, str]  # level, what is seen, why it matters, what to do
 
 
-def gpus(
-    local_rank: int | None, *, environ: Mapping[str, str] = os.environ, nvml: Any = None, root: Path = Path("/")
-) -> Iterator[Finding]:
+def gpus(local_rank: int | None, *, environ: Mapping[str, str] = os.environ, nvml: Any = None) -> Iterator[Finding]:
     """The health of the GPUs that this process may use: all of them, or that of `local_rank` among several ranks.
 
-    `environ`, `nvml` (in place of pynvml) and `root` are for tests.
+    `environ` and `nvml` (in place of pynvml) are for tests.
     """
     nvml = nvml or importlib.import_module("pynvml")  # slow: only where it is asked
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        # A container that was given no GPU of its machine has no such file
-        if error.value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND and Path(root, "dev/nvidiactl").exists():
-            missing = "this container lacks the driver's library NVML (NVIDIA_DRIVER_CAPABILITIES must have utility)"
-            yield Finding("gpus", NOTE, f"their health can't be asked for: {missing}")
         if error.value not in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):  # no driver
             yield Finding(
                 "gpus", UNFIT, f"the driver does not work: {error}", "no process can use a GPU.",
@@ -104,7 +91,7 @@ def _look(nvml: Any, place: str) -> tuple[int, str, list[Problem]]:
     def ask(name: str, *more: Any) -> Any:
         """NVML's answer, None where this GPU, driver or package does not know it."""
         try:
-            return getattr(nvml, name)(handle, *more)
+            return getattr(nvml, f"nvmlDeviceGet{name}")(handle, *more)
         except AttributeError:
             return None
         except nvml.NVMLError as error:
@@ -112,69 +99,52 @@ def _look(nvml: Any, place: str) -> tuple[int, str, list[Problem]]:
                 raise
             return None
 
-    problems = [*_memory(nvml, ask), *_speed(nvml, ask), *([] if is_part else _others(ask))]
-    return nvml.nvmlDeviceGetIndex(handle), str(ask("nvmlDeviceGetName")), problems
+    return nvml.nvmlDeviceGetIndex(handle), str(ask("Name")), list(_problems(nvml, ask, is_part))
 
 
-def _memory(nvml: Any, ask: Callable[..., Any]) -> Iterator[Problem]:
-    """What the GPU's memory, and the driver after an error, say."""
-    fields = ask("nvmlDeviceGetFieldValues", [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+def _problems(nvml: Any, ask: Callable[..., Any], is_part: bool) -> Iterator[Problem]:
+    fields = ask("FieldValues", [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
     # A driver older than the field answers all the same, and marks the value as not supported
-    action = fields[0].value.uiVal if fields is not None and fields[0].nvmlReturn == 0 else 0
-    if action in RECOVERY:
-        after = "after its last error nothing computes on it."
-        yield UNFIT, f"the driver asks for {RECOVERY[action]}", after, "Do that before a job holds it."
-    elif action == DRAIN_LINKS:
-        links = "the driver asks that its links to other GPUs (NVLink) be drained"
-        yield WARNING, links, "after an error they are not to be relied on.", RESET
-    _, _, pending, failed = ask("nvmlDeviceGetRemappedRows") or (0, 0, 0, 0)
+    if action := fields[0].value.uiVal if fields is not None and fields[0].nvmlReturn == 0 else 0:
+        level = WARNING if action == DRAIN_LINKS else UNFIT
+        seen = f"after an error the driver asks for a reset or a restart (recovery action {action})"
+        yield level, seen, "what it computes, or sends to other GPUs, is not to be relied on.", RESET
+    _, _, pending, failed = ask("RemappedRows") or (0, 0, 0, 0)
     if failed:
         row = "a bad row of its memory could not be replaced by a spare one"
         yield UNFIT, row, "errors in that row come again.", "Take this node out of the job, and have the GPU replaced."
     elif pending:
         until = "until then the driver keeps its pages away from programs; the next error there ends one."
         yield WARNING, "a bad row of its memory waits to be replaced by a spare one", until, RESET
-    if errors := ask("nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC):
+    if errors := ask("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC):
         seen = f"{errors} uncorrected memory {'error' if errors == 1 else 'errors'} (ECC) since the driver was loaded"
         again = "Reset it (nvidia-smi -r); if they come again, have the GPU replaced."
         yield WARNING, seen, "each of them ends the program that reads it.", again
-
-
-def _speed(nvml: Any, ask: Callable[..., Any]) -> Iterator[Problem]:
-    """What makes it slower than it should be, and with it all other ranks."""
-    reasons = ask("nvmlDeviceGetCurrentClocksEventReasons") or 0
+    reasons = ask("CurrentClocksEventReasons") or 0
     if reasons & (nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksEventReasonHwThermalSlowdown):
         look = "Look at its fans and at the air around it (nvidia-smi -q -d TEMPERATURE,PERFORMANCE)."
         yield WARNING, "its clock is lowered because it is hot", SLOWEST, look
     elif reasons & (nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown | nvml.nvmlClocksEventReasonHwSlowdown):
         look = "Look at the power supplies of this machine (nvidia-smi -q -d POWER,PERFORMANCE)."
         yield WARNING, "its clock is lowered because the power supply asks for it", SLOWEST, look
-    width, full = (ask(f"nvmlDeviceGet{which}PcieLinkWidth") for which in ("Curr", "Max"))
-    if width and full and width < full:
-        yield (
-            WARNING, f"its PCIe link has {width} of {full} lanes",
-            "data reach it, and leave it for the network, that much slower.",
-            "Have it seated anew, or its riser or cable changed.",
-        )
-    generation, best = (ask(f"nvmlDeviceGet{which}PcieLinkGeneration") for which in ("Curr", "Max"))
-    if generation and best and generation < best and ask("nvmlDeviceGetPerformanceState") == FASTEST:
-        seen = f"its PCIe link runs at generation {generation} of {best}, though the GPU is awake"
-        yield WARNING, seen, "each generation halves the time of a transfer.", "Look at the slot's setting in the BIOS."
+    now, most = ([ask(f"{which}PcieLink{what}") or 0 for what in ("Width", "Generation")] for which in ("Curr", "Max"))
+    why, remedy = "data reach it more slowly.", "Look at its seat, its riser, and the slot's setting in the BIOS."
+    if 0 < now[0] < most[0]:
+        yield WARNING, f"its PCIe link has {now[0]} of {most[0]} lanes", why, remedy
+    if 0 < now[1] < most[1] and ask("PerformanceState") == FASTEST:
+        seen = f"its PCIe link runs at generation {now[1]} of {most[1]}, though the GPU is awake"
+        yield WARNING, seen, why, remedy
+    # A container sees the programs of others without a name, or not at all
+    others = [] if is_part else [each for each in ask("ComputeRunningProcesses") or [] if each.pid != os.getpid()]
+    if others:
+        told = ", ".join(f"{each.pid} ({_name(each.pid)}{_gib(each.usedGpuMemory)})" for each in others)
+        remedy = "End what is left of an earlier job, or name other GPUs in CUDA_VISIBLE_DEVICES."
+        seen = f"is used by {'process' if len(others) == 1 else 'processes'} {told}"
+        yield WARNING, seen, "both are slower, and share its memory.", remedy
 
 
-def _others(ask: Callable[..., Any]) -> Iterator[Problem]:
-    """Programs that compute on it already. A container sees those of others without a name, or not at all."""
-    told = []
-    for process in ask("nvmlDeviceGetComputeRunningProcesses") or []:
-        if process.pid != os.getpid():
-            gib = f", {process.usedGpuMemory / 2**30:.1f} GiB" if process.usedGpuMemory else ""
-            told.append(f"{process.pid} ({_name(process.pid)}{gib})")
-    if told:
-        yield (
-            WARNING, f"is used by {'process' if len(told) == 1 else 'processes'} {', '.join(told)}",
-            "both are slower, and share its memory.",
-            "End what is left of an earlier job, or name other GPUs in CUDA_VISIBLE_DEVICES.",
-        )
+def _gib(used: int | None) -> str:
+    return f", {used / 2**30:.1f} GiB" if used else ""
 
 
 def _name(pid: int) -> str:

@@ -13,10 +13,9 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,13 +25,12 @@ from rankup.agent.logs import host_name
 from rankup.doctor.gpus import driver_version
 from rankup.doctor.report import NOTE, OK, UNFIT, WARNING, Finding
 from rankup.env.rank_env import RankEnv, ranges
+from rankup.group.group import Group
 
 SLOWEST_LINK = 12.5e6  # bytes/s: 100 Mbit/s. The gradients of a ResNet-50, 102 MB, take 16 s a step over it
 APART = 5.0  # times slower than the median of its kind
-LATE_LINK_S = 0.02
 SLOW_RANK = 3.0  # times the median's time
 MAX_CLOCK_SKEW_S = 2.0
-MAX_TAKEN = 0.1  # of a GPU's memory, by other processes
 MAX_NAMED = 4  # links in one report: with one bad switch there would be hundreds
 CLOCK_TRIES = 5
 PINGS, PING_BYTES = 20, 8  # latency: round trips of this size
@@ -42,39 +40,19 @@ TRANSFERS = 3  # of each size
 MAX_ROUNDS = 16  # of a tournament: with more nodes each is measured with this many others only
 
 
-class Group(Protocol):
-    """What the checks need of the group. `hosts`: by rank."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    hosts: Sequence[str]
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, which JSON can hold, in the order of the ranks."""
-
-    def barrier(self) -> None:
-        """Wait until all ranks are here."""
-
-    def collective(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns, which waits for the other ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSpeed:
+class LinkSpeed(NamedTuple):
     """One link between two ranks: the best of several tries, as other traffic of a moment is not the link's fault."""
 
-    ranks: tuple[int, int]
+    ranks: Sequence[int]  # two
     latency_s: float  # one way: half of a round trip of 8 bytes
     bandwidth: float  # bytes/s, the mean of both directions
     between_nodes: bool
 
 
 def devices(launch: RankEnv) -> Iterator[Finding]:
-    """This process's own devices: how many, for how many processes, and whether others use them. Needs no group."""
+    """This process's own devices: how many, and for how many processes. Needs no group."""
     if not torch.cuda.is_available():
-        cpu = platform.processor() or platform.machine()
-        yield Finding("devices", OK, f"CPU: {os.cpu_count()} of {cpu}, no CUDA device")
+        yield Finding("devices", OK, f"CPU: {os.cpu_count()} of {cpu_model()}, no CUDA device")
         return
     count, local = torch.cuda.device_count(), launch.local_world_size or 1
     yield Finding("devices", OK, f"{count} CUDA devices, {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
@@ -83,41 +61,30 @@ def devices(launch: RankEnv) -> Iterator[Finding]:
             "devices", UNFIT, f"{local} processes on this node, but {count} CUDA devices are visible",
             "two processes on one device fail under nccl.", f"Start {count}, or look at CUDA_VISIBLE_DEVICES.",
         )
-        return
-    index = launch.local_rank if count > 1 else 0
-    free, total = torch.cuda.mem_get_info(index)
-    if free < (1 - MAX_TAKEN) * total:
-        taken = f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB"
-        yield Finding(
-            "devices", WARNING, f"device {index}: {taken} are taken already",
-            "training may run out of memory, and shares the device.", "nvidia-smi shows which process has them.",
-        )
 
 
 def versions(group: Group) -> Iterator[Finding]:
     """Versions that joining does not compare: nccl, CUDA, Python, the GPU's driver, the kinds of CPU and GPU."""
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]
-    same_torch = "Install the same torch on all nodes."
-    unreadable = "workers and checkpoints may differ in what they can read."
+    fails, same_torch = "ranks with two versions of it fail or hang.", "Install the same torch on all nodes."
     compared = {
-        "nccl": (".".join(map(str, nccl)), UNFIT, "nccl of two versions fails or hangs when it connects.", same_torch),
-        "CUDA": (torch.version.cuda or "", UNFIT, "torch was built for two versions of CUDA.", same_torch),
-        "Python": (platform.python_version(), WARNING, unreadable, "Install the same Python."),
-        "GPU driver": (
-            driver_version(), WARNING, "what works on one node may fail on another, mostly after an update.",
-            "Install the same driver on all nodes, and restart those that were updated.",
-        ),
+        "nccl": (".".join(map(str, nccl)), UNFIT, fails, same_torch),
+        "CUDA": (torch.version.cuda or "", UNFIT, fails, same_torch),
+        "Python": (platform.python_version(), WARNING, "workers and checkpoints may differ in what they can read.",
+                   "Install the same Python."),
+        "GPU driver": (driver_version(), WARNING, "what works on one node may fail on another.",
+                       "Install the same driver on all nodes, and restart those that were updated."),
         "CPU": (cpu_model(), NOTE, "", ""),
         "GPU": (torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "", NOTE, "", ""),
     }
     gathered = group.gather({name: own for name, (own, *_) in compared.items()})
-    for name, (_, level, why, remedy) in compared.items():
+    for name, (_, level, why, remedy) in compared.items() if group.rank == 0 else ():
         holders: dict[str, list[int]] = {}
         for rank, versions_there in enumerate(gathered):
             holders.setdefault(versions_there[name], []).append(rank)
-        if len(holders) > 1 and group.rank == 0:
+        if len(holders) > 1:
             seen = ", ".join(f"{value or 'none'} on {ranges(who)}" for value, who in holders.items())
-            weights = f"; weights are the same to the bit on one kind of {name} only" if name in ("CPU", "GPU") else ""
+            weights = f"; weights are the same to the bit on one kind of {name} only" if level == NOTE else ""
             yield Finding("versions", level, f"{name} differs: {seen}{weights}", why, remedy)
 
 
@@ -146,23 +113,25 @@ def wrong_collectives(group: Group) -> list[str]:
 
     The numbers are integers that float32 holds exactly, so that the results must be equal to the bit.
     """
-    rank, world_size, device = group.rank, group.world_size, group.device
-    wrong = []
+    rank, size, device, wrong = group.rank, group.world_size, group.device, []
+
+    def check(name: str, call: Callable[[torch.Tensor], Any], own: torch.Tensor, expected: torch.Tensor) -> None:
+        group.collective(lambda: call(own))
+        if not torch.equal(own, expected):
+            wrong.append(name)
+
     for length in (1, 1000, 2**18 + 1):
         base = torch.arange(length, device=device, dtype=torch.float32) % 997
-        numbers = base + rank
-        group.collective(lambda tensor=numbers: dist.all_reduce(tensor))  # type: ignore[misc]
-        if not torch.equal(numbers, base * world_size + world_size * (world_size - 1) / 2):
-            wrong.append(f"all_reduce of {length} numbers")
-        for source in {0, world_size - 1}:
-            numbers = base + rank
-            group.collective(lambda tensor=numbers, src=source: dist.broadcast(tensor, src=src))  # type: ignore[misc]
-            if not torch.equal(numbers, base + source):
-                wrong.append(f"broadcast of {length} numbers from rank {source}")
-    parts = [torch.zeros(3, device=device) for _ in range(world_size)]
-    group.collective(lambda: dist.all_gather(parts, torch.full((3,), float(rank), device=device)))
-    if [part[0].item() for part in parts] != [float(each) for each in range(world_size)]:
-        wrong.append("all_gather")
+        total = base * size + size * (size - 1) / 2
+        check(f"all_reduce of {length} numbers", lambda numbers: dist.all_reduce(numbers), base + rank, total)
+        for source in {0, size - 1}:
+            check(f"broadcast of {length} numbers from rank {source}",
+                  lambda numbers, source=source: dist.broadcast(numbers, src=source),  # type: ignore[misc]
+                  base + rank, base + source)
+    own = torch.full((3,), float(rank), device=device)
+    parts = torch.zeros(size, 3, device=device)
+    expected = torch.arange(size, device=device, dtype=torch.float32)[:, None].expand(size, 3)
+    check("all_gather", lambda into: dist.all_gather(list(into), own), parts, expected)
     return wrong
 
 
@@ -179,31 +148,23 @@ def links(group: Group, facts: dict[str, Any], after_round: Callable[[], None]) 
             elif group.rank == high:
                 _measure_link(low, group.device, first=False)
         after_round()
-    gathered = group.gather([asdict(link) for link in own])
+    found = [LinkSpeed(*link) for part in group.gather(own) for link in part]
     if group.rank != 0:
         return
-    found = [LinkSpeed(**{**link, "ranks": tuple(link["ranks"])}) for part in gathered for link in part]
-    facts["links"] = [asdict(link) for link in found]
-    medians = {}
+    facts["links"] = [link._asdict() for link in found]
     for between, words in ((True, "between nodes"), (False, "inside a node")):
         if kind := [link for link in found if link.between_nodes is between]:
-            medians[between] = _rate(statistics.median(link.bandwidth for link in kind))
             slowest, latest = min(kind, key=lambda link: link.bandwidth), max(kind, key=lambda link: link.latency_s)
             yield Finding(
                 "links", OK, f"{words}: slowest {_place(slowest, group)} {_rate(slowest.bandwidth)}; longest latency "
                 f"{_place(latest, group)} {latest.latency_s * 1e6:.0f} us; {len(kind)} measured",
             )
-    for link in slow_links(found, least=SLOWEST_LINK, apart=APART)[:MAX_NAMED]:
+    for link, median in slow_links(found, least=SLOWEST_LINK)[:MAX_NAMED]:
         yield Finding(
-            "links", WARNING, f"{_place(link, group)}: {_rate(link.bandwidth)} (median {medians[link.between_nodes]})",
+            "links", WARNING, f"{_place(link, group)}: {_rate(link.bandwidth)} (median {_rate(median)})",
             f"every step waits for it: 100 MB of gradients take {200e6 / link.bandwidth:.1f} s in a ring of two.",
             "Look at its cable, its port on the switch and its interface (ethtool, ip -s link); or send fewer bytes: "
             "compressed gradients, a larger batch.",
-        )
-    for link in [each for each in found if each.latency_s > LATE_LINK_S][:MAX_NAMED]:
-        yield Finding(
-            "links", WARNING, f"{_place(link, group)}: {link.latency_s * 1e3:.1f} ms one way",
-            "each collective waits for it several times.", "Put the nodes closer together, or use a larger batch.",
         )
 
 
@@ -233,53 +194,41 @@ def plan(hosts: Sequence[str]) -> list[tuple[list[tuple[int, int]], bool]]:
 
 
 def _measure_link(other: int, device: torch.device, *, first: bool) -> tuple[float, float]:
-    """Latency in s and bandwidth in bytes/s. The rank with `first` decides when to stop: their times differ."""
-    ping = torch.zeros(PING_BYTES, dtype=torch.uint8, device=device)
-    ping_s = _best_round_trip_s(other, ping, first=first, count=PINGS)
-    size = FIRST_BYTES
+    """Latency in s and bandwidth in bytes/s. The rank with `first` decides when to stop: their times differ.
+
+    It sends each message, the other end echoes it, and the fastest of several round trips counts: what else uses the
+    machine only makes one slower. No clock of two machines is exact enough to time one way alone.
+    """
+    def round_trip_s(size: int, count: int) -> float:
+        message, best_s = torch.zeros(size, dtype=torch.uint8, device=device), float("inf")
+        for _ in range(count):
+            began_s = time.perf_counter()
+            for call in (dist.send, dist.recv) if first else (dist.recv, dist.send):
+                call(message, other)
+            _wait_for_device(device)
+            best_s = min(best_s, time.perf_counter() - began_s)
+        return best_s
+
+    ping_s, size = round_trip_s(PING_BYTES, PINGS), FIRST_BYTES
     while True:
-        block = torch.zeros(size, dtype=torch.uint8, device=device)
-        taken_s = _best_round_trip_s(other, block, first=first, count=TRANSFERS)
+        taken_s = round_trip_s(size, TRANSFERS)
         larger = torch.tensor([size < MAX_BYTES and GROWTH * taken_s < LONG_S], dtype=torch.uint8, device=device)
-        if first:
-            dist.send(larger, other)
-        else:
-            dist.recv(larger, other)
+        (dist.send if first else dist.recv)(larger, other)
         if not larger.item():
             return ping_s / 2, 2 * size / max(taken_s - ping_s, 1e-9)
         size *= GROWTH
 
 
-def _best_round_trip_s(other: int, message: torch.Tensor, *, first: bool, count: int) -> float:
-    """Seconds of the fastest of `count` round trips: what else uses the machine only makes one slower, never faster.
-
-    The end with `first` sends `message` and gets it back in place; the other end echoes it. Half of a round trip
-    stands for one way: no clock of two machines is exact enough to time one way alone.
-    """
-    best_s = float("inf")
-    for _ in range(count):
-        began_s = time.perf_counter()
-        if first:
-            dist.send(message, other)
-        dist.recv(message, other)
-        if not first:
-            dist.send(message, other)
-        _wait_for_device(message.device)
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return best_s
-
-
-def slow_links(links: Sequence[LinkSpeed], *, least: float, apart: float) -> list[LinkSpeed]:
-    """The links below `least` bytes/s, and those `apart` times slower than the median of their kind and below ten times
-    `least`. Slowest first."""
+def slow_links(links: Sequence[LinkSpeed], *, least: float) -> list[tuple[LinkSpeed, float]]:
+    """The links below `least` bytes/s, and those APART times slower than the median of their kind and below ten times
+    `least`. Slowest first, with the median of the kind."""
     found = []
     for between in (True, False):
-        kind = [link for link in links if link.between_nodes is between]
-        if kind:
+        if kind := [link for link in links if link.between_nodes is between]:
             median = statistics.median(link.bandwidth for link in kind)
-            limit = max(least, min(median / apart, 10 * least))
-            found += [link for link in kind if link.bandwidth < limit]
-    return sorted(found, key=lambda link: link.bandwidth)
+            limit = max(least, min(median / APART, 10 * least))
+            found += [(link, median) for link in kind if link.bandwidth < limit]
+    return sorted(found, key=lambda pair: pair[0].bandwidth)
 
 
 def _place(link: LinkSpeed, group: Group) -> str:

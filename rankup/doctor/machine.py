@@ -1,20 +1,25 @@
-"""Checks of one machine, which need no group and no torch: limits, memory, disks, its own name.
+"""Checks of one machine, which need no group and no torch: limits, memory, GPUs, disks, its own name.
 
 The limits take milliseconds to check: every training looks at them first. The doctor runs all checks.
 """
 
+import logging
 import math
 import os
 import resource
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from rankup.agent.limits import cpu_quota, memory_limit, oom_kills
-from rankup.doctor.report import NOTE, OK, UNFIT, WARNING, Finding
+from rankup.agent.logs import host_name
+from rankup.agent.processes import within
+from rankup.doctor import gpus
+from rankup.doctor.report import CODES, INCOMPLETE, NOTE, OK, UNFIT, VERDICTS, WARNING, Finding, Report
 from rankup.env.addresses import is_loopback
+from rankup.errors import FINISHED
 
 MIB = 2**20
 LEAST_CPU = 0.75  # of a CPU for each thread: a thread of ours waits now and then, so a little less is no loss
@@ -25,6 +30,47 @@ LEAST_FILES = 1024
 SLOW_DISK = 5 * MIB  # bytes/s
 WRITTEN = 16 * MIB  # what the check of the disk writes: a second at most on a disk that is not too slow
 ENLARGE_SHM = "Enlarge it (docker run --shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm)"
+NAME_S, DISK_S = 10.0, 30.0  # a resolver and a network disk may never answer,
+GPU_S = 60.0  # nor a driver whose GPU hangs; one that nobody keeps loaded takes seconds for each GPU
+
+
+def check_machine(
+    report: Report, run_dir: Path, *, ranks: int, threads: int = 1, num_workers: int = 0, has_gpus: bool = True,
+    local_rank: int | None = None, devices: Callable[[], Iterable[Finding]] = tuple,
+) -> None:
+    """Add to `report` what this process sees of its machine, each check within its time limit.
+
+    `ranks`: on this node, with `threads` threads and `num_workers` DataLoader workers each. `local_rank`: whose GPU to
+    look at, None: all. `devices`: a check of them that needs torch.
+    """
+    def bounded(stage: str, timeout_s: float, check: Callable[[], Iterable[Finding]], silent: str) -> None:
+        found = within(timeout_s, lambda: list(check()))
+        if found is None:
+            remedy = "Correct that first: training would hang."
+            found = [Finding(stage, INCOMPLETE, f"no answer within {timeout_s:g} s", silent, remedy)]
+        report.add(*found)
+
+    bounded("names", NAME_S, own_name, "the resolver of this machine gives no answer.")
+    report.add(*limits(ranks=ranks, threads=threads))
+    report.add(*shared_memory(num_workers=num_workers))
+    if has_gpus:
+        bounded("gpus", GPU_S, lambda: gpus.gpus(local_rank), "the driver of the GPUs gives no answer.")
+    report.add(*devices())
+    bounded("storage", DISK_S, lambda: disk(run_dir), f"{run_dir} is on a disk that does not answer.")
+
+
+def preflight(run_dir: Path, *, ranks: int, log: logging.Logger) -> tuple[int, str]:
+    """Before the ranks of this node start: the exit code of the doctor where it is not fit, and why; else 0.
+
+    Without the other machines: a container that is replaced in the middle of a training finds the others at work.
+    Whether the machines reach each other is checked when they meet.
+    """
+    report = Report(log, rank=0, world_size=1, json_out=None)
+    check_machine(report, run_dir, ranks=ranks)
+    code = report.end_alone()
+    if code in (FINISHED, CODES[WARNING]):
+        return FINISHED, ""
+    return code, f"preflight on {host_name()}: {VERDICTS[code]}. No rank was started"
 
 
 def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Finding]:
@@ -59,13 +105,6 @@ def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Find
             "limits", WARNING, f"only {soft} open files are allowed (ulimit -n)",
             "each connection to a rank and each batch of a DataLoader worker is one: \"Too many open files\".",
             "ulimit -n 16384 in the shell that starts it, or nofile in its limits.",
-        )
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if Path(root, "dev/infiniband").exists() and locked != resource.RLIM_INFINITY:
-        yield Finding(
-            "limits", WARNING, f"only {locked / MIB:g} MiB of memory may be locked (ulimit -l)",
-            'InfiniBand registers its buffers: "ibv_reg_mr failed: Cannot allocate memory".',
-            "ulimit -l unlimited (memlock: -1 in compose; LimitMEMLOCK=infinity for the service that starts jobs).",
         )
 
 

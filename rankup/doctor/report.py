@@ -96,7 +96,7 @@ class Report:
                 # Rank 0's own findings were printed as they were found
                 if ranks[0] != 0 and finding.is_problem:
                     self._log.info(_line(finding, ranks=f"rank {ranges(ranks)} on {finding.host}"))
-            self._print_verdict(everything)
+            self._end(everything)
             with contextlib.suppress(OSError):  # a disk that can't be written has its own finding
                 write_json(path, self._as_json(everything))
         return exit_code(everything)
@@ -106,53 +106,34 @@ class Report:
 
         `printed_elsewhere`: another rank prints the same failure.
         """
-        if self._rank == 0 and (self._json_out is None or not printed_elsewhere):
-            self._print_verdict(self.findings)
-        elif not printed_elsewhere:
-            self._print_problems()
+        if self._rank == 0 or not printed_elsewhere:
+            if self._rank != 0 and self._json_out is None:  # its log shows warnings alone
+                for finding in (each for each in self.findings if each.is_problem):
+                    self._log.warning(_line(finding))
+            if self._json_out is None or not printed_elsewhere:
+                self._end(self.findings)
         return exit_code(self.findings)
 
-    def refuse(self, text: str) -> int:
-        """The report if the environment describes no launch that could work. Returns the exit code."""
-        why = "no process group can be formed with it."
-        self.findings = [Finding("environment", UNFIT, each, why, host=host_name()) for each in text.splitlines()]
-        self.facts = {}
-        self._print_problems()
-        return exit_code(self.findings)
-
-    def _print_verdict(self, findings: list[Finding]) -> None:
+    def _end(self, findings: list[Finding]) -> None:
         if self._json_out is not None:
-            self._print_json(findings)
+            self._json_out.write(json.dumps(self._as_json(findings)) + "\n")
+            self._json_out.flush()
             return
         stages = len({finding.stage for finding in findings})
         counts = {level: len(merge(f for f in findings if f.level == level)) for level in (UNFIT, INCOMPLETE, WARNING)}
         problems = ", ".join(f"{count} {level}" for level, count in counts.items() if count)
         verdict = VERDICTS[exit_code(findings)] + (f" ({problems})" if problems else "")
-        self._log.info(f"doctor: {verdict}: {stages} stages in {time.monotonic() - self._began_s:.1f} s")
-
-    def _print_problems(self) -> None:
-        """For a rank that has printed nothing so far."""
-        if self._json_out is not None:
-            self._print_json(self.findings)
-            return
-        for finding in self.findings:
-            if finding.is_problem:
-                self._log.warning(_line(finding))
-        self._log.warning(f"doctor: {VERDICTS[exit_code(self.findings)]}")
-
-    def _print_json(self, findings: list[Finding]) -> None:
-        assert self._json_out is not None
-        self._json_out.write(json.dumps(self._as_json(findings)) + "\n")
-        self._json_out.flush()
+        level = logging.WARNING if self._rank else logging.INFO
+        self._log.log(level, f"doctor: {verdict}: {stages} stages in {time.monotonic() - self._began_s:.1f} s")
 
     def _as_json(self, findings: list[Finding]) -> dict[str, Any]:
         """The verdict, the facts, and each finding once with its ranks; good ones only where rank 0 has them."""
         code = exit_code(findings)
-        facts = {**self.facts, "seconds": round(time.monotonic() - self._began_s, 2)} if self.facts else {}
         kept = []
         for finding, ranks in merge(findings):
             if finding.is_problem or 0 in ranks:
                 fields = asdict(finding)
                 del fields["rank"]
                 kept.append({**fields, "ranks": ranks})
+        facts = {**self.facts, "seconds": round(time.monotonic() - self._began_s, 2)}
         return {"verdict": VERDICTS[code], "exit_code": code, **facts, "findings": kept}

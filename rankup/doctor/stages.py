@@ -23,7 +23,7 @@ from rankup.agent.network import foreign_address
 from rankup.agent.protocol import Link, interface_of
 from rankup.agent.status import StatusFile
 from rankup.doctor import group as together
-from rankup.doctor.alone import check_machine
+from rankup.doctor.machine import check_machine
 from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, Report
 from rankup.env.rank_env import RankEnv, describe, how_to_start, ranges
 from rankup.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, reason
@@ -66,7 +66,10 @@ def doctor(
     json_out = sys.stdout if as_json else None
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
         if isinstance(found, UserError):
-            return Report(log, rank=0, world_size=1, json_out=json_out).refuse(str(found))
+            report = Report(log, rank=0, world_size=1, json_out=json_out)
+            why, report.facts = "no process group can be formed with it.", {}
+            report.add(*(Finding("environment", UNFIT, text, why) for text in str(found).splitlines()))
+            return report.end_alone()
         report = Report(log, rank=found.rank, world_size=found.world_size, json_out=json_out)
         return _Doctor(found, run_dir, plan, report, stop, log).run()
 

@@ -159,8 +159,8 @@ KNOWN = (
     ("parallel/shared_gradients.py", "all_reduce"),
     ("group/line.py", "join"),
     ("group/meeting.py", "join"),
-    ("train/data/worker_loader.py", "data: loader.next"),
-    ("train/data/loader.py", "data: loader.next"),
+    ("data/worker_loader.py", "data: loader.next"),
+    ("data/loader.py", "data: loader.next"),
     ("torch/utils/data/dataloader.py", "data: next of a DataLoader"),
     ("state/copies.py", "save"),
     ("state/shards.py", "save"),
@@ -172,7 +172,7 @@ KNOWN = (
     ("torch/cuda/__init__.py", ""),  # synchronize
 )
 # Whoever reads the place wants to know who called these
-HELPERS = ("/rankup/group/", "/train/group.py", "/train/parallel/shared_gradients.py")
+HELPERS = ("/rankup/group/", "/train/group.py", "/program/group.py", "/parallel/shared_gradients.py")
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", sysconfig.get_paths()["stdlib"])
 WORKER_LOOP = "torch/utils/data/_utils/worker.py"
 FETCH = "torch/utils/data/_utils/fetch.py"
@@ -207,7 +207,7 @@ def _known(stack: Stack) -> str:
 
 def _library(file: str) -> bool:
     """Whether that file is neither this project's, installed or not, nor the user's."""
-    return not re.search(r"/site-packages/(train|rankup)/", file) and any(part in file for part in LIBRARIES)
+    return not re.search(r"/site-packages/rankup/", file) and any(part in file for part in LIBRARIES)
 
 
 def _ends(stack: Stack, end: str) -> bool:

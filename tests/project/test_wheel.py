@@ -1,5 +1,6 @@
 """The wheel holds what the program reads, and what it installs works in any folder, also beside a user's train.py."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -64,15 +65,19 @@ def test_wheel_holds_every_file_but_the_pages(wheel: Path) -> None:
     assert "rankup/env/launchers.py" in wanted
     with zipfile.ZipFile(wheel) as archive:
         held = set(archive.namelist())
+    wanted = {re.sub("^train/", "rankup/program/", name) for name in wanted}
     assert wanted <= held, wanted - held
-    assert {name.split("/")[0].split("-")[0] for name in held} == {"train", "rankup"}
+    assert {name.split("/")[0].split("-")[0] for name in held} == {"rankup"}
 
 
 def test_wheel_trains_and_explains_beside_an_own_train_py(installed: Path, own: Path) -> None:
     line = ("--dataset", "digits", "--model", "mlp", "--max-steps", "1", "--tensorboard=false", "--name", "run")
-    job = rankup(installed, own, "launch", "--nproc=2", installed / "train" / "main.py", *line)
-    assert job.codes == [0], job.output
-    assert result(own / "runs" / "run")["world_size"] == 2
+    (own / "train").mkdir()  # and beside a package of that name
+    (own / "train" / "__init__.py").write_text("open('imported', 'a').close()\n")
+    for world_size, started in enumerate([["train"], ["launch", "--nproc=2", "-m", "rankup.program.main"]], 1):
+        job = rankup(installed, own, *started, *line, "--fresh")
+        assert job.codes == [0], job.output
+        assert result(own / "runs" / "run")["world_size"] == world_size
     (own / "job.log").write_text("CUDA out of memory\n")
     job = rankup(installed, own, "explain", "job.log")
     assert "the GPU's memory was not enough" in job.output
@@ -84,10 +89,3 @@ def test_wheel_starts_an_own_train_py(installed: Path, own: Path) -> None:
     assert job.codes == [0], job.output
     assert "epoch 2: loss" in job.output
     assert (own / "model.pt").exists()
-
-
-def test_wheel_is_not_what_python_m_finds_beside_an_own_train_py(installed: Path, own: Path) -> None:
-    """As the pages say: Python looks in the current folder first."""
-    job = start(sys.executable, "-m", "train.main", "show", cwd=own, env={"PYTHONPATH": str(installed)})
-    assert job.wait() == [1]
-    assert (own / "imported").exists()

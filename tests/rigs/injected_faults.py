@@ -26,7 +26,7 @@ def _enter() -> None:
     from rankup.doctor import group, machine
 
     looks = os.environ.get(LOOK)
-    machine.SLOW_DISK, group.LATE_LINK_S = 0, math.inf
+    machine.SLOW_DISK = 0
     machine.WRITTEN = machine.MIB  # by each of forty ranks at once
     group.SLOWEST_LINK = 3e6 if looks == "links" else 0.0
     group.SLOW_RANK = group.SLOW_RANK if looks == "ranks" else math.inf

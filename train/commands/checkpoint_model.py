@@ -13,13 +13,14 @@ from rankup.group.group import Group, on_rank0
 from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.places.urls import is_url
 from rankup.state.reading import Copy, share
-from train.commands.context import Context
-from train.config import Config
-from train.group import join_group
-from train.parallel.model import prepare
-from train.run.fetched import fetched
-from train.run.training_state import load_checkpoint, load_newest
-from train.workloads import Workload, load
+
+from ..config import Config
+from ..group import join_group
+from ..parallel.model import prepare
+from ..run.fetched import fetched
+from ..run.training_state import load_checkpoint, load_newest
+from ..workloads import Workload, load
+from .context import Context
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from rankup.env.rank_env import RankEnv
 from rankup.errors import UserError
 from rankup.group.stop import StopRequest
 from rankup.places.cache import runs_folder
-from train.config import Config
-from train.config.command_line import Request
+
+from ..config import Config
+from ..config.command_line import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
 import json
 
 from rankup.errors import Stopped
-from train.commands.checkpoint_model import open_checkpoint
-from train.commands.context import Context
-from train.config.options import EvaluateOptions
-from train.run import weights
-from train.run.evaluation import evaluate
-from train.run.result import evaluation_table
+
+from ..config.options import EvaluateOptions
+from ..run import weights
+from ..run.evaluation import evaluate
+from ..run.result import evaluation_table
+from .checkpoint_model import open_checkpoint
+from .context import Context
 
 
 def evaluate_checkpoint(context: Context, options: EvaluateOptions) -> None:

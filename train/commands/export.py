@@ -7,10 +7,11 @@ import torch
 
 from rankup.errors import UserError
 from rankup.places.files import write_atomically
-from train.commands.checkpoint_model import read_checkpoint
-from train.commands.context import Context
-from train.config.options import ExportOptions
-from train.run import weights
+
+from ..config.options import ExportOptions
+from ..run import weights
+from .checkpoint_model import read_checkpoint
+from .context import Context
 
 
 def export(context: Context, options: ExportOptions) -> None:

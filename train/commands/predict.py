@@ -13,12 +13,13 @@ import torch
 from rankup.errors import Stopped, UserError
 from rankup.group.group import on_rank0
 from rankup.places.files import staged
-from train.commands.checkpoint_model import CheckpointModel, open_checkpoint
-from train.commands.context import Context
-from train.config.options import PredictOptions
-from train.data import Samples
-from train.parallel.model import autocast
-from train.run.evaluation import batches_of_rank
+
+from ..config.options import PredictOptions
+from ..data import Samples
+from ..parallel.model import autocast
+from ..run.evaluation import batches_of_rank
+from .checkpoint_model import CheckpointModel, open_checkpoint
+from .context import Context
 
 
 def predict(context: Context, options: PredictOptions) -> None:

@@ -14,14 +14,15 @@ from rankup.cli import print_whole
 from rankup.env.rank_env import RankEnv, check_loopback, describe
 from rankup.errors import LaunchError, UserError
 from rankup.group.stacks import open_stacks
-from train.commands.context import Context
-from train.config import check_world_size, options, to_yaml
-from train.run.choices import CHOICES
+
+from ..config import check_world_size, options, to_yaml
+from ..run.choices import CHOICES
+from .context import Context
 
 
 def _train(context: Context, given: options.TrainOptions) -> None:
     with without_collections():
-        from train.loop import train
+        from ..loop import train
 
     check_world_size(context.config, context.launch.world_size)
     _start_rank(context)
@@ -31,7 +32,7 @@ def _train(context: Context, given: options.TrainOptions) -> None:
 
 def _evaluate(context: Context, given: options.EvaluateOptions) -> None:
     with without_collections():
-        from train.commands.evaluate import evaluate_checkpoint
+        from .evaluate import evaluate_checkpoint
 
     _start_rank(context)
     evaluate_checkpoint(context, given)
@@ -39,7 +40,7 @@ def _evaluate(context: Context, given: options.EvaluateOptions) -> None:
 
 def _predict(context: Context, given: options.PredictOptions) -> None:
     with without_collections():
-        from train.commands.predict import predict
+        from .predict import predict
 
     _start_rank(context)
     predict(context, given)
@@ -73,7 +74,7 @@ def _start_rank(context: Context) -> None:
 
 
 def _export(context: Context, given: options.ExportOptions) -> None:
-    from train.commands.export import export
+    from .export import export
 
     _refuse_ranks(context)
     export(context, given)
@@ -87,7 +88,8 @@ def _refuse_ranks(context: Context) -> None:
 
 def _doctor(context: Context, given: options.DoctorOptions) -> int:
     from rankup.doctor.stages import Plan, doctor
-    from train.group import backend_of, device_of, longest_phase_s, same_settings
+
+    from ..group import backend_of, device_of, longest_phase_s, same_settings
 
     config, found = context.config, context.found
     try:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import cast
 
-from train.config.options import OPTIONS, Options
-from train.config.schema import fields_of, flag, from_text, kind, nearest, unknown, validate
-from train.config.settings import Settings
-from train.config.yaml_text import describe
+from .options import OPTIONS, Options
+from .schema import fields_of, flag, from_text, kind, nearest, unknown, validate
+from .settings import Settings
+from .yaml_text import describe
 
 # Fire takes a lone "-" for the end of a call. No argument of a process can be a zero byte: now "-" means nothing to it
 NOT_FIRES = ("--", "--separator=\0")

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from rankup.errors import ConfigError
 from rankup.places.urls import is_url
-from train.config.settings import Settings, names_image_files
-from train.config.shares import divide, weights
-from train.config.yaml_text import describe
+
+from .settings import Settings, names_image_files
+from .shares import divide, weights
+from .yaml_text import describe
 
 MAX_PROFILED_STEPS = 100  # a trace holds some hundred lines for each step
 

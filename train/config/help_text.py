@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 
 from pydantic.fields import FieldInfo
 
-from train.config.options import OPTIONS, Options
-from train.config.schema import NO_CHOICES, Choices, facts, fields_of, flag, kind
-from train.config.settings import Settings
-from train.config.yaml_text import dump_value
+from .options import OPTIONS, Options
+from .schema import NO_CHOICES, Choices, facts, fields_of, flag, kind
+from .settings import Settings
+from .yaml_text import dump_value
 
 PROGRAM = "python -m train.main"
 # The settings that a first training meets

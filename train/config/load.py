@@ -9,8 +9,9 @@ from typing import Any
 from pydantic import model_validator
 
 from rankup.errors import ConfigError
-from train.config.contradictions import contradictions
-from train.config.schema import (
+
+from .contradictions import contradictions
+from .schema import (
     NO_CHOICES,
     Choices,
     bounds,
@@ -22,8 +23,8 @@ from train.config.schema import (
     unknown,
     validate,
 )
-from train.config.settings import GROUPS, Settings
-from train.config.yaml_text import describe, dump_value, read_yaml, scalar
+from .settings import GROUPS, Settings
+from .yaml_text import describe, dump_value, read_yaml, scalar
 
 
 class Config(Settings, frozen=True):

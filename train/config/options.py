@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from train.config.settings import setting
+from .settings import setting
 
 
 class Options(BaseModel):

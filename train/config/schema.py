@@ -12,8 +12,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rankup.places.urls import must_hold_no_secrets, secrets_in
-from train.config.settings import INT32_MAX
-from train.config.yaml_text import describe, scalar
+
+from .settings import INT32_MAX
+from .yaml_text import describe, scalar
 
 SHOW_HINT = "(python -m train.main show lists all)"
 KIND_WORDS: dict[type, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}

@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from train.data.samples import MapSamples, Samples, TensorSamples
+    from .samples import MapSamples, Samples, TensorSamples
 
 __all__ = ["MapSamples", "Samples", "TensorSamples"]
 
@@ -12,5 +12,5 @@ __all__ = ["MapSamples", "Samples", "TensorSamples"]
 def __getattr__(name: str) -> Any:
     # Imported when first used: `show` and `--help` read the names in sources/, which needs this package but not torch.
     if name in __all__:
-        return getattr(importlib.import_module("train.data.samples"), name)
+        return getattr(importlib.import_module(".samples", __package__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,11 +6,12 @@ from collections.abc import Callable
 import torch
 
 from rankup.loop.seeds import derive_seed, seed_host
-from train.config.settings import Augment
-from train.data.crops import center_crop, random_crop, shift_and_flip_into
-from train.data.random_numbers import random_numbers
-from train.data.sources.decode import decode, decode_bytes
-from train.data.sources.sets import FileSet, version_of
+
+from ..config.settings import Augment
+from .crops import center_crop, random_crop, shift_and_flip_into
+from .random_numbers import random_numbers
+from .sources.decode import decode, decode_bytes
+from .sources.sets import FileSet, version_of
 
 
 class FileSamples:

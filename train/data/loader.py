@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from rankup.group.stop import StopRequest
-from train.data.batch import to_device
-from train.data.order import BatchIndex
-from train.data.samples import Samples
-from train.data.worker_loader import WorkerLoader
+
+from .batch import to_device
+from .order import BatchIndex
+from .samples import Samples
+from .worker_loader import WorkerLoader
 
 
 class Loader:

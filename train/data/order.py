@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from rankup.loop.seeds import derive_seed
-from train.config.shares import divide, weights
+
+from ..config.shares import divide, weights
 
 # The epoch (None: evaluation, no augmentation) and the sample numbers of a batch, int64 [B].
 BatchIndex = tuple[int | None, torch.Tensor]

@@ -6,7 +6,8 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from rankup.loop.seeds import derive_seed, seed_host
-from train.data.random_numbers import random_numbers
+
+from .random_numbers import random_numbers
 
 
 class Samples(Protocol):

@@ -28,9 +28,10 @@ from rankup.doctor.machine import ENLARGE_SHM
 from rankup.errors import DataError, PeerLost
 from rankup.group.stacks import open_worker
 from rankup.group.stop import STOP_SIGNALS, StopRequest
-from train.data.batch import tensors, to_device
-from train.data.order import BatchIndex
-from train.data.samples import Samples
+
+from .batch import tensors, to_device
+from .order import BatchIndex
+from .samples import Samples
 
 SHM_FULL = (
     f"/dev/shm must hold the batches of all DataLoader workers, got no space left on it. {ENLARGE_SHM}, or set "

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rankup.errors import ConfigError
-from train.config import Config
+
+from ..config import Config
 
 if TYPE_CHECKING:
     from rankup.group.group import Group
-    from train.parallel.method import Method
+
+    from .method import Method
 
 # `parallel` -> module in this folder, and the subclass of Method in it. A new method is a new file here and a line in
 # this table.
@@ -41,7 +43,7 @@ def load_method(name: str) -> type[Method]:
         # The command line has checked this already; a Config made by hand has not.
         raise ConfigError(f'parallel must be one of auto, {", ".join(METHODS)}, got "{name}".')
     module, _, method = METHODS[name].partition(":")
-    found: type[Method] = getattr(importlib.import_module(f"train.parallel.{module}"), method)
+    found: type[Method] = getattr(importlib.import_module(f".{module}", __package__), method)
     return found
 
 

@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from rankup.errors import ConfigError
-from train.parallel.method import Method
+
+from .method import Method
 
 
 class DataParallelMethod(Method):

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from train.parallel.method import Method
-from train.parallel.shared_gradients import SharedGradients, average
+from .method import Method
+from .shared_gradients import SharedGradients, average
 
 HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 

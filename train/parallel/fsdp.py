@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from rankup.errors import ConfigError
 from rankup.loop.tracked import laid_out
-from train.parallel.method import Method, keep_kernels, parameter_names, rekeyed
+
+from .method import Method, keep_kernels, parameter_names, rekeyed
 
 # Gathered on rank 0, on the CPU, one tensor at a time: no device has to hold the whole model
 GATHERED = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)

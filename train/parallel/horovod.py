@@ -20,7 +20,8 @@ from rankup.agent.network import address_of
 from rankup.errors import ConfigError, JoinError
 from rankup.group.group import Group
 from rankup.timing import BEHIND_OURS_S
-from train.parallel.method import Method
+
+from .method import Method
 
 INSTALL = "`make horovod` builds and installs it; ddp, which is recommended, needs nothing."
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from rankup.group.group import Group
 from rankup.loop.tracked import laid_out
-from train.config import Config
+
+from ..config import Config
 
 
 class Method:

@@ -11,10 +11,11 @@ from torch import nn
 
 from rankup.errors import ConfigError, UserError
 from rankup.group.group import Group
-from train.config import Config
-from train.config.contradictions import NOT_WITH
-from train.data.batch import to_device
-from train.workloads import Workload
+
+from ..config import Config
+from ..config.contradictions import NOT_WITH
+from ..data.batch import to_device
+from ..workloads import Workload
 
 VIEW_FAILED = "view size is not compatible"  # how torch's message begins
 

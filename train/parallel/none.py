@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from train.parallel.method import Method
+from .method import Method
 
 
 class OneProcess(Method):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from train.config import Config
+from ..config import Config
 
 FUSED = ("cpu", "cuda", "mps", "xpu")  # devices with a fused kernel for SGD and AdamW
 

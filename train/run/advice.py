@@ -24,12 +24,13 @@ from rankup.agent.limits import cpu_quota
 from rankup.errors import reason
 from rankup.group.group import Group
 from rankup.loop.seeds import random_state_kept
-from train.config import Config
-from train.data.batch import num_bytes, repeated
-from train.parallel.method import Method
-from train.parallel.model import autocast, has_bf16
-from train.run.metrics import Speed
-from train.workloads import Workload
+
+from ..config import Config
+from ..data.batch import num_bytes, repeated
+from ..parallel.method import Method
+from ..parallel.model import autocast, has_bf16
+from ..workloads import Workload
+from .metrics import Speed
 
 STEPS = 10  # timed before anything is said; a training of twice as many has nothing to gain
 ROUNDS = 3  # the variants take turns: a machine that is busy for a moment slows all of them

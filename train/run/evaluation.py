@@ -17,13 +17,14 @@ from torch import nn
 
 from rankup.errors import UserError
 from rankup.group.group import Group
-from train.config import Config
-from train.data import Samples
-from train.data.batch import to_device
-from train.data.loader import Loader
-from train.data.order import evaluation_batches, num_batches
-from train.parallel.model import autocast, eval_mode
-from train.workloads import Sums, Workload
+
+from ..config import Config
+from ..data import Samples
+from ..data.batch import to_device
+from ..data.loader import Loader
+from ..data.order import evaluation_batches, num_batches
+from ..parallel.model import autocast, eval_mode
+from ..workloads import Sums, Workload
 
 # In place of a batch's number: it is there to pass the time with, and was counted already
 PADDING = -2

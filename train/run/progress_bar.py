@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from train.config import Config
+from ..config import Config
 
 
 class ProgressBar:

@@ -18,8 +18,9 @@ from rankup.errors import Stopped
 from rankup.observe.goodput import Report, goodput, read_reports
 from rankup.observe.tracker import Facts, Tracker
 from rankup.timing import REPORT_S
-from train.run.run_directory import RunDirectory
-from train.run.training import Training
+
+from .run_directory import RunDirectory
+from .training import Training
 
 # Which kind of time a phase of the watchdog's clock is; all others, set-up and imports among them, are "start"
 KIND_OF_PHASE = {

@@ -13,17 +13,18 @@ from rankup.group.group import Group
 from rankup.observe.goodput import one_line
 from rankup.observe.tracker import address_of
 from rankup.places.files import write_json
-from train.config import Config
-from train.data.order import Order
-from train.parallel import method_name
-from train.parallel.optimizer import peak_rate
-from train.run import weights
-from train.run.evaluation import Result
-from train.run.reporter import Reporter
-from train.run.training import Training
-from train.run.training_state import versions
-from train.workloads import Workload
-from train.workloads.pictures import has_numbers
+
+from ..config import Config
+from ..data.order import Order
+from ..parallel import method_name
+from ..parallel.optimizer import peak_rate
+from ..workloads import Workload
+from ..workloads.pictures import has_numbers
+from . import weights
+from .evaluation import Result
+from .reporter import Reporter
+from .training import Training
+from .training_state import versions
 
 # Columns of TensorBoard's HPARAMS table: what somebody who compares runs asks for first, default or not
 ALWAYS = ("workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed")

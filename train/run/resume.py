@@ -12,12 +12,13 @@ from rankup.group.group import Group, on_rank0
 from rankup.state.reading import Copy
 from rankup.state.run import Run
 from rankup.state.shards import INDEX, Shards
-from train.config import Config
-from train.parallel.method import Method
-from train.run import weights
-from train.run.fetched import fetched
-from train.run.metrics import Progress
-from train.run.training_state import TrainingState
+
+from ..config import Config
+from ..parallel.method import Method
+from . import weights
+from .fetched import fetched
+from .metrics import Progress
+from .training_state import TrainingState
 
 
 def load_initial_weights(

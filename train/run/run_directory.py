@@ -22,10 +22,11 @@ from rankup.places.lineage import Lineage
 from rankup.places.urls import is_url
 from rankup.state.reading import Copy
 from rankup.state.run import Options, Run, open_run
-from train.config import Config, changed_settings, to_yaml
-from train.run.choices import CHOICES
-from train.run.metrics import Progress
-from train.run.training_state import TrainingState
+
+from ..config import Config, changed_settings, to_yaml
+from .choices import CHOICES
+from .metrics import Progress
+from .training_state import TrainingState
 
 RESULT = "result.json"
 

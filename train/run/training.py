@@ -16,16 +16,17 @@ from rankup.observe.step_clock import StepClock
 from rankup.state.copies import STATE, Content, list_copies, step_of
 from rankup.state.rescue import beside_a_blocked_stream
 from rankup.state.tree import encode, files_of
-from train.config import Config
-from train.data.loader import Loader
-from train.parallel.buffers import Buffers
-from train.parallel.method import Method
-from train.run.advice import Advice
-from train.run.metrics import Progress, Speed
-from train.run.rank_reports import RankReports
-from train.run.run_directory import RunDirectory
-from train.run.training_state import TrainingState
-from train.workloads import Workload
+
+from ..config import Config
+from ..data.loader import Loader
+from ..parallel.buffers import Buffers
+from ..parallel.method import Method
+from ..workloads import Workload
+from .advice import Advice
+from .metrics import Progress, Speed
+from .rank_reports import RankReports
+from .run_directory import RunDirectory
+from .training_state import TrainingState
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,7 +12,8 @@ import torch
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.state.copies import FILE, MANIFEST
-from train.run.training_state import load_checkpoint
+
+from .training_state import load_checkpoint
 
 HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")
 

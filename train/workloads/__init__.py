@@ -11,9 +11,10 @@ from typing import Any
 from torch.utils.data import IterableDataset, TensorDataset
 
 from rankup.errors import ConfigError, DataError
-from train.config import Config
-from train.data import MapSamples, Samples, TensorSamples
-from train.workloads.workload import Sums, Workload
+
+from ..config import Config
+from ..data import MapSamples, Samples, TensorSamples
+from .workload import Sums, Workload
 
 __all__ = ["Sums", "Workload", "load"]
 
@@ -29,11 +30,11 @@ def load(config: Config, *, pretrained: bool = True) -> Workload:
         if config.bert_dir is not None:
             got = f"got {config.bert_dir}. Set --workload text."
             raise ConfigError(f"bert_dir must be null with workload images, {got}")
-        from train.workloads import images
+        from . import images
 
         return images.build(config)
     if config.workload == "text":
-        from train.workloads import text
+        from . import text
 
         return text.build(config, pretrained=pretrained)
     return _load_own(config)

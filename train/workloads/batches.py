@@ -7,11 +7,12 @@ from typing import Any
 from rankup.doctor import machine
 from rankup.errors import DataError
 from rankup.group.group import Group
-from train.config import Config
-from train.data.batch import num_bytes, to_device
-from train.data.loader import uses_workers
-from train.data.order import BatchIndex, Order, evaluation_batches
-from train.workloads.workload import Workload
+
+from ..config import Config
+from ..data.batch import num_bytes, to_device
+from ..data.loader import uses_workers
+from ..data.order import BatchIndex, Order, evaluation_batches
+from .workload import Workload
 
 
 def build_order(config: Config, group: Group, workload: Workload) -> Order:

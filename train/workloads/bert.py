@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from rankup.errors import ConfigError, DataError
-from train.config import Config
+
+from ..config import Config
 
 LAYOUT = "A BERT's folder holds config.json, vocab.txt (or tokenizer.json) and model.safetensors or pytorch_model.bin."
 VOCABULARY = ("config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")

@@ -7,16 +7,17 @@ import torch
 from torch import nn
 
 from rankup.errors import DataError
-from train.config import Config
-from train.config.settings import Augment
-from train.data import Samples, TensorSamples
-from train.data.sources import load
-from train.data.sources.imagefolder import EXTENSIONS, MEAN, STD
-from train.data.sources.sets import FileSet, ImageSet
-from train.workloads.classification import Classification
-from train.workloads.pictures import COLUMNS, LETTERS, confusion_pictures, grid_picture, readable
-from train.workloads.vision_models import build_model
-from train.workloads.workload import Sums, Workload
+
+from ..config import Config
+from ..config.settings import Augment
+from ..data import Samples, TensorSamples
+from ..data.sources import load
+from ..data.sources.imagefolder import EXTENSIONS, MEAN, STD
+from ..data.sources.sets import FileSet, ImageSet
+from .classification import Classification
+from .pictures import COLUMNS, LETTERS, confusion_pictures, grid_picture, readable
+from .vision_models import build_model
+from .workload import Sums, Workload
 
 PICTURED = 2000  # evaluation images that are searched for misclassified ones
 MISTAKES = 6 * COLUMNS  # misclassified images that are shown
@@ -65,7 +66,7 @@ def build(config: Config) -> Workload:
 
 def _samples(found: ImageSet | FileSet, config: Config, *, augment: Augment) -> Samples:
     if isinstance(found, FileSet):
-        from train.data.file_samples import FileSamples  # here: it imports torchvision
+        from ..data.file_samples import FileSamples  # here: it imports torchvision
 
         files = FileSamples(found, augment=augment, seed=config.seed)
         if config.in_memory != "always":
@@ -96,7 +97,7 @@ def _open_input(
 
     They are prepared as those that the model was evaluated with.
     """
-    from train.data.file_samples import FileSamples
+    from ..data.file_samples import FileSamples
 
     root = Path(path)
     found = [p for p in root.rglob("*") if p.name.lower().endswith(EXTENSIONS)] if root.is_dir() else [root]

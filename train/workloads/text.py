@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.config import Config
-from train.data import Samples
-from train.data.sources import huggingface
-from train.data.sources.texts import load_texts, read_lines
-from train.workloads.bert import WordPieceTokenizer, build_bert
-from train.workloads.class_scores import class_scores, macro_f1, report
-from train.workloads.classification import Classification
-from train.workloads.pictures import confusion_pictures
-from train.workloads.text_encoder import CharacterTokenizer, TextEncoder
-from train.workloads.workload import Sums, Workload
+from ..config import Config
+from ..data import Samples
+from ..data.sources import huggingface
+from ..data.sources.texts import load_texts, read_lines
+from .bert import WordPieceTokenizer, build_bert
+from .class_scores import class_scores, macro_f1, report
+from .classification import Classification
+from .pictures import confusion_pictures
+from .text_encoder import CharacterTokenizer, TextEncoder
+from .workload import Sums, Workload
 
 Tokenizer = CharacterTokenizer | WordPieceTokenizer
 

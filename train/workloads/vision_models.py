@@ -5,7 +5,8 @@ from torch import nn
 from torch.func import functional_call
 
 from rankup.errors import ConfigError
-from train.config.schema import nearest
+
+from ..config.schema import nearest
 
 
 def build_model(name: str, *, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.data import Samples
-from train.data.batch import tensors
+from ..data import Samples
+from ..data.batch import tensors
 
 # Sums over the samples of a batch, by name; "count" is the number of samples. Scalars are divided by the count in the
 # end, so "accuracy" is the number of right answers here. Tensors, such as a confusion matrix, are only added up.

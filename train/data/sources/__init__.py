@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankup.errors import ConfigError
-from train.config import Config
-from train.config.schema import is_choice
-from train.config.settings import names_image_files
-from train.data.sources.fetch import NotFetched, Say, print_to_stderr
+
+from ...config import Config
+from ...config.schema import is_choice
+from ...config.settings import names_image_files
+from .fetch import NotFetched, Say, print_to_stderr
 
 if TYPE_CHECKING:
-    from train.data.sources.sets import FileSet, ImageSet
+    from .sets import FileSet, ImageSet
 
 # `dataset` -> its module in this folder, with a function load(config, say) -> (training half, test half).
 # A name with a colon stands for all that begin like it. A new data set is a new file here and a line in this table.
@@ -71,7 +72,7 @@ def _unchanged(config: Config) -> tuple[ImageSet, ImageSet] | None:
     halves = _held.get(_key(config))
     if halves is None:
         return None
-    from train.data.sources.sets import stamp
+    from .sets import stamp
 
     files = [file for half in halves for file in half.files]
     return halves if all(stamp(Path(file[0])) == file for file in files) else None
@@ -93,7 +94,7 @@ def load(config: Config, *, say: Say = print_to_stderr) -> tuple[ImageSet, Image
         raise ConfigError(f'dataset must be one of {", ".join(SOURCES)}, got "{config.dataset}".')
     if held := _unchanged(config):
         return held
-    source = importlib.import_module(f"train.data.sources.{source_name}")
+    source = importlib.import_module(f".{source_name}", __package__)
     try:
         train, test = source.load(config, say)
     except NotFetched as error:
@@ -110,8 +111,8 @@ def load(config: Config, *, say: Say = print_to_stderr) -> tuple[ImageSet, Image
 
 def _cached(train: FileSet, test: FileSet, config: Config) -> tuple[FileSet, FileSet]:
     """The same files, with the node's cache of what they decode to."""
-    from train.data.sources.cache import writable_cache
-    from train.data.sources.image_cache import Plan, open_caches
+    from .cache import writable_cache
+    from .image_cache import Plan, open_caches
 
     plans = [Plan(half.paths, half.image_size) for half in (train, test)]
     caches = open_caches(plans, writable_cache(), max_bytes=int(config.cache_max_gb * 1e9))

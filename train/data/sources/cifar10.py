@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from rankup.errors import DataError
-from train.config import Config
-from train.data.sources.cache import cached, visible, writable_cache
-from train.data.sources.fetch import Remote, Say, fetch
-from train.data.sources.sets import ImageSet, stamp
+
+from ...config import Config
+from .cache import cached, visible, writable_cache
+from .fetch import Remote, Say, fetch
+from .sets import ImageSet, stamp
 
 FOLDER = "cifar-10-batches-py"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -3,9 +3,10 @@
 import torch
 
 from rankup.errors import DataError
-from train.config import Config
-from train.data.sources.fetch import Say
-from train.data.sources.sets import ImageSet
+
+from ...config import Config
+from .fetch import Say
+from .sets import ImageSet
 
 GRID = 4  # each class is a pattern of 4 x 4 squares per channel
 

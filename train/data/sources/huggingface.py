@@ -22,13 +22,14 @@ import torch
 
 from rankup.errors import ConfigError, DataError
 from rankup.places.urls import is_url
-from train.config import Config
-from train.config.schema import flag
-from train.data.sources.cache import writable_cache
-from train.data.sources.fetch import NotFetched, Say, download_lock, print_to_stderr
-from train.data.sources.imagefolder import MEAN, STD
-from train.data.sources.sets import FileSet, version_of, version_of_facts
-from train.data.sources.texts import Texts, TextSet, keep_good, labelled_texts, listed_classes
+
+from ...config import Config
+from ...config.schema import flag
+from .cache import writable_cache
+from .fetch import NotFetched, Say, download_lock, print_to_stderr
+from .imagefolder import MEAN, STD
+from .sets import FileSet, version_of, version_of_facts
+from .texts import Texts, TextSet, keep_good, labelled_texts, listed_classes
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # organisation/name, or the first data sets' single word
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one

@@ -26,7 +26,8 @@ import torchvision
 from numpy.typing import NDArray
 
 from rankup.errors import DataError
-from train.data.sources.fetch import locked
+
+from .fetch import locked
 
 FORMAT = 1  # to be raised when the same file gives other pixels than before
 PAGE = 4096

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from rankup.errors import DataError
-from train.config import Config
-from train.data.sources.fetch import Say
-from train.data.sources.sets import FileSet
+
+from ...config import Config
+from .fetch import Say
+from .sets import FileSet
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 LAYOUT = "Images lie in <data_dir>/train/<class>/ and <data_dir>/val/<class>/, or all in <data_dir>/<class>/."

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rankup.errors import DataError
-from train.config import Config
-from train.data.sources.cache import cached, visible, writable_cache
-from train.data.sources.fetch import NotFetched, Remote, Say, fetch
-from train.data.sources.idx import read_idx
-from train.data.sources.sets import ImageSet, stamp
+
+from ...config import Config
+from .cache import cached, visible, writable_cache
+from .fetch import NotFetched, Remote, Say, fetch
+from .idx import read_idx
+from .sets import ImageSet, stamp
 
 COMPARED = 100  # images of a half whose bytes are part of the digest, beside all labels
 FILES = {

@@ -14,7 +14,7 @@ import torch
 from rankup.errors import DataError
 
 if TYPE_CHECKING:
-    from train.data.sources.image_cache import ImageCache  # which imports torchvision
+    from .image_cache import ImageCache  # which imports torchvision
 
 # A file as it was when it was read: name, inode, size, and the times of the last change of its contents and its entry
 Stamp = tuple[str, int, int, int, int]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankup.errors import DataError
-from train.config import Config
+
+from ...config import Config
 
 SAMPLE = Path(__file__).parents[2] / "samples" / "texts"
 ENDINGS = (".txt", ".tsv", ".csv")

@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 
 from rankup.errors import DataError
 from rankup.places.files import staged, write_atomically
-from train.data.sources.cache import writable_cache
-from train.data.sources.fetch import Say, locked
-from train.data.sources.imagefolder import EXTENSIONS
-from train.data.sources.shards.place import Place, Shard, each
+
+from ..cache import writable_cache
+from ..fetch import Say, locked
+from ..imagefolder import EXTENSIONS
+from .place import Place, Shard, each
 
 FORMAT = 2
 UNKNOWN = ""  # the stamp of a shard that was not looked at where it lies now: its size alone is compared

@@ -20,9 +20,10 @@ from rankup.errors import DataError, UserError
 from rankup.places.files import staged
 from rankup.places.place import open_filesystem
 from rankup.places.urls import is_url, must_hold_no_secrets, secrets_in
-from train.config import Config
-from train.data.sources.cache import writable_cache
-from train.data.sources.fetch import Say, locked, print_to_stderr
+
+from ....config import Config
+from ..cache import writable_cache
+from ..fetch import Say, locked, print_to_stderr
 
 LIST = "shards.json"  # may lie beside shards: their names, and those of the classes
 COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")

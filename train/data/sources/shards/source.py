@@ -7,12 +7,13 @@ from typing import overload
 import torch
 
 from rankup.errors import DataError
-from train.config import Config
-from train.data.sources.fetch import Say
-from train.data.sources.imagefolder import MEAN, STD
-from train.data.sources.sets import FileSet, version_of_facts
-from train.data.sources.shards.index import Index, open_index, read_sample
-from train.data.sources.shards.place import Place, find_shards
+
+from ....config import Config
+from ..fetch import Say
+from ..imagefolder import MEAN, STD
+from ..sets import FileSet, version_of_facts
+from .index import Index, open_index, read_sample
+from .place import Place, find_shards
 
 
 def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
