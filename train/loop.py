@@ -182,7 +182,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     optimizer = method.after_warm_up(plain, optimizer)
 
     metrics = run.open_metrics(progress, workload.unit)
-    clock = open_clock(device, group.link, world_size=group.world_size)
+    clock = open_clock(device, method.exchange, world_size=group.world_size)
     return Training(
         config=config, group=group, method=method, run=run, workload=workload, plain=plain, model=model, whole=whole,
         optimizer=optimizer, scaler=scaler, loader=loader, divisors=order.divisors,

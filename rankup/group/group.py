@@ -20,7 +20,6 @@ from rankup.agent.ends import LOST_PEER
 from rankup.agent.status import tell_torchrun
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, Stopped, UserError, exit_code, reason
-from rankup.group.host_link import HostLink
 from rankup.group.line import Suspect, describe, root_exit_code
 from rankup.group.meeting import Meeting
 from rankup.group.stop import StopRequest
@@ -37,8 +36,8 @@ class Group:
     the end of the block turns that into a PeerLost which names the rank.
 
     `hosts`: by rank. `restarted`: any rank's process. `settings`: what must be the same on all ranks. `backend`: of
-    torch's process group. `meeting`: once the ranks have met. `link`: where all ranks are on one host. `all_done`: all
-    ranks are known to have come to their end.
+    torch's process group. `meeting`: once the ranks have met. `all_done`: all ranks are known to have come to
+    their end.
     """
 
     settings: Mapping[str, str]
@@ -54,7 +53,6 @@ class Group:
         self.hosts = watch.hosts
         self.restarted = launch.restart_count > 0
         self.meeting: Meeting | None = None
-        self.link: HostLink | None = None
         self.all_done = False
         self.record = watch.record
 
@@ -171,8 +169,6 @@ class Group:
         """The largest `value` of all ranks, an int32."""
         if self.world_size == 1:
             return value
-        if (link := self.link) is not None:
-            return self.collective(lambda: link.max(value))
         tensor = torch.tensor(value, dtype=torch.int32)
         self.collective(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX))
         return int(tensor.item())

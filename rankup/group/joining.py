@@ -23,7 +23,6 @@ from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, LaunchError, UserError
 from rankup.group import meeting
 from rankup.group.group import Group
-from rankup.group.host_link import open_link
 from rankup.group.line import Suspect, describe
 from rankup.group.stacks import record_collectives
 from rankup.group.stop import StopRequest
@@ -121,7 +120,6 @@ def form(group: Group, *, timeout_s: float, longest_phase_s: float) -> None:
         # It uses each connection of gloo's that a step uses. gloo takes whoever sends the right number for the
         # peer that it waits for; a peer whose place is taken waits in vain, and that has to be here, not in a step
         dist.barrier() if group.backend == "gloo" else group.barrier()
-        group.link = open_link(group.rank, group.world_size, gather=group.gather)
         group.meeting.until_formed.close()
     except (RuntimeError, ValueError) as error:
         group.log.debug(f"{type(error).__name__}: {error}")

@@ -155,7 +155,6 @@ Stack = list[Frame]  # the innermost first
 # fits counts, in the innermost frame that fits any.
 KNOWN = (
     ("torch/distributed/distributed_c10d.py", ""),  # all_reduce, barrier, init_process_group
-    ("group/host_link.py", "agreement"),
     ("parallel/shared_gradients.py", "all_reduce"),
     ("group/line.py", "join"),
     ("group/meeting.py", "join"),

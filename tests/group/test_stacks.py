@@ -48,10 +48,6 @@ FETCHED = [Frame("/me/set.py", 7, "__getitem__"), Frame(f"{TORCH}/utils/data/_ut
              Frame("/me/train.py", 3, "<module>")],
             "init_process_group (train.py:3 <module>)",
         ),
-        (
-            [Frame("/x/rankup/group/host_link.py", 46, "max"), Frame("/x/rankup/group/group.py", 85, "max"), *LOOP],
-            "agreement (loop.py:213 step)",
-        ),
         ([*BACKWARD, *LOOP], "backward (loop.py:213 step)"),
         (
             [QUEUE, Frame(f"{RUN}/data/worker_loader.py", 105, "next"), *LOOP],
