@@ -121,14 +121,11 @@ class AgentLine(Line):
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path_of(agent["socket"]))
         self._lock, self._begun = threading.Lock(), b""  # of a message whose end has not come
+        stop.hear(self._socket.fileno(), self.receive)
         self.say("rank", local_rank=agent["local_rank"])
 
-    def fileno(self) -> int:
-        """For select: readable where `receive` finds something."""
-        return self._socket.fileno()
-
     def receive(self) -> bool:
-        """Hear what has come. Returns False where nothing more will."""
+        """Hear what has come. Returns False where nothing more will. In the thread of `StopRequest`."""
         try:
             data = self._socket.recv(1 << 16)
             *whole, self._begun = (self._begun + data).split(b"\n")

@@ -1,4 +1,4 @@
-"""Meeting the others: who belongs to the group, torch's store for its set-up, and the line over which losses come."""
+"""Meeting the others without an agent: who belongs to the group, and torch's store for its set-up."""
 
 import asyncio
 import contextlib
@@ -13,8 +13,7 @@ import resource
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from rankup.agent.record import RecordWriter
 from rankup.env.addresses import is_loopback
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, USER_MISTAKE, JoinError, LaunchError, UserError
-from rankup.group.line import AgentLine, Line
+from rankup.group.line import Line
 from rankup.group.stop import StopRequest
 from rankup.places.files import write_atomically
 from rankup.timing import CONNECT_S, SAY_S
@@ -43,64 +42,16 @@ SWITCH = Path("/etc/nsswitch.conf")  # where glibc reads who is asked for names
 OTHER_FILES = 512  # that a process needs open beside the connections of its group
 
 
-@dataclass
-class Meeting:
-    """What comes of it. `hosts`: by rank. `attempt`: rank 0's. `restarted`: whether any rank's process is.
-    `until_formed`: to be closed when the process group has been formed."""
-
-    line: Line
-    store: Store
-    hosts: Sequence[str]
-    attempt: str
-    restarted: bool
-    until_formed: contextlib.ExitStack
-
-
-def meet(
-    launch: RankEnv, *, settings: Mapping[str, str], attempt: str, timeout_s: float, log: logging.Logger,
-    record: RecordWriter, stop: StopRequest,
-) -> Meeting:
-    """Meet the other ranks. `settings`: what must be the same on all ranks, by name. `record`: of this rank.
-
-    Raises JoinError (code 170) where they do not come together within `timeout_s`, naming who or what is missing, and
-    UserError where they differ.
-    """
-    with contextlib.ExitStack() as unless_met:
-        line: Line
-        store: Store
-        if launch.agent:
-            commit = launch.agent["commit"]  # the agents have met before this rank was started
-            agent_line = line = AgentLine(launch.agent, launch.rank, stop)
-            stop.hear(agent_line.fileno(), agent_line.receive)
-            store = connect_store(commit["ip"], launch.master_port, timeout_s=timeout_s)
-        else:
-            if launch.rank == 0:
-                log.info(f"waiting for {launch.world_size} ranks at {_address(launch)}")
-            allow_connections(2 * launch.world_size)
-            line = member = MemberLine(
-                launch, settings, attempt=attempt, timeout_s=timeout_s, log=log, record=record, stop=stop,
-                until_formed=unless_met,
-            )
-            commit = member.join()
-            store = member.open_store(commit)
-        until_formed = unless_met.pop_all()
-    hosts = [host for host, count in commit["hosts"] for _ in range(count)]
-    return Meeting(line, store, hosts, commit.get("attempt") or attempt, commit["restarts"] > 0, until_formed)
-
-
 def digest(settings: Mapping[str, str]) -> str:
     """Of what must be the same on all ranks."""
     return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _address(launch: RankEnv) -> str:
-    return launch.file or f"{launch.master_addr}:{launch.master_port}"
 
 
 class MemberLine(Line):
     """Of a rank that another launcher started: it is a member itself, and with rank 0 the leader too.
 
     Members meet at the master's port, or where the launcher's store or a file says. One thread serves the line.
+    `until_formed`: is closed when the process group has been formed.
     """
 
     def __init__(
@@ -110,6 +61,7 @@ class MemberLine(Line):
         super().__init__(launch.rank, stop)
         self.launch, self.settings, self.attempt, self.timeout_s = launch, settings, attempt, timeout_s
         self.log, self.record, self.until_formed = log, record, until_formed
+        self.address = launch.file or f"{launch.master_addr}:{launch.master_port}"
         self._me = Member(
             token=secrets.token_hex(8), first_rank=launch.rank, num_ranks=1, world_size=launch.world_size,
             host=host_name(), pid=os.getpid(), digest=digest(settings), left_s=timeout_s, restarts=launch.restart_count,
@@ -133,10 +85,14 @@ class MemberLine(Line):
         self._ip = "127.0.0.1" if alone and not self._file else ""
 
     def join(self) -> Mapping[str, Any]:
-        """Returns the commit: n, hosts as [host, number of ranks] in the order of ranks, and what `_serve` says.
+        """Returns the commit: n, hosts as [host, number of ranks] in the order of ranks, and what `_prepare` says.
 
-        Raises JoinError and UserError where there will be no membership.
+        Raises JoinError (code 170) where they do not come together within `timeout_s`, naming who or what is missing,
+        and UserError where they differ.
         """
+        if self.launch.rank == 0:
+            self.log.info(f"waiting for {self.launch.world_size} ranks at {self.address}")
+        allow_connections(2 * self.launch.world_size)
         threading.Thread(target=self._run, name="line", daemon=True).start()
         found = self._commit.get()
         if isinstance(found, Exception):
@@ -250,7 +206,7 @@ class MemberLine(Line):
             self._board.wait([LEADER], timedelta(seconds=CONNECT_S))
             return self.launch.master_addr, int(self._board.get(LEADER))
         except RuntimeError:
-            raise ConnectionError(f"nothing was heard from rank 0 at {_address(self.launch)}") from None
+            raise ConnectionError(f"nothing was heard from rank 0 at {self.address}") from None
 
     def _publish(self) -> None:
         """On rank 0. Raises LaunchError for a file of somebody else, JoinError for one in use."""
@@ -360,7 +316,6 @@ def allow_connections(count: int) -> None:
     Most systems allow 1,024 at first and many times that if asked: rank 0 holds several connections of each rank.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + OTHER_FILES
+    wanted = count + OTHER_FILES if hard == resource.RLIM_INFINITY else min(count + OTHER_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -156,7 +156,6 @@ Stack = list[Frame]  # the innermost first
 KNOWN = (
     ("torch/distributed/distributed_c10d.py", ""),  # all_reduce, barrier, init_process_group
     ("parallel/shared_gradients.py", "all_reduce"),
-    ("group/line.py", "join"),
     ("group/meeting.py", "join"),
     ("data/worker_loader.py", "data: loader.next"),
     ("data/loader.py", "data: loader.next"),

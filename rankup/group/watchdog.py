@@ -76,8 +76,7 @@ class Watchdog:
         self._keeper: Keeper | None = None
         self._keep_timeout_s = 0.0
         self._keep_lock = threading.Lock()  # held while the keeper writes
-        self._stopping = False  # this thread ends the process, and has kept the state for that
-        self._settled = False
+        self._stopping = False  # it ends for a stop, and has kept the state for that
         self._armed_s = self._placed_s = self._lost_s = 0.0  # when the thread did this, or saw a loss
         self._leaver: threading.Thread | None = None  # it finds out whether this rank has to go, and ends it
         stacks.follow(record)
@@ -133,9 +132,9 @@ class Watchdog:
     def settle(self) -> None:
         """This rank begins no further step: it saves and leaves with the others, however long that takes."""
         with self._keep_lock:
-            self._settled = not self._stopping
+            if not self._stopping:
+                self.record.settle()
         self.wait_if_leaving()
-        self.record.settle()
 
     def wait_if_leaving(self) -> None:
         """Never return where this process is about to end for a stop."""
@@ -203,9 +202,6 @@ class Watchdog:
         if now_s - self._placed_s > ALIVE_S:
             self.record.set_place(self._place())
             self._placed_s = now_s
-        if now.until_s < NO_LIMIT and now_s - self._armed_s > REARM_S:
-            set_hard_deadline(max(0.0, now.until_s - now_s) + LOCKED_GRACE_S)
-            self._armed_s = now_s
         overdue = now.until_s < now_s
         if overdue and self._leaving is not None:
             leave(self._leaving)
@@ -213,6 +209,9 @@ class Watchdog:
             self._lost_s = self._lost_s or now_s
         if self._leaving is not None or (self._leaver is not None and self._leaver.is_alive()):
             return TICK_S  # it goes already
+        if now.until_s < NO_LIMIT and now_s - self._armed_s > REARM_S:
+            set_hard_deadline(max(0.0, now.until_s - now_s) + LOCKED_GRACE_S)
+            self._armed_s = now_s
         if overdue:
             self._aside(lambda: self._leave(""))
         elif line is not None and line.must_leave:
@@ -230,7 +229,7 @@ class Watchdog:
         """The ranks do not come to the step at which all would stop: keep the last finished one, and leave."""
         with self._keep_lock:
             keeper = self._keeper
-            if self._settled or keeper is None:
+            if keeper is None or self.record.read().settled:
                 return
             self._extend(self._keep_timeout_s + LEAVING_S)
             why = within(self._keep_timeout_s, keeper.keep_for_stop)

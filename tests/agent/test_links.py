@@ -48,13 +48,13 @@ def listen(line: AgentLine) -> list[Mapping[str, Any]]:
     """What it hears from now on."""
     told: list[Mapping[str, Any]] = []
     line.hear = told.append  # type: ignore[method-assign]
-    asyncio.get_running_loop().add_reader(line, line.receive)
+    asyncio.get_running_loop().add_reader(line._socket, line.receive)
     return told
 
 
 def hang_up(line: AgentLine) -> None:
     """As the end of a rank's process does."""
-    asyncio.get_running_loop().remove_reader(line)
+    asyncio.get_running_loop().remove_reader(line._socket)
     with contextlib.suppress(OSError):
         line._socket.shutdown(socket.SHUT_RDWR)
     line._socket.close()
