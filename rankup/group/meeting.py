@@ -255,7 +255,10 @@ def start_store(ip: str, *, timeout_s: float) -> Iterator[TCPStore]:
     listener = open_port(ip, 0)
     port = listener.getsockname()[1]
     with no_name_lookups():
-        yield _store("127.0.0.1", port, timeout_s, is_master=True, master_listen_fd=listener.detach())
+        yield TCPStore(
+            "127.0.0.1", port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
 
 def _address_behind(host: str, port: int) -> str:
@@ -268,13 +271,7 @@ def _address_behind(host: str, port: int) -> str:
 def connect_store(ip: str, port: int, *, timeout_s: float) -> TCPStore:
     """Raises RuntimeError where what answers is no store. Waits without end for what accepts and never answers."""
     with no_name_lookups():
-        return _store(ip, port, timeout_s)
-
-
-def _store(ip: str, port: int, timeout_s: float, **more: Any) -> TCPStore:
-    use_libuv = os.environ.get("USE_LIBUV", "1") == "1"  # torch's own variable, for builds without it
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(ip, port, timeout=timeout, wait_for_workers=False, use_libuv=use_libuv, **more)
+        return TCPStore(ip, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 @contextlib.contextmanager

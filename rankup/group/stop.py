@@ -20,32 +20,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rankup.agent.processes import leave
 from rankup.errors import STOPPED
 from rankup.group import stacks
 from rankup.timing import PARTING_S, REPEAT_S
 
+if TYPE_CHECKING:
+    from rankup.group.watchdog import Watchdog
+
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 TAKEN = (*SIGNALS, "SIGUSR2")  # which asks for the stacks
 NAMES = {int(getattr(signal, name)): name for name in TAKEN}
 WAKE = b"\0"  # no signal has this number
-
-
-class Watch(Protocol):
-    """What the thread serves besides signals: the watchdog of a group. Nothing of it may block for long."""
-
-    def tick(self) -> float:
-        """Look at the clock. Returns in how many seconds to look again."""
-        ...
-
-    def tell_others(self, name: str) -> None:
-        """That signal has come to this process itself."""
-
-    def last_word(self, why: str) -> None:
-        """This process leaves without saving."""
 
 
 class StopRequest:
@@ -55,12 +44,12 @@ class StopRequest:
     that one waits inside a collective no handler runs, and a second signal must end the process all the same.
 
     `signal_name`: the first signal that came, or ""; SIGTERM and SIGINT take the place of SIGUSR1. `watch`: of the
-    group, once there is one; call `wake` after a change.
+    group, once there is one, whose clock the thread serves; call `wake` after a change.
     """
 
     def __init__(self) -> None:
         self.signal_name = ""
-        self.watch: Watch | None = None
+        self.watch: Watchdog | None = None
         self._log: logging.Logger | None = None
         self._finish_step_first = False
         self._requested_at_s = 0.0  # of the first signal to this process itself

@@ -62,7 +62,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_is_needed_and_allowed(monke
 def test_the_name_of_a_launchers_store_is_looked_up_before_lookups_end(monkeypatch: pytest.MonkeyPatch):
     """Else a name that only a resolver knows leads nowhere."""
     connected: list[str] = []
-    monkeypatch.setattr(network, "_store", lambda ip, port, timeout_s: connected.append(ip))
+    monkeypatch.setattr(network, "TCPStore", lambda ip, *_, **__: connected.append(ip))
     with socket.create_server(("127.0.0.1", 0)) as store:
         launch = RankEnv(
             rank=1, world_size=2, master_addr="localhost", master_port=store.getsockname()[1], agent_store=True
