@@ -320,7 +320,7 @@ class Agent:
                 self.attendance.say("ending", n=self._commit["n"], **rank.said.message())
         elif message["is"] == "ask":
             self.attendance.say("ask")
-        elif message["is"] == "stop" and not self._passed_on:
+        elif message["is"] == "stop" and not self._passed_on and not rank.told:  # else that was our own SIGTERM
             self._hear_signal(str(message["signal"]))
 
     def _records(self) -> Mapping[int, RecordWriter]:

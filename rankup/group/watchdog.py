@@ -111,6 +111,11 @@ class Watchdog:
             self.record.begin(step)
 
     @property
+    def lost_a_peer(self) -> bool:
+        """Whether another rank is gone, as far as this one has heard. Any thread."""
+        return self._losses is not None and self._losses.gone
+
+    @property
     def at_step(self) -> str:
         """For messages: where this rank stands."""
         return f" at step {self.record.read().step}"

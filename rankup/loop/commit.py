@@ -44,6 +44,7 @@ class Changing(Generic[P]):
     def __init__(self, progress: P, device: torch.device) -> None:
         self.progress, self.device = progress, device
         self._lock = threading.Lock()
+        self._failed = False  # in the middle of a change, which so never ends
         # GPUs only: the host queues work and goes on. It may be steps ahead of a GPU that waits for a dead rank.
         self._queue: deque[_Queued[P]] = deque()
         self._on_host = device.type != "cuda"
@@ -55,6 +56,7 @@ class Changing(Generic[P]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
+            self._failed = True
             return
         if not self._on_host:
             self._queue[-1].progress = copy(self.progress)
@@ -66,7 +68,9 @@ class Changing(Generic[P]):
 
     def stop(self) -> P | None:
         """Allow no further change, and say where the run stands; None where that can't be known. From any thread."""
-        held = self._lock.acquire(timeout=CHANGE_S)
+        until_s = time.monotonic() + CHANGE_S
+        while not (held := self._lock.acquire(timeout=0.05)) and not self._failed and time.monotonic() < until_s:
+            pass
         if self._on_host:
             return self.progress if held else None
         # Without the lock too: the thread that has it waits for the GPU, in whose queue nothing of its change has begun

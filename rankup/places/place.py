@@ -108,10 +108,18 @@ class Place:
         start = len(self.root) + 1
         return {str(key)[start:]: int(info.get("size") or 0) for key, info in found.items()}
 
-    def read(self, name: str) -> bytes | None:
-        """The content under `name`, None where there is none."""
+    def read(self, name: str, span: tuple[int, int] | None = None) -> bytes | None:
+        """The content under `name`, None where there is none. `span`: the bytes from the first to before the second."""
+        part: dict[str, Any] = {"start": span[0], "end": span[1]} if span else {}
         try:
-            return bytes(self._try(f"read {name}", lambda: self._call("cat_file", self._path(name))))
+            return bytes(self._try(f"read {name}", lambda: self._call("cat_file", self._path(name), **part)))
+        except FileNotFoundError:
+            return None
+
+    def info(self, name: str) -> dict[str, Any] | None:
+        """What is known of `name`, such as its size, without its content; None where there is none."""
+        try:
+            return dict(self._try(f"look at {name}", lambda: self._call("info", self._path(name))))
         except FileNotFoundError:
             return None
 
@@ -288,14 +296,16 @@ def _protocols(fs: Any) -> set[str]:
 
 def _answer(error: BaseException) -> tuple[int, str]:
     """Status and code of the store's answer behind `error`, 0 and "" where there is none."""
-    # s3fs gives its own errors the client's as their cause; gcsfs has a field `code`, Azure's client `status_code`
+    # s3fs gives its own errors the client's as their cause; gcsfs has a field `code`, Azure's client `status_code`,
+    # aiohttp `status`, which warns of its own `code`
     while error.__cause__ is not None:
         error = error.__cause__
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return int(status), str(response.get("Error", {}).get("Code", ""))
-    status = str(getattr(error, "status_code", "") or getattr(error, "code", ""))
+    names = ("status_code", "status", "code")
+    status = str(next((found for name in names if (found := getattr(error, name, ""))), ""))
     return int(status) if status.isdigit() else 0, ""
 
 

@@ -97,7 +97,7 @@ def collect_parts(staging: Path, own: Part, group: Group, *, until_s: float, hur
     for rank in range(1, group.world_size):
         while (note := read_json(staging / _note_of(rank))) is None:
             staging.stat()
-            if hurry.is_set():
+            if hurry.is_set() or group.watch.lost_a_peer:
                 until_s = min(until_s, time.monotonic() + HURRY_S)
             if time.monotonic() > until_s:
                 raise UserError(f"checkpoint: rank {rank} on {group.hosts[rank]} has not written its part in time.")

@@ -10,7 +10,6 @@ import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,14 @@ import torch
 from PIL import Image
 
 from rankup.errors import USER_MISTAKE, ConfigError, DataError
-from tests.rigs.idx_files import everything, made_up, write_set
+from tests.rigs.idx_files import made_up, write_set
 from tests.rigs.shards import in_child, write_shard
 from train.config import Config
-from train.data import sources
 from train.data.file_samples import FileSamples
-from train.data.sources import SOURCES, hold, load
+from train.data.sources import SOURCES, load
 from train.data.sources.cifar10 import FOLDER
-from train.data.sources.idx import write_idx
 from train.data.sources.imagefolder import EXTENSIONS
-from train.data.sources.mnist_family import FAMILIES, locate
+from train.data.sources.mnist_family import FAMILIES, locate, write_idx
 from train.data.sources.sets import FileSet, ImageSet
 from train.main import main
 
@@ -307,58 +304,3 @@ def test_cifar10_with_another_md5_is_never_unpickled(tmp_path: Path, monkeypatch
     (folder / "data_batch_2").unlink()
     with pytest.raises(DataError, match="data_batch_2: is missing"):
         load(config)
-
-
-# Held for forked processes ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def nothing_held() -> Iterator[None]:
-    sources._held.clear()
-    yield
-    sources._held.clear()
-
-
-@pytest.mark.usefixtures("nothing_held")
-def test_held_data_are_taken_until_a_file_changes(tmp_path: Path) -> None:
-    config = Config(data_dir=str(write_set(tmp_path, suffix=".gz")), limit_train=7)
-    fresh = load(config)
-    hold(config)
-    train, _ = load(config)
-    assert isinstance(train, ImageSet)
-    assert isinstance(fresh[0], ImageSet)
-    assert load(config)[0] is train
-    assert torch.equal(train.images, fresh[0].images)
-    assert torch.equal(train.labels, fresh[0].labels)
-    assert len(load(config.model_copy(update={"limit_train": 5}))[0]) == 5
-    replacement = tmp_path / "new"
-    write_idx(replacement, torch.zeros(20, dtype=torch.uint8))
-    replacement.rename(tmp_path / "train-labels-idx1-ubyte.gz")
-    again = load(config)[0]
-    assert isinstance(again, ImageSet)
-    assert again.labels.tolist() == [0] * 7
-    (tmp_path / "t10k-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(DataError, match="t10k-labels-idx1-ubyte"):
-        load(config)
-
-
-@pytest.mark.usefixtures("nothing_held")
-def test_data_that_are_damaged_or_not_there_are_not_held(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    damaged = write_set(tmp_path / "damaged")
-    (damaged / "train-images-idx3-ubyte").write_bytes(b"no images")
-    (tmp_path / "empty").mkdir()
-    for folder in ("damaged", "empty"):
-        hold(Config(data_dir=str(tmp_path / folder)))
-    assert not sources._held
-    assert not everything(tmp_path / "empty"), "a download was begun"
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.usefixtures("nothing_held")
-def test_images_in_files_are_not_held(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for number in range(4):
-            Image.new("RGB", (8, 8)).save(tmp_path / name / f"{number}.png")
-    hold(Config(dataset="imagefolder", data_dir=str(tmp_path)))
-    assert not sources._held

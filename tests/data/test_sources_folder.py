@@ -16,7 +16,7 @@ from tests.rigs.idx_files import made_up, write_set
 from train.config import Config
 from train.data.file_samples import FileSamples
 from train.data.sources import load
-from train.data.sources.idx import write_idx
+from train.data.sources.mnist_family import write_idx
 from train.data.sources.sets import FileSet
 
 

@@ -11,7 +11,7 @@ import torch
 
 from rankup.errors import USER_MISTAKE, DataError
 from tests.rigs.idx_files import made_up
-from train.data.sources.idx import read_idx, write_idx
+from train.data.sources.mnist_family import read_idx, write_idx
 
 
 def refused(*words: str, path: Path, expect: str = "images") -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from train.data.sources.idx import write_idx
-from train.data.sources.mnist_family import FAMILIES, Family
+from train.data.sources.mnist_family import FAMILIES, Family, write_idx
 
 ROWS = {"train": 20, "t10k": 10}
 

@@ -1,8 +1,8 @@
 """`python tests/rigs/struck.py SCRIPT WORDS`: somebody's script, which is struck at the N-th step of an optimizer.
 
 STRIKE in the environment is JSON: {"rank": -1 for all, "call": N, "delay_s": so much later, "signal": "SIGKILL",
-"hold_s": sleep so long in this step and each later one, "marker": file that is written just before}. Who finds the
-marker strikes no more. An unset STRIKE changes nothing.
+"in": "fsync" for later, when a file is written, "hold_s": sleep so long in this step and each later one, "marker": file
+that is written just before}. Who finds the marker strikes no more. An unset STRIKE changes nothing.
 """
 
 import itertools
@@ -44,7 +44,10 @@ def _strike(*_: Any) -> None:
         return
     if call == STRIKE["call"] and STRIKE.get("signal") and STRIKE["rank"] in (-1, int(os.environ["RANK"])):
         delay_s = STRIKE.get("delay_s", 0.0)
-        threading.Timer(delay_s, _now).start() if delay_s else _now()
+        if "in" in STRIKE:
+            setattr(os, STRIKE["in"], lambda *_: _now())
+        else:
+            threading.Timer(delay_s, _now).start() if delay_s else _now()
     time.sleep(STRIKE.get("hold_s", 0.0))
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from rankup.agent.processes import die_with_parent
 from rankup.doctor.machine import ENLARGE_SHM
-from rankup.errors import DataError, PeerLost
+from rankup.errors import DataError, PeerLost, UserError
 from rankup.group.stacks import open_worker
 from rankup.group.stop import STOP_SIGNALS, StopRequest
 
@@ -151,7 +151,7 @@ class _Batches(Dataset[Any]):
         self.said[own + EPOCH], self.said[own + SAMPLE] = number, int(indices[0])
         try:
             return _shared(samples.batch(indices, epoch))
-        except DataError as error:
+        except (UserError, PeerLost) as error:
             return error  # as a value: torch would wrap the one line in the worker's traceback
 
 

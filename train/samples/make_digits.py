@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from sklearn.datasets import load_digits  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from train.data.sources.idx import write_idx
+from train.data.sources.mnist_family import write_idx
 
 SCALE = 15
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankup.errors import ConfigError
 
 from ...config import Config
 from ...config.schema import is_choice
-from ...config.settings import names_image_files
 from .fetch import NotFetched, Say, print_to_stderr
 
 if TYPE_CHECKING:
@@ -27,55 +25,11 @@ SOURCES = {
     "mnist": "mnist_family",
     "cifar10": "cifar10",
     "imagefolder": "imagefolder",
-    "shards": "shards.source",
+    "shards": "shards",
     "digits": "mnist_family",
     "fake": "fake",
     "hf:PATH_OR_NAME": "huggingface",
 }
-
-
-# What `hold` has loaded, by the settings that it depends on
-_held: dict[tuple[object, ...], tuple[ImageSet, ImageSet]] = {}
-
-
-def hold(config: Config) -> None:
-    """Load the data of `config` into this process, for the processes that it forks: their `load` takes what is here.
-
-    They share its memory, and save the time to read and unpack it, 0.2 s for Fashion-MNIST. Nothing is held that would
-    have to be downloaded first or can't be used: a forked process finds that out again, and says it.
-    """
-    if names_image_files(config.dataset):
-        return  # to list those of a large one takes minutes
-
-    def give_up(line: str) -> None:
-        raise _TakesTimeError
-
-    try:
-        halves = load(config, say=give_up)
-    except Exception:
-        return
-    if not hasattr(halves[0], "paths"):
-        _held[_key(config)] = halves
-
-
-class _TakesTimeError(Exception):
-    pass
-
-
-def _key(config: Config) -> tuple[object, ...]:
-    return (config.dataset, config.data_dir, config.image_size, config.limit_train, config.limit_eval,
-            config.fake_samples, config.fake_classes)
-
-
-def _unchanged(config: Config) -> tuple[ImageSet, ImageSet] | None:
-    """What is held of these data, unless a file that it was read from has changed since."""
-    halves = _held.get(_key(config))
-    if halves is None:
-        return None
-    from .sets import stamp
-
-    files = [file for half in halves for file in half.files]
-    return halves if all(stamp(Path(file[0])) == file for file in files) else None
 
 
 def load(config: Config, *, say: Say = print_to_stderr) -> tuple[ImageSet, ImageSet] | tuple[FileSet, FileSet]:
@@ -92,8 +46,6 @@ def load(config: Config, *, say: Say = print_to_stderr) -> tuple[ImageSet, Image
     if source_name is None:
         # The command line has checked this already; a Config made by hand has not.
         raise ConfigError(f'dataset must be one of {", ".join(SOURCES)}, got "{config.dataset}".')
-    if held := _unchanged(config):
-        return held
     source = importlib.import_module(f".{source_name}", __package__)
     try:
         train, test = source.load(config, say)

@@ -11,7 +11,7 @@ from rankup.errors import DataError
 from ...config import Config
 from .cache import cached, visible, writable_cache
 from .fetch import Remote, Say, fetch
-from .sets import ImageSet, stamp
+from .sets import ImageSet
 
 FOLDER = "cifar-10-batches-py"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -52,7 +52,6 @@ def _read(root: Path, *, train: bool) -> ImageSet:
     from torchvision.datasets.utils import check_integrity
 
     folder = root / FOLDER
-    files = tuple(stamp(folder / name) for name in visible(folder))
     try:
         with warnings.catch_warnings():
             # numpy >= 2.4 warns because these old pickles spell a dtype in numbers.
@@ -67,5 +66,5 @@ def _read(root: Path, *, train: bool) -> ImageSet:
     images = torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
     return ImageSet(
         images, torch.tensor(found.targets, dtype=torch.int64), CLASSES, mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616), name="cifar10", origin=f"CIFAR-10 in {folder}", files=files,
+        std=(0.2470, 0.2435, 0.2616), name="cifar10", origin=f"CIFAR-10 in {folder}",
     )

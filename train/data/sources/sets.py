@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -15,19 +14,6 @@ from rankup.errors import DataError
 
 if TYPE_CHECKING:
     from .image_cache import ImageCache  # which imports torchvision
-
-# A file as it was when it was read: name, inode, size, and the times of the last change of its contents and its entry
-Stamp = tuple[str, int, int, int, int]
-
-
-def stamp(path: Path) -> Stamp:
-    """What differs once the file at `path` has been written again or replaced; zeros if it can't be looked at."""
-    try:
-        found = path.stat()
-    except OSError:
-        return str(path), 0, 0, 0, 0
-    return str(path), found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
 
 def version_of(path: str) -> int:
     """A number that differs once the file has been replaced or written again; 0 if there is none."""
@@ -48,8 +34,7 @@ class ImageSet:
     """A set held in memory.
 
     images: uint8 [N, C, H, W]; labels: int64 [N], each below len(classes); mean, std: one per channel, of
-    images / 255; origin: where the images came from, one line; mirror: whether augmentation may mirror them; files:
-    those that were read, as they were before.
+    images / 255; origin: where the images came from, one line; mirror: whether augmentation may mirror them.
     """
 
     images: torch.Tensor
@@ -60,7 +45,6 @@ class ImageSet:
     name: str
     origin: str
     mirror: bool = True
-    files: tuple[Stamp, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -5,25 +5,23 @@ import hashlib
 import json
 import os
 import re
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import TypeVar
 
 from rankup.errors import DataError, UserError
 from rankup.places.files import staged
-from rankup.places.place import open_filesystem
+from rankup.places.place import Place
 from rankup.places.urls import is_url, must_hold_no_secrets, secrets_in
 
-from ....config import Config
-from ..cache import writable_cache
-from ..fetch import Say, locked, print_to_stderr
+from ...config import Config
+from .cache import writable_cache
+from .fetch import Say, locked, print_to_stderr
 
 LIST = "shards.json"  # may lie beside shards: their names, and those of the classes
 COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
@@ -33,10 +31,9 @@ VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
 THREADS = 16  # that ask a store at the same time: each request takes some 20 ms, and does nothing meanwhile
 REQUEST_BYTES = 16 << 20  # long enough that this waiting does not count
 REPORT_EVERY_S = 5.0
-# Before another try. 20 minutes in all, longer than a step may take: a store that stays away ends a training by the
-# step's deadline, with a code after which it is started again
-PAUSES_S = (0.5, 1, 2, 4, 8, *[15] * 80)
-SAID_AFTER = 4  # tries that failed: shorter trouble needs no line
+# Longer than a step may take: a store that stays away ends a training by the step's deadline, with a code after which
+# it is started again
+PATIENCE_S = 1200.0
 BRACES = re.compile(r"\{([^{}]*)\}")
 NUMBER = re.compile(r"(\d+)(?:-of-(\d+))?(?=\.\w+$)")
 
@@ -46,16 +43,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shard:
-    """`stamp`: what changes when the file is written again. `digest`: of its headers and labels."""
+    """`stamp`: what changes when the file is written again."""
 
     name: str
     size: int
     stamp: str
-    digest: str = ""
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardFiles:
     """A folder, or a URL that fsspec reads. `copies`: where this node keeps the shards of a URL, all places' together
     at most `max_bytes`; those used longest ago go first."""
 
@@ -64,8 +60,8 @@ class Place:
     max_bytes: int = 0
 
     @classmethod
-    def at(cls, config: Config) -> "Place":
-        """`data_dir`. Raises DataError for an address with a password in it."""
+    def at(cls, config: Config) -> "ShardFiles":
+        """Those in `data_dir`. Raises DataError for an address with a password in it."""
         text = str(config.data_dir).removeprefix("file://")
         if secrets_in(text):
             raise DataError(must_hold_no_secrets("data_dir"))
@@ -77,48 +73,45 @@ class Place:
         return f"{self.root}/{name}"
 
     def names(self) -> list[str]:
-        """The files that lie there and one folder below, sorted. Raises DataError where they can't be listed."""
-        files = filesystem(self.root)
-        base = files._strip_protocol(self.root)
-        with explained(self.root, "can't be listed"):
-            files.invalidate_cache()  # some remember what was there earlier
-            try:
-                found = files.ls(self.root, detail=True)  # not `find`, to which a store that denies it is an empty one
-            except FileNotFoundError:
-                way_out = "Is the address right? Where nothing can be listed, set --train-shards and --eval-shards."
-                raise DataError(f"{self.root}: is not there or can't be listed. {way_out}") from None
-            names = [entry["name"] for entry in found if entry["type"] != "directory"]
-            for entry in found:
-                if entry["type"] == "directory" and not Path(entry["name"]).name.startswith("."):
-                    names += files.ls(entry["name"], detail=False)
-        return sorted(name.removeprefix(base).lstrip("/") for name in names)
+        """The files that lie there or below, sorted. Raises DataError where there are none, UserError, PeerLost."""
+        try:
+            names = sorted(_store(self.root, os.getpid()).names())
+        except OSError as error:
+            raise DataError(f"{self.root}: can't be listed ({error.strerror}).") from error
+        if not names:
+            way_out = "Is the address right? Where nothing can be listed, set --train-shards and --eval-shards."
+            raise DataError(f"{self.root}: is not there, is empty or can't be listed. {way_out}")
+        return names
 
     def look(self, name: str) -> Shard:
         """Its size and stamp. Raises DataError if there is none."""
-        path = self.path(name)
-        with explained(path, "can't be looked at"):
-            try:
-                facts = filesystem(path).info(path)
-            except FileNotFoundError:
-                raise DataError(
-                    f"{path}: is missing. Bring it back to {self.root}, or name only the shards that you want by a "
-                    "pattern."
-                ) from None
-        stamp = next((facts[k] for k in VERSIONS if facts.get(k)), "")
+        facts = _store(self.root, os.getpid()).info(name)
+        if facts is None:
+            raise DataError(
+                f"{self.path(name)}: is missing. Bring it back to {self.root}, or name only the shards that you want "
+                "by a pattern."
+            )
+        stamp = next((facts[key] for key in VERSIONS if facts.get(key)), "")
         return Shard(name, int(facts["size"] or 0), str(stamp))
 
-    def read(self, name: str) -> bytes | None:
-        """A small file, or None if there is none."""
-        path = self.path(name)
-        with explained(path, "can't be read"):
-            try:
-                return bytes(filesystem(path).cat_file(path))
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-            except PermissionError:
-                if self.copies is None:
-                    raise
-                return None  # what a store says of a file that is not there to those who may not list it
+    def listed(self) -> dict[str, list[str]]:
+        """What shards.json says; nothing where there is none."""
+        content = None
+        try:
+            content = _store(self.root, os.getpid()).read(LIST)
+        except UserError:  # what a store says of a file that is not there to those who may not list it
+            if self.copies is None:
+                raise
+        try:
+            found: dict[str, list[str]] = json.loads(content or b"{}")
+            if not all(isinstance(name, str) for key in ("classes", "train", "val") for name in found.get(key, ())):
+                raise ValueError("no lists of names")
+        except (ValueError, AttributeError, TypeError) as error:
+            way_out = "Correct it, or remove it and name the shards by patterns."
+            raise DataError(f"{self.path(LIST)}: is no list of shards ({error}). {way_out}") from error
+        return found
+
+    # Contents ---------------------------------------------------------------------------------------------------
 
     def fits(self, shards: Iterable[Shard]) -> bool:
         """Whether this node may keep all of them."""
@@ -140,7 +133,7 @@ class Place:
     def copy(self, shards: Sequence[Shard], *, say: Say = print_to_stderr) -> None:
         """Copy shards at a URL to this node: one process does it, the others wait. A copy is there whole or not at all.
 
-        Raises DataError if one can't be read there, also after many tries, or there is no room.
+        Raises DataError if one can't be read there or there is no room, PeerLost if the store stays away.
         """
         if self.copies is None or all(map(self._is_here, shards)):
             return
@@ -170,7 +163,16 @@ class Place:
     def _copy(self, shard: Shard) -> None:
         with staged(self._copy_of(shard)) as staging, staging.open("wb") as file:
             for begin in range(0, shard.size, REQUEST_BYTES):
-                file.write(read_range(self.path(shard.name), begin, min(begin + REQUEST_BYTES, shard.size)))
+                end = min(begin + REQUEST_BYTES, shard.size)
+                data = _store(self.root, os.getpid()).read(shard.name, (begin, end))
+                if data is None:
+                    raise DataError(f"{self.path(shard.name)}: is gone since the training began. Bring it back.")
+                if len(data) != end - begin:
+                    raise DataError(
+                        f"{self.path(shard.name)}: gives {len(data)} bytes from byte {begin} on, and its size says "
+                        f"{end - begin}. Was it cut or replaced meanwhile? (A server must know range requests.)"
+                    )
+                file.write(data)
 
     def _make_room(self, num_bytes: int) -> None:
         """Remove what a killed process left half copied, and then the copies used longest ago. Under the lock."""
@@ -189,65 +191,10 @@ class Place:
             total -= size
 
 
-# A file system --------------------------------------------------------------------------------------------------
-
-
-def filesystem(url: str) -> Any:
-    """The fsspec file system of `url`, one for each process: it has connections, which a forked one can't share.
-
-    Raises UserError where it needs a package that is not installed.
-    """
-    parts = urlsplit(url)
-    return _filesystem(f"{parts.scheme}://{parts.netloc}" if is_url(url) else "/", os.getpid())
-
-
 @lru_cache(maxsize=8)
-def _filesystem(address: str, pid: int) -> Any:
-    return open_filesystem(address)[0]
-
-
-def read_range(url: str, begin: int, end: int) -> bytes:
-    """The bytes from `begin` to before `end`. Raises DataError if they can't be read, also after many tries."""
-    for number, pause_s in enumerate((*PAUSES_S, None), 1):
-        try:
-            with explained(url, "can't be read"):
-                data = bytes(filesystem(url).cat_file(url, start=begin, end=end))  # s3fs has another second parameter
-        except FileNotFoundError:
-            raise DataError(f"{url}: is gone since the training began. Bring it back.") from None
-        except _MayPassError as error:
-            if pause_s is None:
-                raise DataError(f"{error} {len(PAUSES_S) + 1} tries failed.") from error
-            if number == SAID_AFTER:
-                print(f"{error} It is tried again.", file=sys.stderr, flush=True)  # a worker process has no log
-            time.sleep(pause_s)
-            continue
-        if len(data) != end - begin:
-            raise DataError(
-                f"{url}: gives {len(data)} bytes from byte {begin} on, and its size says {end - begin}. Was it cut or "
-                "replaced meanwhile? (A server must know range requests.)"
-            )
-        return data
-    raise AssertionError
-
-
-class _MayPassError(DataError):
-    pass
-
-
-@contextmanager
-def explained(path: str, what: str) -> Iterator[None]:
-    """Turn what a file system raises into one line that names `path`. A missing file stays FileNotFoundError."""
-    try:
-        yield
-    except (UserError, FileNotFoundError, NotADirectoryError):
-        raise
-    except Exception as error:  # each store has errors of its own
-        line = " ".join(str(error).split())[:300] or type(error).__name__
-        if not is_url(path):
-            raise DataError(f"{path}: {what} ({getattr(error, 'strerror', '') or line}).") from error
-        if isinstance(error, PermissionError):
-            raise DataError(f"{path}: {what}: access is denied ({line}). Do the credentials allow it?") from error
-        raise _MayPassError(f"{path}: {what} ({line}). Is it there, and can this machine reach it?") from error
+def _store(root: str, pid: int) -> Place:
+    """One for each process: it has connections, which a forked one can't share."""
+    return Place.open(root, warn=print_to_stderr).while_moving(PATIENCE_S if is_url(root) else 0.0)
 
 
 def each(work: Callable[[Item], T], items: Sequence[Item], *, say: Say, doing: str) -> list[T]:
@@ -266,30 +213,30 @@ def each(work: Callable[[Item], T], items: Sequence[Item], *, say: Say, doing: s
 # Names ----------------------------------------------------------------------------------------------------------
 
 
-def find_shards(place: Place, part: str, pattern: str) -> tuple[list[str], tuple[str, ...]]:
+def find_shards(files: ShardFiles, part: str, pattern: str) -> tuple[list[str], tuple[str, ...]]:
     """The shards of `part`, "train" or "val", by name, and the names of the classes, if shards.json has them.
 
     `pattern`: what the user wrote, names with * and {000..009}; "": those that shards.json names, else what lies there
     by the name of its part. Raises DataError for none, a gap in their numbers, and compressed ones.
     """
-    listed = _read_list(place)
+    listed = files.listed()
     classes = tuple(listed.get("classes", ()))
     if pattern:
         names = [name for word in pattern.split() for name in _expand(word)]
         if any("*" in name for name in names):
-            there = place.names()
+            there = files.names()
             names = [found for name in names for found in (fnmatch.filter(there, name) if "*" in name else [name])]
         what = f"of {pattern}"
     elif part in listed:
         return listed[part], classes
     else:
-        there = place.names()
+        there = files.names()
         named = ([name for name in there if name.startswith(word)] for word in PARTS[part])
         names = next(filter(None, named), [])
         what = f"named {part}-000000.tar and so on, or {part}/..."
     if packed := [name for name in names if name.endswith(COMPRESSED)]:
         raise DataError(
-            f"{place.path(packed[0])}: is compressed, so no sample in it can be reached by itself. Unpack it: gunzip."
+            f"{files.path(packed[0])}: is compressed, so no sample in it can be reached by itself. Unpack it: gunzip."
         )
     parquet = any(name.endswith(".parquet") for name in names)
     names = [name for name in dict.fromkeys(names) if name.endswith(".tar")]
@@ -298,23 +245,10 @@ def find_shards(place: Place, part: str, pattern: str) -> tuple[list[str], tuple
         way_out = f"Set {setting}, such as '{part}-{{000000..000146}}.tar'."
         if parquet:
             way_out = "Parquet files are read by --dataset hf:FOLDER."
-        raise DataError(f"{place.root}: holds no shards {what}. {way_out}")
+        raise DataError(f"{files.root}: holds no shards {what}. {way_out}")
     if not pattern or "*" in pattern:
-        _refuse_gaps(place, names)
+        _refuse_gaps(files, names)
     return names, classes
-
-
-def _read_list(place: Place) -> dict[str, list[str]]:
-    """What shards.json says; nothing where there is none."""
-    content = place.read(LIST) or b"{}"
-    try:
-        listed: dict[str, list[str]] = json.loads(content)
-        if not all(isinstance(name, str) for key in ("classes", "train", "val") for name in listed.get(key, ())):
-            raise ValueError("no lists of names")
-    except (ValueError, AttributeError, TypeError) as error:
-        way_out = "Correct it, or remove it and name the shards by patterns."
-        raise DataError(f"{place.path(LIST)}: is no list of shards ({error}). {way_out}") from error
-    return listed
 
 
 def _expand(pattern: str) -> list[str]:
@@ -331,7 +265,7 @@ def _expand(pattern: str) -> list[str]:
     return [pattern[: found.start()] + word + more for word in words for more in rest]
 
 
-def _refuse_gaps(place: Place, names: Sequence[str]) -> None:
+def _refuse_gaps(files: ShardFiles, names: Sequence[str]) -> None:
     """Numbered shards must be there from the first to the last: one that was not copied is easily overlooked."""
     kinds: dict[str, list[re.Match[str]]] = {}
     for name in names:
@@ -344,6 +278,6 @@ def _refuse_gaps(place: Place, names: Sequence[str]) -> None:
             found = found_here[-1]
             name = f"{kind}{gaps[0]:0{len(found[1])}}{found.string[found.end(1):]}"
             raise DataError(
-                f"{place.path(name)}: is missing, and {len(gaps) - 1} more, between the {len(numbers)} shards that are "
+                f"{files.path(name)}: is missing, and {len(gaps) - 1} more, between the {len(numbers)} shards that are "
                 "there. Copy them, or name those that you want by a pattern."
             )

@@ -1,1 +1,0 @@
-"""Samples in shards: tar files as the package webdataset writes them, in a folder or at a URL."""

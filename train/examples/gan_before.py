@@ -1,0 +1,84 @@
+"""A GAN with two networks, two optimizers, and a moving average of the generator, which is what it saves.
+
+The images are the digits in train/samples.
+"""
+
+import argparse
+import copy
+import gzip
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+DATA = Path(__file__).parents[1] / "samples" / "digits" / "train-images-idx3-ubyte.gz"
+NOISE, PIXELS = 16, 64
+
+
+def digits() -> TensorDataset:
+    """Images between -1 and 1, of shape (64,)."""
+    pixels = torch.frombuffer(bytearray(gzip.decompress(DATA.read_bytes())[16:]), dtype=torch.uint8)
+    return TensorDataset(pixels.reshape(-1, PIXELS) / 127.5 - 1)
+
+
+def generator_network() -> nn.Module:
+    return nn.Sequential(nn.Linear(NOISE, 64), nn.ReLU(), nn.Linear(64, PIXELS), nn.Tanh())
+
+
+def critic_network() -> nn.Module:
+    return nn.Sequential(nn.Linear(PIXELS, 64), nn.LeakyReLU(0.2), nn.Dropout(0.2), nn.Linear(64, 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=3)
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if cuda else "gloo")
+    torch.manual_seed(0)
+
+    dataset = digits()
+    sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=32, sampler=sampler, drop_last=True)
+    generator = DistributedDataParallel(generator_network().to(device))
+    critic = DistributedDataParallel(critic_network().to(device))
+    average = copy.deepcopy(generator.module)
+    g_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
+    c_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.999))
+    torch.manual_seed(1 + dist.get_rank())  # each rank draws other noise
+
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        for (real,) in loader:
+            real = real.to(device)
+            fake = generator(torch.randn(len(real), NOISE, device=device))
+            scores = critic(torch.cat([real, fake.detach()])).chunk(2)
+            c_loss = F.softplus(-scores[0]).mean() + F.softplus(scores[1]).mean()
+            c_optimizer.zero_grad()
+            c_loss.backward()
+            c_optimizer.step()
+
+            g_loss = F.softplus(-critic(fake)).mean()
+            g_optimizer.zero_grad()
+            g_loss.backward()
+            g_optimizer.step()
+            with torch.no_grad():
+                for old, new in zip(average.parameters(), generator.parameters(), strict=True):
+                    old.lerp_(new, 0.05)
+        if dist.get_rank() == 0:
+            print(f"finished epoch {epoch}")
+
+    if dist.get_rank() == 0:
+        torch.save(average.state_dict(), "gan.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

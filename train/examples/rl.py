@@ -1,0 +1,102 @@
+"""Reinforcement learning: a network learns to walk to a goal, from a replay buffer that all ranks fill.
+
+The buffer has `state_dict` and `load_state_dict`, and every rank holds the same one.
+"""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rankup
+
+CELLS, GAMES, TURNS = 12, 8, 12
+
+
+class Replay:
+    """The last `size` moves: cell, goal, action, whether that reached the goal, and the cell after it."""
+
+    def __init__(self, size: int) -> None:
+        self.moves, self.count = torch.zeros(size, 5), 0
+
+    def add(self, moves: torch.Tensor) -> None:
+        self.moves[(self.count + torch.arange(len(moves))) % len(self.moves)] = moves
+        self.count += len(moves)
+
+    def draw(self, count: int) -> torch.Tensor:
+        return self.moves[torch.randint(min(self.count, len(self.moves)), (count,))]
+
+    def state_dict(self) -> dict[str, object]:
+        return {"moves": self.moves, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.moves.copy_(state["moves"])
+        self.count = state["count"]
+
+
+def seen(cell: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+    """What the network is told: float32 of shape (moves, 2)."""
+    return torch.stack([cell, goal - cell], dim=1).float() / CELLS
+
+
+@torch.no_grad()
+def play(network: nn.Module, device: torch.device) -> torch.Tensor:
+    """Some games, with one random move in five. Returns the moves, of shape (TURNS * GAMES, 5)."""
+    cell, goal = torch.randint(CELLS, (2, GAMES))
+    moves = []
+    for _ in range(TURNS):
+        best = network(seen(cell, goal).to(device)).argmax(1).cpu()
+        action = torch.where(torch.rand(GAMES) < 0.2, torch.randint(2, (GAMES,)), best)
+        after = (cell + action * 2 - 1).clamp(0, CELLS - 1)
+        moves.append(torch.stack([cell, goal, action, (after == goal).long(), after], dim=1))
+        cell = after
+    return torch.cat(moves).float()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=40)
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    job = rankup.init(run="runs/rl")
+    torch.manual_seed(0)
+    policy, target = (nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)).to(device) for _ in range(2))
+    policy = DistributedDataParallel(policy)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=0.03)
+    replay = Replay(2048)
+    replay.add(play(target, device))
+    torch.manual_seed(1 + dist.get_rank())  # each rank plays its own games
+    job.track(policy=policy, target=target, optimizer=optimizer, replay=replay)
+
+    for step in range(job.step_number, args.steps):
+        own = play(policy.module, device).to(device)
+        played = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(played, own)
+        cell, goal, action, won, after = replay.draw(64).to(device).unbind(1)
+        with torch.no_grad():
+            worth = won + 0.9 * (1 - won) * target(seen(after, goal)).amax(1)
+        said = policy(seen(cell, goal)).gather(1, action.long().unsqueeze(1)).squeeze(1)
+        loss = F.smooth_l1_loss(said, worth)
+        optimizer.zero_grad()
+        loss.backward()
+        with job.step(loss=loss):
+            optimizer.step()
+            replay.add(torch.cat(played).cpu())
+            with torch.no_grad():
+                for old, new in zip(target.parameters(), policy.parameters(), strict=True):
+                    old.lerp_(new, 0.1)
+        if step % 20 == 19 and dist.get_rank() == 0:
+            print(f"step {step + 1}: {won.mean().item():.0%} of the moves reached the goal")
+
+    if dist.get_rank() == 0:
+        torch.save(policy.module.state_dict(), "rl.pt")
+    job.finish()
+
+
+if __name__ == "__main__":
+    main()
