@@ -20,7 +20,7 @@ from rankup.group.stop import StopRequest
 from rankup.loop.commit import Changing
 from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.observe.profiler import Profiler
-from rankup.observe.step_clock import open_clock
+from rankup.observe.step_clock import StepClock
 from rankup.observe.stragglers import COMPUTE, DATA, WAITING
 from rankup.state.shards import check_shared
 
@@ -182,7 +182,7 @@ def build(config: Config, group: Group, method: Method, run: RunDirectory) -> Tr
     optimizer = method.after_warm_up(plain, optimizer)
 
     metrics = run.open_metrics(progress, workload.unit)
-    clock = open_clock(device, method.exchange, world_size=group.world_size)
+    clock = StepClock(device, method.exchange, world_size=group.world_size)
     return Training(
         config=config, group=group, method=method, run=run, workload=workload, plain=plain, model=model, whole=whole,
         optimizer=optimizer, scaler=scaler, loader=loader, divisors=order.divisors,

@@ -246,7 +246,7 @@ class Agent:
             words = self.script.command(
                 local_rank=self.node.local_rank + rank.local_rank, option=self.options.pass_local_rank
             )
-            if commit["restarts"]:
+            if commit["again"]:
                 words += self.options.restart_args
             if self.server is not None:
                 self.server.start_rank(
@@ -501,6 +501,7 @@ class Lead:
         self.status = None if agent.knows_us else RunStatus(agent.run_dir, agent.node.world_size)
         self.job = self.status.job if self.status is not None else new_job()
         self.port = 0
+        self.again = False  # this job goes on with an earlier one's run
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
@@ -545,11 +546,11 @@ class Lead:
             port = free_port()
         if self.status is not None:
             if n == 1:
-                await asyncio.to_thread(self.status.take)
+                self.again = await asyncio.to_thread(self.status.take)
             self.status.begin(self.ends.restarts, self.leader.members)
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
-            "store": server is not None,
+            "store": server is not None, "again": self.again or self.ends.restarts > 0,
         }
 
     def _hear(self, member: Member, message: Mapping[str, Any]) -> None:

@@ -269,10 +269,16 @@ class RunStatus:
         self._hosts: list[str] = []
         self._stack = contextlib.ExitStack()
 
-    def take(self) -> None:
-        """Own the run from now on. Raises UserError where another live attempt does, and OSError. Takes up to 10 s."""
+    def take(self) -> bool:
+        """Own the run from now on. Raises UserError where another live attempt does, and OSError. Takes up to 10 s.
+
+        Returns whether an earlier job of this run ended so that the same command goes on: killed, or with a code from
+        128 on.
+        """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._stack.enter_context(Lease(self.run_dir, self.job))
+        earlier = read_json(self.run_dir / "status.json") or {"code": FINISHED}
+        return earlier.get("code") is None or int(earlier["code"]) >= 128
 
     def release(self) -> None:
         self._stack.close()

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 
 from rankup.env.rank_env import ranges
@@ -23,16 +25,13 @@ from rankup.errors import UserError
 from rankup.timing import FOLLOW_S, RECENT_S, SAME_S
 
 MOST = 1 << 20  # bytes of lines that are compared at once
-CHUNK = 1 << 17  # bytes that are read at once
-LONGEST = 1 << 18  # bytes of a line; then it is cut
+CHUNK = 1 << 17  # bytes: --since looks for its first line in steps of so many, doubled each time
+LONGEST = 1 << 15  # bytes of a line; the rest of a longer one is a line of its own
+AT_ONCE = 50  # lines of one rank and second that are merged at once
 COLOURS = (36, 33, 32, 35, 34, 31)  # of the ranks, in turn
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
-
-HEAD = rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) (\S+) r\d+ "
-# A line, and behind it those without a time: the rest of a traceback, or what a library prints past the log. `*+`
-# keeps no way back: that of a million lines would fill the memory
-LINE = re.compile(rb"(?!\Z)(?:%b)?([^\n]*(?:\n(?!%b)[^\n]*)*+\n?)" % (HEAD, HEAD))
-STAMP = re.compile(rb"\n%b" % HEAD)
+# Lines without it belong to the line before: the rest of a traceback, or what a library prints past the log
+HEAD = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) (\S+) r\d+ ")
 
 Batch = tuple[bytes, int, bytes, list[bytes]]  # time, rank, host, and what that rank wrote in that second
 
@@ -165,14 +164,14 @@ class RankLog:
 
     def seek(self, since: bytes) -> None:
         """Leave out what is older than the time `since`: each file is in the order of time."""
-        self._since = since
-        length = CHUNK
+        self._since, self._offset, length = since, 0, CHUNK
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             status = os.fstat(file.fileno())
-            self._inode, self._offset = status.st_ino, 0
+            self._inode = status.st_ino
             while since and length < status.st_size and not self._offset:
                 file.seek(status.st_size - length)
-                found = STAMP.search(file.read(CHUNK))
+                file.readline(LONGEST)  # most likely the rest of one
+                found = next(filter(None, map(HEAD.match, file)), None)
                 if found and found[1] < since:
                     self._offset = status.st_size - length
                 length *= 2
@@ -181,24 +180,15 @@ class RankLog:
         """The newest time in the file, or b""."""
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - CHUNK))
-            found = STAMP.findall(b"\n" + file.read(CHUNK))
-            return found[-1][0] if found else b""
+            return max((found[1] for found in map(HEAD.match, file) if found), default=b"")
         return b""
 
     def batches(self, *, whole: bool) -> Iterator[Batch]:
         """What was not read yet. `whole`: also the last line, if it has no end yet."""
-        texts: list[bytes] = []
-        before, size = (b"", b""), 0
-        for stamp, host, text in self._lines(whole):
-            if (stamp, host) != before or size > CHUNK:
-                if texts:
-                    yield before[0], self.rank, before[1], texts
-                texts, before, size = [], (stamp, host), 0
-            if stamp >= self._since:
-                texts.append(text)
-                size += len(text)
-        if texts:
-            yield before[0], self.rank, before[1], texts
+        for (stamp, host), lines in groupby(self._lines(whole), itemgetter(0, 1)):
+            while texts := [text for *_, text in islice(lines, AT_ONCE)]:
+                if stamp >= self._since:
+                    yield stamp, self.rank, host, texts
 
     def _lines(self, whole: bool) -> Iterator[tuple[bytes, bytes, bytes]]:
         # `--fresh` may just have renamed the folder: the next look finds a new one
@@ -207,27 +197,19 @@ class RankLog:
             if status.st_ino != self._inode or status.st_size < self._offset:  # it was replaced, or cut
                 self._inode, self._offset, self._stamp, self._host = status.st_ino, 0, b"", b""
             file.seek(self._offset)
-            buffer, more = b"", True
-            while more:
-                piece = file.read(CHUNK)
-                more, buffer, end = bool(piece), buffer + piece, 0
-                complete = buffer.endswith(b"\n") or whole
-                for match in LINE.finditer(buffer):
-                    # What stands at the end of the buffer may go on in the next piece
-                    if match.end() == len(buffer) and (more or not complete) and len(match[0]) < LONGEST:
-                        break
-                    end = match.end()
-                    self._stamp, self._host = match[1] or self._stamp, match[2] or self._host
-                    yield self._stamp, self._host, match[3].removesuffix(b"\n")
-                buffer = buffer[end:]
-                self._offset = file.tell() - len(buffer)
+            while line := file.readline(LONGEST):
+                if not (whole or line.endswith(b"\n") or len(line) == LONGEST):
+                    break  # it is being written
+                self._offset += len(line)
+                if found := HEAD.match(line):
+                    self._stamp, self._host = found.groups()
+                    line = line[found.end() :]
+                yield self._stamp, self._host, line.removesuffix(b"\n")
 
 
 @dataclass(slots=True)
 class Line:
-    """What one or several ranks, each with its host, wrote at `stamp`; with line ends inside where lines without a
-    time follow.
-    """
+    """What one or several ranks, each with its host, wrote at `stamp`."""
 
     stamp: bytes
     who: list[tuple[int, bytes]]
@@ -284,10 +266,8 @@ def _labelled(lines: Iterable[Line], colour: bool) -> Iterator[bytes]:
     for line in lines:
         label = _label(tuple(line.who), colour)
         label = b"%b %b" % (line.stamp, label) if line.stamp else label
-        text = line.text
-        if b"\r" in text:  # a progress bar writes over itself: only its last state would be left on a terminal
-            text = b"\n".join(part.rstrip(b"\r").rpartition(b"\r")[2] for part in text.split(b"\n"))
-        yield b"%b%b\n" % (label, text.replace(b"\n", b"\n" + label))
+        # A progress bar writes over itself: only its last state would be left on a terminal
+        yield b"%b%b\n" % (label, line.text.rstrip(b"\r").rpartition(b"\r")[2])
 
 
 def _as_json(line: Line) -> bytes:

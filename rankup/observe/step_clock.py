@@ -30,14 +30,19 @@ class Link(Protocol):
 class StepClock:
     """Adds up the seconds of each part. The loop says when a part ends; it costs about 5 µs a step.
 
-    On the CPU everything is done when the call returns, so the host's clock is right.
+    On the CPU everything is done when the call returns, so the host's clock is right. For a GPU the host only queues
+    work and goes on: marks are events in that queue, and nothing waits for them.
     """
 
-    def __init__(self, link: Link | None) -> None:
-        """`link`: through it two ranks of one host exchange gradients in the middle of backward, and wait there."""
-        self._link = link
+    def __init__(self, device: torch.device, link: Link | None = None, *, world_size: int) -> None:
+        """`link`: through it two ranks of one host exchange gradients in the middle of backward, and wait there.
+
+        With a `world_size` of 1 it measures nothing: one process is compared with nobody.
+        """
+        self._device, self._link, self._on = device, link, world_size > 1
         self._seconds = [0.0, 0.0, 0.0]
         self._lap_s = self._linked_s = 0.0
+        self._events: deque[tuple[int | None, torch.Event]] = deque()  # with the part that each one ends
 
     def start(self) -> None:
         """A step begins. What was between the steps (evaluation, saves, reports) counts nowhere."""
@@ -48,8 +53,7 @@ class StepClock:
         now_s = time.perf_counter()
         took_s, self._lap_s = now_s - self._lap_s, now_s
         if self._link is not None:
-            linked_s = self._link.waited_s - self._linked_s
-            self._linked_s = self._link.waited_s
+            linked_s, self._linked_s = self._link.waited_s - self._linked_s, self._link.waited_s
             if part == COMPUTE:
                 took_s -= linked_s
                 self._seconds[WAITING] += linked_s
@@ -57,59 +61,38 @@ class StepClock:
 
     def has_batch(self) -> None:
         """This rank has its batch, and computing begins."""
+        if self._on and self._device.type == "cuda":
+            self._record(None)
 
     def mark(self, part: int) -> None:
         """The work that was given to the device since the last mark was `part`."""
-        self.lap(part)
+        if not self._on:
+            return
+        if self._device.type != "cuda":
+            self.lap(part)
+            return
+        self._record(part)
+        if len(self._events) > MOST_EVENTS:
+            self._read()
 
     def split_backward(self, loss: torch.Tensor) -> None:
         """Call it before backward of this loss, and `mark(WAITING)` after it."""
         # The engine takes callbacks only while it runs, and calls them in the order in which they came. The gradient
         # of the loss is the first of all, so DDP's callback comes later
-        loss.register_hook(self._backward_began)  # type: ignore[no-untyped-call]
+        if self._on:
+            loss.register_hook(self._backward_began)  # type: ignore[no-untyped-call]
 
     def _backward_began(self, gradient: torch.Tensor) -> None:
-        Variable._execution_engine.queue_callback(self._computed)
-
-    def _computed(self) -> None:
-        self.mark(COMPUTE)
+        Variable._execution_engine.queue_callback(lambda: self.mark(COMPUTE))
 
     def take(self) -> list[float]:
-        """Seconds of DATA, COMPUTE and WAITING since the last call. On a GPU: of what it is done with."""
-        taken, self._seconds = self._seconds, [0.0, 0.0, 0.0]
-        return taken
+        """Seconds of DATA, COMPUTE and WAITING since the last call. On a GPU: of what it is done with.
 
-
-class NoClock(StepClock):
-    """One process waits for nobody, and is compared with nobody."""
-
-    def lap(self, part: int) -> None: ...
-
-    def split_backward(self, loss: torch.Tensor) -> None: ...
-
-
-class DeviceClock(StepClock):
-    """For a GPU: the host only queues work, and goes on. Marks are events in that queue, and nothing waits for them.
-
-    `take` reads them at a report, which has waited for the GPU anyway.
-    """
-
-    def __init__(self, link: Link | None, device: torch.device) -> None:
-        super().__init__(link)
-        self._device = device
-        self._events: deque[tuple[int | None, torch.Event]] = deque()  # with the part that each one ends
-
-    def has_batch(self) -> None:
-        self._record(None)
-
-    def mark(self, part: int) -> None:
-        self._record(part)
-        if len(self._events) > MOST_EVENTS:
-            self._read()
-
-    def take(self) -> list[float]:
+        A report has waited for the GPU anyway.
+        """
         self._read()
-        return super().take()
+        taken, self._seconds = self._seconds, [0.0, 0.0, 0.0]
+        return taken if self._on else [0.0, 0.0, 0.0]
 
     def _record(self, part: int | None) -> None:
         event = torch.Event(self._device, enable_timing=True)
@@ -122,10 +105,3 @@ class DeviceClock(StepClock):
             part, ended = self._events[0]
             if part is not None:  # None: before the step, which is no work
                 self._seconds[part] += began.elapsed_time(ended) / 1000
-
-
-def open_clock(device: torch.device, link: Link | None, *, world_size: int) -> StepClock:
-    """The clock for the steps of this rank."""
-    if world_size == 1:
-        return NoClock(None)
-    return DeviceClock(link, device) if device.type == "cuda" else StepClock(link)

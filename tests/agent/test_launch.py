@@ -187,6 +187,23 @@ def test_lost_rank_is_started_again_with_all_others(code: int, tmp_path: Path) -
     assert {path.name for path in tmp_path.glob("here-*")} == {f"here-{r}-{n}" for r in TWO for n in range(3)}
 
 
+def test_job_that_goes_on_with_a_run_gets_the_arguments_of_a_restart(tmp_path: Path) -> None:
+    """Also where its agent was killed; not after it has failed or finished."""
+    text = "say('with' if sys.argv[1:] == ['--resume'] else 'without')\nsay('here')\n"
+    ends = [(WAITS, signal.SIGTERM), (WAITS, signal.SIGKILL), ("sys.exit(1)\n", None), ("", None), ("", None)]
+    given = []
+    for more, number in ends:
+        for name in ("here", "with"):
+            (tmp_path / f"{name}-0-0").unlink(missing_ok=True)
+        with ended(launch(tmp_path, text + more, "--restart-args=--resume", nproc=1)) as job:
+            pid_of(tmp_path, 0)
+            if number is not None:
+                job.processes[0].send_signal(number)
+            job.wait()
+        given.append((tmp_path / "with-0-0").exists())
+    assert given == [False, True, True, False, False]
+
+
 def test_rank_that_was_stopped_is_killed_and_started_again(tmp_path: Path) -> None:
     with ended(launch(tmp_path, WAITS)) as job:
         os.kill(pid_of(tmp_path, 1), signal.SIGSTOP)

@@ -69,14 +69,15 @@ def alternate() -> None:
     WAYS has the steps without it twice: what these two differ by is chance.
     """
     import train.loop as loop
-    from rankup.observe.step_clock import NoClock
+    from rankup.observe.step_clock import StepClock
 
     usual, clocks = loop.step, []  # type: ignore[var-annotated]
     times: dict[str, list[float]] = {way: [] for way in WAYS}
 
     def step(t: Any) -> bool:
         if not clocks:
-            clocks.extend([NoClock(None), t.clock, NoClock(None)])
+            without = StepClock(t.group.device, world_size=1)
+            clocks.extend([without, t.clock, without])
         number = t.progress.step
         t.clock = clocks[number % len(WAYS)]
         began_s = time.perf_counter()

@@ -277,17 +277,6 @@ def test_since_finds_the_first_line_in_a_long_file(tmp_path, monkeypatch, capfd,
     assert [int(line) for line in lines if line.isdigit()] == list(range(second, 2000))
 
 
-def test_lines_are_the_same_however_the_files_are_cut_into_pieces(write, tmp_path, monkeypatch, capfd) -> None:
-    for rank in (0, 1):
-        stamped = [f"{second:02} line {number}" for second in range(20) for number in range(second % (5 - rank))]
-        write(rank, "before", *stamped, "", "rest", "end")
-    whole = printed(capfd, str(tmp_path / "run"))
-    assert len(whole) > 40
-    for size in (1, 7, 64, 333):
-        monkeypatch.setattr(logs, "CHUNK", size)
-        assert printed(capfd, str(tmp_path / "run")) == whole
-
-
 MEASURE = """
 import resource, sys
 from train.main import main

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import Variable
 
 from rankup.observe import step_clock
-from rankup.observe.step_clock import DeviceClock, NoClock, StepClock, open_clock
+from rankup.observe.step_clock import StepClock
 from rankup.observe.stragglers import COMPUTE, DATA, WAITING
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_a_step_is_split_where_backward_has_computed_and_waits(clock: SimpleName
     def later(seconds: float) -> None:
         clock.s += seconds
 
-    steps = StepClock(None)
+    steps = StepClock(CPU, world_size=2)
     a_step(steps, later)
     later(50.0)  # an evaluation
     a_step(steps, later)
@@ -78,7 +78,7 @@ def test_waiting_in_the_middle_of_backward_is_not_computing(clock: SimpleNamespa
         if seconds in (3.0, 7.0):
             link.waited_s += seconds
 
-    steps = StepClock(link)
+    steps = StepClock(CPU, link, world_size=2)
     a_step(steps, later)
     assert steps.take() == [1.0, 4 + 2 + 6.0, 3 + 7.0]
 
@@ -88,7 +88,7 @@ def test_gradients_are_the_same(clock: SimpleNamespace) -> None:
     (weight**2).sum().backward()  # type: ignore[no-untyped-call]
     expected, weight.grad = weight.grad, None
     loss = (weight**2).sum()
-    StepClock(None).split_backward(loss)
+    StepClock(CPU, world_size=2).split_backward(loss)
     loss.backward()  # type: ignore[no-untyped-call]
     assert expected is not None
     assert weight.grad is not None
@@ -121,7 +121,7 @@ def test_events_of_a_gpu_are_read_when_it_is_done_with_them(
             gpu.queued_s += seconds
 
     monkeypatch.setattr(torch, "Event", Event)
-    steps = DeviceClock(None, CPU)
+    steps = StepClock(torch.device("cuda"), world_size=2)
     a_step(steps, later)
     a_step(steps, later)
     gpu.done_s = 4 + 5 + 7 + 6.0  # of the first step
@@ -140,7 +140,6 @@ def test_one_process_measures_nothing(clock: SimpleNamespace) -> None:
     def later(seconds: float) -> None:
         clock.s += seconds
 
-    steps = open_clock(CPU, None, world_size=1)
-    assert isinstance(steps, NoClock)
+    steps = StepClock(CPU, world_size=1)
     a_step(steps, later)
     assert steps.take() == [0.0, 0.0, 0.0]

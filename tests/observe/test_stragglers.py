@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rankup.observe.stragglers import QUIET_WINDOWS, ROW, Stragglers, Window
+from rankup.observe.stragglers import ROW, Stragglers, Window
 from tests.rigs.fork_server import Forks
 from train.data.order import Order
 
@@ -64,21 +64,7 @@ def test_ranks_of_a_slow_node_share_a_line() -> None:
     assert line.startswith("ranks 2-3 (node1) are 58 % slower than the median, since step 1: compute")
 
 
-def test_a_hiccup_is_said_once_it_is_over() -> None:
-    stragglers = Stragglers(HOSTS)
-    hiccup = windows(USUAL, USUAL, (0.1, 0.05), USUAL, first=101)
-    assert said(stragglers, hiccup) == []
-    assert said(stragglers, windows(*[USUAL] * 4, first=151, count=10)) == [
-        "rank 2 (node1) was 188 % slower than the median, once, in steps 101 to 150: data (a step: data 100 ms, "
-        "median 2; compute 50 ms, median 50; waiting 0 ms, median 98)"
-    ]
-    # A rank with many of them gets no line for each
-    for _ in range((QUIET_WINDOWS - 10) // 2):
-        assert said(stragglers, windows(USUAL, USUAL, (0.1, 0.05), USUAL)) == []
-        assert said(stragglers, windows(*[USUAL] * 4)) == []
-
-
-def test_small_hiccups_are_not_worth_a_line() -> None:
+def test_hiccups_are_not_worth_a_line() -> None:
     stragglers = Stragglers(HOSTS)
     for number in range(40):
         ranks = [USUAL] * 4
