@@ -20,15 +20,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rankup.agent.processes import leave
 from rankup.errors import STOPPED
 from rankup.group import stacks
 from rankup.timing import PARTING_S, REPEAT_S
-
-if TYPE_CHECKING:
-    from rankup.group.watchdog import Watchdog
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
@@ -49,7 +46,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_name = ""
-        self.watch: Watchdog | None = None
+        self.watch: Any = None  # a Watchdog, which imports this file
         self._log: logging.Logger | None = None
         self._finish_step_first = False
         self._requested_at_s = 0.0  # of the first signal to this process itself
@@ -149,7 +146,7 @@ class StopRequest:
             poll = select.poll()
             for fileno in list(self._readers):
                 poll.register(fileno, select.POLLIN)
-            timeout_s = self.watch.tick() if self.watch is not None else math.inf
+            timeout_s: float = self.watch.tick() if self.watch is not None else math.inf
             for fileno, _ in poll.poll(None if timeout_s == math.inf else 1000 * timeout_s):
                 if not self._readers[fileno]():
                     del self._readers[fileno]

@@ -113,7 +113,7 @@ class Watchdog:
     @property
     def lost_a_peer(self) -> bool:
         """Whether another rank is gone, as far as this one has heard. Any thread."""
-        return self._losses is not None and self._losses.gone
+        return self._line is not None and self._line.gone
 
     @property
     def at_step(self) -> str:
