@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from rankup.errors import PeerLost as PeerLost
     from rankup.errors import Stopped as Stopped
     from rankup.errors import UserError as UserError
-    from rankup.job import Job as Job
     from rankup.job import init as init
+    from rankup.loop.job import Job as Job
 
 __all__ = ["Job", "JoinError", "PeerLost", "Stopped", "UserError", "init"]
 
@@ -21,4 +21,5 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'rankup' has no attribute {name!r}")
     # Not before: `python -m rankup.errors`, which shell files run, must find it not imported yet
-    return getattr(import_module("rankup.job" if name in ("Job", "init") else "rankup.errors"), name)
+    module = {"init": "rankup.job", "Job": "rankup.loop.job"}.get(name, "rankup.errors")
+    return getattr(import_module(module), name)

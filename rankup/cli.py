@@ -95,6 +95,45 @@ def _headings(text: str) -> str:
 # Start ranks ----------------------------------------------------------------------------------------------------------
 
 
+def _typed(kind: type, what: str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {what}, got {text}.") from None
+
+    return read
+
+
+_integer, _number = _typed(int, "an integer"), _typed(float, "a number")
+
+
+def _codes(text: str) -> frozenset[int]:
+    if not re.fullmatch(r"([0-9]{1,3}(,[0-9]{1,3})*)?", text):
+        raise argparse.ArgumentTypeError(f"must be exit codes, such as 1,75, got {text!r}")
+    codes = frozenset(int(code) for code in text.split(",") if code)
+    if codes & {FINISHED, USER_MISTAKE, STOPPED}:
+        raise argparse.ArgumentTypeError(
+            "must name neither 0 (finished) nor 2 (a mistake) nor 143 (stopped on request)"
+        )
+    return codes
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be words as a shell splits them, got {text!r}: {error}") from None
+
+
+def _folder(name: str) -> str:
+    try:
+        Path(name or ".").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"must be a folder that can be made, got {name}: {error.strerror}") from None
+    return name
+
+
 def _launch_options(parser: Parser) -> None:
     add = parser.add_argument
     add("--nproc", "--nproc-per-node", type=_integer, metavar="N", help="ranks on this node (1)")
@@ -104,13 +143,14 @@ def _launch_options(parser: Parser) -> None:
     add("--master-port", type=_integer, metavar="PORT", help="port on node 0 (MASTER_PORT, or 29400)")
     add("--join-timeout-s", type=_number, default=300.0, metavar="S", help="wait for the other nodes (%(default)g)")
     add("--max-restarts", type=_integer, default=3, metavar="N", help="in a row without a new step, at most (3)")
-    add("--restart-on", default="", metavar="CODES", help="also restart after these exit codes below 128: 1,75")
-    add("--restart-args", default="", metavar="WORDS", help="append these arguments at each restart")
+    add("--restart-on", type=_codes, default="", metavar="CODES",
+        help="restart after these exit codes below 128 too: 1,75")
+    add("--restart-args", type=_words, default="", metavar="WORDS", help="append these arguments at each restart")
     add("--stop-grace-s", type=_number, default=110.0, metavar="S",
         help="kill a script so long after SIGTERM or SIGINT (%(default)g)")
     add("--pass-local-rank", choices=["auto", "no", "local_rank", "local-rank"], default="auto", metavar="HOW",
         help="give the script its local rank as an argument: no, local_rank, local-rank, or auto: if it declares one")
-    add("--work-dir", default="", metavar="DIR", help="run the script there; made if missing (here)")
+    add("--work-dir", type=_folder, default="", metavar="DIR", help="run the script there; made if missing (here)")
     add("--name", default="", help="name of the run (the script's)")
     add("--run-dir", default="runs", metavar="DIR", help="folder of all runs (%(default)s)")
     add("--start", choices=["fork", "fresh", "spawn"], default="fork", metavar="HOW",
@@ -139,15 +179,20 @@ def _launch(given: argparse.Namespace) -> int:
         script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
         options = Options(
             join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
-            restart_on=_codes(given.restart_on), restart_args=_words(given.restart_args),
-            stop_grace_s=given.stop_grace_s, pass_local_rank=given.pass_local_rank, work_dir=_folder(given.work_dir),
-            start=given.start,
+            restart_on=given.restart_on, restart_args=given.restart_args, stop_grace_s=given.stop_grace_s,
+            pass_local_rank=given.pass_local_rank, work_dir=given.work_dir, start=given.start,
         )
         for warning in node.warnings:
             log.warning("%s", warning)
         run_dir = Path(given.run_dir, given.name or node.run_name or Path(script.name.removeprefix("-m ")).stem)
-        if given.preflight and (unfit := _preflight(run_dir, node.nproc)):
-            return unfit
+        if given.preflight:
+            from rankup.doctor.machine import preflight
+
+            code, why = preflight(run_dir, ranks=node.nproc, log=log)
+            if code:
+                log.error("%s (exit code %d)", why, code)
+                tell_platform(why, code)
+                return code
         verdict, knows_us = asyncio.run(_be_agent(node, script, options, run_dir=run_dir))
     except (UserError, JoinError) as error:
         tell_platform(str(error), error.code)
@@ -156,18 +201,9 @@ def _launch(given: argparse.Namespace) -> int:
     if verdict.text and code not in (FINISHED, STOPPED):
         log.error("%s (exit code %d)", verdict.text, code)
     if not knows_us:
+        if code not in (FINISHED, STOPPED, USER_MISTAKE):
+            log.info("`rankup explain %s` says why, `rankup logs %s` has all lines", run_dir, run_dir)
         tell_platform(verdict.text, code)
-    return code
-
-
-def _preflight(run_dir: Path, ranks: int) -> int:
-    from rankup.agent.status import tell_platform
-    from rankup.doctor.machine import preflight
-
-    code, why = preflight(run_dir, ranks=ranks, log=log)
-    if code:
-        log.error("%s (exit code %d)", why, code)
-        tell_platform(why, code)
     return code
 
 
@@ -185,50 +221,6 @@ def advice(tail: str) -> str:
     from rankup import explain
 
     return explain.advice(tail)
-
-
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be an integer, got {text}.") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text}.") from None
-
-
-def _codes(text: str) -> frozenset[int]:
-    """Raises ConfigError."""
-    if not re.fullmatch(r"([0-9]{1,3}(,[0-9]{1,3})*)?", text):
-        raise ConfigError(f"--restart-on must be exit codes, such as 1,75, got {text!r}.")
-    codes = frozenset(int(code) for code in text.split(",") if code)
-    if codes & {FINISHED, USER_MISTAKE, STOPPED}:
-        raise ConfigError(
-            "--restart-on must name neither 0 (finished) nor 2 (a mistake) nor 143 (stopped on request)."
-        )
-    return codes
-
-
-def _words(text: str) -> tuple[str, ...]:
-    """Raises ConfigError."""
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise ConfigError(f"--restart-args must be words as a shell splits them, got {text!r}: {error}.") from None
-
-
-def _folder(name: str) -> str:
-    """Raises ConfigError where it can't be made."""
-    if name:
-        try:
-            Path(name).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--work-dir must be a folder that can be made, got {name}: {error.strerror}.") from None
-    return name
 
 
 # Watch and explain ----------------------------------------------------------------------------------------------------
@@ -285,31 +277,40 @@ def _stacks_options(parser: Parser) -> None:
     parser.add_argument("--full", action="store_true", help="also the stacks of all threads")
 
 
+def _print_report(text: str) -> None:
+    """Wrapped between words on a terminal; in a pipe as it is."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        options = {"subsequent_indent": " " * 8, "break_long_words": False, "break_on_hyphens": False}
+        text = "\n".join(textwrap.fill(line, width, **options) for line in text.splitlines())  # type: ignore[arg-type]
+    print_whole(f"{text}\n")
+
+
 def _stacks(given: argparse.Namespace) -> int:
     from rankup.observe.logs import find_logs
     from rankup.observe.stacks import report
 
     run_dir = find_logs(runs_folder(given.run_dir), given.run).parent
-    print_whole(f"{report(run_dir, full=given.full)}\n")
+    _print_report(report(run_dir, full=given.full))
     return FINISHED
 
 
 def _explain_options(parser: Parser) -> None:
     add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH", help="log files, folders, a run's name or folder, or - for standard input")
+    add("paths", nargs="*", metavar="PATH",
+        help="log files, folders, a run's name or folder, or - for standard input (the run that wrote last)")
     add("--run-dir", default="runs", metavar="DIR", help="folder of all runs, where names are looked up (runs)")
     _json_option(parser)
 
 
 def _explain(given: argparse.Namespace) -> int:
     from rankup.explain import FAULTY, explain_logs
+    from rankup.observe.logs import find_logs
 
-    if not given.paths:
-        raise ConfigError("explain must be followed by a log file, a folder or - for standard input, got nothing.")
-    text, faulty = explain_logs(
-        [Path(path) for path in given.paths], as_json=given.as_json, run_dir=runs_folder(given.run_dir)
-    )
-    print_whole(f"{text}\n")
+    runs = runs_folder(given.run_dir)
+    paths = [Path(path) for path in given.paths] or [find_logs(runs, "").parent]
+    text, faulty = explain_logs(paths, as_json=given.as_json, run_dir=runs)
+    print_whole(f"{text}\n") if given.as_json else _print_report(text)
     return FAULTY if faulty else FINISHED
 
 
@@ -404,7 +405,7 @@ COMMANDS = {
     "explain": Command(
         "Say why a job failed, from its logs. Which rank failed first, why, and what to do, whoever started the job. "
         "Exit code 20 means that a fault was found, 0 that none was.",
-        "PATH... [OPTIONS]", ("node0.log node1.log", "mine --json"), _explain_options, _explain,
+        "[PATH...] [OPTIONS]", ("", "node0.log node1.log"), _explain_options, _explain,
     ),
     "doctor": Command(
         "Check whether machines are fit to train. Alone it checks this machine; as ranks, under any launcher, also "

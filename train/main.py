@@ -41,7 +41,7 @@ from .config import load_config
 from .config.command_line import Request, parse_args
 from .config.help_text import help_text
 from .config.options import DoctorOptions, RankOptions
-from .run.choices import CHOICES
+from .run import CHOICES
 
 log = logging.getLogger("rankup")
 

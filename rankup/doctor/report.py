@@ -3,6 +3,8 @@
 import contextlib
 import json
 import logging
+import shutil
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable
@@ -60,8 +62,10 @@ def _line(finding: Finding, *, ranks: str = "") -> str:
     parts = [(f"{_SHOWN[finding.level]:8} {finding.stage:12} ", f"{ranks}: {finding.seen}" if ranks else finding.seen)]
     if finding.is_problem:
         parts += [(" " * 22 + "why:  ", finding.why), (" " * 22 + "mend: ", finding.remedy)]
+    # The head of a log line stands before it on a terminal
+    width = min(WIDTH, shutil.get_terminal_size().columns - 10) if sys.stdout.isatty() else WIDTH
     return "\n".join(
-        textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False,
+        textwrap.fill(text, width, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False,
                       break_on_hyphens=False)
         for start, text in parts if text
     )

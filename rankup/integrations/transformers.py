@@ -25,8 +25,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from rankup import Job
+from rankup.loop.layout import fix_bucket_order
 from rankup.loop.seeds import derive_seed, seed_everything
-from rankup.loop.tracked import fix_bucket_order
 
 
 class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]

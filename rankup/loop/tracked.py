@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rankup.errors import UserError
-from rankup.state.tree import ITEM, TensorFile, encode
+from rankup.loop.layout import gathered, laid_out, split_as
+from rankup.state.tree import ITEM, TensorFile, decode, encode
 
 BUCKET_BYTES = 250 * 2**20  # DDP's own: buffers up to this size together are sent as one
 CHECKS = 20  # batches after which parameters are not looked at any more
@@ -33,10 +34,17 @@ WRAPPERS: dict[type, str] = {DistributedDataParallel: "module", DataParallel: "m
 
 
 class Tracked:
-    """The tracked objects by their names."""
+    """The tracked objects by their names.
 
-    def __init__(self) -> None:
+    `split`: tensors are split among ranks, so that no rank holds the whole state.
+    """
+
+    def __init__(self, *, gather: bool = False, share_all: bool = False) -> None:
+        """`gather`: `state` puts split tensors together on rank 0. `share_all`: all modules share their buffers among
+        the ranks, not those in DDP alone."""
         self.items: dict[str, Any] = {}
+        self.split = False
+        self._gather, self._share_all = gather, share_all
         self._names: dict[str, dict[str, str]] = {}  # of a module: the live name -> the bare one
         self._holders: dict[str, list[tuple[str, dict[str, Any]]]] = {}  # of a module: prefix and dictionary of buffers
         self._shared: list[dict[str, Any]] = []  # the dictionaries of buffers that rank 0's replace
@@ -62,7 +70,7 @@ class Tracked:
         for name, item in items.items():
             if isinstance(item, nn.Module):
                 self._look_at(name, item)
-        encode(self._state_of(items))
+        self.split |= any(hasattr(tensor, "to_local") for tensor in encode(self._state_of(items))[1].values())
         self.commit()
 
     def _look_at(self, name: str, module: nn.Module) -> None:
@@ -84,17 +92,22 @@ class Tracked:
             (f"{bare(path)}." if bare(path) else "", each._buffers)
             for path, each in module.named_modules() if each._buffers
         ]
+        if self._share_all and dist.is_initialized() and dist.get_world_size() > 1:
+            self._shared += [each._buffers for each in module.modules() if each._buffers]
+            return
         for each in module.modules():
             if isinstance(each, DistributedDataParallel) and each.broadcast_buffers and dist.is_initialized():
-                # DDP would do it before the next forward pass, with the same result for the training. But in between
-                # an evaluation would see other buffers on each rank, and only rank 0 could be rescued
-                each.broadcast_buffers = False
+                each.broadcast_buffers = False  # `share_buffers` does it
                 self._shared += [inner._buffers for inner in each.module.modules() if inner._buffers]
 
     # Saving ---------------------------------------------------------------------------------------------------
 
     def share_buffers(self) -> None:
-        """Give all ranks rank 0's buffers of the modules in DDP. All ranks call this, after their backward passes."""
+        """Give all ranks rank 0's buffers of the modules in DDP. All ranks call this, after their backward passes.
+
+        DDP would do it before the next forward pass, with the same result for the training. But in between an
+        evaluation would see the buffers of several models, and only rank 0 could be rescued.
+        """
         buffers = [buffer for held in self._shared for buffer in held.values() if buffer is not None]
         if buffers:
             with torch.no_grad():
@@ -151,7 +164,7 @@ class Tracked:
 
     def state(self) -> dict[str, Any]:
         """By name what a copy keeps: the state of the last commit, if none is under way. The tensors are the live
-        ones; a DTensor is this rank's part."""
+        ones; a DTensor is this rank's part, or gathered on rank 0's CPU, for which all ranks call this."""
         state = self._state_of(self.items)
         for name, buffers in self._buffers.items():
             state[name].update({key: value for key, value in buffers.items() if key in state[name]})
@@ -159,7 +172,12 @@ class Tracked:
         for name, settings in self._settings.items():
             groups = zip(state[name]["param_groups"], settings, strict=True)
             state[name] = {**state[name], "param_groups": [{**kept, "params": live["params"]} for live, kept in groups]}
-        return state
+        return gathered(state) if self._gather and self.split else state
+
+    def whole(self, name: str) -> Any:
+        """The state of one item with whole tensors, on rank 0; the live ones where none is split. All ranks call it."""
+        state = self._state_of({name: self.items[name]})[name]
+        return gathered(state) if self.split else state
 
     def _state_of(self, items: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -178,11 +196,6 @@ class Tracked:
             renamed._metadata = {names.get(key, key): value for key, value in state._metadata.items()}
         return renamed
 
-    @property
-    def split(self) -> bool:
-        """Whether tensors are split among ranks, so that no rank holds the whole state."""
-        return any(hasattr(tensor, "to_local") for tensor in encode(self._state_of(self.items))[1].values())
-
     def fingerprint(self) -> dict[str, str]:
         """A digest of each item, equal on all ranks where they hold the same."""
         tree, tensors = encode(self.state())
@@ -192,26 +205,37 @@ class Tracked:
     # Loading --------------------------------------------------------------------------------------------------
 
     def load(self, state: dict[str, Any]) -> None:
-        """Put back what `state` returned, for these names. Raises UserError where it does not fit."""
+        """Put back what `state` returned, for these names; whole tensors where items are split. Raises ValueError,
+        which begins with the item's name, where it does not fit."""
         for name, values in state.items():
             try:
                 self._load(name, self.items[name], values)
             except UserError:
                 raise
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-                reason = " ".join(str(error).split())[:300]
-                raise UserError(
-                    f"track: {name} must be as it was when the copy was written, got another one: {reason}. Undo the "
-                    "change, or set another run or fresh=True to begin anew."
-                ) from None
+                # torch raises one of several types where names or shapes differ
+                raise ValueError(f"{name}: {' '.join(str(error).split())[:300]}") from None
         self.commit()
 
     def _load(self, name: str, item: Any, values: Any) -> None:
         if isinstance(item, nn.Module):
-            item.load_state_dict(self._renamed(name, values, live=True))
+            values = self._renamed(name, values, live=True)
+            if self.split:
+                live = item.state_dict()
+                values = {key: split_as(value, live.get(key)) for key, value in values.items()}
+            item.load_state_dict(values)
         elif isinstance(item, Optimizer):
-            parameters = (each for group in item.param_groups for each in group["params"])
-            item.load_state_dict(laid_out(values, dict(enumerate(parameters))))
+            parameters = dict(enumerate(each for group in item.param_groups for each in group["params"]))
+            values = laid_out(values, parameters)
+            groups = zip(values["param_groups"], item.param_groups, strict=True)
+            item.load_state_dict({
+                "state": {
+                    key: {kind: split_as(value, parameters.get(key)) for kind, value in kept.items()}
+                    for key, kept in values["state"].items()
+                },
+                # Its own choice of a fused kernel: torch may have none for tensors that are split as they are now
+                "param_groups": [saved | {key: own[key] for key in ("fused",) if key in own} for saved, own in groups],
+            })
         elif isinstance(item, torch.Tensor):
             with torch.no_grad():
                 item.copy_(values)
@@ -238,25 +262,11 @@ class Tracked:
                 group["lr"] = rate
 
 
-def laid_out(state: dict[str, Any], parameters: dict[Any, torch.Tensor]) -> dict[str, Any]:
-    """The optimizer state with each tensor in the memory format of its parameter: `parameters` has the same keys.
-
-    A checkpoint may have been written in the other format, by a method that does not take channels_last. The fused
-    kernels pass through a parameter and its state as both lie in memory: where the formats differ they pair wrong
-    elements, without a word.
-    """
-    def fit(value: Any, parameter: torch.Tensor) -> Any:
-        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-            return value
-        if value.stride() == parameter.stride():
-            return value
-        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype).copy_(value)
-
-    fitted = {
-        key: {name: fit(value, parameters[key]) for name, value in values.items()} if key in parameters else values
-        for key, values in state["state"].items()
-    }
-    return {**state, "state": fitted}
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """The same state in memory of its own."""
+    nodes, tensors = encode(state)
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    return dict(decode(nodes, copies.__getitem__))
 
 
 def _digest(tree: Any, tensors: dict[str, torch.Tensor]) -> str:
@@ -264,47 +274,3 @@ def _digest(tree: Any, tensors: dict[str, torch.Tensor]) -> str:
     for piece in TensorFile(tensors):
         total.update(piece)
     return total.hexdigest()[:16]
-
-
-# DDP's buckets -------------------------------------------------------------------------------------------------------
-
-
-def fix_bucket_order(items: dict[str, Any]) -> list[str]:
-    """Let each DDP module settle its buckets now, as it would do after its first backward pass. All ranks call this.
-
-    Other buckets mean another order of sums at three or more ranks: the first step after a resume would use the first
-    buckets, where the uninterrupted run used the rebuilt ones. So a backward pass of zeros tells DDP the parameters in
-    one order, the last first, at every start. Returns the names of items for which that can't be done.
-    """
-    unfixed = []
-    for name, item in items.items():
-        for ddp in item.modules() if isinstance(item, nn.Module) else ():
-            if not isinstance(ddp, DistributedDataParallel) or (ddp.find_unused_parameters and not ddp.static_graph):
-                continue  # the latter never rebuilds its buckets
-            parameters = [p for p in ddp.module.parameters() if p.requires_grad]
-            if ddp.static_graph or any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
-                unfixed.append(name)
-                continue
-            module = ddp.module
-            try:
-                ddp.module = _Zero(parameters)
-                ddp(torch.zeros(())).backward()
-            finally:
-                ddp.module = module
-            for parameter in parameters:
-                parameter.grad = None
-    return unfixed
-
-
-class _Zero(nn.Module):
-    """A loss of zero that depends on all parameters."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__()
-        self._parameters_of_another = parameters  # in a list: they are not registered
-
-    def forward(self, _: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros(())
-        for parameter in self._parameters_of_another:
-            total = total + (parameter * 0).real.float().sum().cpu()
-        return total

@@ -105,7 +105,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
         "remaining_s": live.remaining_s if live and state == "running" else None,
         "age_s": round(now - live.began, 1) if live else None, "metrics": newest.metrics if newest else {},
         "ranks": _ranks(summary, live, _step_times(run_dir)), "restarts": [_end(run_dir, report) for report in earlier],
-        "goodput": spent if any(report.total_steps for report in reports) else None,
+        "goodput": spent if any(report.total_steps or report.step for report in reports) else None,
         "script": spent if "script" in spent["shares"] else None,
         "tracker": address_of(run_dir, (read_json(run_dir / "run.json") or {}).get("run", "")),
     }
@@ -174,12 +174,13 @@ def as_text(shown: RenderableType) -> str:
 
 def screen(run: dict[str, Any], *, now: float) -> RenderableType:
     """One run. `run`: of `look`, `now`: the time it was made with."""
-    facts = {"run": run["folder"], "state": _state(run), "step": _steps(run) if run["total_steps"] else ""}
+    facts = {"run": run["folder"], "state": _state(run), "step": _steps(run)}
     if run["attempt"]:
         number = f"{len(run['restarts']) + 1}: " if run["restarts"] else ""
         since = f", began {duration(run['age_s'])} ago" if run["age_s"] is not None else ""
         facts["attempt"] = f"{number}{run['attempt']}{since}"
-    facts["metrics"] = ", ".join(f"{name} {value:.4g}" for name, value in sorted(run["metrics"].items()))
+    shown = {name: value for name, value in run["metrics"].items() if not name.endswith("_per_s")}  # it stands above
+    facts["metrics"] = ", ".join(f"{name} {value:.4g}" for name, value in sorted(shown.items()))
     facts |= {name: one_line(run[name]) for name in ("goodput", "script") if run[name]}
     facts["tracker"] = run["tracker"]
     top = Table.grid(padding=(0, 2, 0, 0))
@@ -206,7 +207,7 @@ def overview(runs: list[dict[str, Any]], *, where: str) -> RenderableType:
     for run in runs:
         left = duration(run["remaining_s"]) if run["remaining_s"] is not None and not run["silent"] else ""
         rows.append((
-            run["run"], _state(run, short=True), f"{run['step']}/{run['total_steps']}" if run["total_steps"] else "",
+            run["run"], _state(run, short=True), _steps(run, short=True),
             f"{run['per_s']:,.0f} {run['unit']}/s" if run["per_s"] else "", left, str(len(run["restarts"]) or ""),
             f"{run['goodput']['share']:.0%}" if run["goodput"] else "",
         ))
@@ -243,9 +244,11 @@ def _state(run: dict[str, Any], *, short: bool = False) -> str:
     return f"{state}{code}, {ago} ago{why}"
 
 
-def _steps(run: dict[str, Any]) -> str:
+def _steps(run: dict[str, Any], *, short: bool = False) -> str:
     step, total = run["step"], run["total_steps"]
-    text = f"{step:,} of {total:,} ({step / total:.0%})"
+    if short or not (step or total):
+        return f"{step}/{total}" if total else str(step or "")
+    text = f"{step:,} of {total:,} ({step / total:.0%})" if total else f"{step:,}"
     if run["per_s"]:
         text += f", {run['per_s']:,.0f} {run['unit']}/s"
     if run["remaining_s"] is not None and not run["silent"]:

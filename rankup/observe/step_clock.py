@@ -11,9 +11,10 @@ computing here. With them a rank that is slow to get its data shows, one that co
 
 import time
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 
 from rankup.observe.stragglers import COMPUTE, WAITING
@@ -32,16 +33,16 @@ class StepClock:
 
     On the CPU everything is done when the call returns, so the host's clock is right. For a GPU the host only queues
     work and goes on: marks are events in that queue, and nothing waits for them.
+
+    `link`: through it two ranks of one host exchange gradients in the middle of backward, and wait there.
     """
 
     def __init__(self, device: torch.device, link: Link | None = None, *, world_size: int) -> None:
-        """`link`: through it two ranks of one host exchange gradients in the middle of backward, and wait there.
-
-        With a `world_size` of 1 it measures nothing: one process is compared with nobody.
-        """
-        self._device, self._link, self._on = device, link, world_size > 1
+        """With a `world_size` of 1 it measures nothing: one process is compared with nobody."""
+        self._device, self.link, self._on = device, link, world_size > 1
         self._seconds = [0.0, 0.0, 0.0]
-        self._lap_s = self._linked_s = 0.0
+        self._lap_s = self.linked_s = 0.0
+        self._backward_seen = False
         self._events: deque[tuple[int | None, torch.Event]] = deque()  # with the part that each one ends
 
     def start(self) -> None:
@@ -52,8 +53,8 @@ class StepClock:
         """What the host did since the last call was `part`."""
         now_s = time.perf_counter()
         took_s, self._lap_s = now_s - self._lap_s, now_s
-        if self._link is not None:
-            linked_s, self._linked_s = self._link.waited_s - self._linked_s, self._link.waited_s
+        if self.link is not None:
+            linked_s, self.linked_s = self.link.waited_s - self.linked_s, self.link.waited_s
             if part == COMPUTE:
                 took_s -= linked_s
                 self._seconds[WAITING] += linked_s
@@ -82,8 +83,35 @@ class StepClock:
         if self._on:
             loss.register_hook(self._backward_began)  # type: ignore[no-untyped-call]
 
+    def watch(self, module: nn.Module) -> None:
+        """The same for each backward pass through `module`, whatever the loss is."""
+
+        def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:  # what it returned would be the output
+            self._split_backward_of(output)
+
+        if self._on:
+            module.register_forward_hook(after_forward)
+
+    def _split_backward_of(self, output: Any) -> bool:
+        """Of the first tensor in what a module returned that has a gradient. Whether there is one."""
+        if isinstance(output, torch.Tensor):
+            if output.requires_grad:
+                self.split_backward(output)
+            return output.requires_grad
+        values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+        return any(self._split_backward_of(value) for value in values)
+
+    def end_of_backward(self) -> None:
+        """All backward passes of the step are over: what came after the last one's own work was a wait."""
+        self.mark(WAITING if self._backward_seen else COMPUTE)
+        self._backward_seen = False
+
     def _backward_began(self, gradient: torch.Tensor) -> None:
-        Variable._execution_engine.queue_callback(lambda: self.mark(COMPUTE))
+        Variable._execution_engine.queue_callback(self._computed)
+
+    def _computed(self) -> None:
+        self._backward_seen = True
+        self.mark(COMPUTE)
 
     def take(self) -> list[float]:
         """Seconds of DATA, COMPUTE and WAITING since the last call. On a GPU: of what it is done with.

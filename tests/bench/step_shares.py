@@ -37,8 +37,8 @@ def measure() -> None:
 
     import train.loop as loop
     from rankup.group.group import Group
+    from rankup.loop.tracked import Tracked
     from train.data.loader import Loader
-    from train.parallel.buffers import Buffers
     from train.parallel.ddp import DDP
     from train.parallel.method import Method
     from train.workloads.classification import Classification
@@ -83,8 +83,8 @@ def measure() -> None:
     loop.step, DDP.micro_batch, Method.step = step, micro_batch, update_or_not  # type: ignore[assignment, method-assign]
     for owner, name, part in (
         (Loader, "next", "data"), (Group, "max", "agreement"), (loop, "seed_everything", "seeding"),
-        (Classification, "loss", "forward"), (torch.Tensor, "backward", "backward"), (Buffers, "share", "buffers"),
-        (Method, "step", "optimizer"),
+        (Classification, "loss", "forward"), (torch.Tensor, "backward", "backward"),
+        (Tracked, "share_buffers", "buffers"), (Method, "step", "optimizer"),
     ):
         timed(owner, name, part)
 

@@ -36,8 +36,8 @@ BATCH = 96  # which 2, 3 and 4 ranks divide
 
 def slow() -> None:
     """Preloaded in each rank: make the last one slow as the case says."""
+    from rankup.observe import rank_reports
     from train.data.loader import Loader
-    from train.run import rank_reports
     from train.workloads.classification import Classification
 
     rank_reports.WINDOW_S = WINDOW_S
@@ -77,9 +77,9 @@ def alternate() -> None:
     def step(t: Any) -> bool:
         if not clocks:
             without = StepClock(t.group.device, world_size=1)
-            clocks.extend([without, t.clock, without])
+            clocks.extend([without, t.job.clock, without])
         number = t.progress.step
-        t.clock = clocks[number % len(WAYS)]
+        t.job.clock = clocks[number % len(WAYS)]
         began_s = time.perf_counter()
         finished = usual(t)
         if number > WARM_STEPS and (number + 1) % t.config.log_every_steps:  # in a step without a report

@@ -65,7 +65,7 @@ def measure_checkpoint(model_name: str, repeats: int, directory: Path) -> dict[s
     import torch
 
     from tests.rigs.checkpoints import save_checkpoint, training_state
-    from train.run.training_state import load_newest
+    from train.run.checkpoints import load_newest
     from train.workloads.vision_models import build_model
 
     model = build_model(model_name, channels=3, size=32, num_classes=10, dropout=0.0)

@@ -96,7 +96,7 @@ MISTAKES = {
     "logs --rank": "--rank must be followed by a value.",
     "status --interval-s 0": "--interval-s must be > 0, got 0.",
     "status --interval-s soon": "--interval-s must be a number, got soon.",
-    "explain": "explain must be followed by a log file, a folder or - for standard input, got nothing.",
+    "explain": "no run with logs was found in runs. Name its folder, or set --run-dir.",
     "launch": "SCRIPT must be given. See rankup launch --help.",
     "launch --nporc 2 x.py": 'unknown option "--nporc"; did you mean --nproc?',
     "launch --nproc two x.py": "--nproc must be an integer, got two.",
@@ -125,8 +125,9 @@ def test_mistake_is_one_line_and_code_2(
 def test_results_are_json_for_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, "status", "mine", "--json")
     assert (code, json.loads(out)["state"]) == (0, "failed")
-    code, out, _ = said(capsys, "explain", "mine", "--json")
-    assert (code, json.loads(out)[0]["name"]) == (20, "cuda-memory")
+    for words in ("explain mine --json", "explain --json"):  # the run that wrote last
+        code, out, _ = said(capsys, *words.split())
+        assert (code, json.loads(out)[0]["name"]) == (20, "cuda-memory")
 
 
 def test_logs_are_an_object_a_line_for_programs(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -238,9 +238,6 @@ def test_explain_reads_a_file_and_standard_input(tmp_path: Path) -> None:
     missing = explain(str(tmp_path / "none"))
     assert (missing.returncode, missing.stdout) == (2, "")
     assert f"explain needs a file or folder that it can read, got {tmp_path / 'none'}: " in missing.stderr
-    nothing = explain()
-    assert (nothing.returncode, nothing.stdout) == (2, "")
-    assert "explain must be followed by a log file, a folder or - for standard input, got nothing." in nothing.stderr
 
 
 def test_advice_is_one_line_and_only_on_what_is_known() -> None:

@@ -11,7 +11,7 @@ from train.config.help_text import help_text
 from train.config.options import OPTIONS, Options
 from train.config.schema import fields_of, nearest
 from train.config.settings import setting
-from train.run.choices import CHOICES
+from train.run import CHOICES
 
 
 class Train(Options):

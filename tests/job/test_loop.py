@@ -1,11 +1,14 @@
 """A loop of a user's own keeps the promises: the digest of its weights, whoever starts and whatever ends its ranks."""
 
+import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from rankup.observe.status import look
 from tests.rigs.jobs import start
 
 SCRIPT = Path(__file__).with_name("loop_script.py")
@@ -45,3 +48,14 @@ def test_stopped_job_goes_on_with_the_same_bits_under_torchrun(undisturbed: str,
     assert again.wait() == [0], again.outputs[0]
     assert "resumed from step-" in again.outputs[0]
     assert digest(again.outputs[0]) == undisturbed
+
+
+def test_slow_rank_is_named_and_status_has_speed_and_goodput(tmp_path: Path) -> None:
+    job = start(*LAUNCH, "--nproc", "2", str(SCRIPT.with_name("slow_script.py")), str(tmp_path / "run"), cwd=tmp_path)
+    assert job.wait() == [0], job.outputs[0]
+    assert re.search(r"rank 1 \(.*\) is \d+ % slower than the other, since step \d+: compute", job.outputs[0])
+    found = look(tmp_path / "run", now=time.time())
+    assert (found["state"], found["step"], found["total_steps"], found["unit"]) == ("finished", 100, 100, "steps")
+    assert found["per_s"] > 0
+    assert found["goodput"]["share"] > 0
+    assert found["metrics"].keys() >= {"train/loss", "train/steps_per_s"}

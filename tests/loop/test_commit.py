@@ -7,13 +7,13 @@ import torch
 
 from rankup.loop import commit
 from rankup.loop.commit import Changing
-from train.run.metrics import Progress
+from rankup.loop.record import Position
 
 CPU = torch.device("cpu")
 
 
 def test_stop_between_two_changes_says_where_the_run_stands() -> None:
-    guard = Changing(Progress(), CPU)
+    guard = Changing(Position(), CPU)
     with guard:
         guard.progress.step = 1
     stopped = guard.stop()
@@ -23,7 +23,7 @@ def test_stop_between_two_changes_says_where_the_run_stands() -> None:
 
 
 def test_stop_waits_for_the_end_of_a_change_and_lets_no_other_begin() -> None:
-    guard = Changing(Progress(), CPU)
+    guard = Changing(Position(), CPU)
     inside, go_on, stopped_now, began_again = (threading.Event() for _ in range(4))
 
     def train() -> None:
@@ -49,7 +49,7 @@ def test_stop_waits_for_the_end_of_a_change_and_lets_no_other_begin() -> None:
 def test_change_that_never_ended_leaves_nothing_to_save(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     # Nobody waits for a change that has failed: the thread that made it is waiting for the rescue to be over
     monkeypatch.setattr(commit, "CHANGE_S", 0.1 if how == "hangs" else 3600.0)
-    guard = Changing(Progress(), CPU)
+    guard = Changing(Position(), CPU)
     if how == "fails":
         with pytest.raises(ValueError, match="half-way"), guard:
             raise ValueError("half-way")
@@ -94,7 +94,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> type[Stream]:
     [(6, 3), (4, 2), (2, 1), (0, None), (5, None), (3, None)],  # odd: in the middle of a change
 )
 def test_the_last_step_that_the_gpu_has_done_counts(queue: type[Stream], done: int, step: int | None) -> None:
-    guard = Changing(Progress(), torch.device("cuda"))
+    guard = Changing(Position(), torch.device("cuda"))
     for _ in range(3):  # each queues its beginning and its end
         with guard:
             guard.progress.step += 1
@@ -108,7 +108,7 @@ def test_host_that_waits_for_the_gpu_in_a_change_can_be_rescued_until_the_gpu_be
     queue: type[Stream], done: int, step: int | None
 ) -> None:
     """As with fp16, whose scaler waits to know whether a gradient is infinite."""
-    guard = Changing(Progress(), torch.device("cuda"))
+    guard = Changing(Position(), torch.device("cuda"))
     for _ in range(2):
         with guard:
             guard.progress.step += 1
@@ -119,7 +119,7 @@ def test_host_that_waits_for_the_gpu_in_a_change_can_be_rescued_until_the_gpu_be
 
 
 def test_gpu_that_goes_on_while_its_weights_are_copied_is_noticed(queue: type[Stream]) -> None:
-    guard = Changing(Progress(), torch.device("cuda"))
+    guard = Changing(Position(), torch.device("cuda"))
     for _ in range(2):
         with guard:
             guard.progress.step += 1
@@ -131,7 +131,7 @@ def test_gpu_that_goes_on_while_its_weights_are_copied_is_noticed(queue: type[St
 
 
 def test_changes_that_are_done_are_forgotten(queue: type[Stream]) -> None:
-    guard = Changing(Progress(), torch.device("cuda"))
+    guard = Changing(Position(), torch.device("cuda"))
     for _ in range(50):
         with guard:
             guard.progress.step += 1
@@ -158,7 +158,7 @@ def step(guard: Changing, weights: torch.Tensor) -> None:
 @pytest.mark.gpu
 def test_work_that_is_queued_behind_a_hang_does_not_count(monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
     monkeypatch.setattr(commit, "SETTLE_S", 0.3)
-    guard, weights = Changing(Progress(), gpu), torch.zeros(3, device=gpu)
+    guard, weights = Changing(Position(), gpu), torch.zeros(3, device=gpu)
     step(guard, weights)
     step(guard, weights)
     hang()
@@ -175,7 +175,7 @@ def test_work_that_is_queued_behind_a_hang_does_not_count(monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 def test_queue_that_a_gpu_gets_done_with_counts_whole(gpu: torch.device) -> None:
-    guard, weights = Changing(Progress(), gpu), torch.zeros(3, device=gpu)
+    guard, weights = Changing(Position(), gpu), torch.zeros(3, device=gpu)
     for _ in range(5):
         torch.cuda._sleep(int(1e7))
         step(guard, weights)
@@ -191,7 +191,7 @@ def test_host_that_waits_for_the_gpu_in_the_middle_of_a_change_can_be_rescued(
     """As with fp16, whose scaler waits to know whether a gradient is infinite."""
     monkeypatch.setattr(commit, "SETTLE_S", 0.3)
     monkeypatch.setattr(commit, "CHANGE_S", 0.1)
-    guard, weights = Changing(Progress(), gpu), torch.zeros(3, device=gpu)
+    guard, weights = Changing(Position(), gpu), torch.zeros(3, device=gpu)
     step(guard, weights)
     torch.cuda.synchronize()
     hang()
@@ -215,7 +215,7 @@ def test_change_that_began_on_the_gpu_and_did_not_end_leaves_nothing_to_save(
     monkeypatch: pytest.MonkeyPatch, gpu: torch.device
 ) -> None:
     monkeypatch.setattr(commit, "SETTLE_S", 0.3)
-    guard, weights = Changing(Progress(), gpu), torch.zeros(3, device=gpu)
+    guard, weights = Changing(Position(), gpu), torch.zeros(3, device=gpu)
     step(guard, weights)
     with guard:
         hang()

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from rankup.loop.record import Position
 from rankup.observe.goodput import KINDS, Report, duration, goodput, one_line, read_reports
+from rankup.observe.reporter import Course, Reporter
 from rankup.places.files import write_json
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
-from train.run.reporter import Reporter
 
 SETTINGS = (
     "train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "2",
@@ -80,12 +81,8 @@ def test_report_says_for_how_long_rank_0_is_in_a_step(phase: str, open_s: float)
     for seconds in (spent, dict(reversed(spent.items()))):
         clock = SimpleNamespace(present=lambda: (phase, 40.0), seconds=lambda seconds=seconds: seconds)
         watch = SimpleNamespace(clock=clock, signs_of_life=list)
-        group = SimpleNamespace(is_rank0=True, attempt="a", watch=watch)
-        run: Any = SimpleNamespace(
-            group=group, config=SimpleNamespace(tracker="none"),
-            kept=SimpleNamespace(finished=False, newest=None, lineage=SimpleNamespace(run="r")),
-        )
-        assert Reporter(run)._look().open_s == open_s
+        group: Any = SimpleNamespace(attempt="a", watch=watch)
+        assert Reporter(group, "r", Course(Position(), 0))._look().open_s == open_s
 
 
 def test_a_run_that_had_finished_did_not_wait_for_more_epochs() -> None:
@@ -123,15 +120,15 @@ def test_words_for_times_and_shares() -> None:
 def report_often_and_die_at_step_13() -> None:
     """Call it first in a process. It dies once its report says step 13, so that the test knows what is lost."""
     import train.loop
-    from train.run import reporter
+    from rankup.observe import reporter
 
     reporter.REPORT_S = 0.01
     step = train.loop.step
 
     def dying(training: Any) -> Any:
         while training.progress.step == 13:
-            if any(report.step == 13 for report in read_reports(training.run.path)):
-                training.run.kept.saver.wait()  # the checkpoint of step 10 is there
+            if any(report.step == 13 for report in read_reports(training.job.run_dir)):
+                training.job.run.saver.wait()  # the checkpoint of step 10 is there
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.01)
         time.sleep(0.02)  # so that steps are not lost among the rest

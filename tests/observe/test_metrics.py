@@ -15,9 +15,9 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from rankup.agent.logs import host_name
 from rankup.errors import UserError
+from rankup.loop.record import Position
 from rankup.observe.metrics import Metrics, cut_after
 from tests.rigs.fork_server import Forks
-from train.run.metrics import Progress
 
 DIGITS = ("train", "--dataset", "digits", "--model", "mlp", "--epochs", "2", "--log-every-steps", "10")
 # 8 steps an epoch, 32 in all
@@ -39,7 +39,7 @@ def at(run: Path) -> tuple[str, ...]:
 def test_metrics_hide_no_error_of_the_user_s_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[type[BaseException]] = []
     monkeypatch.setattr(threading, "excepthook", lambda failure: shown.append(failure.exc_type))
-    start = Progress()
+    start = Position()
     metrics = Metrics(tmp_path, start, saved=start, tensorboard=True)
     thread = threading.Thread(target=Path(tmp_path / "none").read_text)
     thread.start()
@@ -253,13 +253,15 @@ def test_line_before_the_checkpoint_is_not_written_again(tmp_path: Path, kind: s
     lines = made_up_line(1, kind) + "".join(made_up_line(step, other) for step in range(2, 4001))
     (tmp_path / "metrics.jsonl").write_text(lines)
     newest = {kind: 1, other: 4000}
-    progress = Progress(4000, newest["eval"], {"loss": 1.0}, json.loads(made_up_line(newest["train"], "train")))
+    progress = Position(
+        4000, evaluated=newest["eval"], metrics={"loss": 1.0}, line=json.loads(made_up_line(newest["train"], "train"))
+    )
     Metrics(tmp_path, progress, saved=progress, tensorboard=False).close()
     assert (tmp_path / "metrics.jsonl").read_text() == lines
 
 
 def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path, Progress(), saved=Progress(), tensorboard=False)
+    metrics = Metrics(tmp_path, Position(), saved=Position(), tensorboard=False)
     metrics.training(metrics.training_entry(1, math.nan, math.inf, 3.0))
     metrics.close()
     entry = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
@@ -267,7 +269,7 @@ def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
 
 
 def test_without_a_directory_it_only_remembers() -> None:
-    metrics = Metrics(None, Progress(), saved=Progress(), tensorboard=True)
+    metrics = Metrics(None, Position(), saved=Position(), tensorboard=True)
     assert metrics.line(3, 9) == "step 3/9"
     metrics.training(metrics.training_entry(4, 0.5, 0.1, 1234.0))
     assert metrics.line(4, 9) == "step 4/9  loss 0.5000  1,234 images/s"
@@ -280,7 +282,7 @@ def test_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
         def write(self, text: str) -> int:
             raise OSError(28, "No space left on device")
 
-    metrics = Metrics(tmp_path, Progress(), saved=Progress(), tensorboard=False)
+    metrics = Metrics(tmp_path, Position(), saved=Position(), tensorboard=False)
     assert metrics._file is not None
     metrics._file.close()
     metrics._file = Full()  # type: ignore[assignment]

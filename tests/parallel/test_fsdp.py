@@ -23,7 +23,7 @@ from tests.rigs.jobs import metrics, result
 from train.config import Config
 from train.parallel import fsdp
 from train.parallel.model import prepare
-from train.run.training_state import load_checkpoint
+from train.run.checkpoints import load_checkpoint
 from train.workloads import Workload, vision_models
 
 DIGITS = ("--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr", "0.02",

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rankup.loop.tracked import Tracked
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
 from train.config import Config
 from train.data import TensorSamples
-from train.parallel.method import Method
 from train.parallel.model import prepare
-from train.parallel.none import OneProcess
 from train.parallel.optimizer import build_optimizer
 from train.workloads import Workload
 from train.workloads.vision_models import build_model
@@ -109,7 +108,6 @@ def test_other_failures_of_an_own_model_are_left_to_the_training() -> None:
 def test_optimizer_goes_on_with_what_was_saved_in_the_other_format(name: Any, saved_as: torch.memory_format) -> None:
     """The fused kernels would pair wrong elements of a parameter and its momentum, without a word."""
     config = Config(optimizer=name)
-    method: Method = OneProcess(config, SimpleNamespace(world_size=1))  # type: ignore[arg-type]
 
     def gradients(model: nn.Module, seed: int) -> None:
         torch.manual_seed(seed)
@@ -124,7 +122,9 @@ def test_optimizer_goes_on_with_what_was_saved_in_the_other_format(name: Any, sa
     resumed = small("cnn").to(memory_format=other)
     resumed.load_state_dict(model.state_dict())
     resumed_optimizer = build_optimizer(resumed, config, CPU)
-    method.load_optimizer_state(resumed, resumed_optimizer, deepcopy(optimizer.state_dict()))
+    tracked = Tracked()
+    tracked.add({"optimizer": resumed_optimizer})
+    tracked.load({"optimizer": deepcopy(optimizer.state_dict())})
     for each, own in ((model, optimizer), (resumed, resumed_optimizer)):
         gradients(each, 2)
         own.step()

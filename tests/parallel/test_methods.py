@@ -18,8 +18,8 @@ from train.config import Config, load_config
 from train.parallel import METHODS, load_method, method_name
 from train.parallel.method import Method
 from train.parallel.warm_up import warm_up
-from train.run.choices import CHOICES
-from train.run.training_state import load_checkpoint
+from train.run import CHOICES
+from train.run.checkpoints import load_checkpoint
 
 # A constant rate, since a cosine over fewer steps would be another curve; a small one, which does not magnify
 # differences

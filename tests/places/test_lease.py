@@ -347,17 +347,17 @@ def freeze_in_a_save() -> None:
 def freeze_before_metrics() -> None:
     """On machine one, and a wait for a file between the look at the run directory and the first write to it."""
     on_machine_one()
-    from train.run.run_directory import RunDirectory
+    from rankup.state.run import Run
 
-    open_metrics, folder = RunDirectory.open_metrics, Path(os.environ["FOLDER"])
+    begin, folder = Run.begin, Path(os.environ["FOLDER"])
 
     def waits(*values: Any) -> Any:
         (folder / "there").touch()
         while not (folder / "go on").exists():
             time.sleep(0.01)
-        return open_metrics(*values)
+        return begin(*values)
 
-    RunDirectory.open_metrics = waits  # type: ignore[method-assign]
+    Run.begin = waits  # type: ignore[method-assign]
 
 
 def test_owner_frozen_in_its_set_up_leaves_the_files_of_its_successor(forks: Forks, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rankup.places.second import SecondPlace
 from rankup.state.copies import find_problem, newest_good_step, remove_unfinished
 from tests.rigs.checkpoints import save, steps
 from tests.rigs.object_store import BUCKET, S3
-from train.run.training_state import load_checkpoint
+from train.run.checkpoints import load_checkpoint
 
 SEED = 20261124
 WAITS_S = 100  # for a busy machine

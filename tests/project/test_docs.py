@@ -21,7 +21,7 @@ from train.config import Config, load_config
 from train.config.command_line import parse_args
 from train.config.options import OPTIONS
 from train.config.schema import fields_of
-from train.run.choices import CHOICES
+from train.run import CHOICES
 from train.workloads import Workload
 
 TOP_LEVEL = {

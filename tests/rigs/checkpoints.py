@@ -1,15 +1,17 @@
 """Checkpoints for tests: states in which only one field matters, files to save, to look at and to damage."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rankup.loop.record import FORMAT, RANDOM_SCHEME, Position, versions
 from rankup.state import copies
-from rankup.state.copies import STATE, Content, list_copies
+from rankup.state.copies import STATE, Content, list_copies, to_json
 from rankup.state.tree import to_files
 from train.config import Config
-from train.run.training_state import TrainingState, load_newest
+from train.run.checkpoints import load_newest
 
 # 8 steps an epoch, 32 in all; checkpoints of 3 to 4 KiB, or with --options.width 20000 of 2 x 1 MiB
 SETTINGS = (
@@ -23,28 +25,29 @@ def train(run: Path, *more: str) -> tuple[str, ...]:
     return ("train", *SETTINGS, "--run-dir", str(run.parent), "--name", run.name, *more)
 
 
-def training_state(step: int, **fields: Any) -> TrainingState:
+def training_state(step: int, **fields: Any) -> dict[str, Any]:
+    """The record of a checkpoint."""
     usual: dict[str, Any] = {
-        "step": step, "evaluated": 0, "metrics": None, "line": None, "steps_per_epoch": 8, "data": "made-up points",
-        "config": Config().model_dump(), "world_size": 1, "run": "0123456789abcdef",
-        "attempt": "20200101T000000-abcdef", "written_by": "rank 0 on node0",
+        "format": FORMAT, **asdict(Position(step)), "steps_per_epoch": 8, "data": "made-up points", "seed": 0,
+        "config": Config().model_dump(), "world_size": 1, "run": "0123456789abcdef", "versions": versions(),
+        "random": RANDOM_SCHEME, "attempt": "20200101T000000-abcdef", "written_by": "rank 0 on node0",
     }
-    return TrainingState(**usual | fields)
+    return usual | fields
 
 
 def files_of(
-    state: TrainingState, model: dict[str, torch.Tensor], optimizer: dict[str, Any] | None = None
+    state: dict[str, Any], model: dict[str, torch.Tensor], optimizer: dict[str, Any] | None = None
 ) -> dict[str, Content]:
     tracked = {"model": model, "optimizer": optimizer or {}, "scaler": {}}
-    return {STATE: state.to_file(), **to_files(tracked)}
+    return {STATE: to_json(state), **to_files(tracked)}
 
 
 def save_checkpoint(
-    directory: Path, state: TrainingState, model: dict[str, torch.Tensor], *, keep: int,
+    directory: Path, state: dict[str, Any], model: dict[str, torch.Tensor], *, keep: int,
     optimizer: dict[str, Any] | None = None, **more: Any,
 ) -> Path:
     """A plain checkpoint."""
-    return copies.save(directory, files_of(state, model, optimizer), step=state.step, keep=keep, **more)
+    return copies.save(directory, files_of(state, model, optimizer), step=state["step"], keep=keep, **more)
 
 
 def save(

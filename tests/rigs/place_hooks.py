@@ -105,7 +105,7 @@ def _hook_copies(copies: Any) -> None:
 
 
 def _hook_keeper(keeper: Any) -> None:
-    _wrap(keeper.Rescuer, "keep", before="before the rescue")
+    _wrap(keeper.Saving, "keep", before="before the rescue")
 
 
 def _hook_candidates(candidates: Any) -> None:
@@ -188,7 +188,7 @@ HOOKS: Mapping[str, Callable[[Any], None]] = {
     "rankup.group.watchdog": _hook_watchdog,
     "rankup.group.group": _hook_group,
     "rankup.state.copies": _hook_copies,
-    "train.run.training": _hook_keeper,
+    "rankup.loop.saving": _hook_keeper,
     "rankup.state.choice": _hook_candidates,
     "train.loop": _hook_loop,
 }

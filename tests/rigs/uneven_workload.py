@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rankup.observe import rank_reports
 from train.config import Config
-from train.run import rank_reports
 from train.workloads import Workload
 
 USUAL_S, SLOW_S = 0.005, 0.1

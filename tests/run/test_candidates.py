@@ -16,8 +16,8 @@ from rankup.state import rescue
 from rankup.state.choice import SECOND, OnDisk, Origin, find_origin
 from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
+from train.run.checkpoints import check, load_checkpoint
 from train.run.run_directory import _check_settings
-from train.run.training_state import TrainingState, load_checkpoint
 
 RUN = "0123456789abcdef"
 
@@ -56,8 +56,8 @@ class Node:
 
     def rescue(self, step: int, writer: str, **fields: Any) -> Path:
         state = training_state(step, **{"attempt": writer} | fields)
-        assert rescue.write(state.run, step, lambda: files_of(state, {"weight": torch.ones(3)})) == ""
-        return self.memory / f"rankup-{os.getuid()}" / state.run / f"step-{step:08d}"
+        assert rescue.write(state["run"], step, lambda: files_of(state, {"weight": torch.ones(3)})) == ""
+        return self.memory / f"rankup-{os.getuid()}" / state["run"] / f"step-{step:08d}"
 
     def checkpoint(self, step: int, attempt: str = "a") -> Path:
         return save(self.run_dir / "checkpoints", step, attempt=attempt)
@@ -77,7 +77,7 @@ class Node:
 
         group: Any = self
         return find_origin(
-            group, self.run_dir, disk, earlier, check=TrainingState.of, fits=fits, wanted=lambda other: not fresh
+            group, self.run_dir, disk, earlier, check=check, fits=fits, wanted=lambda other: not fresh
         )
 
 

@@ -17,7 +17,7 @@ from tests.rigs.checkpoints import SETTINGS, flip, newest, save, save_checkpoint
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.run import weights
-from train.run.training_state import load_newest
+from train.run.checkpoints import load_newest
 
 FILES = ("model.safetensors", "optimizer.safetensors", "tree.json", "state.json", "manifest.json")
 

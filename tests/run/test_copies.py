@@ -22,7 +22,7 @@ from rankup.state.saver import SecondCopies
 from tests.rigs.checkpoints import SETTINGS, flip, save, save_checkpoint, steps, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, result
-from train.run.training_state import load_checkpoint
+from train.run.checkpoints import load_checkpoint
 
 LINE = ("train", *SETTINGS, "--run-dir=runs", "--name=run", "--save-every-steps=8")
 # In step 9: the ranks agree to stop two steps after the one that they are in
@@ -254,7 +254,7 @@ class Writer:
         """The fingerprint of what rank 0 would have saved at this step."""
         model = {"weight": torch.full((3,), float(step))}
         state = training_state(step)
-        self.second.begin(step, state.to_file(), {"model": model, "optimizer": {}, "scaler": {}}, wait=wait)
+        self.second.begin(step, to_json(state), {"model": model, "optimizer": {}, "scaler": {}}, wait=wait)
         return fingerprint_tensors(save_checkpoint(self.folder.parent / "rank 0", state, model, keep=1))
 
 

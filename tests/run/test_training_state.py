@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from rankup.errors import UserError
+from rankup.loop.record import FORMAT, RANDOM_SCHEME, Position, write_record
 from rankup.state.copies import find_problem, fingerprint, list_copies
 from tests.rigs.checkpoints import save_checkpoint, training_state
 from tests.rigs.fork_server import Forks
-from train.run.training_state import FORMAT, RANDOM_SCHEME, TrainingState, load_checkpoint, load_newest
+from train.run.checkpoints import load_checkpoint, load_newest
 
 # 8 steps an epoch
 SETTINGS = (
@@ -34,10 +35,13 @@ def rewrite(path: Path, **changes: Any) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
-    state = training_state(7, metrics={"loss": 0.1}, line={"step": 7, "loss": float("inf")})
-    assert TrainingState.of(tmp_path, json.loads(state.to_file())) == state
-    assert (state.random, state.versions["torch"]) == (RANDOM_SCHEME, torch.__version__)
+def test_position_comes_back_as_it_was() -> None:
+    position = Position(7, 2, [3], metrics={"loss": 0.1}, line={"step": 7, "loss": float("inf")})
+    who = {"run": "0123456789abcdef", "attempt": "a", "written_by": "rank 0 on node0"}
+    record = json.loads(write_record(position, seed=3, world_size=2, about={"data": "points"}, **who))
+    assert Position.of(record) == position
+    assert (record["random"], record["versions"]["torch"]) == (RANDOM_SCHEME, torch.__version__)
+    assert {**record, **who, "seed": 3, "world_size": 2, "data": "points"} == record
 
 
 # Another format, another scheme -------------------------------------------------------------------------------

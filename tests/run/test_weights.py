@@ -196,4 +196,4 @@ def test_ranks_with_different_initial_weights_are_refused(forks: Forks, tmp_path
     preload = "tests.run.test_weights:other_weights_that_ddp_leaves"
     codes, output = forks.run(*train(tmp_path / "run", "--max-steps", "4"), world_size=2, preload=preload)
     assert codes == [2, 2], output
-    assert "the initial weights must be the same on all ranks, got " in output
+    assert "track: model must be the same on all ranks, got " in output

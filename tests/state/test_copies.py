@@ -23,7 +23,7 @@ from tests.rigs.checkpoints import flip, newest, save, steps, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, result
 from tests.rigs.small_filesystems import small_disk
-from train.run.training_state import load_checkpoint, load_newest
+from train.run.checkpoints import load_checkpoint, load_newest
 
 RUNS = int(os.environ.get("RANKUP_RUNS", "30"))
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from rankup.errors import UserError
 from rankup.state import copies, shards
-from rankup.state.copies import STATE, find_problem, fingerprint, list_copies
+from rankup.state.copies import STATE, find_problem, fingerprint, list_copies, to_json
 from rankup.state.shards import Shards
 from tests.rigs.checkpoints import training_state
 from tests.rigs.fork_server import Forks
@@ -24,7 +24,7 @@ from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import small_disk
 from tests.run.test_saver import HELD, hold, in_step
 from train.run import weights
-from train.run.training_state import load_checkpoint, load_newest
+from train.run.checkpoints import load_checkpoint, load_newest
 
 # 8 steps an epoch
 LINE = (
@@ -383,7 +383,7 @@ def test_take_over_by_another_attempt_publishes_nothing(tmp_path: Path) -> None:
         raise UserError("another attempt has it")
 
     staging = copies.create_staging(copies.staging_in(tmp_path, 123456789))
-    files = {STATE: training_state(123456789).to_file()}
+    files = {STATE: to_json(training_state(123456789))}
     with pytest.raises(UserError, match="another attempt"):
         copies.publish(staging, files, {}, step=123456789, keep=1, check_owner=lost)
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ from rankup.errors import UserError
 from rankup.state import copies
 from rankup.state.tree import TensorFile, encode, from_files, to_files
 from tests.rigs.checkpoints import save
-from train.run.training_state import load_newest
+from train.run.checkpoints import load_newest
 
 
 def contents(tracked: dict[str, Any]) -> dict[str, bytes]:

@@ -20,7 +20,7 @@ from tests.rigs.foreign_scripts import WARN, again_if_aborted
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, ended, result, start
 from tests.rigs.migrations import FOLDER, NAMES, diff, with_diffs
-from train.run.training_state import load_checkpoint
+from train.run.checkpoints import load_checkpoint
 
 SIDES = ("before", "after")
 # Those that show the diffs: the page in Chinese leads to them

@@ -17,8 +17,7 @@ from rankup.state.reading import Copy, share
 from ..config import Config
 from ..group import join_group
 from ..parallel.model import prepare
-from ..run.fetched import fetched
-from ..run.training_state import load_checkpoint, load_newest
+from ..run.checkpoints import fetched, load_checkpoint, load_newest
 from ..workloads import Workload, load
 from .context import Context
 

@@ -16,7 +16,7 @@ from rankup.errors import LaunchError, UserError
 from rankup.group.stacks import open_stacks
 
 from ..config import check_world_size, options, to_yaml
-from ..run.choices import CHOICES
+from ..run import CHOICES
 from .context import Context
 
 

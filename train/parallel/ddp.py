@@ -35,7 +35,7 @@ class DDP(Method):
             device_ids=None if device.type == "cpu" else [device.index],
             # Gradients live in the buckets that are sent: one copy of all gradients less, in memory and in time
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # `train.parallel.buffers` does it, at the end of a step
+            broadcast_buffers=False,  # the job shares them, at the end of a step
             static_graph=config.static_graph,
             find_unused_parameters=config.find_unused_parameters,
         )

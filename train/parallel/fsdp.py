@@ -1,27 +1,20 @@
 """fsdp: each rank keeps a shard of every parameter, gradient and optimizer state (FSDP2).
 
-A layer is gathered when it is needed, and let go again. torch's tools for such state name the parameters, where an
-optimizer alone numbers them: see `rekeyed`.
+A layer is gathered when it is needed, and let go again.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rankup.errors import ConfigError
-from rankup.loop.tracked import laid_out
 
-from .method import Method, keep_kernels, parameter_names, rekeyed
-
-# Gathered on rank 0, on the CPU, one tensor at a time: no device has to hold the whole model
-GATHERED = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-SHARDS = dcp_state.StateDictOptions(cpu_offload=True)
+from .method import Method
 
 
 class FSDP(Method):
@@ -57,36 +50,6 @@ class FSDP(Method):
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(last)
         return nullcontext()
-
-    # Whole state, for plain checkpoints -----------------------------------------------------------------------
-
-    def full_state_dict(self, plain: nn.Module) -> dict[str, torch.Tensor]:
-        """Whole tensors on rank 0's CPU; empty on the others."""
-        state = self.group.collective(lambda: dcp_state.get_model_state_dict(plain, options=GATHERED))
-        return cast(dict[str, torch.Tensor], state)
-
-    def optimizer_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Whole tensors by the names of the parameters, on rank 0's CPU; empty on the others."""
-        return self.group.collective(lambda: dcp_state.get_optimizer_state_dict(plain, optimizer, options=GATHERED))
-
-    def load_optimizer_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Each rank takes its slices of the whole tensors, whatever the number of ranks was."""
-        names = dict(enumerate(parameter_names(plain, optimizer)))
-        named = laid_out(rekeyed(keep_kernels(state, optimizer), names), dict(plain.named_parameters()))
-        options = dcp_state.StateDictOptions(full_state_dict=True)
-        dcp_state.set_optimizer_state_dict(plain, optimizer, named, options=options)
-
-    # Shards, for sharded checkpoints --------------------------------------------------------------------------
-
-    def local_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return {
-            "model": dcp_state.get_model_state_dict(plain, options=SHARDS),
-            "optimizer": dcp_state.get_optimizer_state_dict(plain, optimizer, options=SHARDS),
-        }
-
-    def load_local_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        dcp_state.set_model_state_dict(plain, state["model"])
-        dcp_state.set_optimizer_state_dict(plain, optimizer, state["optimizer"])
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

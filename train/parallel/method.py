@@ -1,13 +1,12 @@
 """What a method of training in parallel decides. The loop calls these hooks and knows no method by name."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from rankup.group.group import Group
-from rankup.loop.tracked import laid_out
 from rankup.observe.step_clock import Link
 
 from ..config import Config
@@ -16,8 +15,8 @@ from ..config import Config
 class Method:
     """A method by which several ranks train one model. What a subclass does not override works as in one process.
 
-    The loop calls the hooks in this order: `refuse`, `running`, `split`, `load_optimizer_state` or `load_local_state`,
-    `wrap`, `after_warm_up`; then `micro_batch` and `step` in every step, and what is saved with every checkpoint.
+    The loop calls the hooks in this order: `refuse`, `running`, `split`, `wrap`, `after_warm_up`; then `micro_batch`
+    and `step` in every step. What a checkpoint holds is no matter of the method, see `rankup.loop.tracked`.
 
     `plain` is always the user's module without wrappers: its names are those in a checkpoint.
     """
@@ -59,8 +58,7 @@ class Method:
         """Split the parameters over the ranks, in place, before the optimizer is built on them, and move what this rank
         keeps to the device. Raises ConfigError.
 
-        The model is the same on all ranks, where it was built, with a checkpoint's weights in it if they were saved
-        whole.
+        The model is the same on all ranks, where it was built. A checkpoint's weights are loaded later.
         """
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -90,53 +88,3 @@ class Method:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-
-    # Checkpoints: all ranks call each of these ----------------------------------------------------------------
-
-    def full_state_dict(self, plain: nn.Module) -> dict[str, torch.Tensor]:
-        """The plain state dict with whole tensors; it may be empty on ranks other than 0."""
-        return plain.state_dict()
-
-    def optimizer_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole state of the optimizer; it may be empty on ranks other than 0."""
-        return optimizer.state_dict()
-
-    def load_optimizer_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Put back a whole optimizer state, whichever method saved it. Raises ValueError or KeyError where it does
-        not fit."""
-        numbers = {name: number for number, name in enumerate(parameter_names(plain, optimizer))}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        found = rekeyed(keep_kernels(state, optimizer), numbers)
-        optimizer.load_state_dict(laid_out(found, dict(enumerate(parameters))))
-
-    def local_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """For a sharded checkpoint: {"model": ..., "optimizer": ...} with this rank's DTensors. For methods that split
-        the state."""
-        raise NotImplementedError
-
-    def load_local_state(self, plain: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Put back what `local_state` returned, whatever the number of ranks was. Raises RuntimeError and others."""
-        raise NotImplementedError
-
-
-# An optimizer's state numbers the parameters where they are whole; FSDP's tools name them instead. A checkpoint of
-# either kind loads into the other, so both kinds of keys are translated.
-
-
-def parameter_names(plain: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of the parameters in the order in which the optimizer numbers them."""
-    names = {id(parameter): name for name, parameter in plain.named_parameters()}
-    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def rekeyed(state: dict[str, Any], keys: dict[Any, Any]) -> dict[str, Any]:
-    """The optimizer state with each parameter's key replaced by `keys[key]`; a key that is not in `keys` stays."""
-    groups = [{**group, "params": [keys.get(key, key) for key in group["params"]]} for group in state["param_groups"]]
-    return {"state": {keys.get(key, key): value for key, value in state["state"].items()}, "param_groups": groups}
-
-
-def keep_kernels(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The saved state with this optimizer's own choice of a fused kernel: torch has one for whole parameters only, so a
-    checkpoint of another method may ask for one that does not exist here. Raises ValueError for other groups."""
-    pairs = zip(state["param_groups"], optimizer.param_groups, strict=True)
-    return {"state": state["state"], "param_groups": [{**saved, "fused": own["fused"]} for saved, own in pairs]}

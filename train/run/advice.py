@@ -30,7 +30,6 @@ from ..data.batch import num_bytes, repeated
 from ..parallel.method import Method
 from ..parallel.model import autocast, has_bf16
 from ..workloads import Workload
-from .metrics import Speed
 
 STEPS = 10  # timed before anything is said; a training of twice as many has nothing to gain
 ROUNDS = 3  # the variants take turns: a machine that is busy for a moment slows all of them
@@ -72,8 +71,8 @@ class Advice:
         if self._active:
             self._waits_s.append(time.perf_counter() - self._began_s)
 
-    def after_step(self, speed: Speed) -> None:
-        """Call this after each step. The clock of `speed` stands still while it measures."""
+    def after_step(self) -> None:
+        """Call this after each step."""
         if not self._active:
             return
         _wait_for(self.group.device)
@@ -81,7 +80,6 @@ class Advice:
         if len(self._steps_s) < STEPS:
             return
         self._active = False
-        speed.pause()
         try:
             with self.group.watch.clock.during("start"):  # no part of a step
                 for line in self._lines():
@@ -89,7 +87,6 @@ class Advice:
         except Exception as error:  # a model that can't be copied, too little memory: no reason to end a training
             self.group.log.debug(f"no advice: {reason(error)}")
         self._subject = None
-        speed.resume()
 
     def _lines(self) -> Iterator[str]:
         config, group = self.config, self.group

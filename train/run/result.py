@@ -10,7 +10,9 @@ import torch
 
 from rankup.errors import disk_error
 from rankup.group.group import Group
+from rankup.loop.record import versions
 from rankup.observe.goodput import one_line
+from rankup.observe.reporter import speed
 from rankup.observe.tracker import address_of
 from rankup.places.files import write_json
 
@@ -22,9 +24,7 @@ from ..workloads import Workload
 from ..workloads.pictures import has_numbers
 from . import weights
 from .evaluation import Result
-from .reporter import Reporter
 from .training import Training
-from .training_state import versions
 
 # Columns of TensorBoard's HPARAMS table: what somebody who compares runs asks for first, default or not
 ALWAYS = ("workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed")
@@ -52,49 +52,49 @@ def describe(config: Config, group: Group, workload: Workload, order: Order, *, 
     )
 
 
-def write_result(t: Training, reporter: Reporter, *, seconds: float) -> None:
+def write_result(t: Training, *, seconds: float) -> None:
     """Write `result.json` and the last pictures, and print the table. All ranks call this, rank 0 writes.
 
     `seconds`: of the whole attempt. Raises UserError where the disk is full, and PeerLost where another attempt owns
     the run by now.
     """
-    config, group, run, workload, progress = t.config, t.group, t.run, t.workload, t.progress
-    state = t.method.full_state_dict(t.plain)
+    config, job, group, workload, progress = t.config, t.job, t.group, t.workload, t.progress
+    state = group.collective(lambda: job.tracked.whole("model"))
     peaks = group.gather(_peak_memory_mb(group.device))
     shares = group.gather(t.profiler.shares)
     if not group.is_rank0:
         return
     result = {
-        "attempt": group.attempt, "run": run.kept.address, "step": progress.step, "steps_per_epoch": t.steps_per_epoch,
-        "metrics": progress.metrics or {}, f"{workload.unit}_per_s": round(t.speed.at(progress.step), 1),
+        "attempt": group.attempt, "run": job.run.address, "step": progress.step, "steps_per_epoch": t.steps_per_epoch,
+        "metrics": progress.metrics or {}, f"{workload.unit}_per_s": round(speed(group, job.course, progress.step), 1),
         "seconds": round(seconds, 1), "peak_memory_mb": round(max(peaks)),
         "world_size": group.world_size, "hosts": sorted(set(group.hosts)),
         "digest": weights.digest(state), "data": workload.data_name,
-        "parallel": method_name(config, group.world_size), "versions": versions(), "goodput": reporter.goodput(),
+        "parallel": method_name(config, group.world_size), "versions": versions(), "goodput": job.goodput(),
     }
-    if address := address_of(run.path, run.kept.lineage.run):
+    if address := address_of(job.run_dir, job.run.lineage.run):
         result["tracker"] = address
     if any(shares):
         result["profile"] = {"steps": [t.profiler.first, t.profiler.last], "ranks": shares}
-    if workload.pictures is not None and run.tables and (config.tensorboard or config.tracker != "none"):
+    if workload.pictures is not None and t.tables and (config.tensorboard or config.tracker != "none"):
         if t.whole is not t.plain:
             t.whole.load_state_dict(state)
         t.whole.eval()
         device = next(t.whole.parameters()).device
-        pictures = workload.pictures(t.whole, run.tables, device)
-        run.metrics.pictures(progress.step, pictures)
+        pictures = workload.pictures(t.whole, t.tables, device)
+        job.metrics.pictures(progress.step, pictures)
         if has_numbers(workload.classes):
-            run.metrics.class_list(progress.step, workload.classes)
+            job.metrics.class_list(progress.step, workload.classes)
         if config.tracker != "none":
-            write_pictures(run.path, pictures)
+            write_pictures(job.run_dir, pictures)
     shown = shown_settings(config, method=result["parallel"], world_size=group.world_size)
-    run.metrics.hyperparameters(shown)
-    run.metrics.flush()
-    run.kept.check_owner()
+    job.metrics.hyperparameters(shown)
+    job.metrics.flush()
+    job.run.check_owner()
     try:
-        write_json(run.path / "result.json", result)
+        write_json(job.run_dir / "result.json", result)
     except OSError as error:
-        raise disk_error("result.json", run.path, error) from None
+        raise disk_error("result.json", job.run_dir, error) from None
     group.log.info(_table(result, workload.unit, tensorboard=config.tensorboard))
 
 

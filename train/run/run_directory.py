@@ -1,88 +1,57 @@
 """The run directory of a training: `runs/<name>/` with settings, checkpoints, metrics, pictures and the result.
 
 The same command goes on from what it finds there, or refuses: nothing in the directory is overwritten that a user could
-miss, and one live attempt owns it. `rankup.state.run` does that; here stands what depends on the settings.
+miss, and one live attempt owns it. `rankup.job` does that; here stands what depends on the settings.
 """
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from rankup.agent.status import job_of
 from rankup.errors import UserError
 from rankup.group.group import Group, on_rank0
+from rankup.job import open_job
+from rankup.loop.job import Job, Settings
+from rankup.loop.record import check_random_scheme
 from rankup.observe import tracker
-from rankup.observe.metrics import Metrics
 from rankup.places.files import read_json, write_atomically
 from rankup.places.lineage import Lineage
 from rankup.places.urls import is_url
 from rankup.state.reading import Copy
-from rankup.state.run import Options, Run, open_run
+from rankup.state.run import Options
 
 from ..config import Config, changed_settings, to_yaml
-from .choices import CHOICES
-from .metrics import Progress
-from .training_state import TrainingState
+from ..parallel.method import Method
+from . import CHOICES
+from .checkpoints import BEGIN_ANEW, check
 
 RESULT = "result.json"
 
 
-@dataclass(slots=True, kw_only=True)
-class RunDirectory:
-    """The run directory as this attempt found it, and how to add to it."""
-
-    config: Config
-    group: Group
-    kept: Run
-    # Writes nothing until `open_metrics`
-    metrics: Metrics = field(default_factory=lambda: Metrics(None, Progress(), saved=Progress(), tensorboard=False))
-    tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
-
-    @property
-    def path(self) -> Path:
-        return self.group.run_dir
-
-    @property
-    def saved(self) -> Progress:
-        """Where the run stood at the newest checkpoint in rank 0's folder."""
-        record = self.kept.saved
-        return Progress(record["step"], record["evaluated"]) if record else Progress()
-
-    def open_metrics(self, progress: Progress, unit: str) -> Metrics:
-        """Metrics from `progress` on, with the speed in `unit`/s. All ranks call this, rank 0's alone write.
-
-        Raises, on all ranks, UserError where rank 0 can't write, and PeerLost where another attempt owns the directory.
-        """
-        def open_files() -> None:
-            self.metrics = Metrics(
-                self.path, progress, saved=self.saved, tensorboard=self.config.tensorboard, unit=unit,
-                check_owner=self.kept.check_owner,
-            )
-
-        self.metrics.unit = unit
-        self.kept.begin(progress.step, open_files)
-        return self.metrics
-
-
 @contextlib.contextmanager
-def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
+def open_run_directory(config: Config, group: Group, method: Method) -> Iterator[Job]:
     """Own the run directory for the length of the block, and find what is there: a finished run, a checkpoint, nothing.
 
     All ranks call this. Raises UserError on all of them where another attempt is alive, a setting that affects the
     result has changed, or the newest checkpoint can't be gone on with.
     """
-    is_store = is_url(config.run_dir)
+    is_store, sharded = is_url(config.run_dir), config.checkpoint_format == "sharded"
     options = Options(
         store=config.run_dir if is_store else "", mirror=config.mirror or "", fresh=config.fresh, how=config.save,
-        sharded=config.checkpoint_format == "sharded", keep=config.keep, setup_s=config.setup_timeout_s,
-        save_s=config.save_timeout_s, start=group.launch.start, check=TrainingState.of,
+        sharded=sharded, keep=config.keep, setup_s=config.setup_timeout_s, save_s=config.save_timeout_s,
+        start=group.launch.start, check=check,
         fits=lambda path, record: _check_settings(path, record, config),
         wanted=lambda other: _begun_by_this_launch(other, group),
         finished=lambda newest: _is_finished(newest, config, group),
+    )
+    settings = Settings(
+        seed=config.seed, save_every_steps=0, log_every_steps=config.log_every_steps, tensorboard=config.tensorboard,
+        setup_timeout_s=config.setup_timeout_s, step_timeout_s=config.step_timeout_s,
+        save_timeout_s=config.save_timeout_s, begin_anew=BEGIN_ANEW,
+        again=f"The same command{' without --fresh' if config.fresh else ''}", gather=not sharded, share_all=True,
+        can_rescue=method.every_rank_has_all, tracker=config.tracker, shown=config.model_dump(mode="json"),
     )
 
     def owned(owner: Any) -> None:
@@ -90,22 +59,22 @@ def open_run_directory(config: Config, group: Group) -> Iterator[RunDirectory]:
         if config.tracker != "none":
             tracker.check(config.tracker)
 
-    with open_run(group.run_dir, group, options, owned=owned) as kept:
-        run = RunDirectory(config=config, group=group, kept=kept)
-        if not kept.finished:
+    with open_job(group, settings, options, owned=owned) as job:
+        if not job.run.finished:
             on_rank0(group, lambda: _go_on(config, group))
-        try:
-            yield run
-        except BaseException:
-            with contextlib.suppress(UserError):  # the reason for leaving is the other error
-                run.metrics.close()
-            raise
-        run.metrics.close()  # TensorBoard's writer holds up to two minutes of values in memory
+        yield job
+
+
+def check_data(newest: Copy, data_name: str) -> None:
+    """Raises UserError where the run can't go on from its newest checkpoint with this data."""
+    record = newest.record
+    if record["data"] != data_name:
+        way_out = "Set --data-dir or --bert-dir" if record["config"]["workload"] == "text" else "Set --data-dir"
+        raise UserError(f"{newest.path} was trained on {record['data']}, got {data_name} now. {way_out}.")
 
 
 def _go_on(config: Config, group: Group) -> None:
     """Note in the directory that the run goes on. Rank 0 only. Raises UserError."""
-    group.status.begun = True
     try:
         (group.run_dir / RESULT).unlink(missing_ok=True)  # beside a run that goes on it would be read as its end
         write_atomically(group.run_dir / "config.yaml", to_yaml(config, choices=CHOICES))
@@ -130,9 +99,8 @@ def _is_finished(newest: Copy, config: Config, group: Group) -> bool:
 
 def _check_settings(path: Path, record: dict[str, Any], config: Config) -> None:
     """Raises UserError where the run can't go on from the checkpoint `path` with these settings."""
-    state = TrainingState.of(path, record)
-    state.check_random_scheme(path)
-    if changes := changed_settings(state.config, config):
+    check_random_scheme(path, record, begin_anew=BEGIN_ANEW)
+    if changes := changed_settings(record["config"], config):
         raise UserError(
             f"{path.parents[1]} was begun with other settings: {'; '.join(changes)}. Set them back to go on, or "
             "--fresh to start anew, or another --name."

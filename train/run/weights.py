@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from rankup.errors import UserError
-from rankup.group.group import Group
+from rankup.group.group import Group, on_rank0
 from rankup.state.copies import FILE, MANIFEST
 
-from .training_state import load_checkpoint
+from ..config import Config
+from .checkpoints import fetched, load_checkpoint
 
 HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")
 
@@ -37,6 +38,18 @@ def check_same(group: Group, plain: torch.nn.Module) -> None:
     """Raises UserError on all ranks where their weights differ before the first step."""
     own = digest(plain.state_dict())[:16]
     group.must_match("the initial weights", own, remedy="Look at init_from and bert_dir.")
+
+
+def start_from(config: Config, group: Group, plain: torch.nn.Module) -> None:
+    """Load `init_from` into `plain` on all ranks. The file needs to be on rank 0's disk only. Raises UserError."""
+    place = config.init_from or ""
+
+    def load() -> None:
+        with fetched(place, warn=group.log.warning, timeout_s=0.9 * config.setup_timeout_s) as path:
+            init_from(plain, path, group.log.info, place=place)
+
+    on_rank0(group, load)
+    plain.load_state_dict(group.broadcast_tensors(plain.state_dict()))
 
 
 def without_prefixes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ from tests.rigs.kube import (
 from tests.rigs.kubeflow import command_line, environment, pods_of
 from train.config import Config, check_world_size, load_config
 from train.config.command_line import parse_args
-from train.run.choices import CHOICES
+from train.run import CHOICES
 
 
 def test_k8s_overlays_are_all_there() -> None:

@@ -10,17 +10,16 @@ import os
 import secrets
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rankup.agent.processes import began
 from rankup.errors import Stopped
+from rankup.group.group import Group
 from rankup.observe.goodput import Report, goodput, read_reports
+from rankup.observe.metrics import Progress
 from rankup.observe.tracker import Facts, Tracker
 from rankup.timing import REPORT_S
-
-from .run_directory import RunDirectory
-from .training import Training
 
 # Which kind of time a phase of the watchdog's clock is; all others, set-up and imports among them, are "start"
 KIND_OF_PHASE = {
@@ -30,51 +29,61 @@ LAST_S = 1.0  # how long the end of an attempt may wait for the last report: a d
 TRAINING = ("step", "data", "evaluation", "save")  # the phases that a run spends its time in once it trains
 
 
+@dataclass(slots=True)
+class Course:
+    """How the training goes, as the loop says it. `total`: steps of the whole run, None where nobody knows. `unit`:
+    what is counted, in the plural, `per_step` of them a step."""
+
+    progress: Progress
+    first_step: int
+    total: int | None = None
+    unit: str = "steps"
+    per_step: int = 1
+
+
+def speed(group: Group, course: Course, step: int) -> float:
+    """Units per second since this attempt began, of training and its waits for data alone, with `step` steps done."""
+    by_phase = group.watch.clock.seconds()
+    seconds = sum(spent for name, spent in by_phase.items() if KIND_OF_PHASE.get(name) in ("steps", "data"))
+    return (step - course.first_step) * course.per_step / max(seconds, 1e-9)
+
+
 class Reporter:
-    """Reports for the length of a `with` block; on rank 0 alone, to which the run directory must belong.
+    """Reports from `start` to `end`; on rank 0 alone, to which the run directory must belong."""
 
-    A run that is finished already gets no report, but its tracker gets what it has not got.
-    """
-
-    def __init__(self, run: RunDirectory) -> None:
-        self.run, self.group = run, run.group
-        self.active = run.group.is_rank0 and not run.kept.finished
+    def __init__(self, group: Group, run: str, course: Course, facts: Facts | None = None) -> None:
+        """`run`: its id. `facts`: of the tracker, if there is one. A run that is finished already gets no report, but
+        its tracker gets what it has not got."""
+        self.group, self.run, self.course = group, run, course
         self._began, self._token = began(os.getpid()), secrets.token_hex(4)
-        self._training: Training | None = None
-        self._finished = False
+        self._trains = self._finished = False
         self._last: Report | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="reporter", daemon=True)
-        self._first_step = run.kept.newest.step if run.kept.newest is not None else 0
-        self._tracker: Tracker | None = None
-        if run.group.is_rank0 and run.config.tracker != "none":
-            facts = Facts(
-                tracker=run.config.tracker, run=run.kept.lineage.run, name=run.path.name, run_dir=str(run.path),
-                address=run.kept.address, settings=run.config.model_dump(mode="json"),
-            )
-            self._tracker = Tracker(facts, run.group.log)
+        self._tracker = Tracker(facts, group.log) if facts is not None else None
 
-    def __enter__(self) -> "Reporter":
-        if self.active:
+    def start(self, *, finished: bool) -> None:
+        """`finished`: the run came to its end in an earlier attempt."""
+        if not finished:
             self._thread.start()
         elif self._tracker is not None:
             self._tracker.start()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def follow(self) -> None:
+        """From now on there are steps to report."""
+        self._trains = True
+        if self._tracker is not None:
+            self._tracker.start()
+
+    def end(self, kind: type[BaseException] | None) -> None:
+        """The attempt ends, with an error of this type or with success."""
         self._finished = kind is None
-        if self.active:
+        if self._thread.ident is not None:
             self._ended.set()
             self._thread.join(LAST_S)
         if self._tracker is not None:
             stopped = kind is not None and issubclass(kind, Stopped)
             self._tracker.end("finished" if self._finished else "stopped" if stopped else "failed")
-
-    def follow(self, training: Training) -> None:
-        """From now on there are steps to report."""
-        self._training = training
-        if self._tracker is not None:
-            self._tracker.start()
 
     def goodput(self) -> dict[str, Any]:
         """Of the run, which ends now: later reports have the same times. See `rankup.observe.goodput`. Rank 0 only."""
@@ -97,7 +106,7 @@ class Reporter:
     def _look(self) -> Report:
         if self._last is not None:
             return replace(self._last, finished=self._finished)
-        t, now = self._training, time.time()
+        course, now = self.course, time.time()
         phase, open_s = self.group.watch.clock.present()
         by_phase = self.group.watch.clock.seconds()
         seconds = dict.fromkeys(("start", *KIND_OF_PHASE.values()), 0.0)
@@ -105,24 +114,25 @@ class Reporter:
             seconds[KIND_OF_PHASE.get(name, "start")] += spent
         # The watchdog's clock is younger than the process, which first imported what it needs
         seconds["start"] += max(0.0, now - self._began - sum(by_phase.values()))
-        first_step = step = self._first_step
-        total_steps, unit, per_s, remaining_s = None, "", 0.0, None
+        first_step, step, total_steps = course.first_step, course.progress.step, course.total
+        per_s, remaining_s = 0.0, None
         metrics: dict[str, float] = {}
-        if t is not None:
-            # Not of `t.speed`, which the loop changes at any moment
-            first_step, step, total_steps, unit = t.speed.first_step, t.progress.step, t.total_steps, t.workload.unit
+        if self._trains:
             done = step - first_step
             if done:
-                per_s = done * t.config.batch_size / max(seconds["steps"] + seconds["data"], 1e-9)
-                remaining_s = sum(by_phase.get(phase, 0.0) for phase in TRAINING) / done * (total_steps - step)
-            line = t.progress.line or {}
+                per_s = done * course.per_step / max(seconds["steps"] + seconds["data"], 1e-9)
+                if total_steps is not None:
+                    training_s = sum(by_phase.get(phase, 0.0) for phase in TRAINING)
+                    remaining_s = training_s / done * (total_steps - step)
+            line = course.progress.line or {}
             metrics = {name: line[name] for name in line if name.startswith("train/") and line[name] is not None}
-            evaluated = (t.progress.metrics or {}).items()
+            evaluated = (course.progress.metrics or {}).items()
             metrics |= {f"eval/{name}": value for name, value in evaluated if math.isfinite(value)}
         return Report(
-            run=self.run.kept.lineage.run, attempt=self.group.attempt, began=self._began, time=now,
+            run=self.run, attempt=self.group.attempt, began=self._began, time=now,
             first_step=first_step, step=step, total_steps=total_steps, finished=self._finished,
-            seconds={kind: round(spent, 3) for kind, spent in seconds.items()}, unit=unit, per_s=round(per_s, 1),
+            seconds={kind: round(spent, 3) for kind, spent in seconds.items()},
+            unit=course.unit if self._trains else "", per_s=round(per_s, 1),
             remaining_s=None if remaining_s is None else round(remaining_s, 1), metrics=metrics,
             ranks=self.group.watch.signs_of_life(), open_s=round(open_s, 3) if phase in ("step", "data") else 0.0,
         )

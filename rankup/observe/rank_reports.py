@@ -1,8 +1,8 @@
-"""What the ranks measure beside the training, and how rank 0 gets it: with the sum of the losses at each report.
+"""What the ranks measure beside the training, and how rank 0 gets it: with the sum of the values at each report.
 
 Each rank has places of its own in the vector that is summed, and the others add zeros there: no message more than the
-loss needs anyway. Rank 0 puts the reports of some seconds together: short ones say little of a busy machine, and
-TensorBoard takes 50 µs for a value.
+values, such as the loss, need anyway. Rank 0 puts the reports of some seconds together: short ones say little of a
+busy machine, and TensorBoard takes 50 µs for a value.
 """
 
 import math
@@ -29,9 +29,9 @@ WIDTH = len(PARTS) + len(NAMES) + len(GPU_NAMES)  # numbers of one rank
 class RankReports:
     """Sends what this rank measured, and on rank 0 makes entries for the metrics and words on slow ranks of it."""
 
-    def __init__(self, group: Group, clock: StepClock, *, step: int, load: Sequence[float]) -> None:
+    def __init__(self, group: Group, clock: StepClock, *, step: int, load: Sequence[float] = ()) -> None:
         """`step`: where the run is. `load`: see `Window`."""
-        self.group, self._clock, self._load = group, clock, load
+        self.group, self._clock, self.load = group, clock, load
         self._window_s = max(WINDOW_S, WINDOW_S_PER_RANK * group.world_size)
         self._node = NodeUse(group.run_dir) if group.launch.local_rank == 0 else None
         self._use = torch.full((WIDTH - len(PARTS),), math.nan, dtype=torch.float64)
@@ -42,20 +42,23 @@ class RankReports:
         self._seconds = torch.zeros(group.world_size, len(PARTS), dtype=torch.float64)
         self._began_s, self._first, self._saving = -math.inf, step + 1, False
 
-    def exchange(self, loss: torch.Tensor, *, step: int, saving: bool) -> tuple[float, dict[str, float]]:
-        """All ranks call this at a report, after `loss` [], float64, has come from the device.
+    def exchange(
+        self, values: Sequence[float], *, step: int, saving: bool
+    ) -> tuple[list[float], dict[str, float]]:
+        """All ranks call this at a report, with as many `values`, once these have come from the device.
 
-        Returns the mean of the ranks' losses, which `Order.divisors` makes the global batch's, and values for the line
-        in the metrics: on rank 0, once a window, else none. `saving`: rank 0 writes a checkpoint beside the training.
+        Returns the means of the ranks' values, and values for the line in the metrics: on rank 0, once a window, else
+        none. `saving`: rank 0 writes a copy beside the training.
         """
-        group = self.group
-        numbers = torch.zeros(1 + WIDTH * group.world_size, dtype=torch.float64)
-        numbers[0] = loss
-        ranks = numbers[1:].view(group.world_size, WIDTH)
+        group, count = self.group, len(values)
+        numbers = torch.zeros(count + WIDTH * group.world_size, dtype=torch.float64)
+        numbers[:count] = torch.tensor(values, dtype=torch.float64)
+        ranks = numbers[count:].view(group.world_size, WIDTH)
         ranks[group.rank, : len(PARTS)] = torch.tensor(self._clock.take(), dtype=torch.float64)
         ranks[group.rank, len(PARTS) :] = self._sampled()
         group.sum(numbers)
-        return numbers[0].item() / group.world_size, self._looked_at(ranks, step, saving) if group.is_rank0 else {}
+        means = [number / group.world_size for number in numbers[:count].tolist()]
+        return means, self._looked_at(ranks, step, saving) if group.is_rank0 else {}
 
     def _sampled(self) -> torch.Tensor:
         """The use of this node and this GPU, not older than a window."""
@@ -73,7 +76,7 @@ class RankReports:
         if now_s - self._began_s < self._window_s:
             return {}
         self._hosts = self._hosts or list(self.group.hosts)
-        window = Window(self._first, step, (self._seconds / (step + 1 - self._first)).tolist(), self._load)
+        window = Window(self._first, step, (self._seconds / (step + 1 - self._first)).tolist(), self.load)
         values = node_values(self._hosts, ranks[:, len(PARTS) :].tolist())
         if self.group.world_size > 1:
             values |= {

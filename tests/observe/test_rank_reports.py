@@ -9,9 +9,9 @@ import psutil
 import pytest
 import torch
 
+from rankup.observe import rank_reports
+from rankup.observe.rank_reports import NAMES, WIDTH, NodeUse, RankReports, node_values, sample_gpu
 from rankup.observe.stragglers import ROW
-from train.run import rank_reports
-from train.run.rank_reports import NAMES, WIDTH, NodeUse, RankReports, node_values, sample_gpu
 
 STEPS = 10  # between two reports
 
@@ -41,8 +41,8 @@ class Job:
 
     def report(self, *, saving: bool = False, later_s: float = 5.0) -> dict[str, float]:
         self.step, self.now_s = self.step + STEPS, self.now_s + later_s
-        mean, values = self.reports.exchange(torch.tensor(1.0).double(), step=self.step, saving=saving)
-        assert mean == 2.0
+        means, values = self.reports.exchange([1.0], step=self.step, saving=saving)
+        assert means == [2.0]
         return values
 
 

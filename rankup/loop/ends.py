@@ -1,0 +1,69 @@
+"""How a script that imports rankup ends: the other ranks hear why, and the process has the code of `rankup.errors`."""
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+from rankup.agent.processes import finish
+from rankup.agent.status import tell_end
+
+log = logging.getLogger("rankup")
+
+
+class Ends:
+    """Takes over the end of this process. `stack`: closed with the error that ends it. `head`: who this rank is.
+
+    `over`: the loop came to its end, so that `finish`, which the script may leave out, is called when Python ends.
+    """
+
+    def __init__(self) -> None:
+        self.stack = contextlib.ExitStack()
+        self.over, self.head = False, ""
+        self.finish: Callable[[], None] = lambda: None
+        self._ended, self._pid, self._usual = False, os.getpid(), sys.excepthook
+        self.take_errors()
+        atexit.register(self._at_exit)
+
+    def take_errors(self) -> None:
+        """Once more after torch's process group is there: torch puts its own hook around ours, and keeps its output."""
+        sys.excepthook = self._on_error
+
+    def close(self) -> None:
+        """The script has come to its end."""
+        self.stack.close()
+        self._ended = True
+
+    def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != self._pid or self._ended:
+            self._usual(kind, error, trace)
+        else:
+            self._leave(error)
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid or self._ended:
+            return
+        try:
+            if not self.over:
+                raise RuntimeError("the script ended without job.finish()")
+            self.finish()
+        except BaseException as error:
+            self._leave(error)
+
+    def _leave(self, error: BaseException) -> None:
+        """End this process after `error`: by os._exit, because torch's own teardown may wait for a dead rank."""
+        self._ended = True
+        try:
+            self.stack.__exit__(type(error), error, error.__traceback__)
+        except BaseException as failure:  # the cause, where another rank is to blame
+            error = failure
+        finish(tell_end(error, self.head, log=log, advice=_advice))
+
+
+def _advice(text: str) -> str:
+    from rankup.explain import advice  # it compiles the patterns of all known faults, a twentieth of a second
+
+    return advice(text)

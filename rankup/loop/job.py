@@ -1,0 +1,445 @@
+"""The job of a loop: its state, its steps, its stop. `rankup.init` makes one."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from rankup.errors import Stopped, UserError
+from rankup.group.group import Group
+from rankup.loop.batches import Source, evaluation_batches
+from rankup.loop.ends import Ends
+from rankup.loop.layout import fix_bucket_order
+from rankup.loop.passes import Batches, Live
+from rankup.loop.record import BEGIN_ANEW, Position
+from rankup.loop.saving import LOADERS, Saving
+from rankup.loop.seeds import derive_seed, seed_everything
+from rankup.loop.tracked import Tracked, copied
+from rankup.observe.metrics import Metrics, entry
+from rankup.observe.rank_reports import RankReports
+from rankup.observe.reporter import Course, Reporter, speed
+from rankup.observe.step_clock import StepClock
+from rankup.observe.stragglers import COMPUTE, WAITING
+from rankup.observe.tracker import Facts
+from rankup.state.run import Run
+
+WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The arguments of `init`, and what else a program may set that opens its job itself.
+
+    `begin_anew`, `again`: how its user begins a run anew, and goes on with one. `gather`, `share_all`: see `Tracked`.
+    `can_rescue`: a rank that lost another one still holds the whole last commit. `load`: see
+    `rankup.observe.stragglers.Window`. `tracker`: its name; it is shown the settings `shown`.
+    """
+
+    seed: int
+    fresh: bool = False
+    save_every_steps: int | None = None
+    keep: int = 2
+    log_every_steps: int = 10
+    tensorboard: bool = True
+    join_timeout_s: float = 300.0
+    setup_timeout_s: float = 1800.0
+    step_timeout_s: float = 600.0
+    save_timeout_s: float = 600.0
+    begin_anew: str = BEGIN_ANEW
+    again: str = "The same command"
+    gather: bool = False
+    share_all: bool = False
+    can_rescue: bool = True
+    tracker: str = "none"
+    shown: dict[str, Any] = field(default_factory=dict)
+
+
+class Job:
+    """This rank's part of the run.
+
+    `rank`, `local_rank`, `world_size`: who this is. `is_main`: rank 0. `device`: this rank's. `run_dir`: the folder.
+    `epoch`: where `job.epochs` stands.
+    """
+
+    def __init__(self, group: Group, run: Run, settings: Settings) -> None:
+        self.group, self.run, self.settings = group, run, settings
+        self.run_dir, self.device, self.is_main = group.run_dir, group.device, group.is_rank0
+        self.rank, self.local_rank, self.world_size = group.rank, group.local_rank, group.world_size
+        self.position = Position.of(run.newest.record if run.newest is not None else None)
+        self.tracked = Tracked(gather=settings.gather, share_all=settings.share_all)
+        self.saving = Saving(
+            group, run, self.tracked, self.position, seed=settings.seed, begin_anew=settings.begin_anew,
+            again=settings.again,
+        )
+        self.changing = self.saving.changing
+        self.course = Course(self.position, self.position.step)
+        self.clock = StepClock(group.device, world_size=group.world_size)
+        self.reports = RankReports(group, self.clock, step=self.position.step)
+        self.live = Live(self.position, self.saving.loader_states)
+        self._reporter: Reporter | None = None
+        if self.is_main:
+            facts = Facts(
+                tracker=settings.tracker, run=run.lineage.run, name=self.run_dir.name, run_dir=str(self.run_dir),
+                address=run.address, settings=settings.shown,
+            )
+            tracker = facts if settings.tracker != "none" else None
+            self._reporter = Reporter(group, run.lineage.run, self.course, tracker)
+            self._reporter.start(finished=run.finished)
+        self._ends: Ends | None = None
+        self._sources: dict[int, tuple[Any, Source]] = {}  # by the id of the loader, which is kept alive
+        self._begun = self._inside = self._broken = False
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.saving.metrics
+
+    def close(self, kind: type[BaseException] | None) -> None:
+        """The attempt ends, with an error of this type or with success. Raises UserError where the disk is full."""
+        if self._reporter is not None:
+            self._reporter.end(kind)
+        self.metrics.close()  # TensorBoard's writer holds up to two minutes of values in memory
+
+    @property
+    def epoch(self) -> int:
+        """Where `job.epochs` stands; 0 without it."""
+        return self.live.epoch
+
+    @property
+    def step_number(self) -> int:
+        """How many steps of the run are finished."""
+        return self.position.step
+
+    @property
+    def weight(self) -> float:
+        """What to multiply a mean loss of this rank's part of the batch with, so that the mean over the ranks is that
+        of the global batch: 1.0 where all parts are equal."""
+        self.live.weight_asked = True
+        return self.live.weight
+
+    # State ----------------------------------------------------------------------------------------------------
+
+    def track(self, **items: Any) -> None:
+        """Keep these in copies, and restore them where the run has a copy. All ranks call this, before the first step.
+
+        An item is a module (bare, or inside DDP, DataParallel or torch.compile, or split by FSDP2), an optimizer, a
+        scheduler, a GradScaler, anything with `state_dict` and `load_state_dict`, or a dict, a list or a tensor, which
+        is filled in place. Several calls are allowed.
+
+        Raises UserError, by its path, for a value that can't be kept, and where an item does not fit the copy, or is
+        not the same on all ranks.
+        """
+        group = self.group
+        if self._begun:
+            raise UserError("track: it must be called before the first step, got a call after. Move it up.")
+        self.tracked.add(items)
+        if unfixed := fix_bucket_order(items):
+            names = ", ".join(unfixed)
+            group.log.info(f"track  a resume changes the last bits of {names}: its DDP settles the order of sums late")
+        for item in items.values():
+            if isinstance(item, DistributedDataParallel):
+                self.clock.watch(item)
+        self.run.saver.sharded = self.tracked.split and not self.settings.gather
+        self.saving.can_rescue = self.settings.can_rescue and not self.tracked.split
+        if self.run.newest is not None:
+            self.saving.restore(self.run.newest, [*items])
+        if self.world_size > 1:
+            self.tracked.share_buffers()
+            if not self.tracked.split and self.run.newest is None:  # else all have restored the same
+                for name, digest in self.tracked.fingerprint().items():
+                    group.must_match(f"track: {name}", digest, remedy="Build it equally on all ranks, or leave it out.")
+        self._seed()
+        group.step = self.step_number
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[None]:
+        """Guard a change of tracked state between epochs: `with job.change(): best["accuracy"] = accuracy`.
+
+        After a resume the code after the last batch of an epoch runs again. What a block has changed before is not
+        changed twice: its effect on tracked state is undone at its end. Raises UserError inside a loop over
+        `job.batches` or `job.steps`, whose code does not run again: change the state inside `job.step` there.
+        """
+        if self.live.active:
+            raise UserError(
+                "change: it must stand after the loop over job.batches, got one inside. Move the change into the block "
+                "of job.step."
+            )
+        self.begin()
+        again = self.live.changes_to_repeat > 0
+        before = copied(self.tracked.state()) if again else {}
+        with self.changing:
+            yield
+            if again:
+                self.live.changes_to_repeat -= 1
+                self.tracked.load(before)
+            else:
+                self.position.changes += 1
+                self.tracked.commit()
+
+    def save(self, *, wait: bool = False) -> None:
+        """Write a copy of the last commit, unless the newest one holds it. All ranks call this at the same step.
+
+        It is written beside the training, unless `wait`. Raises UserError where the disk is full, and PeerLost where
+        another attempt owns the run by now.
+        """
+        self.begin()
+        if self.saving.save(wait=wait):
+            self._enter_step()
+
+    # The loop -------------------------------------------------------------------------------------------------
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """0 to `count` - 1, from the epoch on in which the run stands. Saves at the end of each, unless
+        `save_every_steps` says otherwise.
+
+        A copy that was made after the last batch of an epoch goes on behind that batch: what follows in the body, an
+        evaluation for one, runs again.
+        """
+        self.begin()
+        self.live.has_epochs = True
+        while self.epoch < count:
+            yield self.epoch
+            self.stop_here()
+            self.live.begin_epoch()
+            if not self.live.fetched:  # else gradients of batches are waiting for a step, which are in no copy
+                with self.changing:
+                    self._commit()
+            if self.settings.save_every_steps is None:
+                self.save()
+        self._loop_is_over()
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The number of finished steps before each step of a run of `total`, from where the run stands: for a loop that
+        has neither epochs nor a loader, or whose batches depend on the step alone.
+
+        The body enters `job.step` once. Raises Stopped, after a save, where the job was asked to stop.
+        """
+        self.begin()
+        self.course.total = self.saving.total = total
+        self.live.active += 1
+        try:
+            while self.step_number < total:
+                self.stop_here()
+                self.tracked.check_unchanged()
+                yield self.step_number
+        finally:
+            self.live.active -= 1
+        self._loop_is_over()
+
+    def batches(self, loader: Any, *, any_order: bool = False) -> Batches:
+        """The batches of `loader` that this rank trains on, from the next one on after a resume.
+
+        A batch of a DataLoader is a global batch: each rank gets its part of it, see `weight`. A sampler that splits
+        by itself (DistributedSampler) is left as it is. The order depends on seed and epoch alone. `any_order`: the
+        order does not matter, so that `loader` is iterated from its beginning after a resume.
+
+        Raises UserError, in one line, for a loader that can't be replayed (see `rankup.loop.batches`), and where ranks
+        draw different orders. Raises Stopped where the job was asked to stop.
+        """
+        return Batches(self, loader, any_order=any_order)
+
+    def eval_batches(self, loader: Any, *, pad: bool = False) -> Iterator[Any]:
+        """The batches of an evaluation: each sample of `loader` once over all ranks, which take batches in turn.
+
+        A rank may get one batch less than another. `pad`: it gets one all the same, with `job.weight` 0.0; for models
+        whose forward pass waits for all ranks (FSDP2). Leaves the random state as it was.
+        """
+        for batch, weight in evaluation_batches(loader, self.settings.seed, self.rank, self.world_size, pad=pad):
+            if self.world_size == 1:
+                self.stop_here()
+            self.live.weight = weight
+            yield batch
+
+    @contextlib.contextmanager
+    def step(self, **values: Any) -> Iterator[None]:
+        """`with job.step(loss=loss):` around all that makes a finished step of its gradients: the optimizer's step, the
+        schedule's, the scaler's update, EMA. Only inside may tracked state change. All ranks enter it.
+
+        `values`: scalars of this rank, for `metrics.jsonl` and TensorBoard as `train/<name>`: the mean over the ranks,
+        each `log_every_steps` steps. Only then is the device waited for.
+
+        At its end the step is finished; then a copy is saved where one is due, and random numbers are seeded from seed,
+        step and rank. Raises Stopped where the job was asked to stop, after a save. A block that raises leaves no
+        finished step, and the job can't go on.
+        """
+        self.begin()
+        if self._broken:
+            raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
+        position, live = self.position, self.live
+        live.changes_to_repeat = 0
+        self.clock.end_of_backward()
+        self.group.watch.wait_for_others(True)
+        self.tracked.share_buffers()
+        self.group.watch.wait_for_others(False)
+        line = self._line(values)
+        self.clock.mark(WAITING)
+        self._broken = self._inside = True
+        # All exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
+        with self.changing:
+            yield
+            position.step += 1
+            new_line, position.line = line is not position.line, line
+            self._commit()
+        self._broken = self._inside = False
+        self.clock.mark(COMPUTE)
+        self._after_step()
+        self.group.step = position.step
+        if new_line and line is not None:
+            self.metrics.training(line)
+        self._seed()
+        self.run.look()
+        every = self.settings.save_every_steps
+        if every is None:
+            every = 0 if live.has_epochs else WITHOUT_EPOCHS
+        if every and position.step % every == 0:
+            self.save()
+        self._enter_step()
+        if not live.active:
+            self.stop_here()
+
+    def _commit(self) -> None:
+        """What the loop has done is the state from now on. Inside `self.changing`."""
+        position, live = self.position, self.live
+        position.epoch, position.streams, position.changes = live.epoch, [*live.streams], 0
+        self.saving.loader_states = live.states()
+        self.tracked.commit()
+
+    def _after_step(self) -> None:
+        live = self.live
+        live.fetched = 0
+        if live.weight != 1.0 and not live.weight_asked and not live.weight_said:
+            live.weight_said = True
+            self.group.log.info(
+                f"batches  a batch does not divide among {self.world_size} ranks: multiply the loss by job.weight, or "
+                "the gradients are not exactly those of the whole batch"
+            )
+
+    def _line(self, values: dict[str, Any]) -> dict[str, Any] | None:
+        """The newest line of training once this step is finished, which all ranks know.
+
+        Made before the step is finished: whoever goes on from the state of a rank that finished it can write the line.
+        """
+        number = self.position.step + 1
+        if not values or (number % self.settings.log_every_steps and number != self.course.total):
+            return self.position.line
+        own = [_number(value) for value in values.values()]  # this waits for the device
+        if not self.reports.load:
+            self.reports.load = self.group.gather(self.live.weight)
+        means, seen = self.reports.exchange(own, step=number, saving=self.run.saving_step is not None)
+        named = {f"train/{name}": mean for name, mean in zip(values, means, strict=True)}
+        per_s = speed(self.group, self.course, number)
+        return entry(number, {**named, f"train/{self.course.unit}_per_s": per_s}) | seen
+
+    def begin(self) -> None:
+        """Once, before the first step: from here on the run goes on. All ranks call this."""
+        if self._begun:
+            return
+        self._begun = True
+        run, newest = self.run, self.run.newest
+
+        def open_files() -> None:
+            self.saving.metrics = Metrics(
+                self.run_dir, self.position, saved=Position.of(run.saved), tensorboard=self.settings.tensorboard,
+                unit=self.course.unit, check_owner=run.check_owner,
+            )
+
+        if newest is not None:
+            if (left := {*newest.tracked} - {*self.tracked.items, LOADERS}) and self.tracked.items:
+                raise UserError(
+                    f"track: all items of {newest.path} must be tracked, got none for {', '.join(sorted(left))}. Track "
+                    "them, or set another run or fresh=True to begin anew."
+                )
+            self.group.log.info(f"resumed from {run.origin.words}")
+            before, torch_before = newest.record["world_size"], newest.record["versions"]["torch"]
+            self.say_changed("world size", before, self.world_size)
+            self.say_changed("torch", torch_before, torch.__version__)
+        self.metrics.unit = self.course.unit
+        run.begin(self.position.step, open_files)
+        run.forget()  # its copy of the state would stay in the memory of every rank
+        if self._reporter is not None:
+            self._reporter.follow()
+        if self.tracked.items:
+            self.group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
+        self.group.stop.finish_step_first()
+        self.group.step = self.position.step
+        self._seed()
+        self._enter_step()
+
+    def say_changed(self, what: str, before: Any, now: Any) -> None:
+        """Say of something that differs from the attempt before what that means."""
+        if before != now:
+            self.group.log.info(f"  {what} was {before}, is {now}: the run goes on, but its last bits will differ")
+
+    def _enter_step(self) -> None:
+        self.group.watch.enter("step", self.settings.step_timeout_s, step=self.position.step)
+
+    def _loop_is_over(self) -> None:
+        if self._ends is not None:
+            self._ends.over = True
+
+    def _seed(self) -> None:
+        """A random state of each step's, rank's and batch's own: a resumed run needs none of the past."""
+        seed = derive_seed(self.settings.seed, self.position.step, self.rank, self.live.fetched)
+        seed_everything(seed, self.device)
+
+    def stop_here(self) -> None:
+        """Raises Stopped, after a save, where all ranks stop before the next step."""
+        if not self.live.fetched and self.group.stops_before(self.position.step):
+            raise self.stopped()
+
+    def stopped(self) -> Stopped:
+        """Save, and return what to raise. All ranks come here at the same step."""
+        self.group.watch.settle()
+        self.save(wait=True)
+        return Stopped(self.saving.stopped())
+
+    # Beside the loop ------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def phase(self, name: str, timeout_s: float) -> Iterator[None]:
+        """A deadline of `timeout_s` seconds for what is no step: an evaluation, a download, a simulation."""
+        self.group.watch.enter(name, timeout_s, step=self.position.step)
+        yield
+        self._enter_step()
+
+    def log(self, **values: Any) -> None:
+        """Write the outcome of an evaluation at this step: `eval/<name>` in `metrics.jsonl` and TensorBoard.
+
+        `values`: numbers or scalar tensors; rank 0's are written. All ranks may call it. Raises UserError where the
+        disk is full.
+        """
+        self.begin()
+        position = self.position
+        earlier = (position.metrics or {}) if position.evaluated == position.step else {}
+        own = {name: _number(value) for name, value in values.items()}
+        with contextlib.nullcontext() if self._inside else self.changing:
+            position.metrics, position.evaluated = earlier | own, position.step
+        self.metrics.evaluation(position.step, own)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` of every rank, in the order of the ranks: numbers, texts, tensors, and lists and dicts of these.
+        Tensors arrive on the CPU. All ranks call this."""
+        return [self.group.broadcast_tensors(value, source=rank) for rank in range(self.world_size)]
+
+    def goodput(self) -> dict[str, Any]:
+        """Of the run, which ends now. Rank 0 only. See `rankup.observe.goodput`."""
+        assert self._reporter is not None
+        return self._reporter.goodput()
+
+    def finish(self) -> None:
+        """Save, and leave the group: the last line of a script. All ranks call this.
+
+        A script may leave it out where `job.epochs` or `job.steps` has come to its end: it is called when Python ends.
+        """
+        self.begin()
+        self.group.watch.settle()
+        self.save(wait=True)
+        self.group.watch.enter("end", self.settings.save_timeout_s, step=self.position.step)
+        if self._ends is not None:
+            self._ends.close()
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)

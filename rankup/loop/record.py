@@ -1,0 +1,97 @@
+"""Where a run stands, and `state.json`: what a copy says of itself beside the tracked state."""
+
+import platform
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rankup.errors import UserError
+from rankup.state.copies import STATE, to_json
+
+# Raise it when a field is added, removed or changes its meaning. A copy of another format is refused, because guessing
+# what a missing field was would change the weights of the resumed run without a word.
+FORMAT = 5
+# How random numbers are drawn. No generator's state is saved: each step, epoch and sample derives its own seed. So a
+# run that is resumed under another scheme would draw other numbers and end with other weights.
+RANDOM_SCHEME = (
+    "blake2b(seed, step, rank) each step; blake2b(seed, epoch) orders; splitmix64(seed, epoch, sample) augments"
+)
+BEGIN_ANEW = "set fresh=True to begin anew, or another run"
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a run stood at its last commit.
+
+    `step`: how many steps are finished. `streams`: for each pass over a loader in this epoch, in the order of their
+    beginnings, how many batches it gave. `changes`: of `job.change` since the last step. `evaluated`: the step of the
+    last `job.log`, and `metrics` its values. `line`: the last line of training in `metrics.jsonl`, which every rank
+    knows: rank 0 may be killed before it writes it.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    streams: list[int] = field(default_factory=list)
+    changes: int = 0
+    evaluated: int = 0
+    metrics: dict[str, float] | None = None
+    line: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, record: dict[str, Any] | None) -> "Position":
+        """As a copy's record has it; a run's beginning for None."""
+        return cls(**{name: record[name] for name in cls.names()}) if record else cls()
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [each.name for each in fields(cls)]
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        """Equal for two copies that hold the same state."""
+        return self.step, self.epoch, self.changes, self.evaluated
+
+
+def versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "python": platform.python_version()}
+
+
+def write_record(
+    position: Position, *, seed: int, world_size: int, run: str, attempt: str, written_by: str, about: dict[str, Any]
+) -> bytes:
+    """The contents of `state.json`. `about`: what the program says of itself, its settings for one."""
+    return to_json({
+        "format": FORMAT, **asdict(position), "seed": seed, "world_size": world_size, "versions": versions(),
+        "random": RANDOM_SCHEME, "run": run, "attempt": attempt, "written_by": written_by, **about,
+    })
+
+
+NAMES = {*Position.names(), "seed", "world_size", "versions", "random", "written_by"}
+
+
+def check_record(
+    path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None, *, begin_anew: str = BEGIN_ANEW
+) -> None:
+    """Raises UserError where the copy `path` is of another format, and ValueError where a field is missing.
+
+    `begin_anew`: how the user of this program does so.
+    """
+    if (found := record.get("format")) != FORMAT:
+        raise UserError(
+            f"checkpoint: {path} must be of format {FORMAT}, got format {found}. Go on with the version of "
+            f"this program that wrote it, or {begin_anew}."
+        )
+    if missing := sorted(NAMES - record.keys()):
+        raise ValueError(f"{STATE}: {', '.join(missing)} missing")
+
+
+def check_random_scheme(path: Path, record: dict[str, Any], *, begin_anew: str = BEGIN_ANEW) -> None:
+    """Raises UserError where a run that goes on from the copy `path` would draw other random numbers."""
+    if record["random"] != RANDOM_SCHEME:
+        raise UserError(
+            f"checkpoint: {path} must draw random numbers by the scheme of this program ({RANDOM_SCHEME}), got "
+            f"another scheme ({record['random']}). Go on with the version of this program that wrote it, or "
+            f"{begin_anew}."
+        )

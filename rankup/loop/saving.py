@@ -1,0 +1,180 @@
+"""The tracked state as copies: one is restored at the start, others are saved beside the training, and the last one is
+written when the process has to end."""
+
+from copy import copy
+from typing import Any
+
+from rankup.errors import UserError
+from rankup.group.group import Group
+from rankup.loop.commit import Changing
+from rankup.loop.record import Position, write_record
+from rankup.loop.tracked import Tracked
+from rankup.observe.metrics import Metrics
+from rankup.state import tree
+from rankup.state.copies import STATE, Content, list_copies, step_of
+from rankup.state.reading import Copy
+from rankup.state.rescue import beside_a_blocked_stream
+from rankup.state.run import Run
+from rankup.state.shards import INDEX, Shards
+
+LOADERS = "rankup_loaders"  # the states of loaders that can be asked for them, beside the tracked items
+
+
+class Saving:
+    """Saves and restores `tracked`, as of the last commit, at which `position` stands.
+
+    It is the watchdog's `Keeper` too. `about`: what the program says of itself in each copy. `can_rescue`: whether this
+    rank alone holds all that the next attempt needs. `loader_states`: as of the last commit. `total`: steps of the
+    whole run, None where nobody knows.
+    """
+
+    def __init__(
+        self, group: Group, run: Run, tracked: Tracked, position: Position, *, seed: int, begin_anew: str, again: str
+    ) -> None:
+        """`begin_anew`, `again`: how the user of this program begins a run anew, and goes on with one."""
+        self.group, self.run, self.tracked, self.position = group, run, tracked, position
+        self.changing = Changing(position, group.device)
+        self.metrics = Metrics(None, position, saved=position, tensorboard=False)
+        self.about: dict[str, Any] = {}
+        self.can_rescue = True
+        self.total: int | None = None
+        self.loader_states: list[Any] = []
+        self._seed, self._again = seed, again
+        self._way_out = f"{begin_anew[0].upper()}{begin_anew[1:]}."
+        # What lies in rank 0's folder: a rescue, from which the run may go on, is in memory alone
+        self._saved = Position.of(run.saved).key
+        if run.newest is not None:
+            self.loader_states = run.newest.tracked.get(LOADERS, {}).get(self._place, [])
+
+    @property
+    def _place(self) -> str:
+        return f"{self.group.rank} of {self.group.world_size}"
+
+    # Restoring ------------------------------------------------------------------------------------------------
+
+    def restore(self, newest: Copy, names: list[str]) -> None:
+        """Put back the tracked items of these names. All ranks call this. Raises UserError where one does not fit."""
+        if newest.sharded and not (self.tracked.split and self.run.saver.sharded):
+            newest = newest.as_plain()
+        state = self._read_shards(newest) if newest.sharded else newest.tracked
+        if missing := sorted({*names} - state.keys()):
+            raise UserError(
+                f"track: {', '.join(missing)} must be in {newest.path}, got {', '.join(sorted(state))} there. "
+                + self._way_out
+            )
+        try:
+            self.tracked.load({name: state[name] for name in names})
+        except UserError:  # a ValueError that says already what is wrong
+            raise
+        except ValueError as error:
+            raise UserError(f"{newest.path} does not fit this {error}. {self._way_out}") from None
+
+    def _read_shards(self, newest: Copy) -> dict[str, Any]:
+        """This rank's part of a sharded copy. Raises UserError on all ranks where it does not fit one."""
+        # Rank 0 chose the copy under its own path; another node may have mounted the folder elsewhere
+        folder = self.group.run_dir / "checkpoints" / newest.path.name
+        state, problem = dict[str, Any](), ""
+        try:
+            self.tracked.make_room()
+            with Shards(folder, newest.files[INDEX]) as shards:
+                state = shards.read_into(self.tracked.state())
+        except Exception as error:  # the others read their part meanwhile, and wait then
+            problem = " ".join(str(error).split())[:300] or type(error).__name__
+        for rank, text in enumerate(self.group.gather(problem)):
+            if text:
+                raise UserError(
+                    f"{newest.path} does not fit this model: rank {rank}: {text}. {self._way_out}"
+                )
+        return state
+
+    # Saving ---------------------------------------------------------------------------------------------------
+
+    def save(self, *, wait: bool = False) -> bool:
+        """Write a copy of the last commit, unless the newest one holds it already. Returns whether it began one.
+
+        All ranks call this at the same step. It is written beside the training, unless `wait`. Raises UserError and
+        PeerLost.
+        """
+        position, run = self.position, self.run
+        if not self.tracked.items or position.key == self._saved:
+            if wait:
+                run.settle()
+            return False
+        run.look(wait=True)  # before the state is put together
+        state = self.group.collective(self.tracked.state)
+        if any(each is not None for each in self.loader_states):
+            every = [self.group.broadcast_tensors(self.loader_states, source=n) for n in range(self.group.world_size)]
+            state[LOADERS] = {f"{rank} of {self.group.world_size}": states for rank, states in enumerate(every)}
+        run.save(
+            position.step, self._record(position), state, may_go_on=self._may_go_on, flush=self.metrics.flush, wait=wait
+        )
+        self._saved = position.key
+        return True
+
+    @property
+    def _may_go_on(self) -> bool:
+        """Gathered state is written at once: a copy of it would need the memory twice."""
+        return not self.tracked.split or (self.run.saver.sharded and self.run.origin.second is None)
+
+    def _record(self, position: Position) -> bytes:
+        group = self.group
+        return write_record(
+            position, seed=self._seed, world_size=group.world_size, run=self.run.lineage.run, attempt=self.run.mark,
+            written_by=f"rank {group.rank} on {group.hosts[group.rank]}", about=self.about,
+        )
+
+    def stopped(self) -> str:
+        """What to say of a run that was stopped at its last commit."""
+        why, step = self.group.stop.signal_name or "another rank's signal", self.position.step
+        if not self.tracked.items:
+            return f"{why}: stopped at step {step}, nothing is tracked, so nothing was saved."
+        where = f"saved at step {step}" if step else "at step 0, nothing to save,"
+        of = "" if self.total is None else f" of {self.total}"
+        return f"{why}: {where}{of}. {self._again} goes on from it."
+
+    # The end of a process: any thread ---------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """Write the last commit to this node's memory. The loop never goes on afterwards.
+
+        Where that can't be, the copy that rank 0 may be writing is all that will be left: it gets done first.
+        """
+        position = None
+        if self.can_rescue and self.position.step > max(0, self.run.saved_step):
+            position = self.changing.stop()
+            if position is None:
+                self.group.log.warning("no rescue: this rank was in the middle of changing the weights")
+        if position is None or not self.run.rescue(position.step, lambda: self._files(copy(position))):
+            self.run.saver.wait()
+
+    def keep_for_stop(self) -> str:
+        """Write it, on rank 0 as a copy in its place: the job may go on on other machines."""
+        if not self.can_rescue:
+            return ""
+        if not self.group.is_rank0:
+            self.keep()
+            return self.stopped()
+        saver = self.run.saver
+        saver.wait()
+        position = self.changing.stop()
+        if position is None:
+            return f"{self.group.stop.signal_name}: in the middle of changing the weights, so nothing newer was saved"
+        position = copy(position)
+        newest = list_copies(saver.folder)  # the loop may not have noticed yet that a save has ended
+        if position.step > (step_of(newest[-1]) if newest else 0):
+            self.metrics.flush()
+            saver.publish_files(position.step, self._files(position))
+        return self.stopped()
+
+    def _files(self, position: Position) -> dict[str, Content]:
+        """The files of a copy of the last commit, at which `position` stands."""
+        with beside_a_blocked_stream(self.group.device):
+            state = self.tracked.state()
+            if any(each is not None for each in self.loader_states):  # other ranks skip by count
+                state[LOADERS] = {self._place: self.loader_states}
+            nodes, tensors = tree.encode(state)
+            if self.group.device.type == "cuda":  # else they are written as they lie: the training has stopped
+                tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        if not self.changing.unchanged():
+            raise RuntimeError("the weights changed while they were copied")
+        return {STATE: self._record(position), **tree.files_of(nodes, tensors)}
