@@ -74,7 +74,7 @@ class Group:
     def stops_before(self, step: int) -> bool:
         """Say that this rank is about to begin `step`. Returns whether all ranks stop before it instead.
 
-        Without any collective, see `rankup.agent.stop`. Waits some milliseconds where they are just agreeing on it.
+        Without any collective, see `rankup.agent.meeting`. Waits some milliseconds where they are just agreeing on it.
         """
         if self.world_size == 1:
             return self.stop.requested

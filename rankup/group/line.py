@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankup.agent.links import path_of
-from rankup.agent.protocol import KILLED
+from rankup.agent.protocol import KILLED, path_of
 from rankup.errors import root_cause, worth_restarting
 from rankup.group.stop import StopRequest
 from rankup.timing import QUIET_S, SAY_S, WHERE_S

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rankup.agent.links import Links, path_of
+from rankup.agent.protocol import Links, path_of
 from rankup.group.line import AgentLine
 from rankup.group.stop import StopRequest
 
@@ -70,12 +70,8 @@ def test_a_rank_is_heard_and_told_by_its_number() -> None:
         assert sorted(rank for rank, _ in heard) == [0, 1]
         assert heard[0][1] == {"is": "stop", "signal": "SIGTERM"}
         agents.tell("lost", n=1, ranks=[1])
-        agents.tell("ranks", local_rank=1, ranks=[])
-        await until(lambda: len(told[0] + told[1]) == 3)
-        assert told == {
-            0: [{"is": "lost", "n": 1, "ranks": [1]}],
-            1: [{"is": "lost", "n": 1, "ranks": [1]}, {"is": "ranks", "ranks": []}],
-        }
+        await until(lambda: len(told[0] + told[1]) == 2)
+        assert told == {key: [{"is": "lost", "n": 1, "ranks": [1]}] for key in (0, 1)}
         for line in lines:
             hang_up(line)
 
@@ -93,7 +89,7 @@ def test_a_rank_that_is_started_again_takes_the_place_of_the_one_before() -> Non
         await until(lambda: len(heard) == 2)
         hang_up(first)
         while not told:
-            agents.tell("ranks", local_rank=0, ranks=[])
+            agents.tell("ranks", ranks=[])
             await asyncio.sleep(0.01)
         hang_up(second)
 
