@@ -50,8 +50,8 @@ FETCHED = [Frame("/me/set.py", 7, "__getitem__"), Frame(f"{TORCH}/utils/data/_ut
         ),
         ([*BACKWARD, *LOOP], "backward (loop.py:213 step)"),
         (
-            [QUEUE, Frame(f"{RUN}/data/worker_loader.py", 105, "next"), *LOOP],
-            "data: loader.next (worker_loader.py:105 next)",
+            [QUEUE, Frame(f"{RUN}/data/loader.py", 105, "next"), *LOOP],
+            "data: loader.next (loader.py:105 next)",
         ),
         ([Frame("/venv/lib/python3.12/site-packages/train/loop.py", 8, "step")], "loop.py:8 step"),  # installed
         (FETCHED, "set.py:7 __getitem__"),

@@ -29,7 +29,7 @@ from rankup.errors import DataError
 from rankup.group.stop import SIGNALS
 from rankup.loop.seeds import derive_seed
 from train.config import Config
-from train.data.random_numbers import random_numbers
+from train.data.samples import random_numbers
 from train.workloads import Workload
 
 ERRORS: dict[str, BaseException] = {
