@@ -76,7 +76,7 @@ class Job:
         )
         self.changing = self.saving.changing
         self.course = Course(self.position, self.position.step)
-        self.clock = StepClock(group.device, group.link, world_size=group.world_size)
+        self.clock = StepClock(group.device, world_size=group.world_size)
         self.reports = RankReports(group, self.clock, step=self.position.step)
         self.live = Live(self.position, self.saving.loader_states)
         self._reporter: Reporter | None = None
