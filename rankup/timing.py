@@ -44,7 +44,6 @@ KILL_S = 5.0  # how long a killed process may take to end; one that waits for a 
 
 # The group of ranks --------------------------------------------------------------------------------------------------
 STOP_S = 0.001  # between two looks at whether a step may begin, while the ranks agree on one to stop at
-LOCAL_CONNECT_S = 10.0  # between ranks of one host: all listen already, and the kernel completes a connection by itself
 FORM_S = 20.0  # ranks that reach each other connect within this; more where there are many
 WATCHDOG_LATER_S = 10.0  # each step of joining has its own deadline, whose message says more than the watchdog's
 BEHIND_OURS_S = 120.0  # gloo's and nccl's own timeouts are longer than ours, which know the phase and name the rank
