@@ -24,8 +24,7 @@ from rankup.observe.stragglers import DATA, WAITING
 from rankup.state.shards import check_shared
 
 from .config import Config, check_world_size
-from .data.loader import Loader
-from .data.worker_loader import free_shared_memory
+from .data.loader import Loader, free_shared_memory
 from .group import join_group
 from .parallel import load_method, method_name, start_method
 from .parallel.allocator import keep_freed_memory
@@ -137,6 +136,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
             whole = deepcopy(plain).cpu()
         method.split(plain)
     model = method.wrap(compile_model(plain, device) if config.compile else plain)
+    job.clock.link = method.exchange
 
     # Batches ----------------------------------------------------------------------------------------------------
     free_bytes = free_shared_memory()  # before workers fill it
@@ -146,7 +146,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
     )
     loader = Loader(
         workload.train, batches, evaluation=workload.evaluation, device=device, stop=group.stop,
-        num_workers=config.num_workers, prefetch_factor=config.prefetch_factor, warn=log.warning,
+        num_workers=config.num_workers, warn=log.warning,
     )
     # After the workers have started: they prepare the first batches during the warm-up.
     batch = first_batch(config, group, workload, order, free_bytes=free_bytes)

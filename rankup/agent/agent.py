@@ -30,7 +30,6 @@ from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
-from rankup.agent.links import Links
 from rankup.agent.logs import host_name, open_log
 from rankup.agent.meeting import Leader
 from rankup.agent.network import choose_interface, chosen_address, listen, open_port
@@ -38,16 +37,12 @@ from rankup.agent.output import Pump, last_exception
 from rankup.agent.processes import (
     die_with_parent,
     has_handler,
-    kill_session,
     reap_orphans,
-    send_signal,
-    start_fresh,
     state_of,
 )
-from rankup.agent.protocol import KILLED, Member, in_thread
+from rankup.agent.protocol import KILLED, Links, Member, in_thread
 from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
-from rankup.agent.script_env import PARENT, rank_environment
 from rankup.agent.status import (
     STACKS,
     RunStatus,
@@ -62,6 +57,7 @@ from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED
 
 log = logging.getLogger("rankup")
+PARENT = "RANKUP_PARENT"  # the process without which the agent shall not go on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +90,7 @@ class Rank:
         self.local_rank, self.number = local_rank, number
         self.running = self.told = False
         self.said: End | None = None  # how it ends, in its own words
-        self.pid = 0  # of a script that does not import rankup; the fork server knows those of others
-        self.pump: Pump | None = None
+        self.pump: Pump | None = None  # where the script does not import rankup
         self.stopped_since_s = 0.0  # in state T
 
 
@@ -111,7 +106,10 @@ class Agent:
         self.records = Records(node.nproc, first_rank=node.first_rank)
         self.host = host_name()
         self.links = Links(self._hear_rank)
-        self.server: ForkServer | None = None
+        self.server = ForkServer(
+            on_start=self._announce, on_end=self._read_rest, on_gone=self._forget_server,
+            on_warning=functools.partial(log.warning, "%s"),
+        )
         self.lead: Lead | None = None
         self._commit: dict[str, Any] = {}
         self._all_ended = asyncio.Event()
@@ -143,9 +141,9 @@ class Agent:
             loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
         loop.add_signal_handler(signal.SIGUSR2, self._ask_for_stacks)
         try:
+            self._start_server()
             if self.knows_us:
                 await self.links.open()
-                self._start_server()
             if self.node.node_rank == 0:
                 self.lead = Lead(self, me)
                 await self.lead.listen()
@@ -158,8 +156,7 @@ class Agent:
             await self._end_ranks(settle_s=0.0)
             if self.lead is not None:
                 await self.lead.close()
-            if self.server is not None:
-                await self.server.close()
+            await self.server.close()
             self.links.close()
 
     async def _find_leader(self) -> tuple[str, int]:
@@ -214,19 +211,13 @@ class Agent:
 
     def _start_server(self) -> None:
         """It imports torch while the agents meet."""
-        self.server = ForkServer(
-            on_end=self._ended, on_warning=lambda text: log.warning("%s", text),
-            on_gone=self._forget_server,
-        )
-        file = self.script.file or ""
+        file, fork = self.script.file or "", self.knows_us and self.options.start == "fork"
         preload, folder = own_imports(file)
-        self.server.start(
-            safe_imports(file), env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}, preload=preload, folder=folder,
-            fork=self.options.start == "fork",
-        )
+        env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self.server.start(safe_imports(file), env=env, preload=preload, folder=folder, fork=fork)
 
     def _forget_server(self) -> None:
-        if self.server is not None and self.server.ready.is_set():
+        if self.server.ready.is_set():
             log.warning("the process that forks the ranks was killed, and they with it")
             self._start_server()
         else:  # it has not even imported torch: nor would the next
@@ -248,13 +239,14 @@ class Agent:
             )
             if commit["again"]:
                 words += self.options.restart_args
-            if self.server is not None:
-                self.server.start_rank(
-                    rank.local_rank, words, env=self._environment(rank), name=f"rank {rank.number}",
-                    cwd=self.options.work_dir,
-                )
-            else:
-                self._start_fresh(rank, words)
+            env, outputs = self._environment(rank), [] if self.knows_us else self._open_outputs(rank)
+            if not self.knows_us:
+                env |= stacks_environment(self.run_dir, rank.number, env)
+            self.server.start_rank(
+                rank.local_rank, words, env=env, name=f"rank {rank.number}", cwd=self.options.work_dir, outputs=outputs
+            )
+            for output in outputs:
+                os.close(output)
         if self._passed_on:  # it came before they were there
             self._signal(self._passed_on, told=not self.knows_us)
 
@@ -267,20 +259,44 @@ class Agent:
         return self.run_dir / "status" / self.attempt / f"error-rank-{rank.number}.json"
 
     def _environment(self, rank: Rank) -> dict[str, str]:
-        commit, node = self._commit, self.node
-        agent = {
-            "commit": commit, "record": self.records.place(rank.local_rank), "socket": self.links.address,
-            "local_rank": rank.local_rank,
-        }
-        return rank_environment(
-            os.environ, rank=rank.number, local_rank=node.local_rank + rank.local_rank, world_size=node.world_size,
-            local_world_size=node.local_world_size or node.nproc, node_rank=node.node_rank, num_nodes=node.num_nodes,
-            master_addr=node.master_addr, master_port=commit["port"], use_agent_store=commit["store"],
-            restarts=commit["restarts"], max_restarts=self.options.max_restarts, run_id=commit["job"],
-            error_file=self._error_file(rank), agent=agent if self.knows_us else None, cpus=cpu_quota(),
-        )
+        """What a rank finds: every variable that torchrun sets, with torchrun's meaning, and one of ours. Everything
+        else is kept, Slurm's variables too.
 
-    def _start_fresh(self, rank: Rank, words: list[str]) -> None:
+        `env://` reads five of them. Lightning, Accelerate and Transformers look for more to find out who started them:
+        TORCHELASTIC_RUN_ID makes Lightning and torch take the process for one of torchrun's, also where Slurm's
+        variables are there too, and LOCAL_RANK keeps Accelerate and Transformers from starting processes of their own.
+        """
+        commit, node, local = self._commit, self.node, self.node.local_world_size or self.node.nproc
+        # A script that imports rankup may know our settings by the environment, as where its cache lies
+        hidden = ("PET_", PARENT) if self.knows_us else ("PET_", "RANKUP_")
+        given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+        by_default = {
+            # torchrun takes one thread, whatever the machine has
+            "OMP_NUM_THREADS": max(1, int((cpu_quota() or os.cpu_count() or 1) // local)),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+            "PYTHONUNBUFFERED": 1,  # its output may be a pipe: lines would come in blocks, and the last not at all
+            "PYTHONFAULTHANDLER": 1,  # a crash in a library's own code leaves the Python stack in the log
+        }
+        # Before those that are there: the shell may hold the variables of an earlier torchrun
+        set_by_torchrun = {
+            "RANK": rank.number, "LOCAL_RANK": node.local_rank + rank.local_rank, "WORLD_SIZE": node.world_size,
+            "LOCAL_WORLD_SIZE": local, "GROUP_RANK": node.node_rank, "GROUP_WORLD_SIZE": node.num_nodes,
+            "ROLE_RANK": rank.number, "ROLE_WORLD_SIZE": node.world_size, "ROLE_NAME": "default",
+            "MASTER_ADDR": node.master_addr, "MASTER_PORT": commit["port"],
+            "TORCHELASTIC_RESTART_COUNT": commit["restarts"],
+            "TORCHELASTIC_MAX_RESTARTS": self.options.max_restarts, "TORCHELASTIC_RUN_ID": commit["job"],
+            "TORCHELASTIC_USE_AGENT_STORE": commit["store"],  # else the script's rank 0 opens one at that port
+            "TORCHELASTIC_ERROR_FILE": self._error_file(rank),
+        }
+        ours = {}
+        if self.knows_us:
+            place, address = self.records.place(rank.local_rank), self.links.address
+            agent = {"commit": commit, "record": place, "socket": address, "local_rank": rank.local_rank}
+            ours["RANKUP_AGENT"] = json.dumps(agent)
+        return {name: str(value) for name, value in {**by_default, **given, **set_by_torchrun, **ours}.items()}
+
+    def _open_outputs(self, rank: Rank) -> list[int]:
+        """Where a script that does not import rankup prints to."""
         log.info("starting %s as rank %d of %d", self.script.name, rank.number, self.node.world_size)
         self._error_file(rank).parent.mkdir(parents=True, exist_ok=True)  # for torch's @record
         (stdout, ours), (stderr, ours_too) = os.pipe(), os.pipe()
@@ -288,27 +304,24 @@ class Agent:
             stdout, stderr, rank=rank.number, world_size=self.node.world_size,
             file=open_log(self.run_dir / "logs" / f"rank-{rank.number}.log"),
         )
-        env = self._environment(rank)
-        env |= stacks_environment(self.run_dir, rank.number, env)
-        rank.pid = start_fresh(
-            words, env=env, cwd=self.options.work_dir, stdout=ours, stderr=ours_too,
-            on_end=lambda code: self._read_rest(rank, code),
-        )
-        os.close(ours)
-        os.close(ours_too)
-        with contextlib.suppress(OSError):  # it costs only that nobody can ask
-            announce_stacks(self.run_dir, rank.number, self.node.world_size, rank.pid)
+        return [ours, ours_too]
 
-    def _read_rest(self, rank: Rank, code: int) -> None:
+    def _announce(self, local_rank: int, pid: int) -> None:
+        if not self.knows_us:
+            with contextlib.suppress(OSError):  # it costs only that nobody can ask
+                announce_stacks(self.run_dir, self.ranks[local_rank].number, self.node.world_size, pid)
+
+    def _read_rest(self, local_rank: int, code: int) -> None:
         """Its process has ended; its last words may not be read yet."""
-        rank.pid = 0
 
-        async def read() -> None:
-            assert rank.pump is not None
-            await rank.pump.drained(timing.LAST_WORD_S)  # what it left behind may hold its output open
-            self._ended(rank.local_rank, code)
+        async def read(pump: Pump) -> None:
+            await pump.drained(timing.LAST_WORD_S)  # what it left behind may hold its output open
+            self._ended(local_rank, code)
 
-        self.begin(read())
+        if (pump := self.ranks[local_rank].pump) is None:
+            self._ended(local_rank, code)
+        else:
+            self.begin(read(pump))
 
     def _hear_rank(self, local_rank: int, message: Mapping[str, Any]) -> None:
         """What a rank says that imports rankup."""
@@ -392,19 +405,13 @@ class Agent:
         for rank in self.ranks:
             if rank.running:
                 rank.told = rank.told or told
-                if self.server is not None:
-                    # SIGTERM, whatever it was: a Python that has just started leaves of it without a traceback
-                    self.server.signal(rank.local_rank, signal.SIGTERM)
-                elif rank.pid:
-                    send_signal(rank.pid, getattr(signal, name))
+                # SIGTERM, whatever it was: a Python that has just started leaves of it without a traceback
+                self.server.signal(rank.local_rank, signal.SIGTERM if self.knows_us else getattr(signal, name))
 
     def _kill(self, rank: Rank) -> None:
         if rank.running:
             rank.told = True
-            if self.server is not None:
-                self.server.signal(rank.local_rank, signal.SIGKILL)
-            elif rank.pid:
-                kill_session(rank.pid)
+            self.server.signal(rank.local_rank, signal.SIGKILL)
 
     # Stops ----------------------------------------------------------------------------------------------------------
 
@@ -453,7 +460,7 @@ class Agent:
 
     async def _show_stacks(self) -> None:
         """Those that import rankup write it down themselves."""
-        if self.server is not None:
+        if self.knows_us:
             for local_rank, pid in self.server.pids.items():
                 if pid and has_handler(pid, signal.SIGUSR2):
                     self.server.signal(local_rank, signal.SIGUSR2)
@@ -472,8 +479,8 @@ class Agent:
         """What tells nobody: ranks that were stopped (SIGSTOP), and orphans that a container's first process reaps."""
         while True:
             await asyncio.sleep(timing.TICK_S)
-            pids = {rank: self._pid_of(rank) for rank in self.ranks if rank.running}
-            reap_orphans({*pids.values(), self.server.pid if self.server is not None else 0})
+            reap_orphans({self.server.pid})
+            pids = {rank: self.server.pids.get(rank.local_rank, 0) for rank in self.ranks if rank.running}
             now_s = time.monotonic()
             for rank, pid in pids.items():
                 record = self.records.of(rank.local_rank)
@@ -486,9 +493,6 @@ class Agent:
                     rank.stopped_since_s = now_s
                     self._kill(rank)
                     rank.told = False
-
-    def _pid_of(self, rank: Rank) -> int:
-        return self.server.pids.get(rank.local_rank, 0) if self.server is not None else rank.pid
 
 
 class Lead:
@@ -537,7 +541,8 @@ class Lead:
         if verdict.code is not None:
             self._end(verdict)
             await asyncio.Event().wait()
-        if (server := self.agent.server) is not None:
+        if self.agent.knows_us:
+            server = self.agent.server
             await server.ready.wait()
             with open_port("127.0.0.1" if self.agent.node.num_nodes == 1 else "", 0) as listener:
                 server.start_store(listener)
@@ -550,7 +555,7 @@ class Lead:
             self.status.begin(self.ends.restarts, self.leader.members)
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
-            "store": server is not None, "again": self.again or self.ends.restarts > 0,
+            "store": self.agent.knows_us, "again": self.again or self.ends.restarts > 0,
         }
 
     def _hear(self, member: Member, message: Mapping[str, Any]) -> None:

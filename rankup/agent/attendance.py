@@ -52,8 +52,8 @@ class Attendance:
         self.me, self._settings, self._find_leader, self._notice, self._clock = me, settings, find_leader, notice, clock
         self.problem, self.n = "nothing was heard from rank 0", 0
         self._stage = ""  # of JoinError, while that is the problem
-        self._in_membership = False
-        self._until_s = math.inf  # when the time to join is over; endless in a membership
+        self._until_s = math.inf  # when the time to find a leader is over; endless in a membership
+        self._refused = False
         self._heard_s = self._noticed_s = clock()
         self._link: Link | None = None
         self._leader = ""  # where it was found
@@ -79,7 +79,8 @@ class Attendance:
         """What the leader decides: propose, commit, lost, refused, and all that its `tell` says; "gone" (with `why`)
         where the leader is lost itself. It is then looked for again.
 
-        Raises JoinError where there is no membership `me.left_s` after the start, or after the last one was lost.
+        Raises JoinError where no leader answers `me.left_s` after the start, or after the last membership was lost. One
+        that answers knows better how long to wait, and who is missing.
         """
         queue: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
         # In a task of its own: the leader is answered also while nobody takes events
@@ -141,16 +142,16 @@ class Attendance:
         kind = message["is"]
         if kind == "waiting":
             self.problem = message["text"]
-            self._say_notice()
+            self._notice(f"still waiting: {self.problem}")
         elif kind == "propose":
             self.n = message["n"]
             if self._route is not None:
                 self._route.cancel()
             self._route = self._start(self._try_route(message["next"]))
-        elif kind == "preparing":
-            self._until_s = max(self._until_s, self._clock() + float(message["left_s"]))
         elif kind == "commit":
-            self._in_membership, self._until_s = True, math.inf
+            self._until_s = math.inf
+        elif kind == "refused":  # leave, but not before the others have heard it from a leader in this process
+            self._refused, self._until_s = True, self._clock()
         elif kind == "lost":
             self._leave_membership()
         elif kind == "prepare":
@@ -160,7 +161,7 @@ class Attendance:
             for record in self._records().values():
                 record.confirm_stop(message["stop"])
             self._start(self._look_at_stop(link, message["n"]))
-        return kind not in ("alive", "waiting", "preparing", "prepare", "confirm")
+        return kind not in ("alive", "waiting", "prepare", "confirm")
 
     async def _look_at_stop(self, link: Link, n: int) -> None:
         """Say so where a rank does not come to where all are to stop."""
@@ -169,12 +170,8 @@ class Attendance:
             link.send("late", n=n)
 
     def _leave_membership(self) -> None:
-        if self._in_membership:
-            self._in_membership, self._until_s = False, self._clock() + self.me.left_s
-
-    def _say_notice(self) -> None:
-        self._noticed_s = self._clock()
-        self._notice(f"still waiting: {self.problem}")
+        if self._until_s == math.inf:
+            self._until_s = self._clock() + self.me.left_s
 
     def _failure(self) -> JoinError:
         who = self.me.name.replace(" on ", f" of {self.me.world_size} on ", 1)
@@ -205,7 +202,8 @@ class Attendance:
             if now_s > self._until_s:
                 raise self._failure()
             if now_s - self._noticed_s >= NOTICE_S:
-                self._say_notice()
+                self._noticed_s = now_s
+                self._notice(f"still waiting: {self.problem}")
             await asyncio.sleep(crowd * (EARLY_PAUSE_S if now_s - begun_s < EARLY_S else PAUSE_S))
 
     async def _introduce(self, host: str, port: int) -> Link:
@@ -227,17 +225,14 @@ class Attendance:
             link.close()
             raise _NoLeaderError(over)
         self._listen(self._chosen_ip or link.local_ip)
-        waited_s = self.me.left_s - (self._until_s - self._clock())
-        link.send(
-            "hello", **asdict(self.me), version=VERSION, waited_s=waited_s, n=self.n, settings=dict(self._settings)
-        )
+        link.send("hello", **asdict(self.me), version=VERSION, n=self.n, settings=dict(self._settings))
         self._link, self._heard_s = link, self._clock()
         self._leader = f"{host}:{port}"
         self.problem = f"rank 0 at {self._leader} is still waiting for others"
         return link
 
     async def _watch(self, link: Link) -> str:
-        """Give signs of life, until the leader gives none or the time to join is over. Returns why it is given up."""
+        """Give signs of life, until the leader gives none. Returns why it is given up."""
         looked_s = self._clock()
         while True:
             link.send("alive", ranks=[record.read().sign() for record in self._records().values()])
@@ -246,7 +241,8 @@ class Attendance:
             if now_s - looked_s > FROZEN_S:
                 self._heard_s = now_s
             looked_s, silent_s = now_s, now_s - self._heard_s
-            if silent_s > SILENT_S or now_s > self._until_s + LAST_WORD_S:
+            is_over = now_s > self._until_s + LAST_WORD_S and (self._refused or silent_s > BUSY_S)
+            if silent_s > SILENT_S or is_over:
                 link.close(at_once=True)
                 return f"gave no sign of life for {silent_s:.0f} s"
 

@@ -12,7 +12,7 @@ The agent runs this file as a program and talks to it through a socket, one JSON
 
 A fork copies the thread that calls it and no other, yet all locks and the state of every library. So the server has one
 thread, no device and no process group, and it looks whether that is true. If not, it replaces itself by a process that
-imports nothing and starts fresh interpreters.
+imports nothing and starts fresh interpreters, as it does from the beginning for a script that does not import rankup.
 
 A forked rank returns to the end of this file, and becomes the script there.
 """
@@ -38,7 +38,6 @@ import sys
 import threading
 import time
 import types
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,9 +47,9 @@ if not __package__:
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parents[1]), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
 
-from rankup.agent.processes import die_with_parent, end_of, kill_session, send_signal, spawn, state_of
+from rankup.agent.processes import die_with_parent, end_of, kill_session, send_signal, state_of
 from rankup.agent.protocol import KILLED
-from rankup.errors import FAULT, FINISHED, USER_MISTAKE
+from rankup.errors import FAULT, FINISHED
 from rankup.timing import KILL_S, LAST_WORD_S, POLL_S
 
 STORE = -1  # in the place of a local rank
@@ -68,14 +67,14 @@ class ForkServer:
     """
 
     def __init__(
-        self, *, on_end: Callable[[int, int], None], on_warning: Callable[[str], None], on_gone: Callable[[], None]
+        self, *, on_end: Callable[[int, int], None], on_warning: Callable[[str], None], on_gone: Callable[[], None],
+        on_start: Callable[[int, int], None] = lambda rank, pid: None,
     ) -> None:
-        """`on_end` gets local rank and exit code. `on_gone`: the server was killed. All its ranks are dead then, and
-        `on_end` was called for each; start another server."""
-        self._on_end, self._on_warning, self._on_gone = on_end, on_warning, on_gone
+        """`on_start` gets local rank and process, `on_end` local rank and exit code. `on_gone`: the server was killed.
+        All its ranks are dead then, and `on_end` was called for each; start another server."""
+        self._on_start, self._on_end, self._on_warning, self._on_gone = on_start, on_end, on_warning, on_gone
         self.pids: dict[int, int] = {}
         self.ready = asyncio.Event()
-        self._received = b""
 
     def start(
         self, modules: Sequence[str] = (), *, env: Mapping[str, str], preload: Sequence[str] = (), folder: str = "",
@@ -87,7 +86,8 @@ class ForkServer:
         modules that the script names, found in `folder` too. `env`: of the server; its OMP_NUM_THREADS and Python's own
         variables hold for the ranks. `fork`: False starts ranks as fresh interpreters.
         """
-        self._env = dict(env)
+        self._env, self._received = dict(env), b""
+        self.ready.clear()
         self._channel, theirs = socket.socketpair()
         order = {"channel": theirs.fileno(), "parent": os.getpid(), "fork": fork, "folder": folder,
                  "modules": [*modules], "preload": [*preload]}
@@ -156,6 +156,7 @@ class ForkServer:
                 self._on_warning(news["warning"])
             elif "started" in news:
                 self.pids[news["started"]] = news["pid"]
+                self._on_start(news["started"], news["pid"])
             elif news["ended"] == STORE:
                 self._on_warning(f"the process that serves the store ended with {news['code']}")
             elif self.pids.pop(news["ended"], None) is not None:
@@ -270,7 +271,8 @@ class Server:
             if self._woken in readable:
                 self._woken.recv(4096)
             if self.channel in readable:
-                data, descriptors, *_ = socket.recv_fds(self.channel, 65536, 64)
+                # A rank must not hold another one's output open
+                data, descriptors, *_ = socket.recv_fds(self.channel, 65536, 64, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
                 if not data:
                     break
                 passed += descriptors
@@ -308,12 +310,7 @@ class Server:
             self._signal(STORE, signal.SIGKILL)
             self._running = {pid: each for pid, each in self._running.items() if each != STORE}  # nobody waits for it
         try:
-            if self.fork or which == STORE:
-                pid = self._fork(name)
-            else:
-                env = {name: value for name, value in (os.environ | request["env"]).items() if value is not None}
-                streams = dict(zip(("stdout", "stderr"), descriptors, strict=False))
-                pid = spawn(request["argv"], env=env, cwd=request["cwd"], **streams)
+            pid = self._fork(name)
         except OSError as error:  # no more processes, no more memory
             self.tell(warning=f"{name} can't be started: {error.strerror or error}")
             self.tell(ended=which, code=FAULT)
@@ -354,10 +351,8 @@ class Server:
         return pid
 
     def _become(self, request: dict[str, Any], outputs: Sequence[int]) -> None:
-        """In the child: find what a fresh interpreter finds, but for what `run` does."""
+        """In the child: find what a fresh interpreter finds, but for what `run` does; or be one."""
         self.channel.close()  # the agent has to notice the end of the server, which an open copy would hide
-        for number, handler in self._usual.items():
-            signal.signal(number, handler)
         for stream, descriptor in enumerate(outputs, start=1):
             os.dup2(descriptor, stream)
         for name, value in request["env"].items():
@@ -366,6 +361,11 @@ class Server:
             else:
                 os.environ[name] = value
         os.chdir(request["cwd"])
+        for number, handler in self._usual.items():
+            signal.signal(number, signal.SIG_DFL if callable(handler) and not self.fork else handler)
+        if not self.fork:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)
+            os.execv(sys.executable, [sys.executable, *request["argv"]])
         vars(multiprocessing.process)["ORIGINAL_DIR"] = os.getcwd()  # where spawned workers look for the script
         # Python's own `random` sees to that itself
         if numpy_random := sys.modules.get("numpy.random"):
@@ -430,7 +430,7 @@ def main() -> list[str]:
 
 
 def run(argv: list[str]) -> NoReturn:
-    """Be `python ARGV`: a script, a folder or an archive with a __main__.py, or "-m" and a module."""
+    """Be `python ARGV`: a script, or "-m" and a module."""
     program = argv[0]
     sys.orig_argv = [sys.executable, *argv]
     sys.argv = argv[1:] if program == "-m" else argv
@@ -443,15 +443,14 @@ def run(argv: list[str]) -> NoReturn:
         if program == "-m":
             _put_on_path(os.getcwd())
             runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
-        elif os.path.isdir(program) or zipfile.is_zipfile(program):
-            sys.path.insert(0, os.path.abspath(program))
-            runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         else:
             _put_on_path(os.path.dirname(os.path.realpath(program)))
             file = os.path.abspath(program)
             loader = importlib.machinery.SourceFileLoader("__main__", file)
             main.__dict__.update(__file__=file, __cached__=None, __loader__=loader)
-            exec(_code_of(file), main.__dict__)
+            with io.open_code(file) as opened:
+                text = opened.read()
+            exec(compile(text, file, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as error:
         code = FINISHED if error.code is None else error.code
         if not isinstance(code, int):
@@ -505,17 +504,6 @@ def _end(code: int) -> NoReturn:
 def _put_on_path(folder: str) -> None:
     if not sys.flags.safe_path:
         sys.path.insert(0, folder)
-
-
-def _code_of(file: str) -> types.CodeType:
-    try:
-        with io.open_code(file) as opened:
-            text = opened.read()
-    except OSError as error:
-        why = f"[Errno {error.errno}] {error.strerror}"
-        print(f"{sys.executable}: can't open file {file!r}: {why}", file=sys.stderr)
-        raise SystemExit(USER_MISTAKE) from None
-    return compile(text, file, "exec", dont_inherit=True)
 
 
 if __name__ == "__main__":

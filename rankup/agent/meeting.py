@@ -2,6 +2,16 @@
 
 The kernel closes the connections of a process that ends, so a loss is known at once. A process that is stopped or cut
 off is found by its silence. The messages are in `protocol`, a member's side of them is in `attendance`.
+
+How all ranks stop before the same step: a rank writes the step that it is about to begin, then reads the step before
+which to stop (`RecordWriter.may_begin`); a member writes the latter, then reads the former
+(`RecordWriter.ask_to_stop`). So nobody waits for anybody in a step.
+
+| prepare(n, stop)        | leader  | let your ranks wait before step `stop`, and say how far they are                 |
+| standing(n, stop, step) | member  | the furthest step that a rank of mine has begun, with `stop` before its eyes     |
+| confirm(n, stop)        | leader  | no rank has begun `stop`, and so none will: stop before it                       |
+| late(n)                 | member  | REACH_S later a rank of mine has not come there: it waits for data, or evaluates |
+| leave(n)                | leader  | keep the last finished step, and leave                                           |
 """
 
 import asyncio
@@ -13,12 +23,12 @@ from typing import Any
 
 from rankup.agent.network import foreign_address
 from rankup.agent.protocol import KILLED, VERSION, Link, Member, encode, interface_of
-from rankup.agent.stop import StopAgreement
 from rankup.env.addresses import is_loopback
 from rankup.env.rank_env import ranges
 from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserError
-from rankup.timing import ALIVE_S, ANSWER_S, ENDING_S, FROZEN_S, HELLO_S, NOTICE_S, PREPARE_S, SILENT_S, TICK_S
+from rankup.timing import ALIVE_S, ANSWER_S, ENDING_S, FROZEN_S, HELLO_S, NOTICE_S, PAUSE_S, PREPARE_S, SILENT_S, TICK_S
 
+MARGIN = 2  # steps beyond the furthest rank, where all are asked to stop; doubled at each refusal
 MOST_HOSTS = 8  # that one line names
 ENDED = "its process has ended"
 HINT = (
@@ -33,13 +43,39 @@ class _Seat:
 
     link: Link
     member: Member
-    came_s: float
     heard_s: float
-    until_s: float  # when its time to join is over
+    num_heard: int = 0  # messages
     problem: str = ""  # with the route to the next member
-    gave_up: str = ""  # its time to join was over, and who was missing
     signs: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, as it said last
     finished: set[int] = field(default_factory=set)  # those of its ranks that have ended with 0
+
+
+class StopAgreement:
+    """`step`: before which to stop, the first one for no other purpose than to hear where all are. `confirmed`: no rank
+    will pass it."""
+
+    def __init__(self, members: Iterable[object]) -> None:
+        self._members = frozenset(members)
+        self._waiting = set(self._members)
+        self.step, self.confirmed = 0, False
+        self._margin, self._furthest = MARGIN, -1
+
+    def hear(self, member: object, *, stop: int, step: int) -> bool:
+        """A member's `standing`. Returns whether all have answered: then there is another step to prepare, or this one
+        to confirm."""
+        if stop != self.step or self.confirmed or member not in self._waiting:
+            return False
+        self._waiting.remove(member)
+        self._furthest = max(self._furthest, step)
+        if self._waiting:
+            return False
+        if self._furthest < self.step:
+            self.confirmed = True
+        else:
+            self.step = self._furthest + self._margin
+            self._margin *= 2
+            self._waiting, self._furthest = set(self._members), -1
+        return True
 
 
 class Leader:
@@ -53,9 +89,10 @@ class Leader:
         self, me: Member, *, say: Callable[[str], None], prepare: Callable[[int], Awaitable[Mapping[str, Any]]],
         hear: Callable[[Member, Mapping[str, Any]], None], clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`me`: the member beside the leader. `say`: prints a line. `prepare(n)`: what the commit of a membership says
-        beside its members. All are ready then, and have said how their ranks ended. It may take a while, and is
-        cancelled where a member goes meanwhile; where it raises, all are refused with that text.
+        """`me`: the member beside the leader; all are refused where they have not met `me.left_s` after the start, or
+        after the last loss. `say`: prints a line. `prepare(n)`: what the commit of a membership says beside its
+        members. All are ready then, and have said how their ranks ended. It may take PREPARE_S, and is cancelled where
+        a member goes meanwhile; where it raises, all are refused with that text.
 
         `hear(member, message)` gets what is not the meeting's own; where such a message has an `n`, it must be the last
         committed one. A member's loss that the leader has found itself is {"is": "lost", "n", "why"}, after all have
@@ -70,7 +107,6 @@ class Leader:
         self._over = ""  # why there will be no membership any more
         self._seats: dict[Link, _Seat] = {}
         self._seat_of: dict[int, _Seat] = {}  # by rank
-        self._claims: dict[Link, _Seat] = {}  # came with ranks that have a seat, whose process may be dead
         self._gone: dict[int, tuple[Member, str]] = {}  # by first rank: who left before all were here, and why
         self._settings: dict[str, Mapping[str, str]] = {}  # by digest
         self._begun_s = self._noticed_s = self._ticked_s = self._beat_s = clock()
@@ -97,7 +133,9 @@ class Leader:
         link = Link(reader, writer)
         try:
             await self._attend(link)
-        except asyncio.CancelledError:  # the event loop ends. Python 3.11 prints a traceback where this is passed on
+        except asyncio.CancelledError:
+            pass  # the event loop ends. Python 3.11 prints a traceback where this is passed on
+        finally:
             link.close()
 
     async def _attend(self, link: Link) -> None:
@@ -106,38 +144,38 @@ class Leader:
             async with asyncio.timeout(HELLO_S):
                 hello = await link.receive()
             if hello["is"] != "hello" or self._over:  # it may be early, and wait for the next leader
-                raise ConnectionError
-            self._enter(link, hello)
+                return
+            member = self._read(link, hello)
         except (ConnectionError, TimeoutError, LookupError, TypeError, ValueError):
-            link.close()  # most likely a stranger
-            return
+            return  # most likely a stranger
         why = ENDED
         try:
-            self._admit()
-            while True:
+            if member is not None:
+                await self._seat(link, member)
+            while True:  # also for who was refused: an end of ours before its own may hide the reason
                 self._take(link, await link.receive())
         except ConnectionError:
             pass
         except (LookupError, TypeError, ValueError) as error:
             why = f"it sent a message that makes no sense: {type(error).__name__}: {error}"
-        self._leave(link, why)
+        self._remove(link, why)
 
-    def _enter(self, link: Link, hello: Mapping[str, Any]) -> None:
-        """A newcomer introduces itself."""
+    def _read(self, link: Link, hello: Mapping[str, Any]) -> Member | None:
+        """A newcomer introduces itself. None where it can't belong to this job."""
         if hello["version"] != VERSION:
             who = f"rank {hello['first_rank']!s:.20} on {hello['host']!r:.80}"
             text = f"{who} has another version of rankup than {self._me.who}. Install the same on all nodes."
             self._turn_away(link, text, code=USER_MISTAKE)
-            return
-        member, now_s = Member.read(hello), self._clock()
+            return None
+        member = Member.read(hello)
         if member.world_size != self._me.world_size:
             others = f"{self._me.who} with WORLD_SIZE={self._me.world_size}. Set the same on all ranks."
             self._turn_away(link, f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}")
-            return
+            return None
         self.membership = max(self.membership, int(hello["n"]))  # this leader may be a successor
         settings = {str(name): str(text) for name, text in dict(hello["settings"]).items()}
         self._settings.setdefault(member.digest, settings)
-        self._claims[link] = _Seat(link, member, now_s, now_s, now_s + member.left_s - float(hello["waited_s"]))
+        return member
 
     def _turn_away(self, link: Link, text: str, *, code: int = JOIN_FAILED) -> None:
         """A newcomer can't belong to this job. Such a mistake ends a job that was never whole, but no other."""
@@ -145,29 +183,38 @@ class Leader:
         if not self._formed:
             self.refuse(text, code=code)
 
-    def _rivals(self, claim: _Seat) -> set[_Seat]:
-        return {self._seat_of[rank] for rank in claim.member.ranks if rank in self._seat_of}
+    async def _seat(self, link: Link, member: Member) -> None:
+        """Give a newcomer its seat once its ranks are free. Whoever has them gives a sign of life, or is replaced.
 
-    def _admit(self) -> None:
-        """Give a seat to each newcomer whose ranks are free. Whoever has them gives a sign of life, or is replaced."""
-        for claim in list(self._claims.values()):
-            for seat in self._rivals(claim):
-                if seat.member.token == claim.member.token:
-                    self._remove(seat.link, "its connection was cut")
-            if not self._over and not self._rivals(claim):
-                del self._claims[claim.link]
-                self._seats[claim.link] = claim
-                self._seat_of |= dict.fromkeys(claim.member.ranks, claim)
+        Raises ConnectionError where the job is over before.
+        """
+        known: dict[_Seat, list[int]] = {}  # for each that has them: messages until now, and looks that are left
+        while rivals := {self._seat_of[rank] for rank in member.ranks if rank in self._seat_of}:
+            for rival in rivals:
+                # Looks, not seconds: a leader that was stopped itself has heard nobody meanwhile
+                answer = known.setdefault(rival, [rival.num_heard, round(ANSWER_S / PAUSE_S)])
+                answer[1] -= 1
+                if rival.member.token == member.token:
+                    self._remove(rival.link, "its connection was cut")
+                elif rival.num_heard > answer[0]:
+                    self._turn_away(link, describe_claims(rival.member, member, late=self._formed > 0))
+                    return
+                elif answer[1] < 0:
+                    self._say(f"{rival.member.who} gives no answer: it was replaced by {member.who}")
+                    self._remove(rival.link, f"was replaced by {member.who}")
+            await asyncio.sleep(PAUSE_S)
+        if self._over:
+            raise ConnectionError
+        self._seats[link] = seat = _Seat(link, member, self._clock())
+        self._seat_of |= dict.fromkeys(member.ranks, seat)
         self._judge()
 
     def _take(self, link: Link, message: Mapping[str, Any]) -> None:
         """A member says something."""
-        seat, kind = self._seats.get(link) or self._claims.get(link), message["is"]
-        if seat is None:
+        if (seat := self._seats.get(link)) is None:
             return  # it was refused, and has not left yet
-        seat.heard_s = self._clock()
-        if link in self._seats and self._claims:
-            self._refuse_claims(seat)
+        seat.heard_s, kind = self._clock(), message["is"]
+        seat.num_heard += 1
         if kind == "ready":
             if message["n"] == self._proposed and seat in self._late:
                 seat.problem = str(message["problem"])
@@ -179,10 +226,14 @@ class Leader:
             seat.signs = [dict(sign) for sign in message.get("ranks", [])]
         elif kind == "ask":
             link.send("ranks", ranks=self.signs())
-        elif kind in ("standing", "late"):
-            if self._stop is not None and message["n"] == self._formed:
-                self._agree_on_stop(link, self._stop, message)
-        elif kind != "lost" and link in self._seats and message.get("n", self._formed) == self._formed:
+        elif kind == "lost" or message.get("n", self._formed) != self._formed:
+            pass
+        elif kind == "late":
+            self.tell("leave", n=self._formed)
+        elif kind == "standing":
+            if (stop := self._stop) is not None and stop.hear(link, stop=message["stop"], step=int(message["step"])):
+                self.tell("confirm" if stop.confirmed else "prepare", n=self._formed, stop=stop.step)
+        else:
             if kind == "end" and message["code"] == 0:
                 seat.finished.add(message["rank"])
             self._hear(seat.member, message)
@@ -195,27 +246,9 @@ class Leader:
             self._take(link, {"is": kind, **values})
         return bool(beside)
 
-    def _refuse_claims(self, seat: _Seat) -> None:
-        """It lives, so whoever claims its ranks is one too many."""
-        for claim in [claim for claim in self._claims.values() if seat in self._rivals(claim)]:
-            del self._claims[claim.link]
-            text = describe_claims(seat.member, claim.member)
-            if self._formed:
-                text = (
-                    f"the group was complete before this rank came, with {seat.member.who}: two processes with one "
-                    "rank, another job on this port, or an earlier attempt that does not end"
-                )
-            self._turn_away(claim.link, text)
-
-    def _leave(self, link: Link, why: str) -> None:
-        """A member's connection has ended, or is given up."""
-        self._remove(link, why)
-        if not self._over:
-            self._admit()
-
     def _remove(self, link: Link, why: str) -> None:
+        """A member's connection has ended, or is given up."""
         link.close(at_once=why != ENDED)
-        self._claims.pop(link, None)
         if (seat := self._seats.pop(link, None)) is None:
             return
         for rank in seat.member.ranks:
@@ -223,7 +256,7 @@ class Leader:
         if self._over:
             return
         if not self.running:
-            self._gone[seat.member.first_rank] = (seat.member, seat.gave_up or why)
+            self._gone[seat.member.first_rank] = (seat.member, why)
             self._void()
         elif len(seat.finished) < seat.member.num_ranks:
             more = {"code": KILLED} if why == ENDED else {}
@@ -241,30 +274,21 @@ class Leader:
     def tick(self) -> None:
         """Signs of life, deadlines, and who is missing."""
         now_s = self._clock()
-        everybody = [*self._seats.values(), *self._claims.values()]
-        if now_s - self._ticked_s > FROZEN_S:
-            for seat in everybody:
-                seat.heard_s = seat.came_s = now_s
-        self._ticked_s, too_late = now_s, ""
-        for seat in everybody:
-            if now_s - seat.heard_s > SILENT_S:
-                self._leave(seat.link, f"gave no sign of life for {now_s - seat.heard_s:.0f} s")
-            elif seat.link in self._claims and now_s - seat.came_s > ANSWER_S:
-                for rival in self._rivals(seat):
-                    self._say(f"{rival.member.who} gives no answer: it was replaced by {seat.member.who}")
-                    self._leave(rival.link, f"was replaced by {seat.member.who}")
-            elif now_s > seat.until_s and not self.running and not self._over:
-                seat.until_s, seat.gave_up = float("inf"), f"it gave up: {self._missing()}"
-                how = "with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
-                too_late = too_late or f"{self._missing()}. Was every process started, {how}?"
-                if seat.member.token == self._me.token:  # the leader goes with it
-                    self.refuse(too_late)
-                else:
-                    seat.link.send("refused", code=JOIN_FAILED, text=too_late, quiet=self._is_quiet(seat))
+        for seat in list(self._seats.values()):
+            if now_s - self._ticked_s > FROZEN_S:
+                seat.heard_s = now_s
+            elif now_s - seat.heard_s > SILENT_S:
+                self._remove(seat.link, f"gave no sign of life for {now_s - seat.heard_s:.0f} s")
+        self._ticked_s = now_s
         if now_s - self._beat_s >= ALIVE_S:
             self._beat_s = now_s
             self.tell("alive")
-        if now_s - self._noticed_s >= NOTICE_S and not self.running and not self._over:
+        if self.running or self._over:
+            return
+        if now_s - self._begun_s > self._me.left_s and self._preparing is None:
+            how = "with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
+            self.refuse(f"{self._missing()}. Was every process started, {how}?")
+        elif now_s - self._noticed_s >= NOTICE_S:
             self._noticed_s = now_s
             self.tell("waiting", text=self._missing())
 
@@ -313,16 +337,14 @@ class Leader:
             first = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
             self.refuse(f"all ranks reached the master, but not each other: {first}. {HINT}")
             return
-        self.tell("preparing", left_s=PREPARE_S)
-        for seat in self._seats.values():
-            seat.until_s = max(seat.until_s, self._clock() + PREPARE_S)
         try:
-            more = await self._prepare(n)
+            async with asyncio.timeout(PREPARE_S) as patience:
+                more = await self._prepare(n)
         except (UserError, JoinError, PeerLost) as error:
             self.refuse(str(error), code=error.code)
             return
         except Exception as error:
-            self.refuse(f"{type(error).__name__}: {error}")
+            self.refuse(self._missing() if patience.expired() else f"{type(error).__name__}: {error}")
             return
         if self._over:
             return
@@ -343,12 +365,6 @@ class Leader:
             self._stop = StopAgreement(self._seats)
             self.tell("prepare", n=self._formed, stop=self._stop.step)
 
-    def _agree_on_stop(self, link: Link, stop: StopAgreement, message: Mapping[str, Any]) -> None:
-        if message["is"] == "late":
-            self.tell("leave", n=self._formed)
-        elif stop.hear(link, stop=message["stop"], step=int(message["step"])):
-            self.tell("confirm" if stop.confirmed else "prepare", n=self._formed, stop=stop.step)
-
     def lose(self, member: Member, why: str, *, ranks: Iterable[int] | None = None, **more: Any) -> None:
         """The membership is over, because of these ranks (else all) of a member: every member ends its ranks, and is
         then ready for the next one. Does nothing where no membership runs."""
@@ -356,8 +372,6 @@ class Leader:
             return
         self.running, self._stop = False, None
         self._begun_s = self._noticed_s = self._clock()
-        for seat in self._seats.values():
-            seat.until_s = self._begun_s + seat.member.left_s
         lost = list(member.ranks if ranks is None else ranks)
         self.tell("lost", n=self._formed, ranks=lost, host=member.host, why=why, **more)
         self._judge()
@@ -372,17 +386,13 @@ class Leader:
             self.lose(member, why, ranks=[int(suspect)], alive=True)
 
     def refuse(self, text: str, *, code: int = JOIN_FAILED) -> None:
-        """There will be no membership."""
+        """There will be no membership. One member of each host says why."""
         if not self._over:
+            speakers = {member.host: member for member in reversed(self.members)}
             for seat in self._seats.values():
-                seat.link.send("refused", code=code, text=text, quiet=self._is_quiet(seat))
+                quiet = speakers[seat.member.host] is not seat.member
+                seat.link.send("refused", code=code, text=text, quiet=quiet)
             self._over = text
-
-    def _is_quiet(self, seat: _Seat) -> bool:
-        """Whether another member of its host says what all hear."""
-        me = seat.member
-        others = (each.member for each in self._seats.values())
-        return any(other.host == me.host and other.first_rank < me.first_rank for other in others)
 
     def tell(self, kind: str, **values: Any) -> None:
         """Tell all members something; after "over" they may go without being lost, and nobody else is taken."""
@@ -428,8 +438,13 @@ def describe_missing(
     return f"{which} of {of.world_size}{where} {verb} not joined after {waited_s:g} s {joined}"
 
 
-def describe_claims(one: Member, other: Member) -> str:
-    """Two living processes have one rank."""
+def describe_claims(one: Member, other: Member, *, late: bool = False) -> str:
+    """Two living processes have one rank. `late`: the other one came to a group that was complete."""
+    if late:
+        return (
+            f"the group was complete before this rank came, with {one.who}: two processes with one rank, another job "
+            "on this port, or an earlier attempt that does not end"
+        )
     places = " and by ".join(f"{member.host} (pid {member.pid})" for member in (one, other))
     rank = max(one.first_rank, other.first_rank)
     return f"rank {rank} was claimed twice: by {places}. Give each process a RANK of its own, 0 to WORLD_SIZE-1."

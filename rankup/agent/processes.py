@@ -19,35 +19,22 @@ that is dead.
 Beside these only the kernel ends a process of ours: SIGKILL, or SIGKILL when its parent ends (`die_with_parent`).
 """
 
-import asyncio
 import contextlib
 import faulthandler
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container
 from typing import NoReturn, TypeVar
 
 from rankup.agent.limits import read
-from rankup.timing import DUMP_S, POLL_S
+from rankup.timing import DUMP_S
 
 T = TypeVar("T")
 LINUX = sys.platform.startswith("linux")
-# A bare Python runs this between the agent and a fresh interpreter: the kernel kills the interpreter when the agent
-# ends. subprocess's preexec_fn would run Python in a fork of the agent instead. SIGUSR1 is ignored until the script has
-# a handler for it: Slurm sends it to every process of a step as a warning, and its default is to end the process.
-BIND = (
-    "import ctypes, os, signal, sys\n"
-    "ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)\n"
-    "signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"
-    "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])\n"
-    "if os.getppid() != int(sys.argv[1]): os._exit(137)\n"
-    "os.execv(sys.argv[2], sys.argv[2:])\n"
-)
 
 # Other processes ----------------------------------------------------------------------------------------------------
 
@@ -129,50 +116,6 @@ def reap_orphans(keep: Container[int] = ()) -> None:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in keep:
             os.waitpid(ended.si_pid, 0)
-
-
-def spawn(
-    argv: Sequence[str], *, env: Mapping[str, str], cwd: str = "", stdout: int | None = None, stderr: int | None = None
-) -> int:
-    """Start a fresh `python ARGV` in a session of its own, which ends with this process. Returns its process id.
-
-    `stdout` and `stderr`: open descriptors; None for those of this process. Main thread only: the kernel binds the
-    child to the thread that started it.
-    """
-    command = [sys.executable, *argv]
-    if LINUX:
-        command = [sys.executable, "-ISc", BIND, str(os.getpid()), *command]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until it is ignored
-    try:
-        process = subprocess.Popen(
-            command, env=env, cwd=cwd or None, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-            start_new_session=True,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    process.returncode = 0  # another one waits for it; a Popen without a code would do so too, and warn
-    return process.pid
-
-
-def start_fresh(
-    argv: Sequence[str], *, env: Mapping[str, str], on_end: Callable[[int], None], cwd: str = "",
-    stdout: int | None = None, stderr: int | None = None,
-) -> int:
-    """As `spawn`, inside an event loop, which calls `on_end` once with the exit code that `end_of` returns.
-
-    asyncio's own child processes need a thread each before Python 3.12, and not every Python knows pidfds.
-    """
-    pid = spawn(argv, env=env, cwd=cwd, stdout=stdout, stderr=stderr)
-    loop = asyncio.get_running_loop()
-
-    def look() -> None:
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            on_end(end_of(pid))
-        else:
-            loop.call_later(POLL_S, look)
-
-    loop.call_later(POLL_S, look)
-    return pid
 
 
 def _stat_of(pid: int) -> list[str]:

@@ -6,17 +6,15 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
-| hello: a Member, version, waited_s, n (last known),| leader(version, over): it speaks first                     |
+| hello: a Member, version, n (last known membership)| leader(version, over): it speaks first                     |
 |   settings: what must be the same for all          |                                                            |
 | alive(ranks): where each of its ranks is, a Sign   | alive                                                      |
 | ask: where is everybody?                           | ranks(ranks): the newest Sign of each, with host and seen  |
 | ready(n, problem, mistake): my ranks are gone, the | propose(n, ip, next=[ip, port, name, interface]): its own  |
 | route works if problem is ""; a mistake: of a user | address as others see it, the next member's listener       |
-| standing, late: see `rankup.agent.stop`            | prepare, confirm, leave                                    |
+| standing, late: see `rankup.agent.meeting`         | prepare, confirm, leave                                    |
 | all else is for Leader's `hear`: end, stop, ...    | commit(n, ip, hosts=[[host, ranks], ...], **more): `ip` is |
 |                                                    | rank 0's, where the store listens                          |
-|                                                    | preparing(left_s): all are ready, and the commit may take  |
-|                                                    | so long, whatever is left of the time to join              |
 |                                                    | lost(n, ranks, host, why): membership n is over            |
 |                                                    | waiting(text): who is missing                              |
 |                                                    | refused(code, text, quiet): there will be no membership;   |
@@ -30,7 +28,13 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import os
+import secrets
+import shutil
 import socket
+import struct
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -42,7 +46,7 @@ from rankup.timing import CONNECT_S
 
 Found = TypeVar("Found")
 KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes it
-VERSION = 2  # of the messages; hello and refused stay as they are
+VERSION = 3  # of the messages; hello and refused stay as they are
 LONGEST = 1 << 20  # bytes of one message; the longest is a commit, which names every host,
 # or a hello, which names every file of the script's own
 
@@ -121,7 +125,7 @@ class Member:
     host: str
     pid: int
     digest: str  # of the settings that must be the same for all
-    left_s: float  # how long it waits for the others, each time
+    left_s: float  # how long it looks for the leader, and the leader waits for the others, each time
     restarts: int = 0
     ip: str = ""  # given where the user chose an interface, else its own address on the route to the leader
     port: int = 0
@@ -155,6 +159,76 @@ class Member:
         if member.first_rank < 0 or not 1 <= member.num_ranks <= member.world_size - member.first_rank:
             raise ValueError("ranks beyond the world size")
         return member
+
+
+# An agent and its ranks ----------------------------------------------------------------------------------------------
+
+
+class Links:
+    """The agent's side of the lines to its ranks that import rankup, through a local socket. `address`: where it is.
+
+    | from a rank                            | from the agent                              |
+    |----------------------------------------|---------------------------------------------|
+    | rank(local_rank): its first message    | lost(n, ranks, host, why), gone, leave      |
+    | end: an End, as it is about to end     | stop(signal): somebody asks the job to stop |
+    | stop(signal): it got a signal itself   | ranks(ranks): where each rank of the job is |
+    | ask: where is everybody?               |                                             |
+    """
+
+    def __init__(self, hear: Callable[[int, Mapping[str, Any]], None]) -> None:
+        """`hear` gets the local rank and its message."""
+        self._hear = hear
+        self._links: dict[int, Link] = {}
+        self.address = ""
+        self._server: asyncio.Server | None = None
+
+    async def open(self) -> None:
+        """Begin to listen. Nobody guesses the name, and other users are turned away."""
+        # An abstract name, which Linux has, leaves nothing in the file system, however the agent ends
+        folder = "" if sys.platform.startswith("linux") else tempfile.mkdtemp(prefix="rankup-")
+        self.address = f"{folder}/agent" if folder else f"@rankup-{secrets.token_hex(16)}"
+        self._server = await asyncio.start_unix_server(self._attend, path_of(self.address), limit=LONGEST)
+
+    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link, local_rank = Link(reader, writer), -1
+        try:
+            if not _of_this_user(writer.get_extra_info("socket")):
+                return
+            local_rank = int((await link.receive())["local_rank"])
+            self._links[local_rank] = link
+            while True:
+                self._hear(local_rank, await link.receive())
+        except (ConnectionError, LookupError, TypeError, ValueError):
+            pass  # the rank's process has ended
+        except asyncio.CancelledError:
+            pass  # the event loop ends. Python 3.11 prints a traceback where this is passed on
+        finally:
+            link.close()
+            if self._links.get(local_rank) is link:
+                del self._links[local_rank]
+
+    def tell(self, kind: str, **values: Any) -> None:
+        """To all that are connected."""
+        for link in self._links.values():
+            link.send(kind, **values)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        if self.address and not self.address.startswith("@"):
+            shutil.rmtree(os.path.dirname(self.address), ignore_errors=True)
+
+
+def path_of(address: str) -> str:
+    """As the system writes it: an abstract name begins with a zero byte."""
+    return f"\0{address[1:]}" if address.startswith("@") else address
+
+
+def _of_this_user(sock: socket.socket) -> bool:
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True  # a folder of ours keeps others out
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))  # process, user, group
+    return bool(user == os.geteuid())
 
 
 # Addresses ------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 All records of an agent lie in one file without a name; a rank without an agent makes its own. A rank writes its own
 record, and so costs no system call; the agent reads it at any time, also after the rank was killed. One number goes the
-other way: the step at which to stop, see `rankup.agent.stop`.
+other way: the step at which to stop, see `rankup.agent.meeting`.
 
 A container's health check finds the records of all ranks there:
 
@@ -13,9 +13,9 @@ needs nothing but the standard library.
 """
 
 import contextlib
+import ctypes
 import mmap
 import os
-import struct
 import sys
 import threading
 import time
@@ -28,25 +28,47 @@ from typing import Any
 NAME = "rankup-records"
 NO_STOP = 2**63 - 1  # a step that no rank reaches
 NO_LIMIT = float("inf")
-# In the machine's own alignment, so that a number is written as a whole: the sizes with "=" are copied byte by byte.
-# "p": a text behind its length, which a reader bounds by the size of the field
-STOP = struct.Struct("q")  # the step before which to stop, and which of those is confirmed
-STEP = struct.Struct("qd")  # and when it began
-SEQUENCE = struct.Struct("Q")  # how often a phase was entered
-FLAG = struct.Struct("?")
-PHASE = struct.Struct("dd64p")  # entered_s, timeout_s
-PLACE = struct.Struct("256p")
-SIGN = struct.Struct("d")  # when the rank last gave a sign of life, 0 before it was started
-STOP_AT, STEP_AT, SEQUENCE_AT, WAITING_AT, FINISHED_AT, SETTLED_AT = 0, 8, 24, 32, 33, 34
-PLACE_AT, CONFIRMED_AT, SIGN_AT, RANK_AT, SIZE = 200, 456, 464, 472, 512
-# The phase lies in one of two places, an even and an odd sequence number. A rank writes the other one and then the
-# number, so that what the number points to is whole, whenever the rank is killed or stopped
-PHASES_AT = (40, 120)
+SIZE = 512  # of one record
 TRIES = 100  # of a reader, while the rank enters one phase after the other
 # Limits of the health check. A rank that gives no sign of life for SILENT_S is stopped or frozen, or a call of it holds
 # the interpreter's lock. No step of a healthy job takes HEALTHY_STEP_S, and its deadline is far later;
 # RANKUP_HEALTHY_STEP_S sets another
 SILENT_S, HEALTHY_STEP_S = 10.0, 60.0
+
+
+class _Phase(ctypes.Structure):
+    _fields_ = (("entered_s", ctypes.c_double), ("timeout_s", ctypes.c_double), ("name", ctypes.c_char * 64))
+
+
+class _Cell(ctypes.Structure):
+    """A record in memory, in the machine's own alignment: a number is written as a whole.
+
+    The phase lies in one of two places, for an even and an odd `sequence`, which counts how often one was entered. A
+    rank writes the other place and then the number, so that what the number points to is whole, whenever the rank is
+    killed or stopped.
+    """
+
+    _fields_ = (
+        ("rank", ctypes.c_int64), ("step", ctypes.c_int64), ("began_s", ctypes.c_double),
+        ("stop", ctypes.c_int64),  # the step before which to stop
+        ("confirmed", ctypes.c_int64),  # which of those is confirmed
+        ("signed_s", ctypes.c_double), ("sequence", ctypes.c_uint64), ("phases", _Phase * 2),
+        ("waiting", ctypes.c_bool), ("finished", ctypes.c_bool), ("settled", ctypes.c_bool),
+        ("place", ctypes.c_char * 256),
+    )
+
+    def read(self) -> "Record":
+        for _ in range(TRIES):
+            before = self.sequence
+            phase = _Phase.from_buffer_copy(self.phases[before % 2])
+            if self.sequence == before:
+                break
+        return Record(
+            rank=self.rank, phase=phase.name.decode(errors="replace"), step=self.step,
+            place=self.place.decode(errors="replace"), entered_s=max(phase.entered_s, self.began_s),
+            timeout_s=phase.timeout_s, until_s=phase.entered_s + phase.timeout_s, signed_s=self.signed_s,
+            waiting=self.waiting, finished=self.finished, settled=self.settled,
+        )
 
 
 @dataclass(frozen=True)
@@ -121,73 +143,65 @@ class Records:
     """The agent's side, for ranks `first_rank` and following."""
 
     def __init__(self, num_ranks: int, *, first_rank: int = 0) -> None:
-        self._file, self._memory = _memory(num_ranks)
-        for local_rank in range(num_ranks):
-            self.of(local_rank).clear(first_rank + local_rank)
+        self._file, self.memory = _memory(num_ranks)
+        self._writers = [RecordWriter(None, cell=_cell(self.memory, number)) for number in range(num_ranks)]
+        for rank, writer in enumerate(self._writers, start=first_rank):
+            writer.clear(rank)
 
     def of(self, local_rank: int) -> "RecordWriter":
-        return RecordWriter(None, memory=self._memory, offset=SIZE * local_rank)
+        return self._writers[local_rank]
 
     def place(self, local_rank: int) -> dict[str, Any]:
         """What `RecordWriter` needs in the process of the rank; it can be written as JSON."""
-        return {"path": f"/proc/{os.getpid()}/fd/{self._file}", "offset": SIZE * local_rank}
+        return {"path": f"/proc/{os.getpid()}/fd/{self._file}", "number": local_rank}
 
     def read(self, local_rank: int) -> Record:
-        return _read(self._memory, SIZE * local_rank)
+        return self.of(local_rank).read()
 
 
 class RecordWriter:
     """The rank's side. Where there is no agent, or its memory cannot be reached, health checks alone see the record.
 
-    `clock`: of this process's own phases.
+    `clock`: of this process's own phases. `shared`: whether the agent sees it.
     """
 
-    def __init__(
-        self, place: Mapping[str, Any] | None, *, rank: int = 0, memory: mmap.mmap | None = None, offset: int = 0
-    ) -> None:
-        """`place`: of `Records.place`. `rank`: where there is none. `memory`, `offset`: in place of it, where the
-        memory is there already."""
+    def __init__(self, place: Mapping[str, Any] | None, *, rank: int = 0, cell: _Cell | None = None) -> None:
+        """`place`: of `Records.place`. `rank`: where there is none. `cell`: in place of both, of this process."""
         self.clock = PhaseClock("start")
-        if memory is None and place:
-            memory, offset = _map(place["path"]), int(place["offset"])
-            if memory is not None and offset + SIZE > len(memory):
-                memory = None
-        self.shared = memory is not None
-        if memory is None:
+        with contextlib.suppress(OSError, ValueError):
+            cell = _cell(_map(place["path"]), int(place["number"])) if place else cell
+        self.shared = cell is not None
+        if cell is None:
             file, memory = _memory(1)
-            offset = 0
+            cell = _cell(memory, 0)
             if file >= 0:
                 os.close(file)  # the memory has a copy of its own
-        self._memory, self._offset = memory, offset
+        self._cell = cell
         if not self.shared:
             self.clear(rank)
 
     def clear(self, rank: int | None = None) -> None:
         """For a rank that will be started. `rank`: its number, where the record has none yet."""
-        if rank is not None:
-            STOP.pack_into(self._memory, self._offset + RANK_AT, rank)
-        for at in (STOP_AT, CONFIRMED_AT):
-            STOP.pack_into(self._memory, self._offset + at, NO_STOP)
-        STEP.pack_into(self._memory, self._offset + STEP_AT, 0, 0.0)
+        cell = self._cell
+        cell.rank = cell.rank if rank is None else rank
+        cell.stop = cell.confirmed = NO_STOP
+        cell.step, cell.began_s, cell.place = 0, 0.0, b""
+        cell.waiting = cell.finished = cell.settled = False
         self.enter("start")
-        self.set_place("")
-        self.wait(False)
-        self.finish(False)
-        self.settle(False)
-        SIGN.pack_into(self._memory, self._offset + SIGN_AT, 0.0)
+        cell.signed_s = 0.0
 
     def begin(self, step: int) -> None:
         """Say that `step` begins now, in the present phase."""
-        STEP.pack_into(self._memory, self._offset + STEP_AT, step, time.monotonic())
+        self._cell.step, self._cell.began_s = step, time.monotonic()
 
     def may_begin(self, step: int) -> bool | None:
         """Say that `step` begins now. Returns False where the rank has to stop instead, and None where it has to ask
         again in a moment: the members have not agreed yet."""
         self.begin(step)
-        (stop,) = STOP.unpack_from(self._memory, self._offset + STOP_AT)  # after the line above, see `ask_to_stop`
+        stop: int = self._cell.stop  # after the line above, see `ask_to_stop`
         if step < stop:
             return True
-        return None if STOP.unpack_from(self._memory, self._offset + CONFIRMED_AT)[0] != stop else False
+        return None if self._cell.confirmed != stop else False
 
     def ask_to_stop(self, step: int) -> int:
         """The agent's: let the rank wait before `step`. Returns the step that it has begun last.
@@ -195,17 +209,17 @@ class RecordWriter:
         Each side writes its own number and then reads the other's, so that at least one of them sees both. Where this
         returns less than `step`, the rank will not pass it.
         """
-        STOP.pack_into(self._memory, self._offset + STOP_AT, step)
-        begun: int = STEP.unpack_from(self._memory, self._offset + STEP_AT)[0]
+        self._cell.stop = step
+        begun: int = self._cell.step
         return begun
 
     def confirm_stop(self, step: int) -> None:
         """The agent's: no rank of the job passes the step of the last `ask_to_stop`, so stop before it."""
-        STOP.pack_into(self._memory, self._offset + CONFIRMED_AT, step)
+        self._cell.confirmed = step
 
-    def settle(self, settled: bool = True) -> None:
+    def settle(self) -> None:
         """Say that this rank begins no further step."""
-        FLAG.pack_into(self._memory, self._offset + SETTLED_AT, settled)
+        self._cell.settled = True
 
     def enter(self, phase: str, timeout_s: float = NO_LIMIT, *, since_s: float | None = None) -> None:
         """Begin another phase, or the same one anew. One thread at a time. `since_s`: it began then."""
@@ -219,47 +233,34 @@ class RecordWriter:
         self._write(entered_s, time.monotonic() - entered_s + timeout_s, now.phase)
 
     def _write(self, entered_s: float, timeout_s: float, phase: str) -> None:
-        memory, offset = self._memory, self._offset
-        sequence = SEQUENCE.unpack_from(memory, offset + SEQUENCE_AT)[0] + 1
-        where = offset + PHASES_AT[sequence % 2]
-        PHASE.pack_into(memory, where, entered_s, timeout_s, phase.encode(errors="replace"))
-        SEQUENCE.pack_into(memory, offset + SEQUENCE_AT, sequence)
+        sequence = self._cell.sequence + 1
+        self._cell.phases[sequence % 2] = (entered_s, timeout_s, phase.encode(errors="replace")[:64])
+        self._cell.sequence = sequence
 
     def set_place(self, text: str) -> None:
         """Say where in the program this rank is: a sign of life too. Any thread."""
-        PLACE.pack_into(self._memory, self._offset + PLACE_AT, text.encode(errors="replace"))
+        self._cell.place = text.encode(errors="replace")[:256]
         self.give_sign()
 
     def give_sign(self) -> None:
         """Say that this rank lives."""
-        SIGN.pack_into(self._memory, self._offset + SIGN_AT, time.monotonic())
+        self._cell.signed_s = time.monotonic()
 
     def wait(self, waiting: bool) -> None:
         """Say whether this rank waits for others."""
-        FLAG.pack_into(self._memory, self._offset + WAITING_AT, waiting)
+        self._cell.waiting = waiting
 
     def read(self) -> Record:
-        return _read(self._memory, self._offset)
+        return self._cell.read()
 
-    def finish(self, finished: bool = True) -> None:
-        FLAG.pack_into(self._memory, self._offset + FINISHED_AT, finished)
+    def finish(self) -> None:
+        """Say that this rank has done all its work."""
+        self._cell.finished = True
 
 
-def _read(memory: mmap.mmap, offset: int) -> Record:
-    for _ in range(TRIES):
-        (before,) = SEQUENCE.unpack_from(memory, offset + SEQUENCE_AT)
-        entered_s, timeout_s, phase = PHASE.unpack_from(memory, offset + PHASES_AT[before % 2])
-        if SEQUENCE.unpack_from(memory, offset + SEQUENCE_AT)[0] == before:
-            break
-    step, began_s = STEP.unpack_from(memory, offset + STEP_AT)
-    return Record(
-        rank=STOP.unpack_from(memory, offset + RANK_AT)[0], phase=phase.decode(errors="replace"), step=step,
-        entered_s=max(entered_s, began_s), timeout_s=timeout_s, until_s=entered_s + timeout_s,
-        signed_s=SIGN.unpack_from(memory, offset + SIGN_AT)[0],
-        place=PLACE.unpack_from(memory, offset + PLACE_AT)[0].decode(errors="replace"),
-        waiting=memory[offset + WAITING_AT] != 0, finished=memory[offset + FINISHED_AT] != 0,
-        settled=memory[offset + SETTLED_AT] != 0,
-    )
+def _cell(memory: mmap.mmap, number: int) -> _Cell:
+    """Raises ValueError where the memory is not so large."""
+    return _Cell.from_buffer(memory, SIZE * number)
 
 
 def _memory(num_ranks: int) -> tuple[int, mmap.mmap]:
@@ -271,18 +272,15 @@ def _memory(num_ranks: int) -> tuple[int, mmap.mmap]:
     return file, mmap.mmap(file, SIZE * num_ranks)
 
 
-def _map(path: str) -> mmap.mmap | None:
-    """None in another namespace of processes, where the same path may be another file, or none."""
+def _map(path: str) -> mmap.mmap:
+    """Raises OSError or ValueError in another namespace of processes, where the same path may be another file."""
+    if f"memfd:{NAME}" not in os.readlink(path):
+        raise FileNotFoundError(path)
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        if f"memfd:{NAME}" not in os.readlink(path):
-            return None
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            return mmap.mmap(file, 0)
-        finally:
-            os.close(file)
-    except (OSError, ValueError):
-        return None
+        return mmap.mmap(file, 0)
+    finally:
+        os.close(file)
 
 
 # The health check -----------------------------------------------------------------------------------------------------
@@ -292,10 +290,10 @@ def find_records(process: str = "[0-9]*") -> list[Record]:
     """Of all ranks whose processes this one may see, by rank. `process`: a number, or a pattern of such."""
     found: dict[tuple[int, int], list[Record]] = {}  # by file: what a rank has forked has it open too
     for path in Path("/proc").glob(f"{process}/fd/*"):
-        with contextlib.suppress(OSError):
-            if NAME in os.readlink(path) and (memory := _map(str(path))) is not None:
-                about = path.stat()
-                found[about.st_dev, about.st_ino] = [_read(memory, at) for at in range(0, len(memory), SIZE)]
+        with contextlib.suppress(OSError, ValueError):
+            if NAME in os.readlink(path):
+                memory, about = _map(str(path)), path.stat()
+                found[about.st_dev, about.st_ino] = [_cell(memory, at).read() for at in range(len(memory) // SIZE)]
     return sorted((record for records in found.values() for record in records), key=lambda record: record.rank)
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
 
 from rankup.errors import ConfigError
 
@@ -53,17 +52,12 @@ class Script:
         """For messages."""
         return f"-m {self.words[1]}" if self.words[0] == "-m" else Path(self.words[0]).name
 
-    @property
-    def missing(self) -> bool:
-        # Not Path.is_file, which raises where a folder may not be read
-        return self.file is not None and not os.path.isfile(self.file)
-
     def check(self, environ: Mapping[str, str], *, world_size: int) -> None:
         """Raises ConfigError for a script that no node has, and for one whose ranks would not find each other.
 
         Horovod without HOROVOD_SIZE, which horovodrun sets, is a world of one in each process, and says nothing.
         """
-        if self.missing:
+        if self.file is not None and not os.path.isfile(self.file):  # Path.is_file raises where it may not look
             raise ConfigError(f"SCRIPT must be a file, got {self.file}: there is none.")
         given, by_mpi = environ.get("HOROVOD_SIZE", ""), environ.get("HOROVOD_CONTROLLER", "") == "mpi"
         imports = _imports_of(_body(self.file))  # under a condition it may be one that never runs
@@ -82,7 +76,7 @@ class Script:
         return any("rankup" in _packages(each) for each in (imports, *others))
 
     def must_match(self) -> dict[str, str]:
-        """What all nodes must have in common, by name. Says itself what is wrong with a file that differs."""
+        """What all nodes must have in common, by name: the script and each file of its own that it imports too."""
         try:
             torch = importlib.metadata.version("torch")
         except importlib.metadata.PackageNotFoundError:
@@ -90,7 +84,8 @@ class Script:
         return {
             "python version": ".".join(map(str, sys.version_info[:2])), "torch version": torch,
             "rankup's code": _digest(*sorted(Path(__file__).parents[1].rglob("*.py"))),
-            f"script {self.name}": self._digest(), **self._modules(),
+            f"script {self.name}": _digest(self.file) if self.file else "a module that Python itself finds",
+            **self._modules(),
         }
 
     def command(self, *, local_rank: int, option: str = "auto") -> list[str]:
@@ -108,24 +103,9 @@ class Script:
             arguments = [f"--{option}={local_rank}", *arguments]
         return [*script, *arguments]
 
-    def _digest(self) -> str:
-        if self.file is None:
-            return "a module that Python itself finds"
-        if self.missing:
-            return "no such file"
-        digest = _digest(self.file)
-        try:
-            _compiled(self.file, _read(self.file))
-        except (SyntaxError, ValueError) as error:
-            line = getattr(error, "lineno", None)
-            return f"{digest} with a syntax error{f' in line {line}' if line else ''} ({getattr(error, 'msg', error)})"
-        return digest
-
     def _modules(self) -> dict[str, str]:
         """The digest of each file of its own that it imports, directly or not. Found in the sources."""
-        if self.file is None or self.missing:
-            return {}
-        script = self.file.resolve()
+        script = (self.file or Path()).resolve()
         found, waiting = {script}, [script]
         seen: set[tuple[Path, str]] = set()
         while waiting:
@@ -180,19 +160,12 @@ def _digest(*files: Path) -> str:
         return "can't be read"
 
 
-def _compiled(file: Path, source: bytes, *, flags: int = 0) -> Any:
-    """Raises SyntaxError and ValueError. Python's warnings come when the script runs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return compile(source, str(file), "exec", flags)
-
-
 def _body(file: Path | None) -> list[ast.stmt]:
     """Its statements; none where Python itself says what is wrong with it."""
-    try:
-        return list(_compiled(file or Path(), _read(file), flags=ast.PyCF_ONLY_AST).body)
-    except (SyntaxError, ValueError):
-        return []
+    with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they come when the script runs
+        return ast.parse(_read(file)).body
+    return []
 
 
 def _outside_functions(body: Iterable[ast.AST]) -> Iterator[ast.stmt]:
@@ -230,18 +203,13 @@ def _packages(imports: Iterable[tuple[int, str]]) -> set[str]:
 
 def _file_of(module: str) -> Path | None:
     """The file that `python -m module` runs. Found without an import: a package's own code may be slow, or print."""
-    top, *rest = module.split(".")
-    # Python puts the current folder first for -m
-    spec = PathFinder.find_spec(top, ["", *sys.path])
-    if spec is None:
-        return None
-    if not spec.submodule_search_locations:
-        return Path(spec.origin) if spec.origin and not rest else None
-    for folder in spec.submodule_search_locations:
-        path = Path(folder, *rest)
-        for file in (path / "__main__.py", path.with_suffix(".py") if rest else path / "__main__.py"):
-            if os.path.isfile(file):
-                return file
+    path: Sequence[str] = ["", *sys.path]  # Python puts the current folder first for -m
+    names = [*module.split("."), "__main__"]
+    for at, name in enumerate(names):
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or not spec.submodule_search_locations:
+            return Path(spec.origin) if spec is not None and spec.origin and at > len(names) - 3 else None
+        path = spec.submodule_search_locations
     return None
 
 

@@ -27,6 +27,7 @@ from rankup.agent.ends import End, state_of
 from rankup.agent.logs import host_name
 from rankup.agent.processes import start_of
 from rankup.agent.protocol import Member
+from rankup.agent.record import PhaseClock
 from rankup.env.rank_env import RankEnv
 from rankup.errors import (
     FINISHED,
@@ -256,16 +257,12 @@ def announce_stacks(
 
 
 class RunStatus:
-    """`status.json` and `progress-*.json` of a script that does not import rankup. Node 0's agent alone."""
+    """`status.json` and the progress of a script that does not import rankup. Node 0's agent alone."""
 
     def __init__(self, run_dir: Path, world_size: int) -> None:
         self.run_dir, self.world_size = run_dir, world_size
-        self.job = new_job()
-        self.attempt = ""
-        self.began = time.time()
-        self._token = secrets.token_hex(4)
-        self._seconds = {"start": 0.0, "join": 0.0, "script": 0.0}
-        self._kind, self._since_s = "start", time.monotonic()
+        self.job, self.attempt = new_job(), ""
+        self._clock, self._began = PhaseClock("start"), time.time()
         self._hosts: list[str] = []
         self._stack = contextlib.ExitStack()
 
@@ -288,16 +285,9 @@ class RunStatus:
         self.attempt = attempt_of(self.job, restarts)
         self._hosts = [member.host for member in members for _ in member.ranks]
         if restarts:
-            self.began, self._token = time.time(), secrets.token_hex(4)
-            self._seconds = dict.fromkeys(self._seconds, 0.0)
-        self.enter("script")
+            self._clock, self._began = PhaseClock("script"), time.time()
+        self._clock.enter("script")
         self._write([])
-
-    def enter(self, kind: str) -> None:
-        """From now on time counts as "join" (the agents meet) or as "script" (it runs)."""
-        now_s = time.monotonic()
-        self._seconds[self._kind] += now_s - self._since_s
-        self._kind, self._since_s = kind, now_s
 
     def end(self, code: int, why: str, ends: Iterable[End]) -> None:
         """How the job ended."""
@@ -310,18 +300,15 @@ class RunStatus:
 
     def report(self, *, finished: bool = False) -> None:
         """How the attempt goes, for `status`; call it every REPORT_S."""
-        self.enter(self._kind)
-        ranks: list[dict[str, Any]] = [
-            {"rank": rank, "host": host, "phase": self._kind, "step": 0, "waiting": False, "for_s": 0.0, "place": "",
-             "seen": time.time()}
-            for rank, host in enumerate(self._hosts)
-        ]
+        row = {"phase": self._clock.present()[0], "step": 0, "waiting": False, "for_s": 0.0, "place": "",
+               "seen": time.time()}
         report = {
-            "run": self.job, "attempt": self.attempt, "began": self.began, "time": time.time(), "first_step": 0,
+            "run": self.job, "attempt": self.attempt, "began": self._began, "time": time.time(), "first_step": 0,
             "step": 0, "total_steps": None, "finished": finished,
-            "seconds": {kind: round(spent, 3) for kind, spent in self._seconds.items()}, "unit": "", "per_s": 0.0,
-            "remaining_s": None, "metrics": {}, "ranks": ranks, "open_s": 0.0,
+            "seconds": {phase: round(spent, 3) for phase, spent in self._clock.seconds().items()}, "unit": "",
+            "per_s": 0.0, "remaining_s": None, "metrics": {}, "open_s": 0.0,
+            "ranks": [{"rank": rank, "host": host, **row} for rank, host in enumerate(self._hosts)],
         }
         with contextlib.suppress(OSError):
-            folder = self.run_dir / "status" / self.attempt
-            write_atomically(folder / f"progress-{self._token}.json", json.dumps(report) + "\n")
+            path = self.run_dir / "status" / self.attempt / "progress-agent.json"
+            write_atomically(path, json.dumps(report) + "\n")

@@ -116,6 +116,17 @@ class Place:
         except FileNotFoundError:
             return None
 
+    def entries(self, name: str = "") -> dict[str, bool]:
+        """The names directly below `name`, and whether each is a folder; none where there is no such name."""
+        path = self._path(name) if name else self.root
+        try:
+            found = self._try(f"list {name}", lambda: self._call("ls", path, detail=True))
+        except FileNotFoundError:
+            return {}
+        below, start = f"{self.root}/", len(self.root) + 1  # a page of a web server may link to anything
+        kinds = {str(entry["name"]).rstrip("/"): entry["type"] == "directory" for entry in found}
+        return {path[start:]: is_folder for path, is_folder in kinds.items() if path.startswith(below)}
+
     def info(self, name: str) -> dict[str, Any] | None:
         """What is known of `name`, such as its size, without its content; None where there is none."""
         try:

@@ -4,6 +4,7 @@ The scripts do not import torch, so that a test takes a second.
 """
 
 import asyncio
+import importlib.util
 import json
 import os
 import re
@@ -20,17 +21,12 @@ from typing import Any
 import psutil
 import pytest
 
+from rankup.agent.limits import cpu_quota
 from rankup.agent.protocol import in_thread
 from rankup.agent.record import find_records, judge
 from rankup.timing import REPEAT_S
 from tests.rigs.jobs import Job, ended, free_port, lives, start
 
-TORCHRUN_SETS = {
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
-    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE",
-    "OMP_NUM_THREADS",
-}
 HEAD = """
 import json, os, pathlib, signal, sys, time
 rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -99,18 +95,42 @@ def status(folder: Path) -> dict[str, Any]:
 # What a rank gets, and what becomes of its output ---------------------------------------------------------------------
 
 
-def test_rank_gets_torchruns_variables_and_none_of_ours(tmp_path: Path) -> None:
-    text = "print(json.dumps({'argv': sys.argv[1:], 'cwd': os.getcwd(), 'env': dict(os.environ)}))"
-    with ended(launch(tmp_path, text, "--work-dir", f"{tmp_path}/work", words=("--lr", "0.1"))) as job:
+def set_by_torchrun() -> set[str]:
+    """Of the torch that is installed."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    agent = Path(torch.origin).parent / "distributed/elastic/agent/server/local_elastic_agent.py"
+    _, _, table = agent.read_text().partition("worker_env = {")
+    names = set(re.findall(r'^ +"([A-Z_]+)":', table.partition("}\n")[0], re.MULTILINE))
+    assert len(names) > 10
+    return names
+
+
+@pytest.mark.parametrize("knows_us", [False, True])
+def test_rank_gets_torchruns_variables_and_what_is_meant_for_it(knows_us: bool, tmp_path: Path) -> None:
+    facts = "{'argv': sys.argv[1:], 'cwd': os.getcwd(), 'env': dict(os.environ)}"
+    text = "import rankup\n" * knows_us + f"(folder / f'facts-{{rank}}').write_text(json.dumps({facts}))"
+    given = {"CARPET": "y", "RANKUP_CACHE": "x", "TORCHELASTIC_RUN_ID": "stale",
+             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PYTHONUNBUFFERED": ""}
+    line = ("-m", "rankup", "launch", "--nproc=2", f"--run-dir={tmp_path}/runs", f"--work-dir={tmp_path}/work")
+    bare = ("env", "-u", "OMP_NUM_THREADS")
+    with ended(start(*bare, sys.executable, *line, write(tmp_path, text), "--lr", "0.1", env=given)) as job:
         assert job.wait() == [0], job.output
-    found = [json.loads(line.partition("] ")[2]) for line in job.output.splitlines() if '"argv"' in line]
-    first, second = sorted(found, key=lambda each: each["env"]["RANK"])
-    assert first["env"].keys() >= TORCHRUN_SETS
-    assert not [name for name in first["env"] if name.startswith(("RANKUP_", "PET_"))]
-    assert (first["argv"], first["cwd"]) == (["--lr", "0.1"], str(tmp_path / "work"))
+    found = [json.loads((tmp_path / f"facts-{rank}").read_text()) for rank in TWO]
+    assert [(each["argv"], each["cwd"]) for each in found] == [(["--lr", "0.1"], str(tmp_path / "work"))] * 2
+    first, second = (each["env"] for each in found)
+    assert first.keys() >= set_by_torchrun()
     for name, values in {"RANK": ("0", "1"), "LOCAL_RANK": ("0", "1"), "WORLD_SIZE": ("2", "2")}.items():
-        assert (first["env"][name], second["env"][name]) == values
-    assert first["env"]["MASTER_PORT"] == second["env"]["MASTER_PORT"]
+        assert (first[name], second[name]) == values
+    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert first["OMP_NUM_THREADS"] == str(max(1, int((cpu_quota() or 1) // 2)))
+    assert first["TORCHELASTIC_USE_AGENT_STORE"] == str(knows_us)
+    assert [name for name in given if first.get(name) != given[name]] == [
+        *([] if knows_us else ["RANKUP_CACHE"]), "TORCHELASTIC_RUN_ID",
+    ]
+    ours = {name for name in first if name.startswith(("RANKUP_", "PET_"))}
+    assert ours == ({"RANKUP_AGENT", "RANKUP_CACHE"} if knows_us else set())
 
 
 def test_lines_have_host_and_rank_and_each_rank_has_a_file(tmp_path: Path) -> None:
@@ -244,18 +264,6 @@ def test_rank_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
     assert "gave up after 1 restarts without progress (exit code 139)" in job.output
 
 
-def test_what_a_rank_left_behind_ends_with_it(tmp_path: Path) -> None:
-    text = """
-import subprocess
-child = subprocess.Popen(["sleep", "600"])
-(folder / f"child-{rank}-{restart}").write_text(str(child.pid))
-"""
-    with ended(launch(tmp_path, text)) as job:
-        assert job.wait() == [0], job.output
-    children = [pid_of(tmp_path, rank, name="child") for rank in TWO]
-    until(lambda: not any(map(lives, children)), "processes were left")
-
-
 def test_health_check_of_a_container_sees_the_script(tmp_path: Path) -> None:
     with ended(launch(tmp_path, WAITS)) as job:
         until(lambda: len(found := find_records(str(job.processes[0].pid))) == 2 and all(r.signed_s for r in found), "")
@@ -267,14 +275,6 @@ def test_health_check_of_a_container_sees_the_script(tmp_path: Path) -> None:
         assert job.wait() == [0], job.output
     assert [good for good, _ in judged] == [True, True]
     assert [line[:15] for _, line in judged] == ["rank 0: script ", "rank 1: script "]
-
-
-def test_killed_agent_takes_its_ranks_with_it(tmp_path: Path) -> None:
-    with ended(launch(tmp_path, WAITS)) as job:
-        pids = [pid_of(tmp_path, rank) for rank in TWO]
-        job.processes[0].kill()
-        job.processes[0].wait(60)
-        until(lambda: not any(map(lives, pids)), "ranks were left")
 
 
 # Signals --------------------------------------------------------------------------------------------------------------
@@ -485,8 +485,6 @@ def test_second_job_of_that_name_is_refused(tmp_path: Path) -> None:
 
 
 def test_port_of_another_is_named(tmp_path: Path) -> None:
-
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

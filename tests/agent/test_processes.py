@@ -1,22 +1,18 @@
 """What the agent knows of processes; and interpreters that it starts itself."""
 
-import asyncio
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rankup.agent.processes import (
     has_handler,
     send_signal,
-    start_fresh,
     start_of,
     state_of,
 )
@@ -63,44 +59,6 @@ def test_nothing_is_known_of_a_process_that_is_gone(named: "subprocess.Popen[byt
     assert (state_of(pid), start_of(pid)) == ("", "")
     assert has_handler(pid, signal.SIGUSR1) is None
     send_signal(pid, signal.SIGTERM)
-
-
-# Fresh interpreters -------------------------------------------------------------------------------------------------
-
-
-def ended(argv: list[str], act: Callable[[int], None] = lambda pid: None, **more: Any) -> tuple[int, int]:
-    """Process and code of `python ARGV`. `act` is called with the process before its end is awaited."""
-
-    async def agent() -> tuple[int, int]:
-        code = asyncio.get_running_loop().create_future()
-        pid = start_fresh(argv, env=environment(), on_end=code.set_result, **more)
-        act(pid)
-        async with asyncio.timeout(120):
-            return pid, await code
-
-    return asyncio.run(agent())
-
-
-def test_fresh_interpreter_prints_where_it_was_told_to_and_its_end_is_told(tmp_path: Path) -> None:
-    text = (
-        "import os, sys\nprint(os.getcwd(), sys.argv[1:], os.getsid(0) == os.getpid())\n"
-        "print('err', file=sys.stderr)\nsys.exit(3)"
-    )
-    threads = threading.enumerate()
-    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
-        words = ["-c", text, "a word"]
-        _, code = ended(words, stdout=out.fileno(), stderr=err.fileno(), cwd=str(tmp_path))
-    assert code == 3
-    assert (tmp_path / "out").read_text() == f"{tmp_path} ['a word'] True\n"
-    assert (tmp_path / "err").read_text() == "err\n"
-    assert set(threading.enumerate()) <= set(threads)
-
-
-def test_signals_end_a_fresh_interpreter_at_its_very_start() -> None:
-    """Slurm's warning does not: it is SIGTERM that the agent sends in its place."""
-    for number, code in ((signal.SIGTERM, 143), (signal.SIGKILL, 137)):
-        assert ended(["-c", "import time; time.sleep(600)"], lambda pid, n=number: send_signal(pid, n))[1] == code
-    assert ended(["-c", ""], lambda pid: os.kill(pid, signal.SIGUSR1))[1] == 0
 
 
 def test_sigusr1_becomes_sigterm_without_a_handler(named: "subprocess.Popen[bytes]") -> None:

@@ -17,8 +17,6 @@ from rankup.agent.record import (
     HEALTHY_STEP_S,
     NO_LIMIT,
     NO_STOP,
-    PHASES_AT,
-    SEQUENCE_AT,
     SILENT_S,
     SIZE,
     PhaseClock,
@@ -116,27 +114,27 @@ def test_step_begins_at_its_own_time_in_the_same_phase() -> None:
 
 @pytest.mark.parametrize(
     "place",
-    [None, {}, {"path": "/proc/self/fd/none", "offset": 0}, "file", "other memory", "too short"],
+    [None, {}, {"path": "/proc/self/fd/none", "number": 0}, "file", "other memory", "too short"],
 )
 def test_record_goes_nowhere_where_its_memory_can_not_be_reached(place: Any, tmp_path: Path) -> None:
     """Another namespace of processes may have another file under the same name, which must stay as it is."""
     if place == "file":
         (tmp_path / "rankup-records").write_bytes(bytes(SIZE))
-        place = {"path": str(tmp_path / "rankup-records"), "offset": 0}
+        place = {"path": str(tmp_path / "rankup-records"), "number": 0}
     elif place == "other memory":
         file = os.memfd_create("somebody-elses")
         os.ftruncate(file, SIZE)
-        place = {"path": f"/proc/self/fd/{file}", "offset": 0}
+        place = {"path": f"/proc/self/fd/{file}", "number": 0}
     elif place == "too short":
         records = Records(1)
-        place = {**records.place(0), "offset": SIZE}
+        place = {**records.place(0), "number": 1}
     writer = RecordWriter(place)
     assert not writer.shared
     writer.begin(5)
     writer.enter("step", 1.0)
     writer.set_place("here")
     assert writer.may_begin(NO_STOP - 1)
-    if place and Path(place["path"]).exists() and place["offset"] == 0:
+    if place and Path(place["path"]).exists() and place["number"] == 0:
         assert Path(place["path"]).read_bytes() == bytes(SIZE)
 
 
@@ -169,7 +167,7 @@ def test_any_bytes_can_be_read() -> None:
     records = Records(1)
     chance = random.Random(0)
     for _ in range(300):
-        records._memory[:] = chance.randbytes(len(records._memory))
+        records.memory[:] = chance.randbytes(len(records.memory))
         found = records.read(0)
         assert isinstance(found.phase, str)
         assert isinstance(found.waiting, bool)
@@ -178,8 +176,8 @@ def test_any_bytes_can_be_read() -> None:
 def test_phase_of_a_rank_that_was_killed_while_it_wrote_is_the_one_before() -> None:
     records = Records(1)
     RecordWriter(records.place(0)).enter("save", 3.0)
-    at = PHASES_AT[(records._memory[SEQUENCE_AT] + 1) % 2]
-    records._memory[at : at + 80] = b"x" * 80
+    cell: Any = records.of(0)._cell
+    cell.phases[(cell.sequence + 1) % 2] = (1.0, 2.0, b"x" * 64)
     found = records.read(0)
     assert (found.phase, found.timeout_s) == ("save", 3.0)
     RecordWriter(records.place(0)).enter("step")

@@ -25,7 +25,6 @@ def test_missing_script_and_module_without_a_name_are_the_users_mistake(tmp_path
     script = Script.find([str(tmp_path / "none.py")])
     with pytest.raises(ConfigError, match=r"SCRIPT must be a file, got \S*none\.py: there is none"):
         script.check({}, world_size=1)
-    assert script.must_match()["script none.py"] == "no such file"
     assert not script.imports_rankup()
     with pytest.raises(ConfigError, match="-m must be followed by a module"):
         Script.find(["-m"])
@@ -74,14 +73,6 @@ def test_module_is_found_from_the_current_folder(tmp_path: Path, monkeypatch: py
     assert imported(script) == {"other.py"}
     assert Script.find(["-m", "package"]).file == tmp_path / "package/__main__.py"
     assert Script.find(["-m", "no_such"]).must_match()["script -m no_such"] == "a module that Python itself finds"
-
-
-def test_syntax_error_is_named_in_what_must_match(tmp_path: Path) -> None:
-    script = Script.find([str(write(tmp_path, "import other\ndef f(:"))])
-    write(tmp_path, "", "other.py")
-    assert script.must_match()["script job.py"].endswith(" with a syntax error in line 2 (invalid syntax)")
-    assert imported(script) == {"other.py"}
-    assert not script.imports_rankup()
 
 
 def test_neighbour_of_the_script_that_cannot_be_read_is_no_fault(tmp_path: Path) -> None:
@@ -142,6 +133,7 @@ def test_command_works_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("'''\nimport rankup\n'''", False),
         ("import rankup_tools", False),
         ("from . import rankup", False),
+        ("import rankup\ndef f(:", False),
     ],
 )
 def test_script_is_forked_where_it_imports_rankup(text: str, forked: bool, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def _normalized(samples: Samples, order: Order, *, epochs: int, workers: int) ->
     normalize = images.Normalize(images.MEAN, images.STD)
     steps = epochs * order.steps_per_epoch
     loader = Loader(
-        samples, order.batches(0, steps), device=CPU, stop=StopRequest(), num_workers=workers, prefetch_factor=2
+        samples, order.batches(0, steps), device=CPU, stop=StopRequest(), num_workers=workers
     )
     try:
         for _ in range(steps):

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -34,8 +35,7 @@ from tests.bench.jpeg import make_files  # noqa: E402
 from tests.bench.machine import cpu_model  # noqa: E402
 from tests.rigs.shards import pack_folder  # noqa: E402
 from train.config import Config  # noqa: E402
-from train.data.crops import random_crop  # noqa: E402
-from train.data.file_samples import FileSamples  # noqa: E402
+from train.data.file_samples import FileSamples, random_crop  # noqa: E402
 from train.data.loader import Loader  # noqa: E402
 from train.data.order import Order  # noqa: E402
 from train.data.sources import load  # noqa: E402
@@ -51,7 +51,7 @@ def ours(samples: FileSamples, *, window: int, batch_size: int, workers: int) ->
     order = Order(len(samples), batch_size, seed=0, window=window, storage=samples.storage)
     loader = Loader(
         samples, order.batches(0, order.steps_per_epoch), device=torch.device("cpu"), stop=StopRequest(),
-        num_workers=workers, prefetch_factor=2,
+        num_workers=workers,
     )
     try:
         for _ in range(order.steps_per_epoch):
@@ -62,7 +62,7 @@ def ours(samples: FileSamples, *, window: int, batch_size: int, workers: int) ->
 
 def our_bytes(samples: FileSamples, *, window: int) -> Epoch:
     """One epoch of samples that are read alone, in this process."""
-    files = samples.files
+    files = samples
     for number in Order(len(samples), 1, seed=0, window=window, storage=samples.storage).epoch(0).tolist():
         yield len(files.contents.read(number) if files.contents else Path(files.paths[number]).read_bytes())
 
@@ -70,7 +70,7 @@ def our_bytes(samples: FileSamples, *, window: int) -> Epoch:
 def _samples(root: Path, side: str) -> FileSamples:
     dataset, place = ("imagefolder", "files") if side == FOLDER else ("shards", "shards")
     files, _ = load(Config(dataset=dataset, data_dir=str(root / place), augment="imagenet"))
-    return FileSamples(files, augment="imagenet")
+    return replace(files, augment="imagenet")
 
 
 def their_bytes(root: Path) -> Epoch:

@@ -18,13 +18,11 @@ from tests.rigs.jobs import result
 from tests.rigs.photographs import write_photographs
 from train.config import Config
 from train.config.settings import Augment
-from train.data.crops import shift_and_flip_into
-from train.data.file_samples import FileSamples
+from train.data.file_samples import FileSamples, shift_and_flip_into
 from train.data.loader import Loader
 from train.data.samples import shift_and_flip
 from train.data.sources import load
 from train.data.sources.decode import decode
-from train.data.sources.sets import FileSet
 from train.workloads import images as workload
 
 RECIPES: list[Augment] = [False, True, "imagenet", "trivial"]
@@ -44,8 +42,8 @@ def config_of(folder: Path, augment: Augment, image_size: int | None = 56) -> Co
 
 def samples_of(folder: Path, augment: Augment, *, seed: int = 0, image_size: int | None = 56) -> FileSamples:
     found, _ = load(config_of(folder, augment, image_size))
-    assert isinstance(found, FileSet)
-    return FileSamples(found, augment=augment, seed=seed)
+    assert isinstance(found, FileSamples)
+    return replace(found, augment=augment, seed=seed)
 
 
 # The recipes ----------------------------------------------------------------------------------------------------
@@ -54,7 +52,7 @@ def samples_of(folder: Path, augment: Augment, *, seed: int = 0, image_size: int
 def as_torchvision_has_it(samples: FileSamples, transform: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """All samples in epoch 3, each with torch's random state seeded for it."""
     found = []
-    for index, path in enumerate(samples.files.paths):
+    for index, path in enumerate(samples.paths):
         seed_host(derive_seed(samples.seed, 3, index))
         found.append(transform(decode(path)))
     return torch.stack(found)
@@ -127,7 +125,6 @@ def test_any_number_of_workers_prepares_the_same_images(folder: Path, augment: A
     for num_workers in (0, 2):
         loader = Loader(
             samples, iter(indices), device=torch.device("cpu"), stop=StopRequest(), num_workers=num_workers,
-            prefetch_factor=2,
         )
         found.append([loader.next() for _ in indices])
         loader.close()
@@ -149,7 +146,7 @@ def test_images_held_in_memory_are_those_of_the_files(folder: Path) -> None:
 
 def test_grey_images_are_the_mean_of_the_colours(folder: Path) -> None:
     samples = samples_of(folder, False)
-    grey = FileSamples(samples.files, channels=1).batch(torch.arange(3), None)[0]
+    grey = replace(samples, channels=1).batch(torch.arange(3), None)[0]
     expected = samples.batch(torch.arange(3), None)[0].float().mean(1, keepdim=True).round()
     assert torch.equal(grey.float(), expected)
 
@@ -160,14 +157,14 @@ def test_predicted_files_are_prepared_as_those_of_the_evaluation(folder: Path) -
         assert built.open_input is not None
         samples, name_of = built.open_input(str(folder / "val"))
         assert isinstance(built.evaluation, FileSamples)
-        assert [name_of(index) for index in range(6)] == list(built.evaluation.files.paths)
+        assert [name_of(index) for index in range(6)] == list(built.evaluation.paths)
         assert torch.equal(samples.batch(torch.arange(6), None)[0], built.evaluation.batch(torch.arange(6), None)[0])
 
 
 def test_labels_and_a_subset_belong_to_their_images(folder: Path) -> None:
     samples = samples_of(folder, False)
     assert samples.batch(torch.tensor([11, 0]), 0)[1].tolist() == [1, 0]
-    second = FileSamples(replace(samples.files, paths=samples.files.paths[1:], labels=samples.files.labels[1:]))
+    second = replace(samples, paths=samples.paths[1:], labels=samples.labels[1:])
     assert torch.equal(second.batch(torch.tensor([0]), 0)[0], samples.batch(torch.tensor([1]), 0)[0])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from train.config import Config, changed_settings
 from train.data.file_samples import FileSamples
 from train.data.sources import load
 from train.data.sources.decode import decode, decode_bytes
-from train.data.sources.sets import FileSet
 
 CLASSES = ("class0", "class1")
 
@@ -52,15 +52,15 @@ def saved(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf_sets.save(hf_sets.image_set(splits, CLASSES), tmp_path_factory.mktemp("hf") / "saved")
 
 
-def load_hf(folder: Path, **settings: Any) -> tuple[FileSet, FileSet]:
+def load_hf(folder: Path, **settings: Any) -> tuple[FileSamples, FileSamples]:
     train, test = load(Config(dataset=f"hf:{folder}", **{"image_size": 56, **settings}))
-    assert isinstance(train, FileSet)
-    assert isinstance(test, FileSet)
+    assert isinstance(train, FileSamples)
+    assert isinstance(test, FileSamples)
     return train, test
 
 
-def pixels(found: FileSet, **more: Any) -> torch.Tensor:
-    return FileSamples(found, **more).batch(torch.arange(len(found)), 1)[0]
+def pixels(found: FileSamples, **more: Any) -> torch.Tensor:
+    return replace(found, **more).batch(torch.arange(len(found)), 1)[0]
 
 
 def table(images: list[Any], labels: list[Any], **more: Any) -> Any:
@@ -89,7 +89,7 @@ def test_rows_are_the_images_of_a_folder(folder: Path, saved: Path, tmp_path: Pa
         load_hf(where, augment="trivial"),
         load(Config(dataset="imagefolder", data_dir=str(folder), image_size=56, augment="trivial")), strict=True,
     ):
-        assert isinstance(there, FileSet)
+        assert isinstance(there, FileSamples)
         assert (here.classes, here.labels.tolist()) == (there.classes, there.labels.tolist())
         assert torch.equal(pixels(here, augment="trivial"), pixels(there, augment="trivial"))
 

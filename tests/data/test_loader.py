@@ -22,9 +22,9 @@ from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import own_tmpfs
 from train.data import MapSamples
-from train.data.batch import num_bytes
 from train.data.loader import Loader
 from train.data.order import BatchIndex, Order
+from train.data.samples import num_bytes
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def indices_of(*batches: list[int]) -> Iterator[BatchIndex]:
 def loader_of(given: Iterator[BatchIndex], num_workers: int, stop: StopRequest | None = None) -> Loader:
     samples = MapSamples(Noisy(), seed=3)  # type: ignore[arg-type]  # what torch takes for a data set has no base
     return Loader(
-        samples, given, device=CPU, stop=stop or StopRequest(), num_workers=num_workers, prefetch_factor=2
+        samples, given, device=CPU, stop=stop or StopRequest(), num_workers=num_workers
     )
 
 
@@ -84,8 +84,7 @@ def test_samples_in_memory_are_no_business_of_the_workers() -> None:
     order = [(epoch, torch.tensor([number, number + 1])) for number in range(20) for epoch in (None, 0, 0, None)]
     for training, evaluation in ((of_file, in_memory), (in_memory, of_file)):
         loader = Loader(
-            training, iter(order), evaluation=evaluation, device=CPU, stop=StopRequest(), num_workers=2,
-            prefetch_factor=2,
+            training, iter(order), evaluation=evaluation, device=CPU, stop=StopRequest(), num_workers=2
         )
         for epoch, indices in order:
             batch, expected = loader.next(), (training if epoch == 0 else evaluation).batch(indices, epoch)
@@ -102,8 +101,7 @@ def test_order_is_not_read_far_ahead(in_memory: str) -> None:
     evaluation = [(None, torch.tensor([1, 2]))]
     order = iter([(0, torch.tensor([number % 24])) for number in range(99)] + evaluation)
     loader = Loader(
-        samples["training"], order, evaluation=samples["evaluation"], device=CPU, stop=StopRequest(), num_workers=2,
-        prefetch_factor=2,
+        samples["training"], order, evaluation=samples["evaluation"], device=CPU, stop=StopRequest(), num_workers=2
     )
     loader.next()
     assert len(list(order)) > 90
@@ -264,9 +262,9 @@ def hang_in_every_second_fork() -> None:
 
 def hang_in_forks(chosen: Callable[[int], bool]) -> None:
     """`chosen`: whether a fork hangs, by its number from 1 on."""
-    from train.data import worker_loader
+    from train.data import loader
 
-    worker_loader.START_S = 1.0
+    loader.START_S = 1.0
     forked = 0
 
     def count() -> None:

@@ -13,8 +13,7 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics
 from train.data import MapSamples, TensorSamples
 from train.data.order import Order, evaluation_batches, num_batches
-from train.data.random_numbers import random_numbers
-from train.data.samples import shift_and_flip
+from train.data.samples import random_numbers, shift_and_flip
 
 
 def steps(order: Order, first: int, last: int) -> list[list[int]]:

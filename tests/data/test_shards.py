@@ -51,7 +51,7 @@ def test_samples_of_shards_are_those_of_the_folder(folder: Path, packed: Path, a
     assert len(list(packed.glob("train-*.tar"))) > 2
     ours = samples_of(folder, dataset="imagefolder", augment=augment)
     theirs = samples_of(packed, augment=augment)
-    assert theirs.files.classes == ours.files.classes
+    assert theirs.classes == ours.classes
     for epoch in (None, 0, 3):
         for one, other in zip(ours.batch(ALL, epoch), theirs.batch(ALL, epoch), strict=True):
             assert torch.equal(one, other)
@@ -61,7 +61,7 @@ def test_samples_do_not_depend_on_the_size_of_the_shards(folder: Path, packed: P
     one = samples_of(pack_folder(folder, tmp_path / "one", max_bytes=10**9))
     assert len(list((tmp_path / "one").glob("train-*.tar"))) == 1
     several = samples_of(packed)
-    assert one.files.name == several.files.name  # so a run goes on with either
+    assert one.name == several.name  # so a run goes on with either
     assert torch.equal(one.batch(ALL, 0)[0], several.batch(ALL, 0)[0])
 
 
@@ -77,8 +77,8 @@ def test_cached_images_are_those_of_the_shards(packed: Path) -> None:
     for _ in range(2):
         cached = samples_of(packed, cache_images=True)
         assert torch.equal(cached.batch(ALL, None)[0], plain.batch(ALL, None)[0])
-    assert cached.files.cache is not None
-    assert cached.files.cache.count() == 24
+    assert cached.cache is not None
+    assert cached.cache.count() == 24
 
 
 def test_images_held_in_memory_keep_the_order_of_a_window(packed: Path) -> None:

@@ -50,7 +50,7 @@ def test_workers_copy_the_shards_of_a_window_when_they_need_them(packed: Path, o
     for path in copies(own_cache):  # they were there for the index
         path.unlink()
     loader = Loader(
-        samples, iter([(0, ALL[:1])]), device=torch.device("cpu"), stop=StopRequest(), num_workers=1, prefetch_factor=2
+        samples, iter([(0, ALL[:1])]), device=torch.device("cpu"), stop=StopRequest(), num_workers=1
     )
     worked = loader.next()
     loader.close()
@@ -180,7 +180,7 @@ def test_store_that_does_not_answer_is_a_lost_peer_also_in_a_worker(
             path.unlink()
         server.failures = 10**6
         loader = Loader(
-            samples, iter([(0, ALL)]), device=torch.device("cpu"), stop=StopRequest(), num_workers=1, prefetch_factor=2
+            samples, iter([(0, ALL)]), device=torch.device("cpu"), stop=StopRequest(), num_workers=1
         )
         with pytest.raises(PeerLost, match="did not answer in time: read train-"):
             loader.next()
@@ -223,7 +223,7 @@ def test_workers_read_at_a_web_server_that_their_parent_has_spoken_to(packed: Pa
         samples = samples_of(server.url, shuffle_window=8)
         samples.batch(ALL[:2], None)
         loader = Loader(
-            samples, iter([(0, ALL)]), device=torch.device("cpu"), stop=StopRequest(), num_workers=1, prefetch_factor=2
+            samples, iter([(0, ALL)]), device=torch.device("cpu"), stop=StopRequest(), num_workers=1
         )
         worked = loader.next()
         loader.close()

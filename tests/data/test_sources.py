@@ -23,12 +23,12 @@ from rankup.errors import USER_MISTAKE, ConfigError, DataError
 from tests.rigs.idx_files import made_up, write_set
 from tests.rigs.shards import in_child, write_shard
 from train.config import Config
+from train.data import TensorSamples
 from train.data.file_samples import FileSamples
 from train.data.sources import SOURCES, load
 from train.data.sources.cifar10 import FOLDER
 from train.data.sources.imagefolder import EXTENSIONS
 from train.data.sources.mnist_family import FAMILIES, locate, write_idx
-from train.data.sources.sets import FileSet, ImageSet
 from train.main import main
 
 
@@ -38,8 +38,8 @@ def test_fashion_mnist_is_found_in_data_dir(tmp_path: Path, suffix: str, below: 
     write_set(tmp_path / below, suffix=suffix)
     config = Config(data_dir=str(tmp_path))
     train, test = load(config)
-    assert isinstance(train, ImageSet)
-    assert isinstance(test, ImageSet)
+    assert isinstance(train, TensorSamples)
+    assert isinstance(test, TensorSamples)
     assert (train.images.shape, train.images.dtype) == ((20, 1, 6, 6), torch.uint8)
     assert (test.labels.shape, test.labels.dtype) == ((10,), torch.int64)
     assert torch.equal(train.images[:, 0], made_up(20)[0])
@@ -135,8 +135,8 @@ def test_mutated_file_is_read_or_refused_by_one_line(
 
     def read() -> None:
         for half in load(config):
-            if isinstance(half, FileSet):
-                FileSamples(half).batch(torch.arange(len(half)), None)
+            if isinstance(half, FileSamples):
+                half.batch(torch.arange(len(half)), None)
 
     def mutate() -> None:
         draw = random.Random(0)
@@ -161,7 +161,7 @@ def test_digits_that_ship_are_whole_and_stratified() -> None:
     halves = load(Config(dataset="digits"))
     assert [len(half) for half in halves] == [1438, 359]
     for half, least in zip(halves, (139, 35), strict=True):
-        assert isinstance(half, ImageSet)
+        assert isinstance(half, TensorSamples)
         assert half.images.shape[1:] == (1, 8, 8)
         assert int(half.images.max()) == 240
         assert int(half.labels.bincount(minlength=10).min()) >= least
@@ -173,9 +173,9 @@ def test_digits_that_ship_are_whole_and_stratified() -> None:
 def test_fake_is_the_same_each_time_and_can_be_learnt() -> None:
     config = Config(dataset="fake", fake_samples=400, fake_classes=4)
     (train, test), (again, _) = load(config), load(config)
-    assert isinstance(train, ImageSet)
-    assert isinstance(again, ImageSet)
-    assert isinstance(test, ImageSet)
+    assert isinstance(train, TensorSamples)
+    assert isinstance(again, TensorSamples)
+    assert isinstance(test, TensorSamples)
     assert torch.equal(train.images, again.images)
     assert train.images.shape == (400, 3, 32, 32)
     assert len(test) == 100
@@ -197,8 +197,8 @@ def test_limits_take_the_first_samples() -> None:
 def test_image_size_scales_images_in_memory() -> None:
     small, _ = load(Config(dataset="digits", limit_train=5))
     large, _ = load(Config(dataset="digits", limit_train=5, image_size=16))
-    assert isinstance(small, ImageSet)
-    assert isinstance(large, ImageSet)
+    assert isinstance(small, TensorSamples)
+    assert isinstance(large, TensorSamples)
     assert (large.images.shape, large.images.dtype) == ((5, 1, 16, 16), torch.uint8)
     assert large.images.float().mean().item() == pytest.approx(small.images.float().mean().item(), abs=3)
 
@@ -282,7 +282,7 @@ def test_cifar10_is_read_from_torchvisions_layout(tmp_path: Path, monkeypatch: p
     folder = write_cifar(tmp_path, monkeypatch)
     config = Config(dataset="cifar10", data_dir=str(tmp_path if named == "parent" else folder))
     train, test = load(config)
-    assert isinstance(train, ImageSet)
+    assert isinstance(train, TensorSamples)
     assert (train.images.shape, len(test)) == ((25, 3, 32, 32), 11)
     first = np.random.default_rng(12).integers(0, 256, (12, 3072), dtype=np.uint8)[0].reshape(3, 32, 32)
     assert np.array_equal(train.images[0].numpy(), first)

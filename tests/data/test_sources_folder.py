@@ -17,7 +17,6 @@ from train.config import Config
 from train.data.file_samples import FileSamples
 from train.data.sources import load
 from train.data.sources.mnist_family import write_idx
-from train.data.sources.sets import FileSet
 
 
 def write_images(folder: Path, count: int, *, size: tuple[int, int] = (40, 30), suffix: str = "png") -> None:
@@ -26,15 +25,15 @@ def write_images(folder: Path, count: int, *, size: tuple[int, int] = (40, 30), 
         Image.new("RGB", size, (10 * number % 256, 128, 0)).save(folder / f"{number:03}.{suffix}")
 
 
-def folder_set(root: Path, *, train: bool = True, image_size: int | None = 16) -> FileSet:
+def folder_set(root: Path, *, train: bool = True, image_size: int | None = 16) -> FileSamples:
     train_half, test_half = load(Config(dataset="imagefolder", data_dir=str(root), image_size=image_size))
     found = train_half if train else test_half
-    assert isinstance(found, FileSet)
+    assert isinstance(found, FileSamples)
     return found
 
 
-def image_of(found: FileSet, index: int) -> torch.Tensor:
-    return FileSamples(found).batch(torch.tensor([index]), None)[0][0]
+def image_of(found: FileSamples, index: int) -> torch.Tensor:
+    return found.batch(torch.tensor([index]), None)[0][0]
 
 
 @pytest.mark.parametrize("other", ["val", "test"])

@@ -62,7 +62,7 @@ def shown_at_last(run: Path, *patterns: str) -> str:
     ("where", "order", "odd"),
     [
         # In the rank's DataLoader worker; the rank itself waits for it
-        ("data", {"sleep_s": 1000}, r"rank 1: data: loader\.next \(worker_loader\.py:\d+ next\) of step \d+\n"
+        ("data", {"sleep_s": 1000}, r"rank 1: data: loader\.next \(loader\.py:\d+ next\) of step \d+\n"
                                     r"rank 1 worker 0: faulting_workload\.py:\d+ probe\n"),
         ("loss", {"sleep_s": 1000}, r"rank 1: faulting_workload\.py:\d+ probe of step \d+\n"),
         # No thread of Python runs in that process any more, and what it said of its step is old

@@ -62,7 +62,7 @@ def reference(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
     "arguments",
     [("--num-workers", "2", "--in-memory", "never"), ("--num-workers", "2", "--in-memory", "always"),
      ("--num-workers", "0", "--in-memory", "never"),
-     ("--num-workers", "1", "--in-memory", "never", "--prefetch-factor", "5"),
+     ("--num-workers", "1", "--in-memory", "never"),
      ("--save-every-steps", "7", "--log-every-steps", "3", "--eval-batch-size", "50"), ("--tensorboard=true",)],
     ids=" ".join,
 )

@@ -7,6 +7,7 @@ import os
 import tarfile
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from train.config import Config
 from train.config.settings import Augment
 from train.data.file_samples import FileSamples
 from train.data.sources import load
-from train.data.sources.sets import FileSet
 
 
 def pack_folder(folder: Path, out: Path, *, max_bytes: int = 1_000_000) -> Path:
@@ -24,7 +24,7 @@ def pack_folder(folder: Path, out: Path, *, max_bytes: int = 1_000_000) -> Path:
     halves = load(Config(dataset="imagefolder", data_dir=str(folder)))
     listed: dict[str, Any] = {"classes": halves[0].classes}
     for half, found in zip(("train", "val"), halves, strict=True):
-        assert isinstance(found, FileSet)
+        assert isinstance(found, FileSamples)
         shards: list[list[tuple[str, bytes]]] = [[]]
         images = list(enumerate(zip(found.paths, found.labels.tolist(), strict=True)))
         for number, (path, label) in sorted(images, key=lambda image: hashlib.sha256(b"%d" % image[0]).digest()):
@@ -40,19 +40,19 @@ def pack_folder(folder: Path, out: Path, *, max_bytes: int = 1_000_000) -> Path:
     return out
 
 
-def load_shards(place: Path | str, **settings: Any) -> tuple[FileSet, FileSet]:
+def load_shards(place: Path | str, **settings: Any) -> tuple[FileSamples, FileSamples]:
     """Both parts of `dataset: shards`."""
     train, test = load(Config(dataset="shards", data_dir=str(place), **settings))
-    assert isinstance(train, FileSet)
-    assert isinstance(test, FileSet)
+    assert isinstance(train, FileSamples)
+    assert isinstance(test, FileSamples)
     return train, test
 
 
 def samples_of(place: Path | str, *, dataset: str = "shards", augment: Augment = False, **settings: Any) -> FileSamples:
     """The training samples at `place`, 32 x 32."""
     found, _ = load(Config(dataset=dataset, data_dir=str(place), augment=augment, image_size=32, **settings))
-    assert isinstance(found, FileSet)
-    return FileSamples(found, augment=augment)
+    assert isinstance(found, FileSamples)
+    return replace(found, augment=augment)
 
 
 def png(shade: int) -> bytes:

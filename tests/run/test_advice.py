@@ -19,7 +19,7 @@ from tests.rigs.jobs import result
 from tests.rigs.recording_workload import records
 from train.config import Config
 from train.data import TensorSamples
-from train.data.batch import repeated
+from train.data.samples import repeated
 from train.run import advice
 from train.run.advice import on_setting, on_workers
 from train.workloads import Workload

@@ -18,9 +18,8 @@ from train.config import Config
 from train.data.order import Order
 from train.data.sources.texts import SAMPLE, load_texts
 from train.samples.make_texts import main as make_texts
-from train.workloads.class_scores import class_scores, macro_f1
-from train.workloads.text import TextSamples, build
-from train.workloads.text_encoder import CharacterTokenizer, TextEncoder
+from train.workloads.classification import class_scores, macro_f1
+from train.workloads.text import CharacterTokenizer, TextEncoder, TextSamples, build
 
 GOOD = "food\ta warm soup\nsports\ta late goal\nfood\t热汤\n"
 

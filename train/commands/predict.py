@@ -18,7 +18,7 @@ from ..config.options import PredictOptions
 from ..data import Samples
 from ..parallel.model import autocast
 from ..run.evaluation import batches_of_rank
-from .checkpoint_model import CheckpointModel, open_checkpoint
+from .checkpoint import CheckpointModel, open_checkpoint
 from .context import Context
 
 

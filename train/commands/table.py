@@ -32,7 +32,7 @@ def _train(context: Context, given: options.TrainOptions) -> None:
 
 def _evaluate(context: Context, given: options.EvaluateOptions) -> None:
     with without_collections():
-        from .evaluate import evaluate_checkpoint
+        from .checkpoint import evaluate_checkpoint
 
     _start_rank(context)
     evaluate_checkpoint(context, given)
@@ -74,16 +74,13 @@ def _start_rank(context: Context) -> None:
 
 
 def _export(context: Context, given: options.ExportOptions) -> None:
-    from .export import export
+    from .checkpoint import export
 
-    _refuse_ranks(context)
-    export(context, given)
-
-
-def _refuse_ranks(context: Context) -> None:
     if context.launch.distributed:
-        raise LaunchError(f"{context.request.command} must be started by hand, once, "
-                          f"got RANK and WORLD_SIZE from {context.launch.launcher}.")
+        raise LaunchError(
+            f"export must be started by hand, once, got RANK and WORLD_SIZE from {context.launch.launcher}."
+        )
+    export(context, given)
 
 
 def _doctor(context: Context, given: options.DoctorOptions) -> int:

@@ -148,7 +148,6 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                                   unit="GB", gt=0, le=1e6)
     num_workers: int = setting(0, "DataLoader workers of each process, for data not in memory.", unit="processes",
                                ge=0, le=1024)
-    prefetch_factor: int = setting(2, "Batches that each worker prepares ahead.", unit="batches", ge=1, le=1024)
     eval_batch_size: Count = setting(512, "Samples at a time in evaluation, per process.", unit="samples")
 
     join_timeout_s: float = _deadline(120.0, "all processes to join")

@@ -1,13 +1,22 @@
-"""Samples: what a workload trains on, batch by batch. random_numbers.py says what their augmentation depends on."""
+"""Samples: what a workload trains on, batch by batch; and what is done with any batch.
 
+Random numbers depend on what they are for, not on what was drawn before them: neither the world size, nor a restart,
+nor the number of workers changes an order or a pixel.
+"""
+
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, default_collate
 
+from rankup.errors import DataError
 from rankup.loop.seeds import derive_seed, seed_host
 
-from .random_numbers import random_numbers
+# The constants of splitmix64 as signed 64-bit integers: torch cannot multiply uint64, and int64 wraps in the same way.
+GOLDEN_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
+MIX = ((30, -4658895280553007687), (27, -7723592293110705685))  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class Samples(Protocol):
@@ -19,22 +28,31 @@ class Samples(Protocol):
         """The samples `indices` (int64 [B]) as one batch of tensors; augmented for that epoch unless it is None."""
 
 
+@dataclass(eq=False)
 class TensorSamples:
     """Images held in memory and batched by index: 75 times faster, as measured, than torchvision's sample by sample.
 
     images: uint8 [N, C, H, W]; labels: int64 [N]. A batch is (uint8 [B, C, H, W], int64 [B]); it is normalised on the
-    device, so that a quarter of the bytes are copied there. `augment` shifts the images of a training batch, and
-    mirrors half of them unless `mirror` is False. With `in_memory` False, DataLoader workers prepare the batches.
+    device, so that a quarter of the bytes are copied there. Own workloads need no more.
+
+    mean, std: one per channel, of images / 255; origin: where the images came from, one line. `augment` shifts the
+    images of a training batch, and mirrors half of them unless `mirror` is False. With `in_memory` False, DataLoader
+    workers prepare the batches. storage: the numbers of the samples as they lie where they came from, int64 [N]; None:
+    in order.
     """
 
-    def __init__(
-        self, images: torch.Tensor, labels: torch.Tensor, *, augment: bool = False, mirror: bool = True, seed: int = 0,
-        in_memory: bool = True, storage: torch.Tensor | None = None,
-    ) -> None:
-        """`storage`: the numbers of the samples as they lie where they came from, int64 [N]; None: in order."""
-        self.storage = storage
-        self.images, self.labels, self.augment, self.mirror, self.seed = images, labels, augment, mirror, seed
-        self.in_memory = in_memory
+    images: torch.Tensor
+    labels: torch.Tensor
+    classes: tuple[str, ...] = ()
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    name: str = ""
+    origin: str = ""
+    mirror: bool = True
+    augment: bool = False
+    seed: int = 0
+    in_memory: bool = True
+    storage: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -45,6 +63,34 @@ class TensorSamples:
         if self.augment and epoch is not None:
             images = shift_and_flip(images, random_numbers(self.seed, epoch, indices, 3), mirror=self.mirror)
         return images, self.labels[indices]
+
+    def first(self, count: int) -> "TensorSamples":
+        """The first `count` samples, all of them with 0; copied, so that the rest can be freed."""
+        if not 0 < count < len(self):
+            return self
+        return replace(self, images=self.images[:count].clone(), labels=self.labels[:count].clone())
+
+    def scaled(self, size: int | None) -> "TensorSamples":
+        """Images uint8 [N, C, size, size], bilinear with antialiasing; None: as they are.
+
+        Raises DataError if they do not fit in memory.
+        """
+        if size is None or self.images.shape[2:] == (size, size):
+            return self
+        try:
+            scaled = torch.empty((*self.images.shape[:2], size, size), dtype=torch.uint8)
+        except RuntimeError as error:
+            needed = self.images.shape[0] * self.images.shape[1] * size * size / 1e9
+            raise DataError(
+                f"image_size must let {len(self)} images fit in memory, got {size} ({needed:.1f} GB). "
+                "Choose a smaller one, or set limit_train and limit_eval."
+            ) from error
+        # In pieces: float32, which interpolation needs, takes four times the memory of uint8.
+        for start in range(0, len(self), 1024):
+            piece = self.images[start : start + 1024].float()
+            floats = torch.nn.functional.interpolate(piece, size=(size, size), mode="bilinear", antialias=True)
+            scaled[start : start + 1024] = floats.round_().clamp_(0, 255).to(torch.uint8)
+        return replace(self, images=scaled)
 
 
 def shift_and_flip(images: torch.Tensor, numbers: torch.Tensor, *, mirror: bool = True) -> torch.Tensor:
@@ -83,3 +129,51 @@ class MapSamples:
             seed_host(derive_seed(self.seed, -1 if epoch is None else epoch, index))
             samples.append(self.dataset[index])
         return default_collate(samples)
+
+
+def random_numbers(seed: int, epoch: int, indices: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` uniform numbers in [0, 1) for each sample of `indices` (int64 [B]): float64 [B, count].
+
+    They are splitmix64 of (seed, epoch, sample, column), https://prng.di.unimi.it/splitmix64.c: a generator per sample
+    would cost more than the augmentation itself.
+    """
+    start = torch.tensor(derive_seed(seed, epoch), dtype=torch.int64)
+    z = start + (indices[:, None] * count + torch.arange(count)[None, :] + 1) * GOLDEN_GAMMA
+    for shift, factor in MIX:
+        z = (z ^ _shift_right(z, shift)) * factor
+    z = z ^ _shift_right(z, 31)
+    # A float64 has 53 bits of mantissa: with more, a number could be rounded up to 1.
+    return _shift_right(z, 11).double() / float(1 << 53)
+
+
+def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
+    # >> copies the sign bit of an int64; masking makes it the shift of a uint64.
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+# A batch: a tensor, or a tuple, list or dict of batches. What `Samples.batch` returns and the model is given ---------
+
+
+def tensors(batch: Any) -> list[torch.Tensor]:
+    """All tensors in a batch, in its order."""
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def num_bytes(batch: Any) -> int:
+    """The size of all tensors in a batch."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(batch))
+
+
+def repeated(batch: Any, count: int) -> Any:
+    """A batch of `count` samples, the same ones again and again: tensors of [B, ...] become [count, ...]."""
+
+    def repeat(leaf: Any) -> Any:
+        several = isinstance(leaf, torch.Tensor) and leaf.ndim > 0
+        return torch.cat([leaf] * -(-count // len(leaf)))[:count] if several else leaf
+
+    return tree_map(repeat, batch)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move all tensors of a batch; what is no tensor stays as it is."""
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # `parallel` -> module in this folder, and the subclass of Method in it. A new method is a new file here and a line in
 # this table.
 METHODS = {
-    "none": "none:OneProcess",
+    "none": "method:OneProcess",
     "ddp": "ddp:DDP",
     "dp": "data_parallel:DataParallelMethod",
     "fsdp": "fsdp:FSDP",

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from rankup.group.group import Group
+from rankup.observe.step_clock import Link
 
 from ..config import Config
 
@@ -34,6 +35,8 @@ class Method:
 
     def __init__(self, config: Config, group: Group) -> None:
         self.config, self.group = config, group
+        # What exchanges gradients beside torch, in the middle of backward: it says how long this rank waited there
+        self.exchange: Link | None = None
 
     @property
     def every_rank_has_all(self) -> bool:
@@ -85,3 +88,12 @@ class Method:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+
+
+class OneProcess(Method):
+    """The defaults of `Method`. `train.config.check_world_size` refuses several ranks before torch is imported."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if self.config.compress != "none":  # a run that was scaled down keeps its settings
+            self.group.log.info("compress  one process sends no gradients: nothing to compress")
+        return model

@@ -14,7 +14,7 @@ from rankup.group.group import Group
 
 from ..config import Config
 from ..config.contradictions import NOT_WITH
-from ..data.batch import to_device
+from ..data.samples import to_device
 from ..workloads import Workload
 
 VIEW_FAILED = "view size is not compatible"  # how torch's message begins

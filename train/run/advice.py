@@ -26,7 +26,7 @@ from rankup.group.group import Group
 from rankup.loop.seeds import random_state_kept
 
 from ..config import Config
-from ..data.batch import num_bytes, repeated
+from ..data.samples import num_bytes, repeated
 from ..parallel.method import Method
 from ..parallel.model import autocast, has_bf16
 from ..workloads import Workload

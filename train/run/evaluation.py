@@ -20,9 +20,9 @@ from rankup.group.group import Group
 
 from ..config import Config
 from ..data import Samples
-from ..data.batch import to_device
 from ..data.loader import Loader
 from ..data.order import evaluation_batches, num_batches
+from ..data.samples import to_device
 from ..parallel.model import autocast, eval_mode
 from ..workloads import Sums, Workload
 
@@ -116,7 +116,7 @@ def batches_of_rank(
     if loader is None:
         loader = own = Loader(
             samples, [index for _, index in numbered], device=group.device, stop=group.stop,
-            num_workers=config.num_workers, prefetch_factor=config.prefetch_factor, warn=group.log.warning,
+            num_workers=config.num_workers, warn=group.log.warning,
         )
     try:
         for turn in range(num_turns):

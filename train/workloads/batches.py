@@ -9,9 +9,9 @@ from rankup.errors import DataError
 from rankup.group.group import Group
 
 from ..config import Config
-from ..data.batch import num_bytes, to_device
-from ..data.loader import uses_workers
+from ..data.loader import AHEAD, uses_workers
 from ..data.order import BatchIndex, Order, evaluation_batches
+from ..data.samples import num_bytes, to_device
 from .workload import Workload
 
 
@@ -73,7 +73,7 @@ def first_batch(config: Config, group: Group, workload: Workload, order: Order, 
         num_samples = max(len(indices), min(config.eval_batch_size, len(workload.evaluation)))
         lines = machine.small_shared_memory(
             ranks=group.launch.local_world_size or 1, num_workers=config.num_workers,
-            prefetch_factor=config.prefetch_factor, batch_bytes=num_bytes(batch) * num_samples // len(indices),
+            prefetch_factor=AHEAD, batch_bytes=num_bytes(batch) * num_samples // len(indices),
             free_bytes=free_bytes,
         )
         for line in lines if group.launch.local_rank == 0 else ():

@@ -1,7 +1,9 @@
 """Classification of images: those of data/sources, in memory or in files."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,12 +14,13 @@ from ..config import Config
 from ..config.settings import Augment
 from ..data import Samples, TensorSamples
 from ..data.sources import load
-from ..data.sources.imagefolder import EXTENSIONS, MEAN, STD
-from ..data.sources.sets import FileSet, ImageSet
 from .classification import Classification
 from .pictures import COLUMNS, LETTERS, confusion_pictures, grid_picture, readable
 from .vision_models import build_model
 from .workload import Sums, Workload
+
+if TYPE_CHECKING:
+    from ..data.file_samples import FileSamples
 
 PICTURED = 2000  # evaluation images that are searched for misclassified ones
 MISTAKES = 6 * COLUMNS  # misclassified images that are shown
@@ -58,31 +61,27 @@ def build(config: Config) -> Workload:
         model=model, train=samples, evaluation=evaluation,
         loss=task.loss, evaluate=task.evaluate, predict=task.predict,
         data_name=train.name, data_origin=train.origin, classes=train.classes, unit="images",
-        input_name=lambda index: test.paths[index] if isinstance(test, FileSet) else f"test/{index}",
+        input_name=lambda index: f"test/{index}" if isinstance(test, TensorSamples) else test.paths[index],
         open_input=lambda path: _open_input(path, train, channels=channels, size=size),
         pictures=lambda model, sums, device: _pictures(task, model, evaluation, sums, device, train.classes),
     )
 
 
-def _samples(found: ImageSet | FileSet, config: Config, *, augment: Augment) -> Samples:
-    if isinstance(found, FileSet):
-        from ..data.file_samples import FileSamples  # here: it imports torchvision
-
-        files = FileSamples(found, augment=augment, seed=config.seed)
-        if config.in_memory != "always":
-            return files
-        images, labels = files.batch(torch.arange(len(found)), None)
-    else:
-        images, labels = found.images, found.labels
+def _samples(found: "TensorSamples | FileSamples", config: Config, *, augment: Augment) -> Samples:
+    if isinstance(found, TensorSamples):
+        return replace(found, augment=augment is True, seed=config.seed, in_memory=config.in_memory != "never")
+    files = replace(found, augment=augment, seed=config.seed)
+    if config.in_memory != "always":
+        return files
+    images, labels = files.batch(torch.arange(len(files)), None)
     return TensorSamples(
-        images, labels, augment=augment is True, mirror=found.mirror, seed=config.seed,
-        in_memory=config.in_memory != "never", storage=found.storage if isinstance(found, FileSet) else None,
+        images, labels, augment=augment is True, mirror=found.mirror, seed=config.seed, storage=found.storage
     )
 
 
-def _shape(found: ImageSet | FileSet) -> tuple[int, int]:
+def _shape(found: "TensorSamples | FileSamples") -> tuple[int, int]:
     """Channels and size (height = width) of the images. Raises DataError if they are not square."""
-    if isinstance(found, FileSet):
+    if not isinstance(found, TensorSamples):
         return 3, found.image_size
     channels, height, width = found.images.shape[1:]
     if height != width:
@@ -91,13 +90,14 @@ def _shape(found: ImageSet | FileSet) -> tuple[int, int]:
 
 
 def _open_input(
-    path: str, train: ImageSet | FileSet, *, channels: int, size: int
+    path: str, train: "TensorSamples | FileSamples", *, channels: int, size: int
 ) -> tuple[Samples, Callable[[int], str]]:
     """Samples from an image file or a folder of them, and their names by number. Their labels are unknown: all 0.
 
     They are prepared as those that the model was evaluated with.
     """
-    from ..data.file_samples import FileSamples
+    from ..data.file_samples import FileSamples  # here: torchvision, which images in memory do without
+    from ..data.sources.imagefolder import EXTENSIONS, MEAN, STD
 
     root = Path(path)
     found = [p for p in root.rglob("*") if p.name.lower().endswith(EXTENSIONS)] if root.is_dir() else [root]
@@ -105,9 +105,11 @@ def _open_input(
     if not files or not root.exists():
         raise DataError(f"--input must be an image or a folder of images, got {path}, where there is none.")
     unknown = torch.zeros(len(files), dtype=torch.int64)
-    margin = isinstance(train, FileSet) and train.margin
-    listed = FileSet(tuple(files), unknown, ("?",), MEAN, STD, "input", path, size, margin=margin)
-    return FileSamples(listed, channels=channels), lambda index: files[index]
+    margin = isinstance(train, FileSamples) and train.margin
+    samples = FileSamples(
+        tuple(files), unknown, ("?",), MEAN, STD, "input", path, size, margin=margin, channels=channels
+    )
+    return samples, lambda index: files[index]
 
 
 def _pictures(

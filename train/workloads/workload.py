@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..data import Samples
-from ..data.batch import tensors
+from ..data.samples import tensors
 
 # Sums over the samples of a batch, by name; "count" is the number of samples. Scalars are divided by the count in the
 # end, so "accuracy" is the number of right answers here. Tensors, such as a confusion matrix, are only added up.

@@ -1,4 +1,4 @@
-"""Data sources: each named data set becomes an ImageSet held in memory or a FileSet of images decoded one at a time.
+"""Data sources: each named data set becomes samples, in memory or in files that are decoded one at a time.
 
 No torch here: the command line checks `dataset` against the names below before anything slow is imported.
 """
@@ -16,7 +16,8 @@ from ...config.schema import is_choice
 from .fetch import NotFetched, Say, print_to_stderr
 
 if TYPE_CHECKING:
-    from .sets import FileSet, ImageSet
+    from ..file_samples import FileSamples
+    from ..samples import TensorSamples
 
 # `dataset` -> its module in this folder, with a function load(config, say) -> (training half, test half).
 # A name with a colon stands for all that begin like it. A new data set is a new file here and a line in this table.
@@ -32,7 +33,9 @@ SOURCES = {
 }
 
 
-def load(config: Config, *, say: Say = print_to_stderr) -> tuple[ImageSet, ImageSet] | tuple[FileSet, FileSet]:
+def load(
+    config: Config, *, say: Say = print_to_stderr
+) -> tuple[TensorSamples, TensorSamples] | tuple[FileSamples, FileSamples]:
     """The training half and the test half of `config.dataset`, cut to their first limit_train and limit_eval samples.
 
     Looks where the set may be and downloads it if it is nowhere, one process per node; `say` gets a line when that
@@ -61,7 +64,7 @@ def load(config: Config, *, say: Say = print_to_stderr) -> tuple[ImageSet, Image
     return _cached(train, test, config) if config.cache_images else (train, test)
 
 
-def _cached(train: FileSet, test: FileSet, config: Config) -> tuple[FileSet, FileSet]:
+def _cached(train: FileSamples, test: FileSamples, config: Config) -> tuple[FileSamples, FileSamples]:
     """The same files, with the node's cache of what they decode to."""
     from .cache import writable_cache
     from .image_cache import Plan, open_caches

@@ -9,15 +9,15 @@ import torch
 from rankup.errors import DataError
 
 from ...config import Config
+from ..samples import TensorSamples
 from .cache import cached, visible, writable_cache
 from .fetch import Remote, Say, fetch
-from .sets import ImageSet
 
 FOLDER = "cifar-10-batches-py"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
-def load(config: Config, say: Say) -> tuple[ImageSet, ImageSet]:
+def load(config: Config, say: Say) -> tuple[TensorSamples, TensorSamples]:
     """uint8 [50000, 3, 32, 32] to train on and [10000, 3, 32, 32] to test on; from data_dir, the cache, or downloaded.
 
     Raises DataError for data that are missing or whose md5 differs from torchvision's, NotFetched if they cannot be
@@ -47,7 +47,7 @@ def _archive() -> Sequence[tuple[Sequence[str], str]]:
     return [([CIFAR10.url], CIFAR10.tgz_md5)]
 
 
-def _read(root: Path, *, train: bool) -> ImageSet:
+def _read(root: Path, *, train: bool) -> TensorSamples:
     from torchvision.datasets import CIFAR10
     from torchvision.datasets.utils import check_integrity
 
@@ -64,7 +64,7 @@ def _read(root: Path, *, train: bool) -> ImageSet:
         state = "is damaged or not the published one (its md5 differs)" if bad.exists() else "is missing"
         raise DataError(f"{bad}: {state}. Remove {folder} and run again to download it.") from error
     images = torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
-    return ImageSet(
+    return TensorSamples(
         images, torch.tensor(found.targets, dtype=torch.int64), CLASSES, mean=(0.4914, 0.4822, 0.4465),
         std=(0.2470, 0.2435, 0.2616), name="cifar10", origin=f"CIFAR-10 in {folder}",
     )

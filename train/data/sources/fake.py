@@ -5,13 +5,13 @@ import torch
 from rankup.errors import DataError
 
 from ...config import Config
+from ..samples import TensorSamples
 from .fetch import Say
-from .sets import ImageSet
 
 GRID = 4  # each class is a pattern of 4 x 4 squares per channel
 
 
-def load(config: Config, say: Say) -> tuple[ImageSet, ImageSet]:
+def load(config: Config, say: Say) -> tuple[TensorSamples, TensorSamples]:
     """`fake_samples` images to train on, a quarter as many to test on: uint8 [N, 3, S, S], S = image_size or 32.
 
     Raises DataError if they do not fit in memory.
@@ -19,7 +19,7 @@ def load(config: Config, say: Say) -> tuple[ImageSet, ImageSet]:
     return _half(config, train=True), _half(config, train=False)
 
 
-def _half(config: Config, *, train: bool) -> ImageSet:
+def _half(config: Config, *, train: bool) -> TensorSamples:
     """An image is its class's pattern (0 or 64) plus noise (0..191).
 
     Only integers are drawn at random, so that every kind of CPU makes the same images. They do not depend on the
@@ -44,6 +44,6 @@ def _half(config: Config, *, train: bool) -> ImageSet:
         piece = patterns[labels[start : start + 1024]]
         images[start : start + 1024] += piece[:, :, cell][:, :, :, cell]
     classes = tuple(f"class {number}" for number in range(num_classes))
-    return ImageSet(
+    return TensorSamples(
         images, labels, classes, mean=(0.5,) * 3, std=(0.25,) * 3, name="fake", origin="made up, no real images"
     )

@@ -25,10 +25,10 @@ from rankup.places.urls import is_url
 
 from ...config import Config
 from ...config.schema import flag
+from ..file_samples import FileSamples, version_of, version_of_facts
 from .cache import writable_cache
 from .fetch import NotFetched, Say, download_lock, print_to_stderr
 from .imagefolder import MEAN, STD
-from .sets import FileSet, version_of, version_of_facts
 from .texts import Texts, TextSet, keep_good, labelled_texts, listed_classes
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # organisation/name, or the first data sets' single word
@@ -38,7 +38,7 @@ LABELS = ("label", "labels")
 COMPARED = 100  # images whose bytes are part of the digest; of all others only the lengths are
 
 
-def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
+def load(config: Config, say: Say) -> tuple[FileSamples, FileSamples]:
     """The images of the splits that the settings name, in the order of their rows.
 
     Raises ConfigError without `datasets`; DataError, naming split, column and row, for what is not there and for rows
@@ -361,7 +361,7 @@ class ImageColumn:
         return self.rows.table.data.column(self.rows.input)[self.rows.start + number].as_py()
 
 
-def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSet:
+def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSamples:
     """Raises DataError, naming the first row that has no image or no label."""
     import pyarrow
     import pyarrow.compute
@@ -388,7 +388,7 @@ def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSet:
     digest.update(labels.numpy().tobytes())
     for index in range(0, len(paths), -(-len(paths) // COMPARED)):
         digest.update(images.read(index))
-    return FileSet(
+    return FileSamples(
         tuple(paths), labels, classes, MEAN, STD, f"{title}-{digest.hexdigest()[:8]}",
         origin=f"column {rows.input} of {rows.where}", margin=config.augment in ("imagenet", "trivial"),
         contents=images,

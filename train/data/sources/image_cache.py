@@ -4,12 +4,11 @@ Whoever decodes an image first puts it there, during the first epoch: no rank wa
 nobody asked for, and a killed process leaves what it has finished. Each image has an entry of its own, with a checksum
 and what its file was like: an image that is damaged, half written or out of date is decoded again.
 
-The file: a header, an entry for each image, and from the next page on the pixels, uint8 [3, S, S] each.
+The file: an entry for each image, and from the next page on the pixels, uint8 [3, S, S] each.
 """
 
 import hashlib
 import json
-import mmap
 import os
 import shutil
 import struct
@@ -26,14 +25,13 @@ import torchvision
 from numpy.typing import NDArray
 
 from rankup.errors import DataError
+from rankup.places.files import staged
 
 from .fetch import locked
 
-FORMAT = 1  # to be raised when the same file gives other pixels than before
+FORMAT = 2  # to be raised when the same file gives other pixels than before
 PAGE = 4096
-# Version of the image's file, and 1 << 32 | checksum: zero is an image that is not there yet. The entries lie in the
-# page cache like everything else, so a process sees what another has just written.
-ENTRY = struct.Struct("<QQ")
+ENTRY_BYTES = 16  # version of the image's file, and THERE | checksum: zero is an image that is not there yet
 THERE = 1 << 32
 WAY_OUT = "or leave --cache-images out"
 
@@ -48,35 +46,28 @@ class Plan:
     @property
     def pixels_at(self) -> int:
         """Where the pixels begin, in bytes."""
-        return -(-(PAGE + len(self.paths) * ENTRY.size) // PAGE) * PAGE
-
-    @property
-    def image_bytes(self) -> int:
-        return 3 * self.image_size**2
+        return -(-len(self.paths) * ENTRY_BYTES // PAGE) * PAGE
 
     @property
     def num_bytes(self) -> int:
-        return self.pixels_at + len(self.paths) * self.image_bytes
+        return self.pixels_at + len(self.paths) * 3 * self.image_size**2
 
-    def header(self) -> bytes:
-        """What the file begins with. It names all that the pixels depend on, so another file is never taken for it."""
+    def name(self) -> str:
+        """Named by all that the pixels depend on."""
         key = hashlib.sha256("\0".join(self.paths).encode(errors="surrogateescape")).hexdigest()
         decoders = [torch.__version__, torchvision.__version__, PIL.__version__]
         cpu = torch.backends.cpu.get_cpu_capability()  # its instructions may round the resized pixels in another way
-        facts = {"format": FORMAT, "size": self.image_size, "files": key, "by": [*decoders, cpu]}
-        return ("decoded images " + json.dumps(facts)).encode().ljust(PAGE)
-
-    def name(self) -> str:
-        return f"images-{hashlib.sha256(self.header()).hexdigest()[:24]}.cache"
+        facts = json.dumps([FORMAT, self.image_size, key, *decoders, cpu])
+        return f"images-{hashlib.sha256(facts.encode()).hexdigest()[:24]}.cache"
 
 
 class ImageCache:
     """The images of one Plan, in a file that `open_caches` has made."""
 
     def __init__(self, path: Path, plan: Plan) -> None:
-        self.path, self.plan = path, plan
-        self._file = os.open(path, os.O_RDWR)
-        self._map = mmap.mmap(self._file, plan.num_bytes, access=mmap.ACCESS_READ)
+        self.path, self.plan, count, size = path, plan, len(plan.paths), plan.image_size
+        self.entries = np.memmap(path, "<u8", "r+", shape=(count, 2))
+        self.pixels = np.memmap(path, np.uint8, "r+", plan.pixels_at, (count, 3, size, size))
         self._said: set[str] = set()
 
     def __reduce__(self) -> tuple[type["ImageCache"], tuple[Path, Plan]]:
@@ -84,38 +75,29 @@ class ImageCache:
 
     def count(self) -> int:
         """How many images are there."""
-        entries = np.frombuffer(self._map, "<u8", 2 * len(self.plan.paths), PAGE)
-        return int(np.count_nonzero(entries[1::2]))
+        return int(np.count_nonzero(self.entries[:, 1]))
 
     def read(self, index: int, path: str, version: int) -> torch.Tensor | None:
         """The image `index`, uint8 [3, S, S], or None if it must be decoded from `path`, which has that version now."""
-        written, checksum = ENTRY.unpack_from(self._map, PAGE + index * ENTRY.size)
+        written, checksum = self.entries[index].tolist()
         if not checksum:
             return None
         if written != version:
             self._say_once("changed", f"{path}: has changed since it was cached, so it is decoded again")
             return None
-        at = self.plan.pixels_at + index * self.plan.image_bytes
         # Copied first: the checksum shall be that of the bytes that are used, whatever is written meanwhile
-        pixels = np.frombuffer(self._map, np.uint8, self.plan.image_bytes, at).copy()
+        pixels = np.array(self.pixels[index])
         if checksum != _checksum(index, version, pixels):
             self._say_once("damaged", f"{self.path}: the image of {path} is damaged, so it is decoded again")
             return None
-        return torch.from_numpy(pixels).view(3, self.plan.image_size, self.plan.image_size)
+        return torch.from_numpy(pixels)
 
     def write(self, index: int, version: int, image: torch.Tensor) -> None:
         """Put uint8 [3, S, S] there. Two processes may do it at the same time: they write the same bytes."""
-        if "full" in self._said:
-            return
-        pixels = image.contiguous().numpy().reshape(-1)
-        try:
-            # Not through the mapping: where the disk is full, that would kill the process with SIGBUS.
-            # The pixels first: an entry without its pixels is found by the checksum, but said to be damage.
-            os.pwrite(self._file, pixels.data, self.plan.pixels_at + index * self.plan.image_bytes)
-            entry = ENTRY.pack(version, _checksum(index, version, pixels))
-            os.pwrite(self._file, entry, PAGE + index * ENTRY.size)
-        except OSError as error:
-            self._say_once("full", f"{self.path}: can't be written ({error.strerror}), so it is filled no further")
+        pixels = image.contiguous().numpy()
+        # The pixels first: an entry without its pixels is found by the checksum, but said to be damage
+        self.pixels[index] = pixels
+        self.entries[index] = version, _checksum(index, version, pixels)
 
     def _say_once(self, what: str, text: str) -> None:
         """On standard error, since a worker process has no log; once for each kind, since more are likely to follow."""
@@ -151,6 +133,8 @@ def open_caches(plans: Sequence[Plan], root: Path, *, max_bytes: int) -> list[Im
                 if total > max_bytes:
                     total -= path.stat().st_size
                     path.unlink()
+            for path in root.glob(".images-*.cache.*"):
+                path.unlink()  # of a process that was killed while it made one
             for path, plan in zip(paths, plans, strict=True):
                 _make(path, plan)
                 os.utime(path)  # used now
@@ -163,14 +147,12 @@ def open_caches(plans: Sequence[Plan], root: Path, *, max_bytes: int) -> list[Im
 
 
 def _make(path: Path, plan: Plan) -> None:
-    """See to it that the file at `path` is that of the plan; called under the lock. Raises DataError, OSError."""
-    header = plan.header()
+    """See to it that the file at `path` has the size of the plan; called under the lock. Raises DataError, OSError."""
     if path.exists():
-        with path.open("rb") as file:
-            if file.read(PAGE) == header and path.stat().st_size == plan.num_bytes:
-                return
+        if path.stat().st_size == plan.num_bytes:
+            return
         # Removed, not written over: whoever has it mapped would die if it became shorter.
-        print(f"{path}: is damaged, unfinished or something else; it is made anew.", file=sys.stderr, flush=True)
+        print(f"{path}: is damaged; it is made anew.", file=sys.stderr, flush=True)
         path.unlink()
     free = shutil.disk_usage(path.parent).free
     if free < plan.num_bytes:
@@ -178,13 +160,9 @@ def _make(path: Path, plan: Plan) -> None:
             f"{path.parent}: must have {plan.num_bytes / 1e9:.3g} GB free for decoded images, has {free / 1e9:.3g}. "
             f"Set RANKUP_CACHE to a folder with room, {WAY_OUT}."
         )
-    with path.open("xb") as file:
-        try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, plan.num_bytes)  # the room is ours from now on, all of it zeros
-            else:
-                os.ftruncate(file.fileno(), plan.num_bytes)  # macOS: `write` finds out when the disk is full
-            file.write(header)  # last: a file without it is an unfinished one
-        except OSError:
-            path.unlink()
-            raise
+    with staged(path) as staging, staging.open("xb") as file:
+        # The room is ours from now on, all of it zeros: a write through the mapping of a full disk would kill
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, plan.num_bytes)
+        else:
+            os.ftruncate(file.fileno(), plan.num_bytes)

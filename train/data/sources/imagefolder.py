@@ -10,8 +10,8 @@ import torch
 from rankup.errors import DataError
 
 from ...config import Config
+from ..file_samples import FileSamples
 from .fetch import Say
-from .sets import FileSet
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 LAYOUT = "Images lie in <data_dir>/train/<class>/ and <data_dir>/val/<class>/, or all in <data_dir>/<class>/."
@@ -19,7 +19,7 @@ LAYOUT = "Images lie in <data_dir>/train/<class>/ and <data_dir>/val/<class>/, o
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
+def load(config: Config, say: Say) -> tuple[FileSamples, FileSamples]:
     """The images of data_dir/train and of data_dir/val (else test). Without these folders, nine in ten images of each
     class are to train on and the others to test on, chosen by a digest of their names: always the same.
 
@@ -45,7 +45,7 @@ def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
     return _file_sets((train_files, train), (test_files, test), config=config)
 
 
-def _file_sets(*halves: tuple[Mapping[str, list[str]], Path], config: Config) -> tuple[FileSet, FileSet]:
+def _file_sets(*halves: tuple[Mapping[str, list[str]], Path], config: Config) -> tuple[FileSamples, FileSamples]:
     """The files of each class of both halves; a class's number is its place among the sorted names.
 
     They are named by their content, not by their place: the names and sizes of all files.
@@ -61,7 +61,7 @@ def _file_sets(*halves: tuple[Mapping[str, list[str]], Path], config: Config) ->
         digest.update("".join([*facts, "\0"]).encode(errors="surrogateescape"))
         found.append((paths, labels, classes, f"images in {folder}"))
     name, margin = f"imagefolder-{digest.hexdigest()[:8]}", config.augment in ("imagenet", "trivial")
-    train, test = (FileSet(*parts[:3], MEAN, STD, name, origin=parts[3], margin=margin) for parts in found)
+    train, test = (FileSamples(*parts[:3], MEAN, STD, name, origin=parts[3], margin=margin) for parts in found)
     return train, test
 
 

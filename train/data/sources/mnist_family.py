@@ -1,4 +1,4 @@
-"""MNIST and its relatives: where their four IDX files may be, and how these become an ImageSet.
+"""MNIST and its relatives: where their four IDX files may be, and how these become TensorSamples.
 
 An IDX file is a big-endian header (two zero bytes, a type byte, the number of dimensions, one 32-bit size per
 dimension) followed by the values. http://yann.lecun.com/exdb/mnist describes it; only unsigned bytes are read here.
@@ -20,9 +20,9 @@ import torch
 from rankup.errors import DataError
 
 from ...config import Config
+from ..samples import TensorSamples
 from .cache import cached, visible, writable_cache
 from .fetch import NotFetched, Remote, Say, fetch
-from .sets import ImageSet
 
 Kind = Literal["images", "labels"]
 MAGIC: dict[Kind, bytes] = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}
@@ -72,7 +72,7 @@ FAMILIES = {
 }
 
 
-def load(config: Config, say: Say) -> tuple[ImageSet, ImageSet]:
+def load(config: Config, say: Say) -> tuple[TensorSamples, TensorSamples]:
     """The training half and the test half, uint8 [N, 1, H, W]: 28 x 28 pixels, the digits that ship 8 x 8.
 
     The digits take the place of Fashion-MNIST where it cannot be fetched and the user named no data_dir: a first try
@@ -150,7 +150,7 @@ def find_files(root: Path, family: Family) -> Path | None:
     return None
 
 
-def read_halves(folder: Path, family: Family) -> tuple[ImageSet, ImageSet]:
+def read_halves(folder: Path, family: Family) -> tuple[TensorSamples, TensorSamples]:
     """The training half and the test half from the folder that `locate` gave. Raises DataError, see `read_half`.
 
     Other images than the published ones get a name of their own: a run on the one does not go on with the other.
@@ -166,7 +166,7 @@ def read_halves(folder: Path, family: Family) -> tuple[ImageSet, ImageSet]:
     return train, test
 
 
-def read_half(folder: Path, family: Family, *, train: bool) -> ImageSet:
+def read_half(folder: Path, family: Family, *, train: bool) -> TensorSamples:
     """Read one half of a set from a folder: images uint8 [N, 1, H, W], labels int64 [N].
 
     Raises DataError, naming the file, if one is missing or damaged, the counts differ or a label is out of range.
@@ -185,7 +185,7 @@ def read_half(folder: Path, family: Family, *, train: bool) -> ImageSet:
             f"{label_path}: label must be 0..{len(family.classes) - 1} for {family.title}, got {int(labels[where])} "
             f"at item {where}. Is it another set's file?"
         )
-    return ImageSet(
+    return TensorSamples(
         images.unsqueeze(1), labels.long(), family.classes, mean=(family.mean,), std=(family.std,), name=family.name,
         origin=f"{family.title} in {folder}", mirror=family.mirror,
     )

@@ -73,11 +73,16 @@ class ShardFiles:
         return f"{self.root}/{name}"
 
     def names(self) -> list[str]:
-        """The files that lie there or below, sorted. Raises DataError where there are none, UserError, PeerLost."""
+        """The files that lie there and one folder below, sorted. Raises DataError for none, UserError, PeerLost."""
+        store = _store(self.root, os.getpid())
         try:
-            names = sorted(_store(self.root, os.getpid()).names())
+            found = store.entries()
+            folders = [name for name, is_folder in found.items() if is_folder and not name.startswith(".")]
+            for folder in folders:
+                found |= store.entries(folder)
         except OSError as error:
             raise DataError(f"{self.root}: can't be listed ({error.strerror}).") from error
+        names = sorted(name for name, is_folder in found.items() if not is_folder)
         if not names:
             way_out = "Is the address right? Where nothing can be listed, set --train-shards and --eval-shards."
             raise DataError(f"{self.root}: is not there, is empty or can't be listed. {way_out}")

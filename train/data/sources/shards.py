@@ -24,10 +24,10 @@ from rankup.errors import DataError
 from rankup.places.files import staged
 
 from ...config import Config
+from ..file_samples import FileSamples, version_of_facts
 from .cache import writable_cache
 from .fetch import Say, locked
 from .imagefolder import EXTENSIONS, MEAN, STD
-from .sets import FileSet, version_of_facts
 from .shard_files import Shard, ShardFiles, each, find_shards
 
 FORMAT = 3
@@ -39,7 +39,7 @@ COPY_AGAIN = "Copy it again from where it is whole, or write it again."
 Row = tuple[int, int, int, int, bytes]  # of the table: COLUMNS and the key
 
 
-def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
+def load(config: Config, say: Say) -> tuple[FileSamples, FileSamples]:
     """The shards of data_dir to train on, and those to test on: as train_shards and eval_shards name them, else found
     by their names. Those at a URL are copied to this node first, with shuffle_window when they are needed.
 
@@ -62,7 +62,7 @@ def load(config: Config, say: Say) -> tuple[FileSet, FileSet]:
     facts = repr((classes, [(part.digest(), list[str]()) for part in parts]))
     name = f"shards-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
     train, test = (
-        FileSet(
+        FileSamples(
             Names(part), part.labels, classes, MEAN, STD, name,
             origin=f"{len(part.shards)} shard{'s'[: len(part.shards) > 1]} in {files.root}"
                    + (f", kept in {files.copies}" if files.copies else ""),

@@ -1,5 +1,7 @@
-"""A trained model from its checkpoint: what evaluate, predict and export have in common."""
+"""A trained model from its checkpoint, and the commands `evaluate` and `export` of it."""
 
+import io
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -8,16 +10,22 @@ from pathlib import Path
 import torch
 
 from rankup.agent.status import StatusFile
-from rankup.errors import UserError
+from rankup.errors import Stopped, UserError
 from rankup.group.group import Group, on_rank0
 from rankup.loop.seeds import derive_seed, seed_everything
+from rankup.places.files import write_atomically
 from rankup.places.urls import is_url
 from rankup.state.reading import Copy, share
+from rankup.state.stored_run import fetched
 
 from ..config import Config
+from ..config.options import EvaluateOptions, ExportOptions
 from ..group import join_group
 from ..parallel.model import prepare
-from ..run.checkpoints import fetched, load_checkpoint, load_newest
+from ..run import weights
+from ..run.checkpoints import load_checkpoint, load_newest
+from ..run.evaluation import evaluate
+from ..run.result import evaluation_table
 from ..workloads import Workload, load
 from .context import Context
 
@@ -106,3 +114,45 @@ def _refuse_other_data(checkpoint: Copy, workload: Workload, settings: Config, *
             f"{checkpoint.path} was trained on {checkpoint.record['data']}, got {workload.data_name} now. Set "
             f"--data-dir or --{setting}."
         )
+
+
+def evaluate_checkpoint(context: Context, options: EvaluateOptions) -> None:
+    """Evaluate, print the table on rank 0, and write `evaluation.json` beside the run's other outputs.
+
+    Raises Stopped if any rank was asked to stop, and what `open_checkpoint` raises.
+    """
+    with open_checkpoint(context, options.checkpoint) as opened:
+        group, workload, checkpoint = opened.group, opened.workload, opened.checkpoint
+        result = evaluate(opened.config, group, workload, workload.model)
+        if result is None:
+            raise Stopped(f"{context.stop.signal_name or 'another rank'}: evaluation stopped, nothing to save.")
+        digest = weights.digest(workload.model.state_dict())
+        text, details = workload.report(result.tables) if workload.report else ("", {})
+        if group.is_rank0:
+            outcome = {
+                "checkpoint": str(checkpoint.path), "step": checkpoint.step, "metrics": result.metrics,
+                "count": result.count, "digest": digest, "world_size": group.world_size, **details,
+            }
+            path = context.run_dir / "evaluation.json"
+            path.write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
+            table = evaluation_table(result, step=checkpoint.step, digest=digest)
+            context.log.info("\n".join(filter(None, [str(checkpoint.path), table, text])))
+
+
+def export(context: Context, options: ExportOptions) -> None:
+    """Write a state dict that `load_state_dict` of the plain module takes, for `torch.load` with weights_only=True.
+
+    Raises UserError.
+    """
+    output = Path(options.output)
+    checkpoint = read_checkpoint(options.checkpoint, context)
+    model = checkpoint.tracked["model"]
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    try:
+        write_atomically(output, buffer.getvalue())
+    except OSError as error:
+        raise UserError(f"--output must be a file that can be written, got {output}: {error.strerror}.") from None
+    size = f"{len(model)} tensors, {buffer.tell() / 1e6:.1f} MB"
+    digest = weights.digest(model)[:16]
+    context.log.info(f"{output}: the weights of step {checkpoint.step}, {size}, digest {digest}")
