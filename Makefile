@@ -37,6 +37,8 @@ slurm-local: ; @slurm/local.sh up ## Start a real Slurm of two nodes on this mac
 slurm-local-down: ; @slurm/local.sh down ## Remove it again
 
 test: lint types unit ## All checks: lint, types, tests. This is what CI runs
+check: lint types ## Lint, types and the tests that start no process: under two minutes
+	$(RUN)python -m pytest --pure --ignore tests/launchers --ignore tests/promises --ignore tests/commands $(ARGS)
 lint: $(TESTED) ; $(RUN)ruff check . ## ruff: mistakes and import order
 types: $(TESTED) ; $(RUN)mypy ## mypy, strict on rankup/ and train/
 unit: $(TESTED) ## pytest, in four processes (PROCESSES=2), or in one where ARGS selects tests
@@ -74,4 +76,4 @@ $(VENV)/.ready-for-tests: $(VENV)/.ready $(LOCKS:%=docker/requirements%.lock) te
 	@$(INSTALL) tests $(PYTHON)
 	@touch $@
 
-.PHONY: venv-tests doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down engine help venv demo up down image wheels push test lint types unit soak throughput race lock clean
+.PHONY: check venv-tests doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down engine help venv demo up down image wheels push test lint types unit soak throughput race lock clean

@@ -71,7 +71,7 @@ def init(
     )
     job = ends.stack.enter_context(open_job(group, settings, options, owned=group.status.claim))
     job._ends = ends
-    ends.finish = job.finish
+    ends.finish, ends.behind = job.finish, lambda: job.live.behind
     seed_everything(derive_seed(seed), group.device)
     group.watch.enter("setup", setup_timeout_s)
     return job

@@ -44,7 +44,6 @@ KILL_S = 5.0  # how long a killed process may take to end; one that waits for a 
 
 # The group of ranks --------------------------------------------------------------------------------------------------
 STOP_S = 0.001  # between two looks at whether a step may begin, while the ranks agree on one to stop at
-LOCAL_CONNECT_S = 10.0  # between ranks of one host: all listen already, and the kernel completes a connection by itself
 FORM_S = 20.0  # ranks that reach each other connect within this; more where there are many
 WATCHDOG_LATER_S = 10.0  # each step of joining has its own deadline, whose message says more than the watchdog's
 BEHIND_OURS_S = 120.0  # gloo's and nccl's own timeouts are longer than ours, which know the phase and name the rank
@@ -83,7 +82,7 @@ HOLD_S = 10.0
 LOCK_S = 4.0  # rank 0 of a killed attempt may take this long to end, and holds its lock until then
 REQUEST_S = 60.0  # for one small request: a frozen store, or a firewall, never answers at all
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a store is asked again
-UPLOAD_SILENT_S, UPLOAD_AGAIN_S = 300.0, 30.0  # how long an upload may stand still, and when it is tried again
+UPLOAD_SILENT_S = 300.0  # how long an upload may stand still
 # At opening: a run that is here need not wait for a mirror. Where none is here, only the mirror knows of one
 FIND_S, SEARCH_S = 5.0, 60.0
 # At the end the other ranks wait for rank 0, and a launcher that stops a job gives a minute or less

@@ -23,10 +23,19 @@ from tests.rigs.object_store import S3
 IN_CI = os.environ.get("CI") == "true"
 # Building and killing containers takes a quarter of an hour, 20 GB and root
 ENGINE_WANTED = bool(os.environ.get("RANKUP_ENGINE"))
+# Whoever has one of these names, of a fixture too, may start a process
+STARTERS = {
+    "subprocess", "multiprocessing", "mp", "forks", "Forks", "jobs", "Job", "start", "run", "start_ranks", "ended",
+    "s3", "S3", "image", "pods", "cluster", "Cluster", "docker", "Project", "namespaces",
+}
 # pytest-xdist's processes: each runs tests, and the one that started them runs none
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 # Children inherit it, so that those still alive at the end can be found, whoever started them.
 SESSION = "PYTEST_SESSION_OF_CHILDREN"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pure", action="store_true", help="only the tests that start no process: seconds")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,7 +57,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own, which reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("pure"):
+        config.hook.pytest_deselected(items=[item for item in items if not _is_pure(item)])
+        items[:] = [item for item in items if _is_pure(item)]
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
 
@@ -66,6 +78,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _is_pure(item: pytest.Item) -> bool:
+    """By what its file imports: nothing that starts a process."""
+    names = vars(getattr(item, "module", None) or object).keys()
+    return not STARTERS & (names | {*getattr(item, "fixturenames", ())})
 
 
 def _group(item: pytest.Item) -> str:
@@ -182,7 +200,7 @@ def image() -> str:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[slurm_cluster.Cluster]:
+def slurm() -> Iterator[slurm_cluster.Cluster]:
     """A real Slurm of two nodes, started by slurm/local.sh."""
     if reason := slurm_cluster.why_not():
         pytest.skip(reason)
@@ -192,6 +210,14 @@ def cluster() -> Iterator[slurm_cluster.Cluster]:
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture
+def cluster(slurm: slurm_cluster.Cluster) -> Iterator[slurm_cluster.Cluster]:
+    """The same; after any end of a job nothing is left running on any node."""
+    slurm.idle()
+    yield slurm
+    slurm.idle()
 
 
 @pytest.fixture

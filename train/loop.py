@@ -136,6 +136,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
             whole = deepcopy(plain).cpu()
         method.split(plain)
     model = method.wrap(compile_model(plain, device) if config.compile else plain)
+    job.clock.link = method.exchange
 
     # Batches ----------------------------------------------------------------------------------------------------
     free_bytes = free_shared_memory()  # before workers fill it

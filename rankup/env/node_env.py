@@ -7,9 +7,8 @@ that finds LOCAL_RANK was started once for each rank, so it starts one.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rankup.env import slurm
 from rankup.env.addresses import PORT_OF_LAUNCH
-from rankup.env.launchers import FIVE, KUBEFLOW_HINT, count, count_pods
+from rankup.env.launchers import FIVE, KUBEFLOW_HINT, STEP, adopt_slurm, count, count_pods
 from rankup.env.rank_env import HOW_TO_LAUNCH, read_rank_env, who_set_rank
 from rankup.errors import LaunchError
 
@@ -67,7 +66,7 @@ def read_node_env(
     variables = {name: text for name, text in pods.items() if not name.startswith("TORCHELASTIC_")}
     added: dict[str, tuple[str, object]] = {}  # variable -> who sets it, and to what
     # Raises in a batch shell of several tasks, which is none of them
-    is_task = "RANK" not in variables and getattr(slurm.adopt(variables), "launcher", "") == "slurm"
+    is_task = "RANK" not in variables and getattr(adopt_slurm(variables), "launcher", "") == "slurm"
     if "RANK" not in variables and not is_task:
         if nnodes is None or nnodes == 1:
             if node_rank:
@@ -97,7 +96,7 @@ def read_node_env(
         if option is not None and option != number:
             raise LaunchError(f"{flag} must be {name}={number} (from {origins[name]}), got {option}. Leave {flag} out.")
     # Several agents on a machine would each start several ranks, which share its devices
-    if nproc > 1 and env.origins.get("GROUP_WORLD_SIZE") == slurm.STEP and env.world_size > (env.num_nodes or 1):
+    if nproc > 1 and env.origins.get("GROUP_WORLD_SIZE") == STEP and env.world_size > (env.num_nodes or 1):
         raise LaunchError(
             f"launch --nproc {nproc} runs in each of {env.world_size} Slurm tasks on {env.num_nodes} nodes: that "
             "multiplies the processes. Use --ntasks-per-node=1 with --nproc, or leave --nproc out."

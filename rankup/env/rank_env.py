@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankup.env import launchers, slurm
+from rankup.env import launchers
 from rankup.env.addresses import ephemeral_range, host_mistake, is_loopback, parse_url
 from rankup.env.launchers import FIVE, NAMES, Variables, given
 from rankup.errors import LaunchError
@@ -91,7 +91,7 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     ours: dict[str, Any] = {
         "agent": agent, "agent_store": agent is not None, "restart_count": commit.get("restarts", 0),
         "attempt": f"{commit['job']}-{commit['restarts']}" if agent else environ.get("RANKUP_ATTEMPT", ""),
-        "start": environ.get("RANKUP_START", ""), "run_name": slurm.run_name(environ),
+        "start": environ.get("RANKUP_START", ""), "run_name": launchers.run_name(environ),
         "parent_pid": int(parent) if parent.isdecimal() else None,
     }
     if found.launcher in ("torchrun", "open mpi") and ours["parent_pid"] is None:
@@ -134,7 +134,7 @@ def _with_rank(environ: Mapping[str, str]) -> Variables:
                 "TORCHELASTIC_RUN_ID is set but GROUP_WORLD_SIZE is not: left over from another torchrun? Unset it."
             )
     launchers.complete_pod(environ, found)
-    slurm.complete(environ, found)
+    launchers.complete_slurm(environ, found)
     return found
 
 
@@ -142,7 +142,7 @@ def _without_rank(environ: Mapping[str, str], file: str) -> Variables:
     """RANK is not set: what the first launcher says that started us, or one process unless half a set is there."""
     launchers.refuse_pod(environ)
     # mpirun's daemons are Slurm tasks: the inner launcher's ranks are ours. srun sets PMI_SIZE for its tasks too
-    if found := launchers.adopt_mpi(environ) or slurm.adopt(environ):
+    if found := launchers.adopt_mpi(environ) or launchers.adopt_slurm(environ):
         return found
     launchers.refuse_foreign(environ)
     found = given(environ, "environment", (*FIVE, "LOCAL_WORLD_SIZE"))

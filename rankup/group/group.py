@@ -4,6 +4,7 @@ Values travel as JSON, or as what `torch.load(weights_only=True)` reads. torch's
 what arrives, which runs whatever code the sender wants, and anybody in the network may connect to a rank's ports.
 """
 
+import contextlib
 import dis
 import io
 import json
@@ -20,9 +21,7 @@ from rankup.agent.ends import LOST_PEER
 from rankup.agent.status import tell_torchrun
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, Stopped, UserError, exit_code, reason
-from rankup.group.host_link import HostLink
 from rankup.group.line import Suspect, describe, root_exit_code
-from rankup.group.meeting import Meeting
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Watchdog
 from rankup.timing import STOP_S
@@ -37,8 +36,8 @@ class Group:
     the end of the block turns that into a PeerLost which names the rank.
 
     `hosts`: by rank. `restarted`: any rank's process. `settings`: what must be the same on all ranks. `backend`: of
-    torch's process group. `meeting`: once the ranks have met. `link`: where all ranks are on one host. `all_done`: all
-    ranks are known to have come to their end.
+    torch's process group. `store`: torch's, once the ranks have met. `all_done`: all ranks are known to have come to
+    their end.
     """
 
     settings: Mapping[str, str]
@@ -53,8 +52,8 @@ class Group:
         self.run_dir = watch.status.run_dir
         self.hosts = watch.hosts
         self.restarted = launch.restart_count > 0
-        self.meeting: Meeting | None = None
-        self.link: HostLink | None = None
+        self.store: Any = None
+        self.until_formed = contextlib.ExitStack()
         self.all_done = False
         self.record = watch.record
 
@@ -143,7 +142,7 @@ class Group:
 
     def _explain(self, error: BaseException) -> BaseException:
         """The failure behind an error."""
-        if self.meeting is None or not broke_collective(error):
+        if self.store is None or not broke_collective(error):
             return error
         suspects = self.watch.suspects()
         self.log.debug(f"{type(error).__name__}: {error}")
@@ -171,8 +170,6 @@ class Group:
         """The largest `value` of all ranks, an int32."""
         if self.world_size == 1:
             return value
-        if (link := self.link) is not None:
-            return self.collective(lambda: link.max(value))
         tensor = torch.tensor(value, dtype=torch.int32)
         self.collective(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX))
         return int(tensor.item())

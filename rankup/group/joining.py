@@ -21,10 +21,9 @@ from rankup.agent.record import RecordWriter
 from rankup.agent.status import StatusFile
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, LaunchError, UserError
-from rankup.group import meeting
 from rankup.group.group import Group
-from rankup.group.host_link import open_link
-from rankup.group.line import Suspect, describe
+from rankup.group.line import AgentLine, Line, Suspect, describe
+from rankup.group.meeting import MemberLine, connect_store, digest
 from rankup.group.stacks import record_collectives
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Watchdog
@@ -94,35 +93,43 @@ def meet(group: Group, *, timeout_s: float) -> None:
     LaunchError where the port cannot be used.
     """
     group.watch.enter("join", timeout_s + WATCHDOG_LATER_S)
-    met = meeting.meet(
-        group.launch, settings=group.settings, attempt=group.attempt, timeout_s=timeout_s, log=group.log,
-        record=group.record,
-    )
-    group.meeting, group.status.attempt = met, met.attempt
-    group.hosts, group.restarted = met.hosts, met.restarted
-    group.watch.connect(met.line, met.hosts)
+    line: Line
+    if (agent := group.launch.agent) is not None:
+        commit = agent["commit"]  # the agents have met before this rank was started
+        line = AgentLine(agent, group.rank, group.stop)
+        group.store = connect_store(commit["ip"], group.launch.master_port, timeout_s=timeout_s)
+    else:
+        line = member = MemberLine(
+            group.launch, group.settings, attempt=group.attempt, timeout_s=timeout_s, log=group.log,
+            record=group.record, stop=group.stop, until_formed=group.until_formed,
+        )
+        commit = member.join()
+        group.store = member.open_store(commit)
+    group.status.attempt = commit.get("attempt") or group.attempt
+    group.hosts = [host for host, count in commit["hosts"] for _ in range(count)]
+    group.restarted = commit["restarts"] > 0
+    group.watch.connect(line, group.hosts)
 
 
 def form(group: Group, *, timeout_s: float, longest_phase_s: float) -> None:
     """Second step: torch's process group, with gloo for host memory always. Raises JoinError and PeerLost."""
-    assert group.meeting is not None, "the ranks have to meet first"
+    assert group.store is not None, "the ranks have to meet first"
     # All reached each other a moment ago: what is left takes seconds, unless a rank has just died, which gloo waits for
     form_s = min(timeout_s, FORM_S + group.world_size / 10)
     group.watch.enter("join", form_s + WATCHDOG_LATER_S)
     timeout = timedelta(seconds=longest_phase_s + BEHIND_OURS_S)
     # So far it was what was left of the time to join; nccl waits with it for the id that it exchanges at the first step
-    group.meeting.store.set_timeout(timeout)
+    group.store.set_timeout(timeout)
     if "nccl" in group.backend:
         record_collectives(group.run_dir)
     try:
         dist.init_process_group(
-            group.backend, store=group.meeting.store, rank=group.rank, world_size=group.world_size, timeout=timeout
+            group.backend, store=group.store, rank=group.rank, world_size=group.world_size, timeout=timeout
         )
         # It uses each connection of gloo's that a step uses. gloo takes whoever sends the right number for the
         # peer that it waits for; a peer whose place is taken waits in vain, and that has to be here, not in a step
         dist.barrier() if group.backend == "gloo" else group.barrier()
-        group.link = open_link(group.rank, group.world_size, gather=group.gather)
-        group.meeting.until_formed.close()
+        group.until_formed.close()
     except (RuntimeError, ValueError) as error:
         group.log.debug(f"{type(error).__name__}: {error}")
         suspects = group.watch.suspects()
@@ -138,7 +145,7 @@ def check_settings(group: Group) -> None:
     """Raises UserError where ranks differ in code or settings. Without an agent their meeting has seen to that."""
     if group.launch.agent is None:
         return
-    digests = group.gather(meeting.digest(group.settings))
+    digests = group.gather(digest(group.settings))
     if len(set(digests)) > 1:
         members = [
             Member("", rank, 1, group.world_size, host, 0, digest, 0.0)

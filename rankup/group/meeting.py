@@ -1,17 +1,19 @@
-"""Meeting the others: who belongs to the group, torch's store for its set-up, and the line over which losses come."""
+"""Meeting the others without an agent: who belongs to the group, and torch's store for its set-up."""
 
+import asyncio
 import contextlib
 import ctypes
 import hashlib
 import json
 import logging
+import math
 import os
+import queue
 import resource
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,75 +23,23 @@ import psutil
 # torch exports them under a condition that mypy does not follow
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from rankup.agent.attendance import HINT
+from rankup.agent.attendance import HINT, Attendance
 from rankup.agent.logs import host_name
-from rankup.agent.network import address_of, chosen_address, open_port
-from rankup.agent.protocol import Member
+from rankup.agent.meeting import Leader
+from rankup.agent.network import address_of, choose_interface, chosen_address, listen, open_port
+from rankup.agent.protocol import Member, in_thread
 from rankup.agent.record import RecordWriter
 from rankup.env.addresses import is_loopback
 from rankup.env.rank_env import RankEnv
-from rankup.errors import JoinError, LaunchError
-from rankup.group.line import AgentLine, Line, MemberLine
+from rankup.errors import FINISHED, USER_MISTAKE, JoinError, LaunchError, UserError
+from rankup.group.line import Line
+from rankup.group.stop import StopRequest
 from rankup.places.files import write_atomically
-from rankup.timing import CONNECT_S
+from rankup.timing import CONNECT_S, SAY_S
 
 LEADER = "rankup/leader"  # in the launcher's store: the port where the leader listens
 SWITCH = Path("/etc/nsswitch.conf")  # where glibc reads who is asked for names
 OTHER_FILES = 512  # that a process needs open beside the connections of its group
-
-_lookups_lock = threading.Lock()
-_without_lookups = 0  # how many blocks of `no_name_lookups` are entered just now, in all threads
-
-
-@dataclass
-class Meeting:
-    """What comes of it. `hosts`: by rank. `attempt`: rank 0's. `restarted`: whether any rank's process is.
-    `until_formed`: to be closed when the process group has been formed."""
-
-    line: Line
-    store: Store
-    hosts: Sequence[str]
-    attempt: str
-    restarted: bool
-    until_formed: contextlib.ExitStack
-
-
-def meet(
-    launch: RankEnv, *, settings: Mapping[str, str], attempt: str, timeout_s: float, log: logging.Logger,
-    record: RecordWriter,
-) -> Meeting:
-    """Meet the other ranks. `settings`: what must be the same on all ranks, by name. `record`: of this rank.
-
-    Raises JoinError (code 170) where they do not come together within `timeout_s`, naming who or what is missing, and
-    UserError where they differ.
-    """
-    line: Line
-    store: Store
-    until_formed = contextlib.ExitStack()
-    if launch.agent:
-        line = AgentLine(launch.agent, launch.agent["local_rank"])
-        commit = line.join()
-        store = connect_store(commit["ip"], launch.master_port, timeout_s=timeout_s)
-    else:
-        if launch.rank == 0:
-            log.info(f"waiting for {launch.world_size} ranks at {_address(launch)}")
-        allow_connections(2 * launch.world_size)
-        own = _Place(launch, attempt, timeout_s, log, until_formed)
-        member = _member(launch, settings, timeout_s, host_name())
-        line = MemberLine(member, settings, own, say=log.warning, record=record)
-        commit = line.join()
-        own.withdraw()
-        store = own.open(commit)
-    hosts = [host for host, count in commit["hosts"] for _ in range(count)]
-    return Meeting(line, store, hosts, commit.get("attempt") or attempt, commit["restarts"] > 0, until_formed)
-
-
-def _member(launch: RankEnv, settings: Mapping[str, str], timeout_s: float, host: str) -> Member:
-    return Member(
-        token=secrets.token_hex(8), first_rank=launch.rank, num_ranks=1, world_size=launch.world_size, host=host,
-        pid=os.getpid(), digest=digest(settings), left_s=timeout_s, restarts=launch.restart_count,
-        ip=chosen_address(os.environ), local_world_size=launch.local_world_size or 0,
-    )
 
 
 def digest(settings: Mapping[str, str]) -> str:
@@ -97,80 +47,184 @@ def digest(settings: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _address(launch: RankEnv) -> str:
-    return launch.file or f"{launch.master_addr}:{launch.master_port}"
+class MemberLine(Line):
+    """Of a rank that another launcher started: it is a member itself, and with rank 0 the leader too.
 
-
-class _Place:
-    """Where ranks without an agent meet: at the master's port, or where the launcher's store or a file says."""
+    Members meet at the master's port, or where the launcher's store or a file says. One thread serves the line.
+    `until_formed`: is closed when the process group has been formed.
+    """
 
     def __init__(
-        self, launch: RankEnv, attempt: str, timeout_s: float, log: logging.Logger, until_formed: contextlib.ExitStack
+        self, launch: RankEnv, settings: Mapping[str, str], *, attempt: str, timeout_s: float, log: logging.Logger,
+        record: RecordWriter, stop: StopRequest, until_formed: contextlib.ExitStack,
     ) -> None:
-        self.until_formed = until_formed
-        self.launch, self.attempt, self.timeout_s, self.log = launch, attempt, timeout_s, log
+        super().__init__(launch.rank, stop)
+        self.launch, self.settings, self.attempt, self.timeout_s = launch, settings, attempt, timeout_s
+        self.log, self.record, self.until_formed = log, record, until_formed
+        self.address = launch.file or f"{launch.master_addr}:{launch.master_port}"
+        self._me = Member(
+            token=secrets.token_hex(8), first_rank=launch.rank, num_ranks=1, world_size=launch.world_size,
+            host=host_name(), pid=os.getpid(), digest=digest(settings), left_s=timeout_s, restarts=launch.restart_count,
+            ip=chosen_address(os.environ), local_world_size=launch.local_world_size or 0,
+        )
+        self._commit: queue.Queue[Mapping[str, Any] | Exception] = queue.Queue()
+        self._loop: asyncio.AbstractEventLoop
+        self._attendance: Attendance
+        self._leader: Leader | None = None
         self._store: Store | None = None  # torch's, where this rank serves it
-        self.file = Path(launch.file) if launch.file else None
-        self._board: Store | None = None  # the launcher's store
+        self._file = Path(launch.file) if launch.file else None
         self._published = ""
+        self._board: Store | None = None  # the launcher's store
         if launch.agent_store:
             # It outlives its ranks, whose agents may count restarts differently: the newest leader stands there
             ip = _address_behind(launch.master_addr, launch.master_port)
             self._board = connect_store(ip, launch.master_port, timeout_s=timeout_s)
-        self.port = 0 if self.file or self._board else launch.master_port
+        self._port = 0 if self._file or self._board else launch.master_port  # 0: one that the system picks
         # With all ranks on this machine nobody else needs to come in
         alone = launch.master_addr == "127.0.0.1" and launch.local_world_size == launch.world_size
-        self.ip = "127.0.0.1" if alone and not self.file else ""
-        self.master = launch.master_addr if self.port else ""
-        self.hint = "All ranks have to name the same file." if self.file else HINT
+        self._ip = "127.0.0.1" if alone and not self._file else ""
 
-    def find(self) -> tuple[str, int]:
-        """Raises OSError where the leader has not said where it is, and LaunchError for a file of somebody else."""
-        if self.file:
-            found = read_place(self.file)
-            if found is None:
-                raise ConnectionError(f"rank 0 has not left its address in {self.file}")
-            return found
-        if self._board is not None:
-            try:
-                self._board.wait([LEADER], timedelta(seconds=CONNECT_S))
-                return self.launch.master_addr, int(self._board.get(LEADER))
-            except RuntimeError:
-                raise ConnectionError(f"nothing was heard from rank 0 at {_address(self.launch)}") from None
-        return self.launch.master_addr, self.launch.master_port
+    def join(self) -> Mapping[str, Any]:
+        """Returns the commit: n, hosts as [host, number of ranks] in the order of ranks, and what `_prepare` says.
 
-    def publish(self, port: int) -> None:
-        """On rank 0. Raises LaunchError for a file of somebody else, JoinError for one in use."""
-        if self._board is not None:
-            self._board.set(LEADER, str(port))
-        elif self.file:
-            if (found := read_place(self.file)) is not None:
-                with contextlib.suppress(OSError), socket.create_connection(found, timeout=CONNECT_S):
-                    raise JoinError(f"{self.file} is in use by another job. Name another file, or end that job.")
-                self.log.info(f"{self.file} was left by an earlier run that did not come together: replaced")
-            reached = [ip for name in psutil.net_if_addrs() if (ip := address_of(name)) and not is_loopback(ip)]
-            self._published = json.dumps({"rankup": [(reached or ["127.0.0.1"])[0], port]})
-            write_atomically(self.file, self._published)
+        Raises JoinError (code 170) where they do not come together within `timeout_s`, naming who or what is missing,
+        and UserError where they differ.
+        """
+        if self.launch.rank == 0:
+            self.log.info(f"waiting for {self.launch.world_size} ranks at {self.address}")
+        allow_connections(2 * self.launch.world_size)
+        threading.Thread(target=self._run, name="line", daemon=True).start()
+        found = self._commit.get()
+        if isinstance(found, Exception):
+            raise found
+        with contextlib.suppress(OSError):  # all have met: nobody needs the file any more
+            if self._file and self._published and self._file.read_text() == self._published:
+                self._file.unlink()
+        return found
 
-    def withdraw(self) -> None:
-        """All have met: nobody needs the file any more."""
-        with contextlib.suppress(OSError):
-            if self.file and self._published and self.file.read_text() == self._published:
-                self.file.unlink()
-
-    def serve(self) -> Mapping[str, Any]:
-        """On rank 0: start torch's store where no launcher has one. Returns what all ranks need to know."""
-        port = 0
-        if self._board is None:
-            self._store = self.until_formed.enter_context(start_store(self.ip, timeout_s=self.timeout_s))
-            port = self._store.port
-        return {"store": port, "token": secrets.token_hex(8), "attempt": self.attempt}
-
-    def open(self, commit: Mapping[str, Any]) -> Store:
+    def open_store(self, commit: Mapping[str, Any]) -> Store:
         """The store that the commit names."""
         if self._board is not None:
             return PrefixStore(f"rankup/{commit['token']}", self._board)
         return self._store or connect_store(commit["ip"], commit["store"], timeout_s=self.timeout_s)
+
+    def say(self, kind: str, **values: Any) -> bool:
+        said: queue.Queue[bool] = queue.Queue()
+        with contextlib.suppress(RuntimeError, queue.Empty):  # the loop has ended
+            say = self._leader.take if self._leader is not None else self._attendance.say
+            self._loop.call_soon_threadsafe(lambda: said.put(say(kind, **values)))
+            return said.get(timeout=SAY_S)
+        return False
+
+    def close(self) -> None:
+        """Leave the others."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._attendance.close)
+
+    # In the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._attend())
+        except Exception as error:
+            self._commit.put(error)
+
+    async def _attend(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        if self._me.first_rank > 0:
+            await self._hear_events()
+            return
+        self._leader = Leader(self._me, say=self.log.warning, prepare=self._prepare, hear=self._hear_member)
+        server = await listen(self._leader.attend, ip=self._ip, port=self._port)
+        try:
+            # Only the user's own address can be wrong
+            master = self.launch.master_addr if self._port else ""
+            self._port = server.sockets[0].getsockname()[1]
+            await in_thread(self._publish, timeout_s=math.inf)
+            self._watch = asyncio.create_task(self._leader.watch(master=master))
+            await self._hear_events()
+            await asyncio.Event().wait()  # the others still hear what it has to say
+        finally:
+            server.close()  # the end of the event loop does not
+
+    async def _hear_events(self) -> None:
+        hint = "All ranks have to name the same file." if self._file else HINT
+        self._attendance = Attendance(
+            self._me, self.settings, self._leader_at, notice=self.log.warning,
+            records=lambda: {self._me.first_rank: self.record}, hint=hint,
+        )
+        member = False
+        async for event in self._attendance.events():
+            if event["is"] == "propose":
+                self._attendance.ready(event["n"], mistake=choose_interface(os.environ, event["ip"]))
+            elif event["is"] == "commit":
+                member = True
+                self._commit.put(event)
+            elif event["is"] == "refused":
+                kind = UserError if event["code"] == USER_MISTAKE else JoinError
+                self._commit.put(kind(event["text"], printed_elsewhere=bool(event.get("quiet"))))
+            elif member:
+                self.hear(event)
+            if member and event["is"] in ("lost", "gone"):
+                break  # this process belongs to one membership, and must not come into the next one's way
+
+    async def _prepare(self, n: int) -> Mapping[str, Any]:
+        assert self._leader is not None
+        await in_thread(self._serve, timeout_s=math.inf)
+        return {
+            "store": getattr(self._store, "port", 0), "token": secrets.token_hex(8), "attempt": self.attempt,
+            # Where one rank was started again the job goes on, whatever rank 0 knows of that
+            "restarts": max(member.restarts for member in self._leader.members),
+        }
+
+    def _hear_member(self, member: Member, message: Mapping[str, Any]) -> None:
+        """Each rank is a process that is started anew by somebody else: a bad end is the end of all."""
+        assert self._leader is not None
+        if message["is"] == "end" and message["code"] != FINISHED:
+            self._leader.lose_by(member, message)
+        elif message["is"] == "stop":
+            self._leader.stop(str(message["signal"]))
+
+    # Where the leader is, in threads of their own: all of these may take seconds ----------------------------------
+
+    async def _leader_at(self) -> tuple[str, int]:
+        """Raises OSError where the leader has not said where it is, and LaunchError for a file of somebody else."""
+        if self._leader is not None:
+            return "127.0.0.1", self._port
+        if not self._file and self._board is None:
+            return self.launch.master_addr, self.launch.master_port
+        return await in_thread(self._find, timeout_s=math.inf)
+
+    def _find(self) -> tuple[str, int]:
+        if self._file:
+            found = read_place(self._file)
+            if found is None:
+                raise ConnectionError(f"rank 0 has not left its address in {self._file}")
+            return found
+        assert self._board is not None
+        try:
+            self._board.wait([LEADER], timedelta(seconds=CONNECT_S))
+            return self.launch.master_addr, int(self._board.get(LEADER))
+        except RuntimeError:
+            raise ConnectionError(f"nothing was heard from rank 0 at {self.address}") from None
+
+    def _publish(self) -> None:
+        """On rank 0. Raises LaunchError for a file of somebody else, JoinError for one in use."""
+        if self._board is not None:
+            self._board.set(LEADER, str(self._port))
+        elif self._file:
+            if (found := read_place(self._file)) is not None:
+                with contextlib.suppress(OSError), socket.create_connection(found, timeout=CONNECT_S):
+                    raise JoinError(f"{self._file} is in use by another job. Name another file, or end that job.")
+                self.log.info(f"{self._file} was left by an earlier run that did not come together: replaced")
+            reached = [ip for name in psutil.net_if_addrs() if (ip := address_of(name)) and not is_loopback(ip)]
+            self._published = json.dumps({"rankup": [(reached or ["127.0.0.1"])[0], self._port]})
+            write_atomically(self._file, self._published)
+
+    def _serve(self) -> None:
+        """On rank 0: start torch's store where no launcher has one."""
+        if self._board is None:
+            self._store = self.until_formed.enter_context(start_store(self._ip, timeout_s=self.timeout_s))
 
 
 def read_place(file: Path) -> tuple[str, int] | None:
@@ -201,7 +255,10 @@ def start_store(ip: str, *, timeout_s: float) -> Iterator[TCPStore]:
     listener = open_port(ip, 0)
     port = listener.getsockname()[1]
     with no_name_lookups():
-        yield _store("127.0.0.1", port, timeout_s, is_master=True, master_listen_fd=listener.detach())
+        yield TCPStore(
+            "127.0.0.1", port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
 
 def _address_behind(host: str, port: int) -> str:
@@ -214,13 +271,7 @@ def _address_behind(host: str, port: int) -> str:
 def connect_store(ip: str, port: int, *, timeout_s: float) -> TCPStore:
     """Raises RuntimeError where what answers is no store. Waits without end for what accepts and never answers."""
     with no_name_lookups():
-        return _store(ip, port, timeout_s)
-
-
-def _store(ip: str, port: int, timeout_s: float, **more: Any) -> TCPStore:
-    use_libuv = os.environ.get("USE_LIBUV", "1") == "1"  # torch's own variable, for builds without it
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(ip, port, timeout=timeout, wait_for_workers=False, use_libuv=use_libuv, **more)
+        return TCPStore(ip, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 @contextlib.contextmanager
@@ -230,21 +281,13 @@ def no_name_lookups() -> Iterator[None]:
     torch asks for the name of both ends of each connection of a store, only to print it: the client twice, the server
     once, in its one thread, so that all ranks wait for each answer. With a resolver that takes 5 s to say that it does
     not know the address, 16 ranks took minutes to meet. torch has no setting for that, but glibc lets a program
-    replace the line of nsswitch.conf. Blocks may overlap. Elsewhere than with glibc (musl, macOS) nothing changes.
+    replace the line of nsswitch.conf. Elsewhere than with glibc (musl, macOS) nothing changes.
     """
-    _count_without_lookups(1)
+    _ask_for_names("files")
     try:
         yield
     finally:
-        _count_without_lookups(-1)
-
-
-def _count_without_lookups(change: int) -> None:
-    global _without_lookups
-    with _lookups_lock:
-        before, _without_lookups = _without_lookups, _without_lookups + change
-        if (before == 0) != (_without_lookups == 0):
-            _ask_for_names("files" if _without_lookups else _configured_services())
+        _ask_for_names(_configured_services())
 
 
 def _ask_for_names(services: str) -> None:
@@ -270,7 +313,6 @@ def allow_connections(count: int) -> None:
     Most systems allow 1,024 at first and many times that if asked: rank 0 holds several connections of each rank.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + OTHER_FILES
+    wanted = count + OTHER_FILES if hard == resource.RLIM_INFINITY else min(count + OTHER_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -52,7 +52,7 @@ def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
     """
     global _file
     # What waits for signals: the thread of `StopRequest`. The main thread may wait for a dead disk, and takes none then
-    thread = next((each.native_id for each in threading.enumerate() if each.name == "stop-request"), None)
+    thread = next((each.native_id for each in threading.enumerate() if each.name == "watch"), None)
     with contextlib.suppress(OSError):
         path = announce_stacks(
             run_dir, rank, world_size, os.getpid(), thread=thread, main=f"{threading.main_thread().ident:#x}",
@@ -155,9 +155,7 @@ Stack = list[Frame]  # the innermost first
 # fits counts, in the innermost frame that fits any.
 KNOWN = (
     ("torch/distributed/distributed_c10d.py", ""),  # all_reduce, barrier, init_process_group
-    ("group/host_link.py", "agreement"),
     ("parallel/shared_gradients.py", "all_reduce"),
-    ("group/line.py", "join"),
     ("group/meeting.py", "join"),
     ("data/loader.py", "data: loader.next"),
     ("torch/utils/data/dataloader.py", "data: next of a DataLoader"),
@@ -248,30 +246,26 @@ def compare(places: Mapping[int, str]) -> list[str]:
 # A hang in a collective has its cause on the rank that did not come, or came with something else. torch notes the last
 # collectives of each rank; the stacks show only where the program waits for one.
 
-# torch has two names for most settings, and a user may have set either; of the two the first one counts
-SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-PREFIX = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # of the file's name; torch appends the rank
-ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)  # torch's own, which a script of the user's runs into
+SIZE, PREFIX = "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"  # torch appends the rank to the file's name
 COMPARE = "python -m torch.distributed.flight_recorder.fr_trace"
 
 
 def record_collectives(run_dir: Path, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Switch the recorder on where the user has not set it: 2,000 collectives, torch's own default of late.
+    """Switch the recorder on where the user has not set it, for 2,000 collectives.
 
     Before nccl's process group is made, which reads the variables. A disk that can't be written to costs only this.
     """
-    folder = run_dir / STACKS / "nccl"
-    for names, value in {SIZE: "2000", PREFIX: str(folder.resolve() / "rank-"), ON_TIMEOUT: "1"}.items():
-        if not any(name in environ for name in names):
-            environ[names[0]] = value
-    if prefix := _first(PREFIX, environ):
+    environ.setdefault(SIZE, "2000")
+    environ.setdefault(PREFIX, str((run_dir / STACKS / "nccl").resolve() / "rank-"))
+    environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # torch's own timeout
+    if environ[PREFIX]:
         with contextlib.suppress(OSError):
-            Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+            Path(environ[PREFIX]).parent.mkdir(parents=True, exist_ok=True)
 
 
 def recorded(rank: int) -> Path | None:
     """The file that `dump_collectives` is going to write; None where it will write none."""
-    prefix = _first(PREFIX, os.environ)
+    prefix = os.environ.get(PREFIX)
     return Path(f"{prefix}{rank}") if prefix and _recording() else None
 
 
@@ -289,12 +283,8 @@ def dump_collectives(rank: int) -> None:
 
 def _recording() -> bool:
     """Whether this process has a group of nccl's, and the recorder is on."""
-    if _first(SIZE, os.environ) in ("", "0") or "torch" not in sys.modules:
+    if os.environ.get(SIZE) in (None, "", "0") or "torch" not in sys.modules:
         return False
     import torch.distributed as dist
 
     return dist.is_initialized() and "nccl" in str(dist.get_backend_config())
-
-
-def _first(names: tuple[str, ...], environ: Mapping[str, str]) -> str:
-    return next((environ[name] for name in names if name in environ), "")

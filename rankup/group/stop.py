@@ -1,6 +1,8 @@
-"""The stop request: SIGTERM, SIGINT and SIGUSR1 set a flag that the loop looks at; they never interrupt a step.
+"""The thread beside the loop, and the stop request: SIGTERM, SIGINT and SIGUSR1 set a flag that the loop looks at; they
+never interrupt a step.
 
-SIGUSR2 comes the same way, and asks for the stacks of all threads (`rankup.group.stacks`).
+SIGUSR2 comes the same way, and asks for the stacks of all threads (`rankup.group.stacks`). Once the rank has a group,
+the same thread hears its line and looks at the clock (`rankup.group.watchdog`): a rank has no other thread for these.
 
 No torch: the handlers are installed before torch is imported, so that a container stopped while it starts ends at once
 instead of being killed after its grace period. (The kernel ignores SIGTERM for a container's first process unless that
@@ -9,13 +11,16 @@ process has a handler.)
 
 import contextlib
 import logging
+import math
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from rankup.agent.processes import leave
 from rankup.errors import STOPPED
@@ -25,6 +30,8 @@ from rankup.timing import PARTING_S, REPEAT_S
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 TAKEN = (*SIGNALS, "SIGUSR2")  # which asks for the stacks
+NAMES = {int(getattr(signal, name)): name for name in TAKEN}
+WAKE = b"\0"  # no signal has this number
 
 
 class StopRequest:
@@ -33,17 +40,18 @@ class StopRequest:
     A thread reads the signals from a wake-up socket, because Python runs its handlers in the main thread only: while
     that one waits inside a collective no handler runs, and a second signal must end the process all the same.
 
-    `signal_name`: the first signal that came, or ""; SIGTERM and SIGINT take the place of SIGUSR1.
+    `signal_name`: the first signal that came, or ""; SIGTERM and SIGINT take the place of SIGUSR1. `watch`: of the
+    group, once there is one, whose clock the thread serves; call `wake` after a change.
     """
 
     def __init__(self) -> None:
         self.signal_name = ""
+        self.watch: Any = None  # a Watchdog, which imports this file
         self._log: logging.Logger | None = None
         self._finish_step_first = False
         self._requested_at_s = 0.0  # of the first signal to this process itself
-        self._tell_others: Callable[[str], object] = lambda name: None
-        self._last_word: Callable[[str], None] = self._say
         self._held = threading.local()
+        self._readers: dict[int, Callable[[], bool]] = {}
 
     @property
     def requested(self) -> bool:
@@ -64,7 +72,8 @@ class StopRequest:
         for name in TAKEN:
             signal.signal(getattr(signal, name), self._pass_on)
         os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._begin_fork)
-        threading.Thread(target=self._read, name="stop-request", daemon=True).start()
+        self._readers[self._reader.fileno()] = self._read
+        threading.Thread(target=self._serve, name="watch", daemon=True).start()
         return self
 
     def _pass_on(self, number: int, _: object) -> None:
@@ -113,13 +122,16 @@ class StopRequest:
         """
         self._finish_step_first = True
 
-    def tell_others(self, tell: Callable[[str], object]) -> None:
-        """From now on `tell(signal)` when a signal has come to this process itself."""
-        self._tell_others = tell
+    def hear(self, fileno: int, receive: Callable[[], bool]) -> None:
+        """From now on call `receive` in the thread whenever there is something to read, until it returns False."""
+        self._readers[fileno] = receive
+        self.wake()
 
-    def report_through(self, last_word: Callable[[str], None] | None) -> None:
-        """From now on `last_word(why)` before this process leaves without saving. None: a line is printed."""
-        self._last_word = last_word or self._say
+    def wake(self) -> None:
+        """Have the thread look at the clock now."""
+        if hasattr(self, "_writer"):
+            with contextlib.suppress(BlockingIOError):  # it is awake
+                self._writer.send(WAKE)
 
     def ask(self, name: str) -> None:
         """Request a stop as that signal does, which may have come to another rank. SIGUSR1 is only a notice."""
@@ -127,30 +139,42 @@ class StopRequest:
             self.signal_name, self._requested_at_s = name, 0.0
             self._tell.send(b"!")
 
-    def _read(self) -> None:
-        # Numbers are looked up once, and only these: SIGCHLD and others pass through the same socket
-        names = {int(getattr(signal, name)): name for name in TAKEN}
-        while received := self._reader.recv(1):
-            name = names.get(received[0])
-            if name is None:
-                continue
+    # The thread -----------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while True:
+            poll = select.poll()
+            for fileno in list(self._readers):
+                poll.register(fileno, select.POLLIN)
+            timeout_s: float = self.watch.tick() if self.watch is not None else math.inf
+            for fileno, _ in poll.poll(None if timeout_s == math.inf else 1000 * timeout_s):
+                if not self._readers[fileno]():
+                    del self._readers[fileno]
+
+    def _read(self) -> bool:
+        for number in self._reader.recv(4096):
+            name = NAMES.get(number)
             if name == "SIGUSR2":
                 stacks.dump_aside()  # a disk that hangs must not keep this thread from the next signal
-                continue
-            now_s = time.monotonic()
-            self.ask(name)
-            if not self._requested_at_s:
-                self._requested_at_s = now_s
-                if self._finish_step_first:
-                    self._tell_others(name)
-                else:
-                    self._leave(f"{name} before the first step: nothing new to save. The same command starts it again.")
-            elif now_s - self._requested_at_s > REPEAT_S:
-                waited_s = now_s - self._requested_at_s
-                self._leave(f"{name} again, {waited_s:.0f} s after {self.signal_name}: leaving without saving")
+            elif name is not None:  # SIGCHLD and others pass through the same socket
+                self._take(name, time.monotonic())
+        return True
+
+    def _take(self, name: str, now_s: float) -> None:
+        self.ask(name)
+        waited_s = now_s - self._requested_at_s
+        if not self._requested_at_s:
+            self._requested_at_s = now_s
+            if not self._finish_step_first:
+                self._leave(f"{name} before the first step: nothing new to save. The same command starts it again.")
+            elif self.watch is not None:
+                self.watch.tell_others(name)
+        elif waited_s > REPEAT_S:
+            self._leave(f"{name} again, {waited_s:.0f} s after {self.signal_name}: leaving without saving")
 
     def _leave(self, why: str) -> None:
-        leave(STOPPED, lambda: self._last_word(why), timeout_s=PARTING_S)
+        last_word = self.watch.last_word if self.watch is not None else self._say
+        leave(STOPPED, lambda: last_word(why), timeout_s=PARTING_S)
 
     def _say(self, why: str) -> None:
         if self._log is not None:

@@ -1,9 +1,9 @@
 """Deadlines, and the report of how this rank ends: a hang always turns into an exit that names the suspect, and so does
 a lost rank.
 
-One thread runs beside the loop. It looks at the clock, and at what the line to the others has said (`Losses`); it uses
-nothing that could block it. A process that is stopped itself (SIGSTOP, a frozen node) does none of that: the others
-find it by its silence.
+The thread of `rankup.group.stop` looks at the clock, and at what the line to the others has said; it does nothing that
+could block it. A rank that has to go does so in a thread of its own. A process that is stopped itself (SIGSTOP, a
+frozen node) does none of that: the others find it by its silence.
 """
 
 import logging
@@ -20,7 +20,7 @@ from rankup.agent.record import NO_LIMIT, RecordWriter
 from rankup.agent.status import StatusFile, tell_torchrun
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
 from rankup.group import stacks
-from rankup.group.line import Line, Losses, Suspect, describe, root_exit_code
+from rankup.group.line import Line, Suspect, describe, root_exit_code
 from rankup.group.stacks import COMPARE, compare, moment, own_place
 from rankup.group.stop import StopRequest
 from rankup.timing import (
@@ -70,20 +70,18 @@ class Watchdog:
         self.status, self.stop, self.record, self.log, self.leaving = status, stop, record, log, leaving
         self.rank, self.world_size, self.clock = status.rank, status.world_size, record.clock
         self.hosts: Sequence[str] = [host_name()] * self.world_size
-        self._ended = threading.Event()
-        self._woken = threading.Event()  # by a loss, or the end
         self._line: Line | None = None  # once the ranks have met
-        self._losses: Losses | None = None
         self._quiet = False  # all ranks are done
         self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
         self._keeper: Keeper | None = None
         self._keep_timeout_s = 0.0
         self._keep_lock = threading.Lock()  # held while the keeper writes
-        self._stopping = False  # this thread ends the process, and has kept the state for that
-        self._settled = False
-        stop.report_through(self._report_stop)
+        self._stopping = False  # it ends for a stop, and has kept the state for that
+        self._armed_s = self._placed_s = self._lost_s = 0.0  # when the thread did this, or saw a loss
+        self._leaver: threading.Thread | None = None  # it finds out whether this rank has to go, and ends it
         stacks.follow(record)
-        threading.Thread(target=self._watch_clock, name="deadlines", daemon=True).start()
+        stop.watch = self
+        stop.wake()
 
     def signs_of_life(self) -> list[dict[str, Any]]:
         """Where each rank stood when it last said so, in the order of the ranks.
@@ -93,7 +91,7 @@ class Watchdog:
         """
         self.record.set_place(self._place())
         own = {**self.record.read().sign(), "host": host_name(), "seen": time.time()}
-        others = self._losses.signs() if self._losses is not None else []
+        others = self._line.signs() if self._line is not None else []
         return sorted([own, *(sign for sign in others if sign["rank"] != self.rank)], key=lambda sign: sign["rank"])
 
     def enter(
@@ -115,7 +113,7 @@ class Watchdog:
     @property
     def lost_a_peer(self) -> bool:
         """Whether another rank is gone, as far as this one has heard. Any thread."""
-        return self._losses is not None and self._losses.gone
+        return self._line is not None and self._line.gone
 
     @property
     def at_step(self) -> str:
@@ -129,8 +127,7 @@ class Watchdog:
     def connect(self, line: Line, hosts: Sequence[str]) -> None:
         """The ranks have met: look for losses, and report to the others from now on."""
         self.hosts, self._line = hosts, line
-        self._losses = Losses(line, self.rank, heard=self._woken, ask=self.stop.ask)
-        self.stop.tell_others(lambda name: line.say("stop", signal=name))
+        self.stop.wake()
 
     def protect(self, keeper: Keeper, *, timeout_s: float) -> None:
         """From now on call `keeper.keep()` before this process ends because of a lost peer or a deadline. It gets
@@ -140,9 +137,9 @@ class Watchdog:
     def settle(self) -> None:
         """This rank begins no further step: it saves and leaves with the others, however long that takes."""
         with self._keep_lock:
-            self._settled = not self._stopping
+            if not self._stopping:
+                self.record.settle()
         self.wait_if_leaving()
-        self.record.settle()
 
     def wait_if_leaving(self) -> None:
         """Never return where this process is about to end for a stop."""
@@ -168,9 +165,7 @@ class Watchdog:
     def end(self) -> None:
         """No more deadlines."""
         self._quiet = True
-        self.stop.report_through(None)
-        self._ended.set()
-        self._woken.set()
+        self.stop.watch = None
         clear_hard_deadline()
 
     # The end ----------------------------------------------------------------------------------------------------
@@ -185,7 +180,7 @@ class Watchdog:
         if self._line is not None:
             self._line.say("end", **own.message())
         self.status.write_end(own)
-        others = self._losses.reported() if self._losses is not None else []
+        others = self._line.reported() if self._line is not None else []
         ends = [own, *(
             End(each.rank, self.hosts[each.rank], each.code, each.why, step)
             for each in others if each.code is not None and each.rank != self.rank
@@ -194,46 +189,52 @@ class Watchdog:
             ends = [End(rank, host, code, why, step) for rank, host in enumerate(self.hosts)]
         self.status.write_summary(ends)
 
-    def _report_stop(self, why: str, *, together: bool = False) -> None:
+    # The thread -----------------------------------------------------------------------------------------------
+
+    def tell_others(self, name: str) -> None:
+        """A signal has come to this process, which asks the whole job to stop."""
+        if self._line is not None:
+            self._line.say("stop", signal=name)
+
+    def last_word(self, why: str, *, together: bool = False) -> None:
+        """This rank leaves for a stop."""
         self.log.info(why)
         self.report(STOPPED, why, together=together)
 
-    # The thread -----------------------------------------------------------------------------------------------
+    def tick(self) -> float:
+        """Give a sign of life, and look whether this rank has to go. Returns in how many seconds to look again."""
+        now_s, now, line = time.monotonic(), self.record.read(), self._line
+        if now_s - self._placed_s > ALIVE_S:
+            self.record.set_place(self._place())
+            self._placed_s = now_s
+        overdue = now.until_s < now_s
+        if overdue and self._leaving is not None:
+            leave(self._leaving)
+        if line is not None and line.heard.is_set():
+            self._lost_s = self._lost_s or now_s
+        if self._leaving is not None or (self._leaver is not None and self._leaver.is_alive()):
+            return TICK_S  # it goes already
+        if now.until_s < NO_LIMIT and now_s - self._armed_s > REARM_S:
+            set_hard_deadline(max(0.0, now.until_s - now_s) + LOCKED_GRACE_S)
+            self._armed_s = now_s
+        if overdue:
+            self._aside(lambda: self._leave(""))
+        elif line is not None and line.must_leave:
+            line.must_leave = False
+            self._aside(self._leave_for_stop)
+        elif line is not None and self._lost_s and now_s - self._lost_s > self._patience_s(line):
+            self._aside(lambda: self._leave(f"lost a peer{self.at_step}", hung=line.hang))
+        return GONE_S if self._lost_s else TICK_S
 
-    def _watch_clock(self) -> None:
-        armed_s = placed_s = lost_s = 0.0
-        while True:
-            if lost_s:
-                self._ended.wait(GONE_S)
-            else:
-                self._woken.wait(TICK_S)
-            if self._ended.is_set():
-                return
-            now_s = time.monotonic()
-            if self._losses is not None and self._losses.must_leave:
-                self._losses.must_leave = False
-                self._leave_for_stop()
-            if now_s - placed_s > ALIVE_S:
-                self.record.set_place(self._place())
-                placed_s = now_s
-            if self._woken.is_set():
-                lost_s = lost_s or now_s
-                if self._losses is not None and now_s - lost_s > self._patience_s(self._losses):
-                    self._leave(f"lost a peer{self.at_step}", hung=self._losses.hang)
-            until_s = self.record.read().until_s
-            if until_s < NO_LIMIT and now_s - armed_s > REARM_S:
-                set_hard_deadline(max(0.0, until_s - now_s) + LOCKED_GRACE_S)
-                armed_s = now_s
-            if self._overdue and not self._ended.is_set():
-                if self._leaving is not None:
-                    leave(self._leaving)
-                self._leave("")
+    def _aside(self, work: Callable[[], None]) -> None:
+        self._leaver = threading.Thread(target=work, name="leaves", daemon=True)
+        self._leaver.start()
 
     def _leave_for_stop(self) -> None:
         """The ranks do not come to the step at which all would stop: keep the last finished one, and leave."""
         with self._keep_lock:
             keeper = self._keeper
-            if self._settled or keeper is None:
+            if keeper is None or self.record.read().settled:
                 return
             self._extend(self._keep_timeout_s + LEAVING_S)
             why = within(self._keep_timeout_s, keeper.keep_for_stop)
@@ -241,22 +242,18 @@ class Watchdog:
                 return
             self._stopping = True
         why = why or f"{self.stop.signal_name}: the state could not be kept"
-        leave(STOPPED, lambda: self._report_stop(why, together=True), timeout_s=REPORT_END_S)
+        leave(STOPPED, lambda: self.last_word(why, together=True), timeout_s=REPORT_END_S)
 
-    def _patience_s(self, losses: Losses) -> float:
+    def _patience_s(self, line: Line) -> float:
         """How long after a loss this rank's loop may take to notice it by itself."""
         if self._quiet:
             return math.inf
         now = self.record.read()
         waiting = now.waiting or now.phase == "join"
         # Without a keeper the checkpoint that this rank writes is all that will be left
-        if losses.hang or (losses.gone and (waiting or now.phase != "save" or self._keeper is not None)):
+        if line.hang or (line.gone and (waiting or now.phase != "save" or self._keeper is not None)):
             return 0.0
         return FAILED_WAITING_S if waiting else FAILED_S
-
-    @property
-    def _overdue(self) -> bool:
-        return self.record.read().until_s < time.monotonic()
 
     def _leave(self, what: str, *, hung: bool = True) -> None:
         """Dump the stacks, name the suspect, tell the others, and end this process at once.
@@ -264,8 +261,8 @@ class Watchdog:
         `what`: has happened, unless the deadline has passed. `hung`: as far as this rank knows no process has ended.
         """
         set_hard_deadline(STACKS_S + REPORT_END_S + LOCKED_GRACE_S)
-        now, overdue = self.record.read(), self._overdue and self._leaving is None
-        if overdue:
+        now = self.record.read()
+        if overdue := now.until_s < time.monotonic() and self._leaving is None:
             what = f"{now.phase} (step {now.step}) took longer than {now.timeout_s:g} s"
         otherwise = JOIN_FAILED if overdue and now.phase == "join" else PEER_LOST
         said = self._take_stacks(what, hung=hung or overdue) if self._leaving is None else []
@@ -277,7 +274,7 @@ class Watchdog:
         why = what if self.world_size == 1 else f"{what}: {describe(suspects, self.hosts)}"
         self.log.warning("\n".join([f"{why} (exit code {code})", *said]))
 
-        def last_word() -> int:
+        def last_words() -> int:
             tell_torchrun(PeerLost(why) if suspect and suspect.rank != self.rank else TimeoutError(why))
             self.report(code, why, suspect.rank if suspect is not None else None)
             changed = self.leaving(code, why, suspect)
@@ -286,7 +283,7 @@ class Watchdog:
             stacks.dump_collectives(self.rank)  # last: while NCCL hangs, this may hang too
             return changed
 
-        leave(code, last_word, timeout_s=REPORT_END_S)
+        leave(code, last_words, timeout_s=REPORT_END_S)
 
     def _take_stacks(self, why: str, *, hung: bool) -> list[str]:
         """Write the stacks of this rank. Returns lines for its log: where all ranks are, and which files say more.
@@ -315,11 +312,11 @@ class Watchdog:
         `overdue`: this rank's own deadline has passed. Else the line may be about to say it.
         """
         self._keep()
-        if self._losses is None:
+        if self._line is None:
             return []
         if not overdue:
-            self._woken.wait(CAUSE_S)
-        return self._losses.suspects(waiting=self.record.read().waiting, overdue=overdue)
+            self._line.heard.wait(CAUSE_S)
+        return self._line.suspects(waiting=self.record.read().waiting, overdue=overdue)
 
     def _keep(self) -> None:
         """Have the keeper write, once. A second caller waits for the first: the process must not end meanwhile."""

@@ -62,7 +62,6 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         fix_bucket_order({"model": self.trainer.model_wrapped})  # the model was tracked before it got its wrapper
         self.job.track(optimizer=objects["optimizer"], scheduler=objects["lr_scheduler"])
-        self._progress.commit(state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         # A DataLoader that is opened in the middle of an epoch draws numbers that an uninterrupted one did not

@@ -156,11 +156,16 @@ class Stateful:
 
     def open(self, seed: int, *, epoch: int, skip: int, state: Any = None) -> Iterator[tuple[Any, float]]:
         _prepare(self.loader, seed, epoch)
-        seed_host(derive_seed(seed, self.rank))
+        own, first = derive_seed(seed, self.rank), 0
+        seed_host(own)
         if state is not None:
             self.loader.load_state_dict(state)
+            first = skip
         iterator = iter(self.loader)
-        return ((batch, 1.0) for batch in iterator)
+        if not getattr(self.loader, "num_workers", 0):
+            iterator = _seeded_by_number(iterator, own, first)
+        # A copy that another rank has rescued holds the state of its loader alone
+        return ((batch, 1.0) for batch in islice(iterator, skip - first, None))
 
     def state(self) -> Any:
         return self.loader.state_dict()
@@ -193,8 +198,8 @@ class Plain:
         return ""
 
 
-def _seeded_by_number(iterator: Iterator[Any], seed: int) -> Iterator[Any]:
-    number, nothing = 0, object()
+def _seeded_by_number(iterator: Iterator[Any], seed: int, first: int = 0) -> Iterator[Any]:
+    number, nothing = first, object()
     while True:
         seed_host(derive_seed(seed, number))
         if (batch := next(iterator, nothing)) is nothing:

@@ -18,12 +18,14 @@ class Ends:
     """Takes over the end of this process. `stack`: closed with the error that ends it. `head`: who this rank is.
 
     `over`: the loop came to its end, so that `finish`, which the script may leave out, is called when Python ends.
+    `behind`: whether the run went on behind an epoch's last batch, and no step has come since.
     """
 
     def __init__(self) -> None:
         self.stack = contextlib.ExitStack()
         self.over, self.head = False, ""
         self.finish: Callable[[], None] = lambda: None
+        self.behind: Callable[[], bool] = lambda: False
         self._ended, self._pid, self._usual = False, os.getpid(), sys.excepthook
         self.take_errors()
         atexit.register(self._at_exit)
@@ -40,8 +42,13 @@ class Ends:
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._pid or self._ended:
             self._usual(kind, error, trace)
-        else:
-            self._leave(error)
+            return
+        if isinstance(error, NameError) and self.behind():
+            log.warning(
+                f"The run had stopped behind the last batch of an epoch, so no batch has set {error.name} in this "
+                "process. Set it before the loop over batches."
+            )
+        self._leave(error)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid or self._ended:

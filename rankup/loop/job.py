@@ -76,7 +76,7 @@ class Job:
         )
         self.changing = self.saving.changing
         self.course = Course(self.position, self.position.step)
-        self.clock = StepClock(group.device, group.link, world_size=group.world_size)
+        self.clock = StepClock(group.device, world_size=group.world_size)
         self.reports = RankReports(group, self.clock, step=self.position.step)
         self.live = Live(self.position, self.saving.loader_states)
         self._reporter: Reporter | None = None
@@ -267,6 +267,7 @@ class Job:
         self.begin()
         if self._broken:
             raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
+        self.tracked.check_unchanged()
         position, live = self.position, self.live
         live.changes_to_repeat = 0
         self.clock.end_of_backward()
@@ -308,7 +309,7 @@ class Job:
 
     def _after_step(self) -> None:
         live = self.live
-        live.fetched = 0
+        live.fetched, live.behind = 0, False
         if live.weight != 1.0 and not live.weight_asked and not live.weight_said:
             live.weight_said = True
             self.group.log.info(

@@ -25,6 +25,7 @@ class Live:
         self.changes_to_repeat = position.changes
         self.line: dict[str, Any] | None = position.line
         self.has_epochs = False
+        self.behind = False  # the run went on behind an epoch's last batch, and no step has come since
         self._sources: list[Source] = []
         self._skip, self._states = [*position.streams], states
 
@@ -87,6 +88,7 @@ class Batches:
                 clock.has_batch()
                 if found is None:
                     if skip and streams[number] == skip:
+                        live.behind = True
                         group.log.info("resumed behind the last batch: the code after the loop over batches runs again")
                     return
                 job.tracked.check_unchanged()

@@ -29,7 +29,8 @@ from rankup.loop.layout import gathered, laid_out, split_as
 from rankup.state.tree import ITEM, TensorFile, decode, encode
 
 BUCKET_BYTES = 250 * 2**20  # DDP's own: buffers up to this size together are sent as one
-CHECKS = 20  # batches after which parameters are not looked at any more
+CHECKS = 40  # so often parameters and other objects are looked at: a mistake in a loop is one of every step
+LARGE_BYTES = 64 * 2**20  # tensors beyond this size, of an object of the user's, are not looked at
 WRAPPERS: dict[type, str] = {DistributedDataParallel: "module", DataParallel: "module"}
 
 
@@ -52,6 +53,7 @@ class Tracked:
         self._schedules: dict[str, dict[str, Any]] = {}
         self._settings: dict[str, list[dict[str, Any]]] = {}
         self._versions: list[int] = []  # of the parameters, as torch counts changes in place
+        self._contents: dict[str, str] = {}  # digests of what is no module, optimizer or schedule
         self._checks = CHECKS
 
     def add(self, items: dict[str, Any]) -> None:
@@ -134,11 +136,11 @@ class Tracked:
                 ]
 
         if self._checks:
-            self._versions = self._count_changes()
+            self._versions, self._contents = self._count_changes(), self._digests()
 
     def check_unchanged(self) -> None:
-        """Raises UserError where a parameter or a schedule has changed since the last commit. Called before a batch is
-        used, in a loop over batches. Parameters are looked at in the first steps alone: a mistake is one of all."""
+        """Raises UserError where a tracked object has changed since the last commit. Called before a batch is used and
+        before a step. All but schedules are looked at in the first steps alone."""
         for name, schedule in self._schedules.items():
             if schedule.get("last_epoch") != getattr(self.items[name], "last_epoch", None):
                 raise self._changed(name)
@@ -146,6 +148,9 @@ class Tracked:
             self._checks -= 1
             for (name, _), now, before in zip(self._parameters(), self._count_changes(), self._versions, strict=False):
                 if now != before:
+                    raise self._changed(name)
+            for name, digest in self._digests().items():
+                if digest != self._contents.get(name):
                     raise self._changed(name)
 
     def _changed(self, name: str) -> UserError:
@@ -158,6 +163,16 @@ class Tracked:
         for name, item in self.items.items():
             if isinstance(item, nn.Module):
                 yield from ((name, parameter) for parameter in item.parameters())
+
+    def _digests(self) -> dict[str, str]:
+        others = {name: item for name, item in self.items.items()
+                  if not isinstance(item, nn.Module | Optimizer | LRScheduler)}
+        digests = {}
+        for name, state in self._state_of(others).items():
+            tree, tensors = encode({name: state})
+            local = {key: t.to_local() if hasattr(t, "to_local") else t for key, t in tensors.items()}
+            digests[name] = _digest(tree, {key: t for key, t in local.items() if t.nbytes <= LARGE_BYTES})
+        return digests
 
     def _count_changes(self) -> list[int]:
         return [parameter._version for _, parameter in self._parameters()]

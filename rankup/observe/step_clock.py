@@ -33,16 +33,15 @@ class StepClock:
 
     On the CPU everything is done when the call returns, so the host's clock is right. For a GPU the host only queues
     work and goes on: marks are events in that queue, and nothing waits for them.
+
+    `link`: through it two ranks of one host exchange gradients in the middle of backward, and wait there.
     """
 
     def __init__(self, device: torch.device, link: Link | None = None, *, world_size: int) -> None:
-        """`link`: through it two ranks of one host exchange gradients in the middle of backward, and wait there.
-
-        With a `world_size` of 1 it measures nothing: one process is compared with nobody.
-        """
-        self._device, self._link, self._on = device, link, world_size > 1
+        """With a `world_size` of 1 it measures nothing: one process is compared with nobody."""
+        self._device, self.link, self._on = device, link, world_size > 1
         self._seconds = [0.0, 0.0, 0.0]
-        self._lap_s = self._linked_s = 0.0
+        self._lap_s = self.linked_s = 0.0
         self._backward_seen = False
         self._events: deque[tuple[int | None, torch.Event]] = deque()  # with the part that each one ends
 
@@ -54,8 +53,8 @@ class StepClock:
         """What the host did since the last call was `part`."""
         now_s = time.perf_counter()
         took_s, self._lap_s = now_s - self._lap_s, now_s
-        if self._link is not None:
-            linked_s, self._linked_s = self._link.waited_s - self._linked_s, self._link.waited_s
+        if self.link is not None:
+            linked_s, self.linked_s = self.link.waited_s - self.linked_s, self.link.waited_s
             if part == COMPUTE:
                 took_s -= linked_s
                 self._seconds[WAITING] += linked_s

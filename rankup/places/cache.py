@@ -14,7 +14,7 @@ from rankup.places.urls import is_url
 def runs_folder(run_dir: str) -> Path:
     """The folder of all runs on this machine. An address in `run_dir` has one of its own in the cache.
 
-    A run at an address works there, and rank 0 copies what it publishes: see `rankup.places.second`. It may get lost.
+    A run at an address works there, and rank 0 copies what it publishes: see `rankup.state.second`. It may get lost.
     Raises UserError as `cache_root` does.
     """
     if not is_url(run_dir):

@@ -5,7 +5,7 @@ frozen, and taken for dead, may wake up before any of its writes. So each place 
 
 - In a folder a file is written beside its name, then the lease is read, then the file gets its name. The next owner
   first writes the lease, and then removes what others have written beside names.
-- At an address every owner has a number, and writes below that alone (see `rankup.places.stored_run`). The one
+- At an address every owner has a number, and writes below that alone (see `rankup.state.stored_run`). The one
   condition that is needed is "create unless it exists" (If-None-Match on S3, a generation of 0 on GCS,
   overwrite=False on Azure).
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from rankup.errors import disk_error
+from rankup.errors import UserError, disk_error
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -110,9 +110,14 @@ def looks_whole(path: Path) -> bool:
         return False
 
 
-def newest_good_step(directory: Path) -> int:
-    """The step of the newest copy that verifies, -1 where there is none."""
-    return next((step_of(path) for path in reversed(list_copies(directory)) if not find_problem(path)), -1)
+def all_damaged(place: Path | str, damaged: Mapping[str, str]) -> UserError:
+    """Of a place with copies of which none is whole: a silent fresh start would lose days of work. `damaged`: what is
+    wrong with each, by its name."""
+    return UserError(
+        f"checkpoint: {place} must hold a whole checkpoint, got only damaged ones: "
+        f"{'; '.join(f'{name}: {why}' for name, why in damaged.items())}. Put one back from a copy, or set --fresh "
+        "to start anew, which keeps them aside."
+    )
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

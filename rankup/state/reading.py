@@ -13,9 +13,8 @@ from typing import Any, Self
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.lineage import RUN_ID
-from rankup.places.stored_run import AllDamaged
 from rankup.state import tree
-from rankup.state.copies import STATE, known_damaged, list_copies, verify
+from rankup.state.copies import STATE, all_damaged, known_damaged, list_copies, verify
 from rankup.state.shards import INDEX, Shards
 
 # check(path, record), and check(path, record, tracked) once they are read: looks at a copy. Raises UserError
@@ -58,7 +57,7 @@ class Copy:
 
 def load(path: Path, check: Check = no_check) -> Copy:
     """Read the copy in the folder `path`. Raises UserError where it is damaged, refused by `check`, or no copy."""
-    found, problem = _read(path, check)
+    found, problem = read(path, check)
     if found is None:
         raise UserError(f"checkpoint: {path} must be a whole checkpoint, got a damaged one: {problem}.")
     return found
@@ -67,12 +66,11 @@ def load(path: Path, check: Check = no_check) -> Copy:
 def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_check) -> Copy | None:
     """The newest copy in `directory` that verifies, or None where there is none at all. Warns of those passed over.
 
-    Raises AllDamaged where all are, because a silent fresh start would lose days of work, and UserError where `check`
-    refuses the newest good one.
+    Raises UserError where all are damaged, and where `check` refuses the newest good one.
     """
     damaged: dict[str, str] = {}
     for path in reversed(list_copies(directory)):
-        found, problem = _read(path, check)
+        found, problem = read(path, check)
         if found is not None:
             for name, why in damaged.items():
                 warn(f"checkpoint {name} was passed over: {why}")
@@ -80,7 +78,7 @@ def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_
         damaged[path.name] = problem
         known_damaged.add(path)
     if damaged:
-        raise AllDamaged(directory, damaged)
+        raise all_damaged(directory, damaged)
     return None
 
 
@@ -94,8 +92,8 @@ def share(copy: Copy | None, group: Group, *, source: int = 0) -> Copy | None:
     return received and replace(received, files=files if received.sharded else {})
 
 
-def _read(path: Path, check: Check) -> tuple[Copy | None, str]:
-    """A copy, or what is wrong with it."""
+def read(path: Path, check: Check = no_check) -> tuple[Copy | None, str]:
+    """The copy in the folder `path`, or what is wrong with it. Raises UserError where `check` refuses it."""
     files, problem = verify(path)
     if problem:
         return None, problem

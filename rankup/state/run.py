@@ -17,13 +17,12 @@ from rankup.group.group import Group, broke_collective, on_rank0
 from rankup.places import lineage
 from rankup.places.lease import Lease
 from rankup.places.lineage import Lineage
-from rankup.places.second import HELD, SecondPlace
-from rankup.places.stored_run import AllDamaged
 from rankup.state import rescue
-from rankup.state.choice import SECOND, OnDisk, Origin, find_origin
-from rankup.state.copies import Content, find_problem, list_copies, newest_good_step, remove_unfinished, to_json
-from rankup.state.reading import Check, Copy, load_newest, no_check
+from rankup.state.choice import CHECKPOINT, MIRROR, PEER, SECOND, STORE, Folder, Opened, Source, find_origin
+from rankup.state.copies import Content, list_copies, looks_whole, remove_unfinished, to_json
+from rankup.state.reading import Check, Copy, no_check
 from rankup.state.saver import Saver, SecondCopies
+from rankup.state.second import HELD, SecondPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,26 +65,105 @@ class Run:
     where there was none. `saved_step`: of the newest copy there now, -1 for none; `saving_step`: of the one under way.
     """
 
-    def __init__(
-        self, folder: Path, group: Group, options: Options, disk: OnDisk, origin: Origin, *, lease: Lease | None,
-        store: SecondPlace | None, mirror: SecondPlace | None,
-    ) -> None:
+    def __init__(self, folder: Path, group: Group, options: Options) -> None:
         self.folder, self.group, self.options = folder, group, options
-        self.finished, self.mark, self.saved, self.origin = disk.finished, disk.mark, disk.saved, origin
-        self.saved_step = disk.saved["step"] if disk.saved else -1
-        self.saving_step: int | None = None
-        self.lease, self.store, self.mirror = lease, store, mirror
+        self.lease = Lease(folder, group.attempt) if group.is_rank0 else None
+        self.store: SecondPlace | None = None
+        self.mirror: SecondPlace | None = None
         self.second: SecondCopies | None = None
-        if origin.second == group.rank:
+        self.saved: dict[str, Any] | None = None
+        self.saving_step: int | None = None
+
+    # Opening --------------------------------------------------------------------------------------------------
+
+    def find(self, stack: contextlib.ExitStack, owned: Callable[[Any], None]) -> None:
+        """Own the run, and find where it stands. All ranks call this once, see `open_run`."""
+        group, options, sources = self.group, self.options, dict[int, Source]()
+        opened = Opened(**on_rank0(group, lambda: self._take(stack, owned, sources)))
+        self.mark = opened.mark
+        self.origin = find_origin(
+            group, self.folder, opened, sources, check=options.check, fits=options.fits, wanted=options.may_take,
+            sharded=options.sharded,
+        )
+        saved_path, self.saved = self.origin.saved if self.origin.saved is not None else ("", None)
+        newest = self.origin.copy
+        self.saved_step = self.saved["step"] if self.saved else -1
+        self.finished = newest is not None and self.origin.kind < PEER and on_rank0(
+            group, lambda: options.finished(newest)
+        )
+        if self.finished:
+            rescue.remove(self.lineage.run)
+        if self.origin.second == group.rank:
             self.second = SecondCopies(
-                group, folder / SECOND / self.lineage.run, how=options.how, timeout_s=options.save_s,
+                group, self.folder / SECOND / self.lineage.run, how=options.how, timeout_s=options.save_s,
                 more=lambda: {lineage.FILE: to_json(self.lineage.values())},
             )
         self.saver = Saver(
-            group, folder / "checkpoints", how=options.how, sharded=options.sharded, token=disk.token,
+            group, self.folder / "checkpoints", how=options.how, sharded=options.sharded, token=opened.token,
             keep=options.keep, timeout_s=options.save_s, check_owner=self.check_owner, second=self.second,
-            upload=store.upload if store is not None else None,
+            upload=self.store.upload if self.store is not None else None,
         )
+        store, saved = self.store, Path(saved_path)
+        # An earlier attempt may have had no time to copy it
+        if options.store and self.saved and not on_rank0(group, lambda: store and store.holds(saved, self.lineage.run)):
+            self.saving_step = self.saved_step
+            if group.is_rank0:
+                self.saver.upload_beside(saved, step=self.saved_step)
+
+    def _take(
+        self, stack: contextlib.ExitStack, owned: Callable[[Any], None], sources: dict[int, Source]
+    ) -> dict[str, Any]:
+        """Own the folder and the store. Returns the fields of Opened, and puts rank 0's places into `sources`.
+
+        Raises UserError and PeerLost.
+        """
+        assert self.lease is not None
+        options, copies = self.options, self.folder / "checkpoints"
+        try:
+            stack.enter_context(self.lease)  # here, not around the block: a refusal has to reach all ranks
+            if options.store:
+                self.store = sources[STORE] = self._second(stack, options.store, required=True)
+                self.store.adopt(nothing_here=False, wanted=lambda other: True)
+            remove_unfinished(copies)
+            shutil.rmtree(self.folder / HELD, ignore_errors=True)
+            owned(self.store or self.lease)
+            begun = Lineage.read(self.folder)
+            if options.fresh and not (begun and options.may_take(begun)):
+                begun = None
+                self._put_aside()
+            if options.mirror:
+                nothing_here = begun is None and not any(map(looks_whole, list_copies(copies)))
+                self.mirror = sources[MIRROR] = self._second(stack, options.mirror, required=False)
+                self.mirror.adopt(nothing_here=nothing_here, wanted=options.may_take)
+                begun = Lineage.read(self.folder)
+                owned(self.store or self.lease)  # the mirror's status is of an earlier attempt
+            sources[CHECKPOINT] = Folder(str(copies), list_copies(copies))
+            found = [[kind, *one] for kind, place in sources.items() for one in place.found()]
+        except OSError as error:
+            raise UserError(f"run_dir: {self.folder} must be writable, got {error.strerror or error}.") from None
+        return asdict(Opened(
+            lineage=begun.values() if begun else None, new=Lineage.new(self.group.attempt, options.start).values(),
+            found=found, token=self.lease.token, mark=lineage.new_mark(self.group.attempt),
+        ))
+
+    def _second(self, stack: contextlib.ExitStack, url: str, *, required: bool) -> SecondPlace:
+        options = self.options
+        assert self.lease is not None
+        return stack.enter_context(SecondPlace(
+            url, self.folder, self.lease, self.group.log, required=required, keep=options.keep, save_s=options.save_s,
+            setup_s=options.setup_s,
+        ))
+
+    def _put_aside(self) -> None:
+        """Start anew without losing anything: what is there moves to `before-<time>/`."""
+        there = [self.folder / name for name in (*lineage.OF_RUN, SECOND) if (self.folder / name).exists()]
+        if not there:
+            return
+        moved = lineage.before(self.folder)
+        moved.mkdir()
+        for path in there:
+            shutil.move(path, moved / path.name)
+        self.group.log.info(f"--fresh: the earlier run was moved to {moved}")
 
     @property
     def lineage(self) -> Lineage:
@@ -142,7 +220,7 @@ class Run:
             if self.store is not None:  # or a machine that comes next would not know of a run that was begun anew
                 self.store.upload(None, timeout_s=self.options.save_s)
             if self.mirror is not None:
-                self.mirror.start(next(reversed(list_copies(self.saver.folder)), None))
+                self.mirror.copy(next(reversed(list_copies(self.saver.folder)), None))
 
         on_rank0(self.group, write)
         # One of a later step is damaged, or of an attempt that the run went on without
@@ -225,23 +303,11 @@ def open_run(
     folder still belongs to this attempt. Raises UserError on all ranks where another attempt is alive, or where the
     newest copy can't be gone on with.
     """
-    here = _Opening(folder, group, options, owned)
+    run = Run(folder, group, options)
     group.watch.enter("setup", options.setup_s)  # a copy may have to be fetched
     with contextlib.ExitStack() as stack:
-        disk = OnDisk(**on_rank0(group, lambda: here.take(stack)))
-        if disk.finished:
-            origin = Origin(Lineage(**disk.lineage or disk.new), copy=here.earlier)
-            rescue.remove(origin.lineage.run)
-        else:
-            origin = find_origin(
-                group, folder, disk, here.earlier, check=options.check, fits=options.fits, wanted=options.may_take
-            )
-        run = Run(folder, group, options, disk, origin, lease=here.lease, store=here.store, mirror=here.mirror)
+        run.find(stack, owned)
         try:
-            if options.store and not on_rank0(group, lambda: here.is_stored(origin.lineage.run)):
-                run.saving_step = run.saved_step
-                if here.earlier is not None:
-                    run.saver.upload_beside(here.earlier.path, step=run.saved_step)
             yield run
         except BaseException as error:
             if run.saver.writing and broke_collective(error):
@@ -251,94 +317,9 @@ def open_run(
             elif run.saver.writing:
                 group.watch.enter("save", options.save_s)
                 run.saver.wait()
-            if here.mirror is not None and isinstance(error, Stopped):
-                here.mirror.finish(stopped=True)
+            if run.mirror is not None and isinstance(error, Stopped):
+                run.mirror.finish(stopped=True)
             raise
-        if here.store is not None:
-            here.store.finish(stopped=False)
-        if here.mirror is not None and not run.finished:
-            here.mirror.finish(stopped=False)
-
-
-class _Opening:
-    """What rank 0 does in the folder before the run begins or goes on."""
-
-    def __init__(self, folder: Path, group: Group, options: Options, owned: Callable[[Any], None]) -> None:
-        self.folder, self.group, self.options, self.owned = folder, group, options, owned
-        self.lease = Lease(folder, group.attempt) if group.is_rank0 else None
-        self.store: SecondPlace | None = None
-        self.mirror: SecondPlace | None = None
-        self.earlier: Copy | None = None  # the newest in the folder
-
-    def take(self, stack: contextlib.ExitStack) -> dict[str, Any]:
-        """The fields of OnDisk. Raises UserError and PeerLost."""
-        assert self.lease is not None
-        options, copies = self.options, self.folder / "checkpoints"
-        try:
-            stack.enter_context(self.lease)  # here, not around the block: a refusal has to reach all ranks
-            if options.store:
-                self.store = self._second(stack, options.store, required=True)
-                self.store.adopt(nothing_here=False, wanted=lambda other: True)
-            remove_unfinished(copies)
-            shutil.rmtree(self.folder / HELD, ignore_errors=True)
-            self.owned(self.store or self.lease)
-            begun = Lineage.read(self.folder)
-            if options.fresh and not (begun and options.may_take(begun)):
-                begun = None
-                self._put_aside()
-            above = newest_good_step(copies) if options.store or options.mirror else -1
-            if options.mirror:
-                self.mirror = self._second(stack, options.mirror, required=False)
-                self.mirror.adopt(nothing_here=begun is None and above < 0, wanted=options.may_take)
-                begun = Lineage.read(self.folder)
-                self.owned(self.store or self.lease)  # the mirror's status is of an earlier attempt
-            for place in (self.store, self.mirror):
-                if begun is not None and place is not None:
-                    place.fetch(begun.run, above=above)
-                    above = newest_good_step(copies)
-            problem = self._read(copies)
-        except OSError as error:
-            raise UserError(f"run_dir: {self.folder} must be writable, got {error.strerror or error}.") from None
-        new, earlier = Lineage.new(self.group.attempt, options.start), self.earlier
-        if earlier is not None:
-            new.run = earlier.record["run"]  # run.json was lost: trackers know the run by the same id all the same
-        return asdict(OnDisk(
-            finished=earlier is not None and options.finished(earlier), problem=problem, token=self.lease.token,
-            mark=lineage.new_mark(self.group.attempt), lineage=begun.values() if begun else None, new=new.values(),
-            saved=earlier.record if earlier else None,
-        ))
-
-    def is_stored(self, run: str) -> bool:
-        """Whether the newest copy in the folder, if there is one, is in the store too."""
-        return self.store is None or self.earlier is None or self.store.holds(self.earlier.path, run)
-
-    def _second(self, stack: contextlib.ExitStack, url: str, *, required: bool) -> SecondPlace:
-        options = self.options
-        assert self.lease is not None
-        return stack.enter_context(SecondPlace(
-            url, self.folder, self.lease, self.group.log, required=required, keep=options.keep, save_s=options.save_s,
-            setup_s=options.setup_s, find_problem=find_problem,
-        ))
-
-    def _read(self, copies: Path) -> str:
-        """Read the newest copy. Returns why there is none if all are damaged."""
-        try:
-            self.earlier = load_newest(copies, self.group.log.warning, self.options.check)
-        except AllDamaged as error:
-            return str(error)
-        if self.earlier is not None:
-            self.options.fits(self.earlier.path, self.earlier.record)
-            if not self.options.sharded:
-                self.earlier = self.earlier.as_plain()
-        return ""
-
-    def _put_aside(self) -> None:
-        """Start anew without losing anything: what is there moves to `before-<time>/`."""
-        there = [self.folder / name for name in (*lineage.OF_RUN, SECOND) if (self.folder / name).exists()]
-        if not there:
-            return
-        moved = lineage.before(self.folder)
-        moved.mkdir()
-        for path in there:
-            shutil.move(path, moved / path.name)
-        self.group.log.info(f"--fresh: the earlier run was moved to {moved}")
+        for place in (run.store, run.mirror):
+            if place is not None and (place.required or not run.finished):
+                place.finish(stopped=False)

@@ -220,98 +220,75 @@ class Saver:
 
 
 class SecondCopies:
-    """Keeps the newest copy of the run a second time in `folder`, on one rank alone, which has what rank 0 saves.
+    """Keeps the newest checkpoint on the disk of another node than rank 0's: one rank's, in a thread.
 
-    A copy gets its name once rank 0's stands and holds the same tensors: it is never newer than what rank 0 has
-    published, and ranks whose weights have come apart are noticed here. The training never waits for this disk but at
-    its end, and a copy that fails is one line.
+    It holds the state in memory from the save on, and writes once rank 0's checkpoint stands: only whole checkpoints
+    have a second copy. No step and no save waits for it, and whatever fails is one line.
     """
 
     def __init__(
-        self, group: Group, folder: Path, *, how: str, timeout_s: float, more: Callable[[], Mapping[str, bytes]]
+        self, group: Group, folder: Path, *, how: str, timeout_s: float, more: Callable[[], Mapping[str, bytes]],
     ) -> None:
-        """`more`: other files of a copy, by their names."""
+        """`how` and `timeout_s`: see `Saver`. `more`: files to add, as they are when a save begins."""
         self.group, self.folder, self.more = group, folder, more
-        self.kept = 0  # the step of the newest copy of this attempt
         self._copies = HostCopies(group.device, how, say=group.log.debug)
         self._writing = Writing("copy", timeout_s)
-        self._step = 0
-        self._published = 0  # the step of rank 0's newest copy
-        self._known = threading.Event()  # what became of rank 0's copy of `_step`
-        self._tensors = ""  # and the fingerprint of its tensors
+        self._held: tuple[int, Mapping[str, Content]] | None = None  # the step of a copy in memory, and its files
+        self._kept = self._published = 0  # the step of the newest one written here, and of rank 0's newest
         self._said = ""
 
     def begin(self, step: int, record: bytes, tracked: dict[str, Any], *, wait: bool) -> None:
-        """Begin to write the copy, as rank 0 begins to save. Where the one before is not done, this one is left out;
-        with `wait` that one gets done first."""
+        """Hold the state, as rank 0 begins to save it. Where the copy before is not written, this one is left out; with
+        `wait` that one gets done first."""
         if wait:
             self._writing.join(self._writing.left_s)
         if self._writing.under_way:
-            self.group.log.debug(f"no second copy of step {step}: that of step {self._step} is still under way")
+            self.group.log.debug(f"no second copy of step {step}: an earlier one is still under way")
             return
         nodes, tensors = encode(tracked)
         # Without memory for a copy that is kept, one for this save: the tensors change with the next step
         held = (self._copies if self._copies.fit(tensors) else HostCopies(self.group.device, "async")).take(tensors)
-        small = {STATE: record, **self.more()}
-
-        def write() -> None:
-            self._copies.wait()
-            copies.remove_unfinished(self.folder)
-            staging = copies.create_staging(copies.staging_in(self.folder, step))
-            own = ""
-
-            def check() -> None:
-                nonlocal own
-                own = own or fingerprint_tensors(staging)
-                self._await_rank0(step, own)
-
-            copies.publish(staging, {**small, **files_of(nodes, held)}, {}, step=step, keep=1, check_owner=check)
-            self.kept = step
-
-        def write_or_say() -> None:
-            try:
-                write()
-            except _Withheld as error:
-                self._say(str(error))
-            except Exception as error:  # a copy that fails must not end the training
-                self._say(f"no second copy: {error if isinstance(error, UserError) else reason(error)}")
-
-        self._step, self._known = step, threading.Event()
-        self._writing.start(write_or_say)
+        self._held = step, {STATE: record, **self.more(), **files_of(nodes, held)}
 
     def confirm(self, step: int, tensors: str) -> None:
         """Rank 0's copy of this step stands. `tensors`: `fingerprint_tensors` of it."""
         self._published = step
-        if step == self._step:  # else the copy of this step was left out
-            self._tensors = tensors
-            self._known.set()
+        if self._held is not None and self._held[0] == step:  # else the copy of this step was left out
+            files, self._held = self._held[1], None
+            self._writing.start(lambda: self._write(step, files, tensors))
 
     def wait(self) -> None:
         """Let the copy get done, within the deadline of a save, because the training ends. Says if there is none."""
         self._writing.join(self._writing.left_s)
-        if self.kept < self._published:
+        if self._kept < self._published:
             self._say(f"no second copy of step {self._published}: only rank 0's disk holds that checkpoint")
 
-    def _await_rank0(self, step: int, own: str) -> None:
-        """Wait until rank 0's copy stands, and compare. Raises _Withheld where this copy must not appear."""
-        if not self._known.wait(self._writing.left_s):
-            raise _Withheld("")  # rank 0 has not saved it either; its deadline says so
-        if self._tensors != own:
-            host = self.group.hosts[0]
-            raise _Withheld(
-                f"no second copy of step {step}: this rank holds other weights, or another state of the optimizer, "
-                f"than rank 0 on {host} has saved. They have come apart: look at the memory of both machines."
-            )
-        for path in list_copies(self.folder):  # of a line of attempts that the run has left; `keep` counts it
-            if step_of(path) > step:
-                shutil.rmtree(path, ignore_errors=True)
+    def _write(self, step: int, files: Mapping[str, Content], tensors: str) -> None:
+        def check() -> None:
+            if not staging.exists():  # asked again once the copy stands
+                return
+            if fingerprint_tensors(staging) != tensors:
+                host = self.group.hosts[0]
+                raise UserError(
+                    f"no second copy of step {step}: this rank holds other weights, or another state of the optimizer, "
+                    f"than rank 0 on {host} has saved. They have come apart: look at the memory of both machines."
+                )
+            for path in list_copies(self.folder):  # of a line of attempts that the run has left; `keep` counts it
+                if step_of(path) > step:
+                    shutil.rmtree(path, ignore_errors=True)
+
+        try:
+            self._copies.wait()
+            copies.remove_unfinished(self.folder)
+            staging = copies.create_staging(copies.staging_in(self.folder, step))
+            copies.publish(staging, files, {}, step=step, keep=1, check_owner=check)
+            self._kept = step
+        except Exception as error:  # a copy that fails must not end the training
+            text = str(error) if isinstance(error, UserError) else reason(error)
+            self._say(text if text.startswith("no second copy") else f"no second copy: {text}")
 
     def _say(self, text: str) -> None:
         """A full disk stays full: each text is said once in a row."""
-        if text and text != self._said:
+        if text != self._said:
             self._said = text
             self.group.log.warning(text)
-
-
-class _Withheld(Exception):
-    """The copy is whole, but must not appear. The reason, "" where another line says it."""

@@ -14,9 +14,9 @@ import pytest
 
 from rankup.agent.protocol import Links, path_of
 from rankup.group.line import AgentLine
+from rankup.group.stop import StopRequest
 
 Heard = list[tuple[int, Mapping[str, Any]]]
-COMMIT = {"hosts": [["node0", 2]]}
 
 
 def run(scene: Callable[[Links, Heard], Awaitable[None]]) -> None:
@@ -41,11 +41,20 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def line_of(agents: Links, local_rank: int) -> AgentLine:
-    return AgentLine({"socket": agents.address, "commit": COMMIT}, local_rank)
+    return AgentLine({"socket": agents.address, "local_rank": local_rank}, local_rank, StopRequest())
+
+
+def listen(line: AgentLine) -> list[Mapping[str, Any]]:
+    """What it hears from now on."""
+    told: list[Mapping[str, Any]] = []
+    line.hear = told.append  # type: ignore[method-assign]
+    asyncio.get_running_loop().add_reader(line._socket, line.receive)
+    return told
 
 
 def hang_up(line: AgentLine) -> None:
     """As the end of a rank's process does."""
+    asyncio.get_running_loop().remove_reader(line._socket)
     with contextlib.suppress(OSError):
         line._socket.shutdown(socket.SHUT_RDWR)
     line._socket.close()
@@ -54,10 +63,8 @@ def hang_up(line: AgentLine) -> None:
 def test_a_rank_is_heard_and_told_by_its_number() -> None:
     async def scene(agents: Links, heard: Heard) -> None:
         lines = [line_of(agents, local_rank) for local_rank in (0, 1)]
-        told: dict[int, list[Mapping[str, Any]]] = {0: [], 1: []}
-        for rank, line in enumerate(lines):
-            line.listen(told[rank].append)
-            assert line.join() == COMMIT
+        told = {rank: listen(line) for rank, line in enumerate(lines)}
+        for line in lines:
             assert line.say("stop", signal="SIGTERM")
         await until(lambda: len(heard) == 2)
         assert sorted(rank for rank, _ in heard) == [0, 1]
@@ -76,8 +83,8 @@ def test_a_rank_that_is_started_again_takes_the_place_of_the_one_before() -> Non
         first = line_of(agents, 0)
         first.say("ask")
         await until(lambda: heard)
-        second, told = line_of(agents, 0), list[Mapping[str, Any]]()
-        second.listen(told.append)
+        second = line_of(agents, 0)
+        told = listen(second)
         second.say("ask")
         await until(lambda: len(heard) == 2)
         hang_up(first)
@@ -121,14 +128,15 @@ def test_an_agent_that_reads_nothing_does_not_keep_a_rank(monkeypatch: pytest.Mo
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path_of(name))
         listener.listen(1)
-        line = AgentLine({"socket": name, "commit": COMMIT}, 0)
+        line = AgentLine({"socket": name, "local_rank": 0}, 0, StopRequest())
         filler = threading.Thread(target=lambda: line.say("end", cause="x" * 10_000_000), daemon=True)
         filler.start()  # it fills the socket, and waits
         while line._lock.acquire(blocking=False):
             line._lock.release()
             time.sleep(0.01)
         assert not line.say("end", cause=json.dumps(1))
-        hang_up(line)
+        line._socket.shutdown(socket.SHUT_RDWR)
+        line._socket.close()
         filler.join(30)
         assert not filler.is_alive()
 

@@ -14,6 +14,7 @@ say that it does not know a name. (One that never answers costs less: after its 
 """
 
 import argparse
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -33,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv, read_rank_env
-from rankup.group.meeting import meet
+from rankup.group.meeting import MemberLine
+from rankup.group.stop import StopRequest
 
 THREADS = 64  # ranks of one process
 TIMEOUT_S = 300.0
@@ -56,7 +58,11 @@ def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[
         try:
             launch = launch_of(rank, world_size, port)
             record = RecordWriter(None)
-            meet(launch, settings={"torch": "x"}, attempt="a", timeout_s=TIMEOUT_S, log=QUIET, record=record)
+            line = MemberLine(
+                launch, {"torch": "x"}, attempt="a", timeout_s=TIMEOUT_S, log=QUIET, record=record, stop=StopRequest(),
+                until_formed=contextlib.ExitStack(),
+            )
+            line.open_store(line.join())
             ends.put((rank, time.monotonic(), ""))
         except Exception as error:
             ends.put((rank, time.monotonic(), f"{type(error).__name__}: {error}"[:300]))

@@ -16,8 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from rankup.places.place import Place
-from rankup.places.stored_run import StoredRun
-from rankup.state.copies import find_problem
+from rankup.state.stored_run import StoredRun
 from tests.rigs.checkpoints import save_checkpoint, training_state
 from tests.rigs.object_store import BUCKET, S3, Door
 
@@ -40,7 +39,7 @@ def main() -> None:
 
 
 def measure(door: Door, folder: Path, mib: int) -> None:
-    store = StoredRun(Place.open(f"s3://{BUCKET}/runs/one", warn=print, timeout_s=60), find_problem, number=1)
+    store = StoredRun(Place.open(f"s3://{BUCKET}/runs/one", warn=print, timeout_s=60), number=1)
     model = {"weight": torch.randn(mib * 2**18)}
     paths = [save_checkpoint(folder / "here", training_state(step), model, keep=9) for step in (1, 2, 3, 4)]
     size = sum(path.stat().st_size for path in paths[0].iterdir())

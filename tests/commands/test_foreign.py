@@ -36,9 +36,8 @@ def test_foreign_scripts_are_all_in_the_table() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == {*SCRIPTS, "ddp_tcp"}
 
 
-# dcp_checkpoints, which meets by env:// as ddp_env does: below, with a killed rank. Accelerate's own loop: under Slurm,
-# and here inside the Trainer, which is built on it
-@some(*(name for name in SCRIPTS if name not in ("dcp_checkpoints", "ddp_env", "accelerate_loop")))
+# In tests/launchers/, on two nodes: ddp_local_rank and ddp_tcp; imagenet, Lightning and Accelerate under Slurm
+@some("ddp_env", "bert_trainer")
 @again_if_aborted
 def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
     script: Script, once: Once, forks: Forks, tmp_path: Path
@@ -49,8 +48,8 @@ def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
     assert result_of(output) == expected(script, once, tmp_path)
 
 
-# A group of one by env://, processes of its own, a library that looks for a launcher
-@some("ddp_env", "imagenet", "lightning_digits")
+# A group of one by env://, processes of its own
+@some("ddp_env", "imagenet")
 @again_if_aborted
 def test_foreign_script_runs_alone(script: Script, forks: Forks, tmp_path: Path) -> None:
     """As a group of one, where `python SCRIPT` would miss the variables of a launcher too."""

@@ -65,12 +65,10 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("culprit", "error", "code", "says"),
     [
-        (0, "ValueError", 1, "ValueError: probe"),
         (2, "ValueError", 1, "ValueError: probe"),
         # In the words of a lost peer, which is no reason to restart a fault
         (1, "RuntimeError", 1, "RuntimeError: NCCL error: probe"),
         (0, "DataError", 2, "error: probe"),
-        (2, "DataError", 2, "error: probe"),
         (1, "SystemExit", 1, "SystemExit: 0"),  # SystemExit(0) before the end is a failure too
         (1, "HTTPError", 1, "HTTPError: HTTP Error 404: probe"),  # its `code`, 404, is not an exit code
     ],

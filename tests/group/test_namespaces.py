@@ -95,11 +95,6 @@ def cases(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
 
 
 @case
-def by_address(case: Case) -> None:
-    case.both()
-
-
-@case
 def the_other_way_round(case: Case) -> None:
     # gloo's higher address listens, the lower one calls: each has to be tried as the one that names itself 127.0.1.1
     case.rank(0, 2, 1, addr="192.168.77.2")
@@ -172,7 +167,7 @@ def firewall(node: Node, action: str, ports: str = str(PORT)) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        by_address, the_other_way_round, by_name, without_ipv6, ipv6_alone, ports_that_are_open, a_name_that_comes_late,
+        the_other_way_round, by_name, without_ipv6, ipv6_alone, ports_that_are_open, a_name_that_comes_late,
         silent_resolver,
     ],
     ids=lambda begin: begin.__name__,
@@ -297,11 +292,6 @@ def no_such_name(case: Case) -> None:
 
 
 @case
-def no_listener(case: Case) -> None:
-    case.rank(1, 2, 1, join_s=SHORT_S)
-
-
-@case
 def no_resolver(case: Case) -> None:
     server, node = case.nodes
     server.run("iptables -w -A INPUT -p udp --dport 53 -j DROP")
@@ -316,7 +306,6 @@ def no_resolver(case: Case) -> None:
         ("black_hole", f"192.0.2.1:{PORT} does not answer: a wrong address, a machine that is down, or a firewall"),
         ("no_route", "no route to 192.0.2.1 (Network is unreachable)"),
         ("no_such_name", 'the name "no-such-host.example" does not resolve here'),
-        ("no_listener", f"192.168.77.1:{PORT} refuses the connection: the machine answers, but nothing listens"),
         ("no_resolver", 'the name "no-answer.example" does not resolve here (the resolver gives no answer)'),
     ],
 )

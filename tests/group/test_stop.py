@@ -21,7 +21,6 @@ from train import main
 from train.config import Config
 from train.workloads import Workload
 
-SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 # 8 steps an epoch, 32 in all, six batches an evaluation
 SETTINGS = (
     "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4",
@@ -97,14 +96,11 @@ def lines(run: Path, key: str) -> list[dict[str, Any]]:
 # Where it comes -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SIGNALS)
-def test_signal_in_training_saves_that_step(
-    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str
-) -> None:
+def test_signal_in_training_saves_that_step(forks: Forks, undisturbed: dict[int, str], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    codes, output = forks.run(*train(run), env=probe("loss", 12, signal=name))
+    codes, output = forks.run(*train(run), env=probe("loss", 12, signal="SIGUSR1"))
     assert_stopped(run, codes, output, at_least=10)
-    assert name in output
+    assert "SIGUSR1" in output
     assert_resumes(forks, run, undisturbed, world_size=1)
 
 
@@ -124,7 +120,7 @@ def test_signal_of_one_rank_stops_all_at_the_same_step(
     assert_resumes(forks, run, undisturbed, world_size=2)
 
 
-@pytest.mark.parametrize(("name", "rank"), [("SIGTERM", 1), ("SIGUSR1", 0), ("SIGINT", None)])
+@pytest.mark.parametrize(("name", "rank"), [("SIGTERM", 1), ("SIGINT", None)])
 def test_signal_in_evaluation_saves_the_step_and_evaluates_again(
     forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str, rank: int | None
 ) -> None:

@@ -1,50 +1,107 @@
-"""A loop of a user's own: DDP, batch norm, dropout, momentum, a schedule. It prints the digest of its weights."""
+"""A loop of a user's own with much that loops have: DDP, batch norm, dropout, a GradScaler, two optimizers in one step,
+a schedule, gradients of two batches for each step, a step that the scaler skips, a loader with its own state, and code
+behind the last batch. It prints the digest of all that it tracks."""
 
+import contextlib
 import hashlib
+import json
 import os
 import sys
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import rankup
 
+
+class Noise(IterableDataset):
+    """Random numbers of each rank, from a loader that can be asked for its state."""
+
+    first = at = 0
+
+    def __iter__(self):
+        self.at, self.first = self.first, 0
+        while self.at < 100:
+            self.at += 1
+            yield torch.randn(16) + self.at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.first = state["at"]
+
+
 job = rankup.init(sys.argv[1], seed=3, save_every_steps=int(os.environ.get("SAVE_EVERY", "0")) or None)
+plain = "PLAIN" in os.environ  # nothing that another number of ranks changes by more than the order of sums
 points = torch.randn(100, 8, generator=torch.Generator().manual_seed(1))
 dataset = TensorDataset(points, points.sum(1).sign().long().clamp(0))
 loader = DataLoader(dataset, batch_size=12, shuffle=True, drop_last=True)  # 4 are left out
-net = torch.nn.Sequential(
-    torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(16, 2)
-).to(job.device)
-model = DistributedDataParallel(net)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
-job.track(model=model, optimizer=optimizer, scheduler=scheduler)
+noise = Noise()
+net = nn.Sequential(
+    nn.Linear(8, 16), nn.Identity() if plain else nn.BatchNorm1d(16), nn.Dropout(0.0 if plain else 0.2), nn.ReLU()
+)
+body, head = (DistributedDataParallel(each.to(job.device)) for each in (net, nn.Linear(16, 2)))
+sgd = torch.optim.SGD(body.parameters(), lr=0.1, momentum=0.9)
+adam = torch.optim.AdamW(head.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.MultiStepLR(sgd, [6, 6, 15], 0.5)  # keeps a Counter with numbers as keys
+scaler = torch.amp.GradScaler(job.device.type, init_scale=2.0**10, growth_interval=5)
+best = {"accuracy": 0.0, "epochs": 0}
+tracked = {"body": body, "head": head, "sgd": sgd, "adam": adam, "scheduler": scheduler, "scaler": scaler, "best": best}
+if "UNTRACKED" not in os.environ:
+    job.track(**tracked)
 
 die = os.environ.get("DIE", "")  # "rank:step:signal", once
-for _epoch in job.epochs(3):
-    model.train()
-    for x, y in job.batches(loader):
-        loss = torch.nn.functional.cross_entropy(model(x.to(job.device)), y.to(job.device)) * job.weight
-        optimizer.zero_grad()
-        loss.backward()
+mistake = os.environ.get("MISTAKE", "")
+for _epoch in job.epochs(6):
+    net.train()
+    noises = iter(job.batches(noise))
+    for number, (x, y) in enumerate(job.batches(loader)):
+        accumulates = number % 2 == 0  # a run never goes on in the middle of a step
+        more = 0.0 if accumulates or plain else next(noises).to(job.device)
+        with body.no_sync() if accumulates else contextlib.nullcontext():
+            seen = head(body(x.to(job.device)) + more)
+            loss = nn.functional.cross_entropy(seen, y.to(job.device)) * job.weight / 2
+            infinite = job.step_number == 6 and not accumulates
+            scaler.scale(loss * float("inf") if infinite else loss).backward()
+        if accumulates:
+            continue
+        if mistake == "outside":
+            best["epochs"] += 1
         with job.step(loss=loss):
-            optimizer.step()
+            before = [each.detach().clone() for each in net.parameters()]
+            for optimizer in (sgd, adam):
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
             scheduler.step()
+            assert all(map(torch.equal, before, net.parameters())) == infinite
         if die.split(":")[:2] == [str(job.rank), str(job.step_number)] and not os.path.exists(f"{sys.argv[1]}.died"):
             open(f"{sys.argv[1]}.died", "w").close()
             os.kill(os.getpid(), int(die.split(":")[2]))
-    model.eval()
+    noises.close()
+    if mistake == "unset":
+        print(infinite)
+    net.eval()
     right = total = 0
-    with torch.no_grad():
+    with torch.no_grad(), job.phase("evaluation", 600):
         for x, y in job.eval_batches(loader):
-            right += int((net(x.to(job.device)).argmax(1).cpu() == y).sum())
+            right += int((head.module(net(x.to(job.device))).argmax(1).cpu() == y).sum())
             total += len(y)
-    seen = job.gather([right, total])
-    assert sum(each[1] for each in seen) == 96
-    job.log(accuracy=sum(each[0] for each in seen) / 96)
+    results = job.gather([right, total])
+    assert sum(each[1] for each in results) == 96
+    accuracy = sum(each[0] for each in results) / 96
+    job.log(accuracy=accuracy)
+    with job.change():
+        best["accuracy"] = max(best["accuracy"], accuracy)
+        best["epochs"] += 1
 if job.is_main:
-    state = net.state_dict()
-    print("digest", hashlib.sha256(b"".join(state[name].cpu().numpy().tobytes() for name in sorted(state))).hexdigest())
+    state = {**net.state_dict(prefix="body."), **head.module.state_dict(prefix="head.")}
+    total = hashlib.sha256(repr((best, scaler.state_dict(), scheduler.state_dict()["last_epoch"])).encode())
+    for name in sorted(state):
+        total.update(state[name].cpu().numpy().tobytes())
+    print("weights", json.dumps([value for each in state.values() for value in each.flatten().tolist()]))
+    print("digest", total.hexdigest(), best)
 job.finish()

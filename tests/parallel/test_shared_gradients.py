@@ -1,6 +1,9 @@
 """Two ranks of one host exchange gradients through shared memory: the same bits as with gloo, in every setting."""
 
+import contextlib
 import os
+import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,13 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankup.group import joining
-from rankup.group.host_link import open_link
 from tests.rigs.bare_group import group_of
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
 from train.parallel import ddp
-from train.parallel.shared_gradients import PART, SharedGradients, average
+from train.parallel.shared_gradients import PART, SharedGradients, average, share_gradients
 
 # A part of shared memory and a bit, half of one, and a single number; in one bucket or in several
 SIZES = ((PART + 77,), (PART // 2, 1), (3,))
@@ -34,9 +35,10 @@ def compare_with_gloo() -> None:
     """In each of two ranks: gradients of all magnitudes go through DDP with the hook and without."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    link = open_link(rank, 2, gather=group_of(rank, 2).gather)
-    assert link is not None
-    shared = SharedGradients(link, rank)
+    files = set(os.listdir("/dev/shm"))
+    shared = share_gradients(group_of(rank, 2))
+    assert shared is not None
+    assert not {name for name in set(os.listdir("/dev/shm")) - files if "rankup" in name}
     draw = torch.Generator().manual_seed(rank)
     for dtype in (torch.float32, torch.float64):
         for bucket_mb in (0.5, 25.0):
@@ -126,4 +128,86 @@ def near() -> None:
 def far() -> None:
     """Preloaded: the same for ranks that find no link to each other, as on two hosts."""
     near()
-    joining.open_link = lambda *_, **__: None  # type: ignore[assignment, misc]
+    ddp.share_gradients = lambda group: None
+
+
+# A rank that ends, and strangers -------------------------------------------------------------------------------------
+
+
+def test_rank_that_ends_wakes_the_one_that_waits_for_it(forks: Forks) -> None:
+    """Even though a child of it lives on, as DataLoader workers do for a moment."""
+    with forks.running(world_size=2, preload="tests.parallel.test_shared_gradients:lose_a_rank") as job:
+        assert job.wait() == [7, -9], job.output
+        job.processes[1].kill()  # the child
+
+
+def lose_a_rank() -> None:
+    """In each of the two ranks: the last one is killed, the other waits for it."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    shared = share_gradients(group_of(rank, 2))
+    assert shared is not None
+    shared.meet()
+    if rank == 1:
+        if os.fork() == 0:
+            signal.pause()
+        os.kill(os.getpid(), signal.SIGKILL)
+    for code in (1, 2):  # and again
+        with contextlib.suppress(dist.DistNetworkError):
+            shared.meet()
+            os._exit(code)
+    os._exit(7)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_connection_of_another_user_is_left_out(forks: Forks) -> None:
+    codes, output = forks.run(world_size=2, preload="tests.parallel.test_shared_gradients:meet_among_strangers")
+    assert codes == [0, 0], output
+
+
+def meet_among_strangers() -> None:
+    """In each of the two ranks: one of another user is the first to connect to rank 0."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    group = group_of(rank, 2)
+    broadcast, strangers = group.broadcast, list[int]()
+
+    def known_to_strangers(address: str) -> str:
+        if rank == 0:
+            connected, tell = os.pipe()
+            if (child := os.fork()) == 0:
+                os.setuid(65534)
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+                    stranger.connect(address)
+                    os.write(tell, b"!")
+                    signal.pause()
+            os.read(connected, 1)
+            strangers.append(child)
+        return str(broadcast(address))
+
+    group.broadcast = known_to_strangers  # type: ignore[method-assign, assignment]
+    shared = share_gradients(group)
+    assert shared is not None
+    shared.meet()
+    shared.parts[0, rank, 0] = rank + 1
+    shared.meet()
+    assert shared.parts[0, :, 0].tolist() == [1, 2]
+    for child in strangers:
+        os.kill(child, signal.SIGKILL)
+    os._exit(0)
+
+
+def test_rank_on_another_host_leaves_both_to_gloo(forks: Forks) -> None:
+    codes, output = forks.run(world_size=2, preload="tests.parallel.test_shared_gradients:meet_nobody")
+    assert codes == [0, 0], output
+
+
+def meet_nobody() -> None:
+    """In each of the two ranks: the address of rank 0 is none of this host."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    group = group_of(rank, 2)
+    broadcast = group.broadcast
+    group.broadcast = lambda address: f"{broadcast(address)}, elsewhere"  # type: ignore[method-assign, assignment]
+    assert share_gradients(group) is None
+    os._exit(0)

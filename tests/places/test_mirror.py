@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from rankup.errors import ConfigError
-from rankup.places import second
 from rankup.places.lease import Lease
 from rankup.places.lineage import Lineage
 from rankup.places.place import Place
-from rankup.places.second import SecondPlace
-from rankup.state.copies import find_problem
+from rankup.state import second
+from rankup.state.second import SecondPlace
 from tests.rigs.checkpoints import SETTINGS, flip, save
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import comparable_metrics, result
@@ -223,10 +222,9 @@ def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(
     log: Any = SimpleNamespace(info=print, debug=print, warning=print)
     with Lease(run_dir, "attempt") as lease, SecondPlace(
         str(tmp_path / "there"), run_dir, lease, log, required=False, keep=1, setup_s=60, save_s=60,
-        find_problem=find_problem,
     ) as place:
         place.adopt(nothing_here=False, wanted=lambda found: True)
-        place.start(save(run_dir / "checkpoints", 8, keep=1))
+        place.copy(save(run_dir / "checkpoints", 8, keep=1))
         assert hangs.wait(120)
         newer = save(run_dir / "checkpoints", 16, keep=1)
         place.copy(newer)

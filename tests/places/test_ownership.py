@@ -17,8 +17,9 @@ from rankup.errors import PeerLost, UserError
 from rankup.places.files import write_json
 from rankup.places.lease import Lease, StoreLease
 from rankup.places.lineage import Lineage
-from rankup.places.second import SecondPlace
-from rankup.state.copies import find_problem, newest_good_step, remove_unfinished
+from rankup.state.choice import STORE, Candidate, in_order
+from rankup.state.copies import find_problem, list_copies, remove_unfinished, step_of
+from rankup.state.second import SecondPlace
 from tests.rigs.checkpoints import save, steps
 from tests.rigs.object_store import BUCKET, S3
 from train.run.checkpoints import load_checkpoint
@@ -26,6 +27,10 @@ from train.run.checkpoints import load_checkpoint
 SEED = 20261124
 WAITS_S = 100  # for a busy machine
 OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate", "os.listdir"}
+
+
+def newest_good_step(directory: Path) -> int:
+    return max((step_of(path) for path in list_copies(directory) if not find_problem(path)), default=0)
 
 
 class Writer:
@@ -137,7 +142,7 @@ class InFolder:
         with _Counting(self.run_dir, name) as lease:
             remove_unfinished(checkpoints)
             lineage = Lineage.read(self.run_dir) or Lineage.new(name, "")
-            step = max(0, newest_good_step(checkpoints))
+            step = newest_good_step(checkpoints)
             lineage.go_on(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
             lineage.write(self.run_dir, check=lease.check)
             for number in range(1, num_saves + 1):
@@ -173,14 +178,17 @@ class AtSecondPlace:
         log = SimpleNamespace(info=str, debug=str, warning=str)
         with SecondPlace(
             self.url, run_dir, lease, log, required=self.required, keep=1, setup_s=60.0, save_s=60.0,
-            find_problem=find_problem,
         ) as place:
             if writer:
                 writer.hold(place, 60.0)
             place.adopt(nothing_here=True, wanted=lambda found: True)
             lineage = Lineage.read(run_dir) or Lineage("run", name, "", [])
-            place.fetch(lineage.run, above=-1)
-            step = max(0, newest_good_step(run_dir / "checkpoints"))
+            candidates = [Candidate(0, STORE, *found) for found in place.found()]
+            group: Any = SimpleNamespace(hosts=["host"])
+            for _, one in in_order(candidates, lineage, lambda other: True, group, run_dir):
+                if not place.fetch(one.where)[1]:
+                    break
+            step = newest_good_step(run_dir / "checkpoints")
             if not num_saves:
                 return
             lineage.go_on(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)

@@ -15,8 +15,7 @@ from rankup.errors import PeerLost, UserError
 from rankup.places import place
 from rankup.places.lease import StoreLease
 from rankup.places.place import Place
-from rankup.places.stored_run import StoredRun
-from rankup.state.copies import find_problem
+from rankup.state.stored_run import StoredRun
 from tests.rigs.checkpoints import newest, save
 from tests.rigs.jobs import free_port
 from tests.rigs.object_store import BUCKET, S3, Door, Request
@@ -48,7 +47,7 @@ class Bucket:
         return Place.open(self.url, warn=self.said.append, timeout_s=timeout_s)
 
     def run(self, timeout_s: float = 0.0) -> StoredRun:
-        return StoredRun(self.place(timeout_s), find_problem, number=1)
+        return StoredRun(self.place(timeout_s), number=1)
 
 
 @pytest.fixture

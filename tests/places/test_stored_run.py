@@ -10,8 +10,7 @@ import pytest
 from rankup.errors import PeerLost, UserError
 from rankup.places.lineage import Lineage
 from rankup.places.place import Place
-from rankup.places.stored_run import StoredRun
-from rankup.state.copies import find_problem
+from rankup.state.stored_run import StoredRun
 from tests.rigs.checkpoints import newest, save, steps
 
 RUN = "0123456789abcdef"
@@ -31,7 +30,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 def open_store(url: str, *, warnings: list[str] | None = None, number: int = 1) -> StoredRun:
     said = [] if warnings is None else warnings
-    return StoredRun(Place.open(url, warn=said.append), find_problem, number=number)
+    return StoredRun(Place.open(url, warn=said.append), number=number)
 
 
 def test_the_newest_checkpoint_comes_back_on_an_empty_disk(url: str, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_schedulers_are_named_in_env_alone() -> None:
     named = [f"{p}:{line}: {text}" for p in others for line, text in code_and_messages(p) if SCHEDULERS.search(text)]
     assert named == []
     # The search finds them where they are
-    assert any(SCHEDULERS.search(text) for _, text in code_and_messages(ROOT / "rankup" / "env" / "slurm.py"))
+    assert any(SCHEDULERS.search(text) for _, text in code_and_messages(ROOT / "rankup" / "env" / "launchers.py"))
 
 
 OWN_VARIABLE = re.compile(r"""environ(\.get\(|\[)["']RANKUP_|getenv\(["']RANKUP_""")

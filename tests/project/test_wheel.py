@@ -62,7 +62,7 @@ def test_wheel_holds_every_file_but_the_pages(wheel: Path) -> None:
     # Pages, with their pictures, and what `make demo` runs
     wanted = {name for name in listed if not name.endswith((".md", ".png", ".sh"))}
     assert {"rankup/explain/known_faults.toml", "train/samples/texts/dev.txt"} < wanted
-    assert "rankup/env/slurm.py" in wanted
+    assert "rankup/env/launchers.py" in wanted
     with zipfile.ZipFile(wheel) as archive:
         held = set(archive.namelist())
     wanted = {re.sub("^train/", "rankup/program/", name) for name in wanted}

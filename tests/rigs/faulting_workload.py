@@ -90,7 +90,7 @@ def _wait_for_notice() -> None:
     On a busy machine a run could end before that thread gets its turn.
     """
     for thread in threading.enumerate():
-        while thread.name == "stop-request" and not thread._target.__self__.requested:  # type: ignore[attr-defined]
+        while thread.name == "watch" and not thread._target.__self__.requested:  # type: ignore[attr-defined]
             time.sleep(0.01)
 
 

@@ -109,7 +109,7 @@ def _hook_keeper(keeper: Any) -> None:
 
 
 def _hook_candidates(candidates: Any) -> None:
-    _wrap(candidates, "load", before="reading the rescue")
+    _wrap(candidates, "read", before="reading the rescue")
     _wrap(candidates, "share", before="sending the rescue", after="rescue known")
 
 

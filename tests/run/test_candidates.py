@@ -13,10 +13,11 @@ import torch
 from rankup.errors import UserError
 from rankup.places.lineage import Lineage
 from rankup.state import rescue
-from rankup.state.choice import SECOND, OnDisk, Origin, find_origin
+from rankup.state.choice import CHECKPOINT, SECOND, Folder, Opened, Origin, find_origin
+from rankup.state.copies import list_copies
 from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
-from train.run.checkpoints import check, load_checkpoint
+from train.run.checkpoints import check
 from train.run.run_directory import _check_settings
 
 RUN = "0123456789abcdef"
@@ -63,13 +64,16 @@ class Node:
         return save(self.run_dir / "checkpoints", step, attempt=attempt)
 
     def go_on(
-        self, known: Lineage | None, newest: tuple[int, str] | None = None, *, fresh: bool = False, problem: str = ""
+        self, known: Lineage | None, newest: tuple[int, str] | None = None, *, fresh: bool = False
     ) -> Origin:
         """`newest`: step and attempt of rank 0's newest checkpoint."""
-        earlier = load_checkpoint(self.checkpoint(*newest)) if newest else None
-        disk = OnDisk(
-            finished=False, lineage=known.values() if known else None, new=line(0, run="new").values(), token="",
-            saved=earlier.record if earlier else None, problem=problem, mark="",
+        shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
+        if newest:
+            self.checkpoint(*newest)
+        folder = Folder("checkpoints", list_copies(self.run_dir / "checkpoints"))
+        opened = Opened(
+            lineage=known.values() if known else None, new=line(0, run="new").values(), token="", mark="",
+            found=[[CHECKPOINT, *found] for found in folder.found()],
         )
 
         def fits(path: Path, record: dict[str, Any]) -> None:
@@ -77,7 +81,8 @@ class Node:
 
         group: Any = self
         return find_origin(
-            group, self.run_dir, disk, earlier, check=check, fits=fits, wanted=lambda other: not fresh
+            group, self.run_dir, opened, {CHECKPOINT: folder}, check=check, fits=fits,
+            wanted=lambda other: not fresh,
         )
 
 

@@ -240,14 +240,14 @@ def test_shared_disk_holds_no_copy(forks: Forks, tmp_path: Path) -> None:
 class Writer:
     """Second copies, what was said of them, and where they lie."""
 
-    def __init__(self, folder: Path, *, how: str = "auto", timeout_s: float = 600.0) -> None:
+    def __init__(self, folder: Path, *, how: str = "auto") -> None:
         self.said: list[str] = []
         log = SimpleNamespace(warning=self.said.append, debug=lambda text: None)
         group: Any = SimpleNamespace(hosts=["node0", "node1"], device=torch.device("cpu"), log=log)
         self.folder = folder / SECOND / "run"
         line = Lineage("run", "first", "", [["a", 0]], 1)
         self.second = SecondCopies(
-            group, self.folder, how=how, timeout_s=timeout_s, more=lambda: {FILE: to_json(line.values())}
+            group, self.folder, how=how, timeout_s=600.0, more=lambda: {FILE: to_json(line.values())}
         )
 
     def begin(self, step: int, *, wait: bool = False) -> str:
@@ -271,7 +271,7 @@ def test_copy_appears_once_rank_0s_checkpoint_stands(tmp_path: Path, how: str) -
 
 
 def test_copy_of_a_checkpoint_that_rank_0_did_not_finish_never_appears(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, timeout_s=0.2)
+    writer = Writer(tmp_path)
     writer.begin(4)
     writer.second.wait()
     assert (steps(writer.folder), writer.said) == ([], [])

@@ -16,13 +16,14 @@ from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.places.files import write_atomically
 from rankup.places.urls import is_url
 from rankup.state.reading import Copy, share
+from rankup.state.stored_run import fetched
 
 from ..config import Config
 from ..config.options import EvaluateOptions, ExportOptions
 from ..group import join_group
 from ..parallel.model import prepare
 from ..run import weights
-from ..run.checkpoints import fetched, load_checkpoint, load_newest
+from ..run.checkpoints import load_checkpoint, load_newest
 from ..run.evaluation import evaluate
 from ..run.result import evaluation_table
 from ..workloads import Workload, load

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from .method import Method
-from .shared_gradients import SharedGradients, average
+from .shared_gradients import average, share_gradients
 
 HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 
@@ -41,9 +41,11 @@ class DDP(Method):
         )
         if config.compress != "none":
             wrapped.register_comm_hook(None, HOOKS[config.compress])
-        elif self.group.link is not None and self.group.world_size == 2 and device.type == "cpu":
+        elif self.group.world_size == 2 and device.type == "cpu":
             # Not for more ranks: their sums would be others than gloo's, and than those of ranks on several hosts
-            wrapped.register_comm_hook(SharedGradients(self.group.link, self.group.rank), average)
+            self.exchange = share_gradients(self.group)
+            if self.exchange is not None:
+                wrapped.register_comm_hook(self.exchange, average)
         return wrapped
 
     def micro_batch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from rankup.group.group import Group
+from rankup.observe.step_clock import Link
 
 from ..config import Config
 
@@ -34,6 +35,8 @@ class Method:
 
     def __init__(self, config: Config, group: Group) -> None:
         self.config, self.group = config, group
+        # What exchanges gradients beside torch, in the middle of backward: it says how long this rank waited there
+        self.exchange: Link | None = None
 
     @property
     def every_rank_has_all(self) -> bool:

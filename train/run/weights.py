@@ -12,9 +12,10 @@ import torch
 from rankup.errors import UserError
 from rankup.group.group import Group, on_rank0
 from rankup.state.copies import FILE, MANIFEST
+from rankup.state.stored_run import fetched
 
 from ..config import Config
-from .checkpoints import fetched, load_checkpoint
+from .checkpoints import load_checkpoint
 
 HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")
 

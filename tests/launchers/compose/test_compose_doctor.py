@@ -1,4 +1,4 @@
-"""The doctor where jobs run: two containers, and a Slurm job that asks it before it trains."""
+"""The doctor in two containers."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.containers import project, warned
-from tests.rigs.slurm_cluster import Cluster
 
-pytestmark = pytest.mark.timeout(1200)
-JOB = "--dataset digits --model mlp --max-steps 10 --name job"
+pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1200)]
 
 
-@pytest.mark.usefixtures("image")
 def test_compose_doctor_finds_two_containers_fit(tmp_path: Path) -> None:
     with project(tmp_path, ARGS="--name job", RANKUP_UID="54321", RANKUP_GID="54321") as made:
         made.add("compose.doctor.yaml")
@@ -26,7 +23,6 @@ def test_compose_doctor_finds_two_containers_fit(tmp_path: Path) -> None:
     assert "between nodes: slowest ranks 0 on doctor0 and 1 on doctor1" in said
 
 
-@pytest.mark.usefixtures("image")
 @pytest.mark.parametrize(
     ("limits", "warnings"),
     [
@@ -53,24 +49,3 @@ def test_compose_doctor_names_the_container_that_has_too_little(
     report = json.loads((made.runs / "job" / "doctor" / "report.json").read_text())
     assert len(warned(report)) == len(warnings), report
     assert "doctor: fit to train, with warnings (" in said
-
-
-def test_slurm_doctor_looks_first_and_the_job_trains(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.idle()
-    job = cluster.submit(tmp_path, f"{JOB} --run-dir runs", DOCTOR="1")
-    assert job.wait() == "COMPLETED", job.log()
-    fit, trained = job.output.index("doctor: fit to train"), job.output.index("training")
-    assert fit < trained, job.output
-    assert "between nodes: slowest ranks 0 on node0 and 1 on node1" in job.output
-    assert job.result()["world_size"] == 2
-
-
-def test_slurm_doctor_that_says_no_keeps_the_job_from_training(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.idle()
-    job = cluster.submit(tmp_path, f"{JOB} --run-dir runs --batch-size 1", DOCTOR="1")
-    assert job.wait() == "FAILED", job.log()
-    assert job.code() == 20
-    assert "batch_size must be at least 2" in " ".join(job.output.split())
-    assert "the doctor says no, exit code 20 (20 not fit" in job.output
-    assert not (tmp_path / "runs" / "job" / "result.json").exists()
-    cluster.idle()

@@ -1,22 +1,15 @@
-"""Somebody's scripts, unchanged and mounted, on two containers by SCRIPT: the weights of a start by hand."""
+"""Somebody's scripts, unchanged and mounted, on two containers by SCRIPT: the weights of a start by hand.
+
+Slurm runs the others on two nodes, tests/commands/test_foreign.py on one.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.rigs.containers import Project, project, wait_for
-from tests.rigs.foreign_scripts import (
-    FOLDER,
-    SCRIPTS,
-    Once,
-    by_hand,
-    by_pytorch,
-    ddp_tcp,
-    expected,
-    imagenet_on_two_nodes,
-    result_of,
-)
+from tests.rigs.containers import Project, project
+from tests.rigs.foreign_scripts import FOLDER, Once, by_hand, by_pytorch, ddp_tcp, result_of
 from tests.rigs.jobs import free_port
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
@@ -29,12 +22,6 @@ def nodes(tmp_path: Path) -> Iterator[Project]:
         one = "environment: {OMP_NUM_THREADS: 1}"
         made.override(f"services: {{node0: {{{one}}}, node1: {{{one}}}}}")
         yield made
-
-
-def test_compose_runs_the_imagenet_script_on_two_nodes(nodes: Project, once: Once) -> None:
-    nodes.up(SCRIPT="/code/imagenet.py", ARGS="--multiprocessing-distributed --dist-url env://")
-    assert nodes.codes() == [0, 0], nodes.logs()
-    assert result_of(nodes.logs()) == once("imagenet_on_two_nodes", imagenet_on_two_nodes)
 
 
 def test_compose_runs_a_script_that_is_given_its_address_and_rank(nodes: Project, once: Once) -> None:
@@ -51,15 +38,3 @@ def test_compose_runs_two_ranks_of_a_script_on_each_node(nodes: Project) -> None
     assert nodes.codes() == [0, 0], nodes.logs()
     assert "local rank 1 is rank 3" in nodes.logs()
     assert result_of(nodes.logs()) == by_pytorch([FOLDER / "ddp_local_rank.py"], launcher="launch", nproc=4)
-
-
-def test_compose_restarts_a_killed_rank_and_the_script_goes_on_from_its_own_checkpoint(
-    nodes: Project, once: Once, tmp_path: Path
-) -> None:
-    nodes.up(SCRIPT="/code/dcp_checkpoints.py", ARGS="--checkpoint-dir /app/runs/own --seconds-per-step 0.3")
-    first = nodes.runs / "own" / "step-000004" / ".metadata"
-    wait_for("the first checkpoint", first.exists, log=nodes.logs)
-    nodes.kill_rank("node1")
-    assert nodes.codes() == [0, 0], nodes.logs()
-    assert "rank 1 goes on from step-" in nodes.logs()
-    assert result_of(nodes.logs()) == expected(SCRIPTS["dcp_checkpoints"], once, tmp_path)

@@ -1,6 +1,5 @@
 """Containers that are killed, stopped and cut off: all join anew, and the weights are those of an undisturbed run."""
 
-import json
 import os
 import random
 from collections.abc import Iterator
@@ -55,42 +54,22 @@ def test_a_killed_rank_or_container_comes_back_and_changes_nothing(
     assert [nodes.inspect(node)["RestartCount"] for node in ("node0", "node1")] == [1, 1], said
 
 
-def test_one_of_several_processes_of_a_node_is_killed_and_changes_nothing(
-    nodes: Project, forks: Forks, tmp_path: Path
-) -> None:
-    job = JOB.replace(f"--max-steps {STEPS}", "--max-steps 200 --seed 5")
-    nodes.up(NPROC="2", ARGS=job)
-    nodes.wait_for_step("job", 1)
-    nodes.kill_rank("node1", step=60)
-    assert nodes.codes() == [0, 0], nodes.logs()
-    assert "resumed from step" in nodes.logs()
-    assert [nodes.inspect(node)["RestartCount"] for node in ("node0", "node1")] == [0, 0], nodes.logs()
-    assert nodes.result("job")["digest"] == digest_by_forks(forks, tmp_path, job, nproc=4)
-
-
-def test_fresh_begins_once_a_start_and_not_after_a_kill(nodes: Project, undisturbed: str) -> None:
-    nodes.up(ARGS=JOB.replace(f"--max-steps {STEPS}", "--max-steps 50"))
-    assert nodes.codes() == [0, 0], nodes.logs()
-    earlier = nodes.result("job")["attempt"]
-    nodes.up(ARGS=f"{JOB} --fresh")
-    nodes.wait_for_step("job", 60)  # the first start came to 50
-    nodes.kill_rank("node0", step=200)
-    assert nodes.codes() == [0, 0], nodes.logs()
-    assert nodes.result("job")["digest"] == undisturbed
-    aside = list((nodes.runs / "job").glob("before-*"))
-    assert len(aside) == 1
-    assert json.loads((aside[0] / "result.json").read_text())["attempt"] == earlier
-
-
 def test_stop_leaves_a_checkpoint_and_up_goes_on_to_the_same_weights(nodes: Project, undisturbed: str) -> None:
+    """The files belong to who owned runs/, as after `make demo` of a user whose number is not that of the image."""
+    (nodes.runs / "job").mkdir(parents=True)
+    for folder in (nodes.runs, nodes.runs / "job"):
+        folder.chmod(0o755)
+        os.chown(folder, 4242, 4343)
     nodes.up()
     nodes.wait_for_step("job", 300)
-    nodes.stop()
+    nodes.stop()  # init is root there, and the rank is not
     assert nodes.codes() == [143, 143], nodes.logs()
     assert "SIGTERM: saved at step" in nodes.logs()
     nodes.up()
     assert nodes.codes() == [0, 0], nodes.logs()
     assert nodes.result("job")["digest"] == undisturbed
+    left = [nodes.runs, *nodes.runs.rglob("*")]
+    assert {(path.stat().st_uid, path.stat().st_gid) for path in left} == {(4242, 4343)}
 
 
 def test_a_node_cut_off_the_network_is_named_and_the_job_goes_on_once_it_is_back(

@@ -82,22 +82,6 @@ def test_runs_of_somebody_else_are_refused_by_name(nodes: Project) -> None:
     assert nodes.runs.stat().st_uid == 4242
 
 
-def test_nodes_of_a_plain_compose_up_are_the_owner_of_runs_and_end_as_they_should(nodes: Project) -> None:
-    """As after `make demo` of a user whose number is not that of the image."""
-    (nodes.runs / "job").mkdir(parents=True)
-    for folder in (nodes.runs, nodes.runs / "job"):
-        folder.chmod(0o755)
-        os.chown(folder, 4242, 4343)
-    nodes.up(ARGS=f"{JOB} --epochs 1000")
-    nodes.wait_for_step("job", 10)
-    nodes.stop()  # init is root there, and the rank is not
-    assert nodes.codes() == [143, 143], nodes.logs()
-    nodes.up(ARGS=f"{JOB} --epochs 1000 --max-steps 2000")
-    assert nodes.codes() == [0, 0], nodes.logs()
-    left = [nodes.runs, *nodes.runs.rglob("*")]
-    assert {(path.stat().st_uid, path.stat().st_gid) for path in left} == {(4242, 4343)}
-
-
 def test_a_container_out_of_memory_costs_no_checkpoint(nodes: Project) -> None:
     nodes.up(ARGS=f"{JOB} --max-steps 40")
     assert nodes.codes() == [0, 0], nodes.logs()

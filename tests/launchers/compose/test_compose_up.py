@@ -107,19 +107,18 @@ def test_up_ends_with_0_when_all_nodes_do(clone: Clone) -> None:
     code, said = clone.up("0:8:0 1:0:0")  # long enough to be followed
     assert (code, "up: node0 ended with 0" in said, "up: node1 ended with 0" in said) == (0, True, True), said
     assert "node0 leaves with 0" in said.splitlines()
-
-
-def test_up_writes_no_control_characters_where_nobody_watches(clone: Clone) -> None:
-    _, said = clone.up("0:8:0 1:8:0")
-    assert "leaves with 0" in said
+    # No control characters where nobody watches
     assert [line for line in said.splitlines() if not line.isprintable()] == []
+    # Root gets files of the image's own user, never root's
+    left = [clone.folder / "runs", *(clone.folder / "runs").rglob("*")]
+    assert len(left) > 2
+    assert {path.stat().st_uid for path in left} == {1000}
 
 
 @pytest.mark.parametrize(
     ("nodes", "code"),
     [
         ("0:900:0 1:1:3", 3),  # node1 fails, node0 works on
-        ("0:1:3 1:900:0", 3),
         ("0:3:5 1:0:0", 5),  # node1 succeeds first: compose itself would report that, and stop node0
         ("0:2:171 1:1:2", 2),  # the mistake outranks the loss of a peer
         ("0:3:1 1:0:137", 1),  # and the kill, which a restart might have helped against
@@ -129,11 +128,6 @@ def test_up_ends_with_the_code_of_the_node_that_failed(clone: Clone, nodes: str,
     found, said = clone.up(nodes, RESTARTS="5")
     assert found == code, said
     assert "which no restart mends" in said
-
-
-def test_up_ends_at_once_on_a_mistake(clone: Clone) -> None:
-    code, said = clone.up("0:900:0 1:0:2", RESTARTS="1000")
-    assert code == 2, said
 
 
 def test_up_lets_the_engine_restart_what_may_help(clone: Clone) -> None:
@@ -236,24 +230,19 @@ def test_up_refuses_a_number_of_nodes_that_compose_does_not_have(clone: Clone) -
     assert (code, "NNODES must be from 2 to 8, got 9" in said) == (2, True), said
 
 
-@pytest.mark.parametrize("uid", [0, 1234])
-def test_a_fresh_clone_trains_and_its_user_owns_the_results(image: str, uid: int) -> None:
+def test_a_fresh_clone_trains_and_its_user_owns_the_results(image: str) -> None:
+    uid = 1234
     # Not tmp_path, which nobody else may enter
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
-        _train_in_clone(Path(folder), image, uid)
-
-
-def _train_in_clone(folder: Path, image: str, uid: int) -> None:
-    clone = Clone(folder, image)
-    try:
-        for path in [clone.folder, *clone.folder.rglob("*")]:
-            os.chown(path, uid, uid)
-        code, said = clone.up("--dataset digits --model mlp --max-steps 10 --name job", uid=uid)
-        assert code == 0, said
-        left = [clone.folder / "runs", *(clone.folder / "runs").rglob("*")]
-        assert len(left) > 5
-        # Root gets files of the image's own user, never root's
-        assert {path.stat().st_uid for path in left} == {uid or 1000}
-    finally:
-        clone.remove()
+        clone = Clone(Path(folder), image)
+        try:
+            for path in [clone.folder, *clone.folder.rglob("*")]:
+                os.chown(path, uid, uid)
+            code, said = clone.up("--dataset digits --model mlp --max-steps 10 --name job", uid=uid)
+            assert code == 0, said
+            left = [clone.folder / "runs", *(clone.folder / "runs").rglob("*")]
+            assert len(left) > 5
+            assert {path.stat().st_uid for path in left} == {uid}
+        finally:
+            clone.remove()

@@ -26,7 +26,8 @@ def test_k8s_image_of_this_version_is_the_one_that_was_built(image: str) -> None
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("what", ["pytorchjob.yaml", "trainjob.yaml", "jobset.yaml"])
+# The PyTorchJob's: test_k8s_ends.py
+@pytest.mark.parametrize("what", ["trainjob.yaml", "jobset.yaml"])
 def test_k8s_pods_train_to_the_digest_of_the_host(what: str, pods: Pods, digest_of_short: str) -> None:
     cluster = pods(what, SHORT)
     cluster.start()

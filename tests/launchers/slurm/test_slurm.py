@@ -1,6 +1,6 @@
 """sbatch slurm/ddp.sbatch and simple.sbatch on a real Slurm of two nodes: the same weights as torchrun on the host."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,14 +12,6 @@ from tests.rigs.slurm_cluster import SIMPLE, Cluster
 pytestmark = pytest.mark.timeout(1200)
 JOB = "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 60 --name job"
 RUN = f"{JOB} --run-dir runs"
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing(cluster: Cluster) -> Iterator[None]:
-    """After any end nothing is left running on any node."""
-    cluster.idle()
-    yield
-    cluster.idle()
 
 
 @pytest.fixture(scope="session")

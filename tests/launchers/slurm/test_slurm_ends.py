@@ -1,7 +1,5 @@
 """Slurm jobs signalled, requeued, killed and cut off for real: all reach the weights of a run that was left alone."""
 
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,19 +10,11 @@ from tests.rigs.slurm_cluster import Cluster, SlurmJob
 
 pytestmark = pytest.mark.timeout(1200)
 JOB = (
-    "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 900 --save-every-steps 40 --log-every-steps 5 "
+    "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 2000 --save-every-steps 40 --log-every-steps 5 "
     "--evaluate-every-epochs 50"
 )
 RUN = f"{JOB} --name job --run-dir runs --step-timeout-s 60"
-ENDLESS = RUN.replace("900", "1000000")
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing(cluster: Cluster) -> Iterator[None]:
-    """After any end nothing is left running on any node."""
-    cluster.idle()
-    yield
-    cluster.idle()
+ENDLESS = RUN.replace("2000", "1000000")
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +31,21 @@ def finished(job: SlurmJob, undisturbed: str, *, restarts: int, more_says: str =
     assert "resumed from step" in job.output
 
 
-@pytest.mark.parametrize("signalled", ["--batch --signal=USR1", "--signal=TERM", "requeue"])
 def test_slurm_job_that_is_asked_to_stop_saves_and_goes_on_after_a_requeue(
-    signalled: str, cluster: Cluster, undisturbed: str, tmp_path: Path
+    cluster: Cluster, undisturbed: str, tmp_path: Path
 ) -> None:
+    """Asked by a warning before the time ends, by a signal to each task, and by an operator's requeue."""
     job = cluster.submit(tmp_path, RUN)
-    job.wait_for_step(100)
-    if signalled == "requeue":
-        cluster.run("scontrol", "requeue", job.number)
-    else:
-        job.cancel(*signalled.split())
-    finished(job, undisturbed, restarts=1)
-    # One log for both starts, and a save of its own for the signal
-    assert "saved at step" in job.output
+    ways = (("scancel", "--batch", "--signal=USR1"), ("scancel", "--signal=TERM"), ("scontrol", "requeue"))
+    for number, way in enumerate(ways):
+        job.wait_for_step(100 + 500 * number)
+        cluster.run(*way, job.number)
+        wait_for("the requeue", lambda number=number: job.show()["Restarts"] > str(number), log=job.log)
+        if number + 1 < len(ways):
+            job.go_on()
+    finished(job, undisturbed, restarts=len(ways))
+    # One log for all starts, and a save of its own for each request
+    assert job.output.count("saved at step") == len(ways)
 
 
 def test_slurm_time_that_runs_out_requeues_and_scancel_ends_for_good(cluster: Cluster, tmp_path: Path) -> None:
@@ -86,29 +78,20 @@ def test_slurm_job_that_may_not_be_requeued_says_how_to_go_on(cluster: Cluster, 
     assert "resubmit it with --name job" in job.output
 
 
-@pytest.mark.parametrize("node", ["node0", "node1"])
-def test_slurm_rank_that_is_killed_starts_again_inside_the_allocation(
-    node: str, cluster: Cluster, undisturbed: str, tmp_path: Path, record_property: Callable[[str, object], None],
+def test_slurm_rank_or_agent_that_is_killed_starts_again_inside_the_allocation(
+    cluster: Cluster, undisturbed: str, tmp_path: Path
 ) -> None:
     job = cluster.submit(tmp_path, RUN)
-    job.wait_for_step(100)
-    began_s = time.monotonic()
-    job.kill_rank(node)
-    job.wait_for_text("resumed from step")
-    record_property(f"rank of {node} killed, resumed after", f"{time.monotonic() - began_s:.1f} s")
+    kills = [(kill, node) for kill in (job.kill_rank, job.kill_agent) for node in ("node0", "node1")]
+    for number, (kill, node) in enumerate(kills):
+        job.wait_for_step(100 + 400 * number)
+        kill(node)
+        job.wait_for_text("resumed from step", count=number + 1)
+        if kill == job.kill_rank:
+            assert "slurm: the agent on" not in job.output, job.output
+        else:
+            assert f"the agent on {node} ended with 137, started again (1 of 3)" in job.output, job.output
     finished(job, undisturbed, restarts=0)
-    assert "slurm: the agent on" not in job.output, job.output
-
-
-@pytest.mark.parametrize("node", ["node0", "node1"])
-def test_slurm_agent_that_is_killed_starts_again_inside_its_task(
-    node: str, cluster: Cluster, undisturbed: str, tmp_path: Path
-) -> None:
-    job = cluster.submit(tmp_path, RUN)
-    job.wait_for_step(100)
-    job.kill_agent(node)
-    finished(job, undisturbed, restarts=0)
-    assert f"the agent on {node} ended with 137, started again (1 of 3)" in job.output, job.output
 
 
 def test_slurm_job_whose_agents_keep_dying_is_requeued_and_fails_without_a_new_step(

@@ -1,11 +1,9 @@
 """Somebody's scripts, unchanged, by SCRIPT=... sbatch on a real Slurm of two nodes: the weights of a start by hand."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.rigs.containers import wait_for
 from tests.rigs.foreign_scripts import (
     FOLDER,
     SCRIPTS,
@@ -20,14 +18,6 @@ from tests.rigs.slurm_cluster import Cluster, SlurmJob
 pytestmark = pytest.mark.timeout(1200)
 # Of one process on each of two nodes, where that differs from two processes on one
 ON_TWO_NODES = {"lightning_digits": "--num-nodes 2"}
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing(cluster: Cluster) -> Iterator[None]:
-    """After any end nothing is left running on any node."""
-    cluster.idle()
-    yield
-    cluster.idle()
 
 
 def submit(cluster: Cluster, folder: Path, line: str) -> SlurmJob:
@@ -55,19 +45,6 @@ def test_slurm_runs_the_scripts_of_trainers(name: str, cluster: Cluster, once: O
     words = script.words(tmp_path / "own", ON_TWO_NODES.get(name))
     job = submit(cluster, tmp_path, " ".join(words))
     assert job.wait() == "COMPLETED", job.log()
-    assert result_of(job.output) == expected(script, once, tmp_path)
-
-
-@again_if_aborted
-def test_slurm_restarts_a_killed_rank_and_the_script_goes_on_from_its_own_checkpoint(
-    cluster: Cluster, once: Once, tmp_path: Path
-) -> None:
-    script, own = SCRIPTS["dcp_checkpoints"], tmp_path / "own"
-    job = submit(cluster, tmp_path, " ".join([*script.words(own), "--seconds-per-step", "0.3"]))
-    wait_for("the first checkpoint", (own / "step-000004" / ".metadata").exists, log=job.log)
-    job.kill_rank("node1")
-    assert job.wait() == "COMPLETED", job.log()
-    assert "rank 1 goes on from step-" in job.output
     assert result_of(job.output) == expected(script, once, tmp_path)
 
 

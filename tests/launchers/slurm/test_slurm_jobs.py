@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,6 @@ from tests.rigs.slurm_cluster import DDP, LOCAL, Cluster
 
 pytestmark = pytest.mark.timeout(1200)
 JOB = "--dataset digits --model mlp --max-steps 60"
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing(cluster: Cluster) -> Iterator[None]:
-    cluster.idle()
-    yield
-    cluster.idle()
 
 
 def test_slurm_array_trains_a_seed_in_each_task_side_by_side(cluster: Cluster, forks: Forks, tmp_path: Path) -> None:
@@ -75,6 +67,24 @@ def test_slurm_runs_a_workload_of_ones_own_with_data_on_each_nodes_disk(cluster:
     config = yaml.safe_load((tmp_path / "runs" / "job" / "config.yaml").read_text())
     assert config["data_dir"] == f"/tmp/rankup-{job.number}"
     assert not Path(config["data_dir"]).exists()
+
+
+def test_slurm_doctor_looks_first_and_the_job_trains(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit(tmp_path, f"{JOB} --name job --run-dir runs", DOCTOR="1")
+    assert job.wait() == "COMPLETED", job.log()
+    fit, trained = job.output.index("doctor: fit to train"), job.output.index("training")
+    assert fit < trained, job.output
+    assert "between nodes: slowest ranks 0 on node0 and 1 on node1" in job.output
+    assert job.result()["world_size"] == 2
+
+
+def test_slurm_doctor_that_says_no_keeps_the_job_from_training(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit(tmp_path, f"{JOB} --name job --run-dir runs --batch-size 1", DOCTOR="1")
+    assert job.wait() == "FAILED", job.log()
+    assert job.code() == 20
+    assert "batch_size must be at least 2" in " ".join(job.output.split())
+    assert "the doctor says no, exit code 20 (20 not fit" in job.output
+    assert not (tmp_path / "runs" / "job" / "result.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,6 @@ def build(config):
 
 @pytest.mark.timeout(1200)
 def test_slurm_requeued_job_trains_with_its_users_code_of_the_first_start(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.idle()
     git_folder(tmp_path, {"mine.py": WORKLOAD.replace("SPEED", "yesterday")})
     line = "--workload mine:build --dataset digits --model mlp --max-steps 100000 --run-dir runs --log-every-steps 5"
     job = cluster.submit(tmp_path, line)
@@ -166,6 +165,5 @@ def test_slurm_requeued_job_trains_with_its_users_code_of_the_first_start(cluste
     job.wait_for_text("resumed from step")
     job.cancel()
     assert job.wait() == "CANCELLED"
-    cluster.idle()
     assert "the new/here/mine.py differ" in job.output, job.log()
     assert "workload of yesterday" in job.output.partition("resumed from step")[0].rpartition("requeued at step")[2]

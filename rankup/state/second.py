@@ -4,7 +4,7 @@
 machine comes next, with an empty disk or an old one, goes on from what is at the address. A save that is not copied is
 an error. `--mirror DIR_OR_URL`: the place may fail. A thread copies, always the newest, and what it had no time for is
 left out. No step and no save waits for it; a place that fails is one line until it is back, and the end says what is
-not there. `rankup.places.stored_run` says what lies at either.
+not there. `rankup.state.stored_run` says what lies at either.
 """
 
 import contextlib
@@ -20,11 +20,12 @@ from rankup.errors import PeerLost, UserError
 from rankup.places.lease import Lease, StoreLease, folder_of, highest_number
 from rankup.places.lineage import FILE, OF_RUN, Lineage
 from rankup.places.place import Place
-from rankup.places.stored_run import MANIFEST, FindProblem, StoredRun
+from rankup.state.choice import Found
+from rankup.state.copies import MANIFEST, list_copies, looks_whole
+from rankup.state.stored_run import StoredRun
 from rankup.timing import (
     FIND_S,
     SEARCH_S,
-    UPLOAD_AGAIN_S,
     UPLOAD_END_S,
     UPLOAD_SILENT_S,
     UPLOAD_STATUS_S,
@@ -47,24 +48,23 @@ class SecondPlace:
 
     def __init__(
         self, url: str, folder: Path, lease: Lease, log: Log, *, required: bool, keep: int, setup_s: float,
-        save_s: float, find_problem: FindProblem,
+        save_s: float,
     ) -> None:
         """`url`: of all runs there. `lease`: of `folder`, which is held already. `keep`: how many copies stay there.
-        `setup_s`, `save_s`: the deadlines. `find_problem`: why the copy in a folder can't be used, or ""."""
+        `setup_s`, `save_s`: the deadlines."""
         self.url, self.folder, self.required, self.keep, self.log = url.rstrip("/"), folder, required, keep, log
         self.address = f"{self.url}/{folder.name}"
-        self._called = self.address if required else f"the mirror {self.address}"
-        self._folder_lease, self._find_problem, self._save_s = lease, find_problem, save_s
+        self.called = self.address if required else f"the mirror {self.address}"
+        self._folder_lease, self._save_s = lease, save_s
         self._opening_s = min(setup_s, save_s)
         self._stored: StoredRun | None = None
         self._lease: StoreLease | None = None
         self._number = 0  # of a mirror: the one that was free at the opening
         self._held = contextlib.ExitStack()
-        # Of a mirror's thread
-        self._news = threading.Condition()
-        self._wanted: Path | None = None  # the newest copy that is not there
-        self._busy = self._over = False
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._wanted: Path | None = None  # the newest copy that is not on the mirror
+        self._thread: threading.Thread | None = None  # that copies to it at this moment
+        self._begun = self._over = False
         self._failing = ""  # what was said of a mirror that fails
 
     def __enter__(self) -> "SecondPlace":
@@ -82,7 +82,7 @@ class SecondPlace:
         Raises UserError and PeerLost where the place is required, or where it alone may know of a run; and OSError.
         """
         with self._failing_quietly(unless=nothing_here):
-            stored = self._open(self._opening_s if self.required else SEARCH_S if nothing_here else FIND_S)
+            stored = self._open(self._patience(nothing_here))
             if self.required:
                 tokens = (self._folder_lease.token, self._folder_lease.predecessor)
                 self._lease = self._held.enter_context(StoreLease(stored.place, self._folder_lease.attempt, tokens))
@@ -100,19 +100,40 @@ class SecondPlace:
                 if here and here.run == there.run and there.number > here.number:  # another machine was node 0 since
                     there.write(self.folder)
                 elif here and here.run != there.run:
-                    self.log.info(f"{self._called} holds another run, whose checkpoints stay there")
+                    self.log.info(f"{self.called} holds another run, whose checkpoints stay there")
                 return
             stored.fetch_files(self.folder)
             if Lineage.read(self.folder) is None:  # lost there
                 there.write(self.folder)
 
-    def fetch(self, run: str, *, above: int) -> None:
-        """Copy the newest copy of that run into the folder, if it is of a later step than `above`. Raises as `adopt`"""
-        with self._failing_quietly(unless=above < 0):
-            stored = self._open(self._opening_s if self.required else SEARCH_S if above < 0 else FIND_S)
-            if path := stored.fetch_newest(self.folder / "checkpoints", run=run, above=above):
-                had = f"step-{above:08d} as its newest" if above >= 0 else "no good checkpoint"
-                self.log.info(f"fetched {path.name} from {self._called}: {self.folder} had {had}")
+    def found(self) -> Iterator[Found]:
+        """The copies there of the run in the folder. Raises as `adopt`."""
+        if (run := Lineage.read(self.folder)) is None:
+            return
+        with self._failing_quietly(unless=not self._whole()):
+            stored = self._open(self._patience(not self._whole()))
+            for one in stored.copies(run.run):
+                yield one.folder, one.step, stored.attempt_of(one), one.run, None
+
+    def fetch(self, where: str) -> tuple[Path, str]:
+        """Copy that copy into the folder. Returns its path there, and what is wrong with it. Raises as `adopt`."""
+        checkpoints = self.folder / "checkpoints"
+        path, problem = checkpoints, f"{self.called} fails"
+        whole = self._whole()
+        with self._failing_quietly(unless=not whole):
+            path, problem = self._open(self._patience(not whole)).fetch(where, checkpoints)
+        if not problem:
+            had = f"{whole[-1]} as its newest" if whole else "no good checkpoint"
+            self.log.info(f"fetched {path.name} from {self.called}: {self.folder} had {had}")
+        return path, problem
+
+    def _whole(self) -> list[str]:
+        """The names of the copies in the folder, as far as nobody looked at their bytes."""
+        return [path.name for path in list_copies(self.folder / "checkpoints") if looks_whole(path)]
+
+    def _patience(self, alone: bool) -> float:
+        """`alone`: this place alone may know where the run stands."""
+        return self._opening_s if self.required else SEARCH_S if alone else FIND_S
 
     def _put_aside(self) -> None:
         """What an earlier attempt on this machine left, and others have gone on without."""
@@ -146,7 +167,7 @@ class SecondPlace:
             run = Lineage.read(self.folder)
             if kept is not None and run is not None and not stored.holds(kept, run=run.run):
                 stored.upload_copy(kept, run=run.run, keep=self.keep, check=lease.check)
-                self.log.debug(f"{self._called} has {kept.name}")
+                self.log.debug(f"{self.called} has {kept.name}")
 
     def is_ours(self) -> bool:
         """Whether no other attempt has been seen to take the run over, here or there. Asks no store."""
@@ -172,19 +193,19 @@ class SecondPlace:
         """
         if self.required:
             self.upload(None, timeout_s=self._save_s)
+        if not self._begun:
             return
         patience_s = UPLOAD_STOP_S if stopped else min(UPLOAD_END_S, self._save_s / 2)
         until_s = time.monotonic() + patience_s
-        with self._news:
-            # Busy from here on: the thread may not have seen yet what it was given last
-            self._over, self._busy = True, self._thread is not None
-            self._news.notify_all()
-            while self._busy and time.monotonic() < until_s:
-                self._news.wait(0.2)
-            left = self._wanted
-        if left is not None:
+        self._over = True
+        for last in (False, True):  # what is under way, and then the files as they are in the end
+            if last and self._thread is None:
+                self.copy(None)
+            if (thread := self._thread) is not None:
+                thread.join(max(0.0, until_s - time.monotonic()))
+        if (left := self._wanted) is not None:
             why = f": {self._failing}" if self._failing else f" {patience_s:.0f} s after the end"
-            self.log.warning(f"the newest checkpoint, {left.name}, is not on {self._called}{why}")
+            self.log.warning(f"the newest checkpoint, {left.name}, is not on {self.called}{why}")
 
     def _own(self, stored: StoredRun) -> StoreLease:
         """Own what this attempt writes at a mirror, by the number that was free at the opening. Raises UserError and
@@ -207,46 +228,30 @@ class SecondPlace:
         """The run there, with so much patience; None: as long as it goes on. Raises UserError without its package."""
         if self._stored is None:
             place = Place.open(self.url, warn=self.log.warning if self.required else self._fail)
-            self._stored = StoredRun(place.below(self.folder.name), self._find_problem)
+            self._stored = StoredRun(place.below(self.folder.name))
         place = self._stored.place
         self._stored.place = place.within(SHARE * timeout_s) if timeout_s else place.while_moving(UPLOAD_SILENT_S)
         return self._stored
 
     # A mirror -------------------------------------------------------------------------------------------------
 
-    def start(self, newest: Path | None) -> None:
-        """Begin to copy in the background: which run this is, and the newest copy where it is not there."""
-        self._wanted, self._busy = newest, True
-        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
-        self._thread.start()
-
-    def copy(self, path: Path) -> None:
-        """Copy this copy, which stands on the disk, in the background."""
-        with self._news:
-            self._wanted, self._busy = path, True
-            self._news.notify_all()
+    def copy(self, path: Path | None) -> None:
+        """Copy the files, and this copy if it is given, in the background; the newest one where that is busy."""
+        with self._lock:
+            self._begun, self._wanted = True, path or self._wanted
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+                self._thread.start()
 
     def _work(self) -> None:
-        """The thread: the files first, then whatever copy is the newest, again and again."""
-        first = True
+        """The thread: whatever copy is the newest, until none is left or one fails. The next save tries again."""
         while True:
-            with self._news:
-                while not (first or self._wanted or self._over):
-                    self._busy = False
-                    self._news.notify_all()
-                    self._news.wait()
-                path, self._busy, over = self._wanted, True, self._over
+            path = self._wanted
             done = self._upload(path)
-            first = False
-            with self._news:
-                if done and self._wanted == path:
-                    self._wanted = None
-                if over and (self._wanted is None or not done):
-                    self._busy = False
-                    self._news.notify_all()
+            with self._lock:
+                if self._wanted == path:
+                    self._wanted, self._thread = None if done else path, None
                     return
-                if not done and not self._over and self._wanted == path:
-                    self._news.wait(UPLOAD_AGAIN_S)  # until a newer one is due, or for another try
 
     def _upload(self, path: Path | None) -> bool:
         """`upload`; whether that is done."""
@@ -258,7 +263,7 @@ class SecondPlace:
             return False
         if self._failing:
             self._failing = ""
-            self.log.info(f"{self._called} is back")
+            self.log.info(f"{self.called} is back")
         return True
 
     @contextlib.contextmanager

@@ -10,42 +10,32 @@ may wake up before any request: it writes and overwrites its own objects alone. 
 A copy is there once its manifest is, which is written last. The folder has the digest of the manifest in its name, and
 the manifest those of the files: two uploads never mix, a second upload of the same copy writes the same bytes, and a
 manifest that is cut, old or in the wrong place does not pass. Nothing here trusts what it reads: a reader takes what
-digests confirm, or passes it over.
+digests confirm, or passes it over. No torch.
 """
 
+import contextlib
 import hashlib
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rankup.errors import UserError, disk_error
+from rankup.places.cache import cache_root
 from rankup.places.lease import folder_of, highest_number, number_of
 from rankup.places.lineage import FILE as RUN_FILE
 from rankup.places.lineage import RUN_ID, Lineage
 from rankup.places.place import Place
+from rankup.places.urls import is_url
+from rankup.state.copies import MANIFEST, STAGING, STATE, all_damaged, find_problem
 
-MANIFEST = "manifest.json"
-NAME = re.compile(r"step-(\d{8,})-[0-9a-f]{12}")
+NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{12})")
 INSIDE = re.compile(r"(\w[\w.-]*/)?\.?\w[\w.-]*")  # no name may lead out of the copy's folder
-STAGING = ".writing-"  # what an owner is about to give a name to: the next one removes it
 FILES = (RUN_FILE, "config.yaml", "status.json", "result.json", "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")
 FOLDERS = ("tensorboard", "before-*")  # the second: what --fresh has put aside
-FindProblem = Callable[[Path], str]
-
-
-class AllDamaged(UserError):
-    """There are copies, and none is whole."""
-
-    def __init__(self, place: Path | str, damaged: Mapping[str, str]) -> None:
-        """`damaged`: what is wrong with each, by its name."""
-        super().__init__(
-            f"checkpoint: {place} must hold a whole checkpoint, got only damaged ones: "
-            f"{'; '.join(f'{name}: {why}' for name, why in damaged.items())}. Put one back from a copy, or set --fresh "
-            "to start anew, which keeps them aside."
-        )
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -70,12 +60,11 @@ class Stored:
 class StoredRun:
     """One run at an address. One thread at a time uses it, rank 0's alone."""
 
-    def __init__(self, place: Place, find_problem: FindProblem, *, number: int = 0) -> None:
-        """`place`: the run's own, `s3://bucket/runs/NAME`. `find_problem`: why the copy in a folder can't be used, or
-        "". `number`: the writer's, see `rankup.places.lease`."""
-        self.place, self.number, self._find_problem = place, number, find_problem
+    def __init__(self, place: Place, *, number: int = 0) -> None:
+        """`place`: the run's own, `s3://bucket/runs/NAME`. `number`: the writer's, see `rankup.places.lease`."""
+        self.place, self.number = place, number
         self._uploaded: dict[str, tuple[int, int]] = {}  # a file's size and time when it was uploaded last
-        self._damaged: set[Stored] = set()
+        self._damaged: set[str] = set()
 
     @property
     def _own(self) -> Place:
@@ -108,8 +97,8 @@ class StoredRun:
 
     def holds(self, path: Path, *, run: str) -> bool:
         """Whether this very copy is there already, whoever wrote it."""
-        new = self._stored(path, run)
-        return any(one.name == new.name and one.run == run for one in _copies(self.place.names()))
+        name = self._stored(path, run).name
+        return any(one.name == name for one in self.copies(run))
 
     def upload_files(self, directory: Path) -> None:
         """Copy what has changed of a run directory besides its copies. Raises as `Place` does."""
@@ -118,15 +107,14 @@ class StoredRun:
             stat = (directory / name).stat()
             if self._uploaded.get(name) != (stat.st_size, stat.st_mtime_ns):
                 found[name] = (stat.st_size, stat.st_mtime_ns)
-        own = self._own
-        own.upload({name: directory / name for name in found if name != RUN_FILE})
-        # Last: with it the files of this owner are complete, and count instead of an earlier owner's
-        own.upload({name: directory / name for name in found if name == RUN_FILE})
+        # RUN_FILE is last: with it the files of this owner are complete, and count instead of an earlier owner's
+        for last in (False, True):
+            self._own.upload({name: directory / name for name in found if (name == RUN_FILE) == last})
         self._uploaded |= found
 
     def _stored(self, path: Path, run: str) -> Stored:
-        digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()[:12]
         name = path.name.partition(".")[0]  # `.replaced`, after a kill between two renames
+        digest = _digest((path / MANIFEST).read_bytes())
         return Stored(self.number, int(name.removeprefix("step-")), run, f"{name}-{digest}")
 
     def _remove_old(self, new: Stored, keep: int) -> None:
@@ -136,9 +124,10 @@ class StoredRun:
         No byte is read: damage that this process has not met is not seen.
         """
         names = [name for name in self.place.names() if 0 < number_of(name) <= self.number]
-        whole = sorted((one for one in _copies(names) if one.run == new.run and one not in self._damaged), reverse=True)
-        kept = {new.folder, *[one.folder for one in whole if one != new][: keep - 1]}
-        doomed = [name for name in names if f"/checkpoints/{new.run}/" in name and _folder_in(name) not in kept]
+        whole = sorted((one for one in _copies(names) if one.run == new.run and one != new), reverse=True)
+        kept = {new.folder, *[one.folder for one in whole if one.folder not in self._damaged][: keep - 1]}
+        doomed = [name for name in names if f"/checkpoints/{new.run}/" in name
+                  and "/".join(name.split("/")[:4]) not in kept]
         self.place.remove(name for name in doomed if name.endswith(f"/{MANIFEST}"))
         # The files of an earlier owner stay with its copies, of this run or of one that --fresh has put aside
         stay = {number_of(name) for name in names if "/checkpoints/" in name and name not in doomed} | {self.number}
@@ -153,9 +142,8 @@ class StoredRun:
         Raises UserError where that can't be told.
         """
         names = self.place.names()
-        for number in _numbers(names):
-            if (f"{folder_of(number)}/{RUN_FILE}" in names) and (found := self._lineage_of(number)):
-                return found
+        if newest := self._newest_run_file(names):
+            return newest[1]
         runs = sorted({one.run for one in _copies(names)})
         if len(runs) > 1:
             raise UserError(
@@ -166,99 +154,121 @@ class StoredRun:
             raise UserError(f"{self.place.url} must hold a run of this version, got another's. Set another --name.")
         return Lineage(runs[0], "", "", []) if runs else None
 
-    def fetch_newest(self, directory: Path, *, run: str, above: int = -1) -> Path | None:
+    def copies(self, run: str) -> list[Stored]:
+        """The copies of that run, the newest first."""
+        return sorted((one for one in _copies(self.place.names()) if one.run == run), reverse=True)
+
+    def attempt_of(self, one: Stored) -> str:
+        """The mark of the attempt that wrote it, as far as nobody looked at its bytes; "" where that can't be read."""
+        record = self.place.read_json(f"{one.folder}/{STATE}")
+        return str(record.get("attempt", "")) if record.get("run") == one.run else ""
+
+    def fetch(self, folder: str, directory: Path) -> tuple[Path, str]:
+        """Copy the folder of a copy. Returns its path in `directory`, and what is wrong with it, or "": then the path
+        holds it, verified. Raises as `Place` does, and UserError where the disk here is full."""
+        name = folder.rpartition("/")[2]
+        named = NAME.fullmatch(name)
+        target = directory / (name.rpartition("-")[0] if named else name)
+        manifest = self.place.read(f"{folder}/{MANIFEST}")
+        problem = "" if manifest is not None else f"{MANIFEST} is missing"
+        if manifest is not None and named and named[2] != _digest(manifest):
+            problem = f"{MANIFEST} does not match the digest in the folder's name"
+        staging = directory / f"{STAGING}{secrets.token_hex(4)}"
+        try:
+            there = target / MANIFEST
+            if not problem and not (there.exists() and there.read_bytes() == manifest and not find_problem(target)):
+                fetched = staging / target.name  # its name says the step, which is verified too
+                for file in self.place.names(folder):
+                    if INSIDE.fullmatch(inside := file.removeprefix(f"{folder}/")):
+                        self.place.download(file, fetched / inside)
+                if not (problem := find_problem(fetched)):
+                    shutil.rmtree(target, ignore_errors=True)  # damaged, or another one of this step
+                    fetched.rename(target)
+        except OSError as error:
+            raise disk_error("checkpoint", directory, error) from None
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        if problem:
+            self._damaged.add(folder)
+        return target, problem
+
+    def fetch_newest(self, directory: Path, *, run: str) -> Path | None:
         """Copy the newest whole copy of that run into the folder `directory`, verified. Returns its path there.
 
-        None where there is none of a later step than `above`. Warns of those passed over. Raises as `Place` does, and
-        AllDamaged where all are, unless an earlier one (`above` >= 0) is at hand.
+        None where there is none at all. Warns of those passed over. Raises as `fetch`, and UserError where all are
+        damaged.
         """
         damaged: dict[str, str] = {}
-        for one in sorted(_copies(self.place.names()), reverse=True):
-            if one.run != run:
-                continue
-            if one.step <= above:
-                break
-            path, problem = self._fetch(one, directory)
+        for one in self.copies(run):
+            path, problem = self.fetch(one.folder, directory)
             if not problem:
                 for name, why in damaged.items():
                     self.place.warn(f"checkpoint {name} of {self.place.url} was passed over: {why}")
                 return path
             damaged[one.name] = problem
-            self._damaged.add(one)
-        if damaged and above < 0:
-            raise AllDamaged(self.place.url, damaged)
+        if damaged:
+            raise all_damaged(self.place.url, damaged)
         return None
 
     def fetch_files(self, directory: Path) -> None:
         """Copy everything besides copies into `directory`. Raises as `Place` does, and UserError."""
         names = self.place.names()
-        last = next((n for n in _numbers(names) if f"{folder_of(n)}/{RUN_FILE}" in names and self._lineage_of(n)), None)
+        newest = self._newest_run_file(names)
         try:
             for name in names:
                 inside = name.partition("/")[2]
-                if number_of(name) == last and _is_file(inside):
+                if newest and number_of(name) == newest[0] and _is_file(inside):
                     self.place.download(name, directory / inside)
         except OSError as error:
             raise disk_error("copy of the run", directory, error) from None
 
-    def _lineage_of(self, number: int) -> Lineage | None:
-        return Lineage.of(self.place.read_json(f"{folder_of(number)}/{RUN_FILE}"))
-
-    def _fetch(self, one: Stored, directory: Path) -> tuple[Path, str]:
-        place = self.place.below(one.folder.rpartition("/")[0])
-        return fetch_copy(place, one.name, directory, self._find_problem)
-
-
-def fetch_copy(place: Place, name: str, directory: Path, find_problem: FindProblem) -> tuple[Path, str]:
-    """Copy the folder `name` of `place`. Returns its path in `directory`, and what is wrong with it, or "": then the
-    path holds it, verified. Raises as `Place` does, and UserError where the disk here is full."""
-    target = directory / (name.rpartition("-")[0] if NAME.fullmatch(name) else name)
-    manifest = place.read(f"{name}/{MANIFEST}")
-    if manifest is None:
-        return target, f"{MANIFEST} is missing"
-    if NAME.fullmatch(name) and name.rpartition("-")[2] != hashlib.sha256(manifest).hexdigest()[:12]:
-        return target, f"{MANIFEST} does not match the digest in the folder's name"
-    staging = directory / f"{STAGING}{secrets.token_hex(4)}"
-    try:
-        if (target / MANIFEST).exists() and (target / MANIFEST).read_bytes() == manifest and not find_problem(target):
-            return target, ""
-        fetched = staging / target.name  # its name says the step, which is verified too
-        for file in place.names(name):
-            if INSIDE.fullmatch(inside := file.removeprefix(f"{name}/")):
-                place.download(file, fetched / inside)
-        if problem := find_problem(fetched):
-            return target, problem
-        shutil.rmtree(target, ignore_errors=True)  # damaged, or another one of this step
-        fetched.rename(target)
-    except OSError as error:
-        raise disk_error("checkpoint", directory, error) from None
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return target, ""
+    def _newest_run_file(self, names: Iterable[str]) -> tuple[int, Lineage] | None:
+        """The last owner that has written a whole run.json, and what that says."""
+        for number in range(highest_number(names), 0, -1):
+            name = f"{folder_of(number)}/{RUN_FILE}"
+            if name in names and (found := Lineage.of(self.place.read_json(name))):
+                return number, found
+        return None
 
 
-def fetch(address: Place, directory: Path, find_problem: FindProblem) -> Path:
-    """Copy what is at an address into `directory`, and return its path there: a run's newest copy, or a file.
+@contextlib.contextmanager
+def fetched(place: str, *, warn: Callable[[str], None], timeout_s: float) -> Iterator[Path]:
+    """The path of `place` for the length of the block: the place itself, or a copy of what is at that address.
 
-    `address`: of a run, of a copy's folder, or of an object. A copy is verified. Raises as `Place` does, and UserError
-    where nothing is there, or nothing whole.
+    The address may be of a run, whose newest checkpoint it is then, of a checkpoint's folder, or of a file. Checkpoints
+    are verified. Raises UserError where there is nothing to read or the store refuses, and PeerLost where it does not
+    answer within `timeout_s`.
     """
-    above, _, name = address.url.rpartition("/")
-    beside = Place(above, address.fs, address.root.rpartition("/")[0], address.warn, address.patience)
-    names = address.names()
-    if MANIFEST in names:
-        path, problem = fetch_copy(beside, name, directory, find_problem)
+    if not is_url(place):
+        yield Path(place)
+        return
+    folder = cache_root() / "fetched"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"{folder} must be writable, got {error.strerror}. Set RANKUP_CACHE to a folder that is."
+        raise UserError(text) from None
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        yield _fetch_any(place.rstrip("/"), Path(own), warn, timeout_s)
+
+
+def _fetch_any(url: str, directory: Path, warn: Callable[[str], None], timeout_s: float) -> Path:
+    stored = StoredRun(Place.open(url, warn=warn, timeout_s=timeout_s))
+    above, _, name = url.rpartition("/")
+    root = stored.place.root.rpartition("/")[0]
+    beside = StoredRun(replace(stored.place, url=above, root=root))
+    if MANIFEST in stored.place.names():
+        path, problem = beside.fetch(name, directory)
         if problem:
-            raise UserError(f"checkpoint: {address.url} must be a whole checkpoint, got a damaged one: {problem}.")
+            raise UserError(f"checkpoint: {url} must be a whole checkpoint, got a damaged one: {problem}.")
         return path
-    stored = StoredRun(address, find_problem)
     if run := stored.lineage():
         newest = stored.fetch_newest(directory, run=run.run)
         if newest is not None:
             return newest
-    elif beside.download(name, directory / name):
+    elif beside.place.download(name, directory / name):
         return directory / name
-    raise UserError(f"{address.url} must be a run, a checkpoint's folder or a file of weights, got nothing there.")
+    raise UserError(f"{url} must be a run, a checkpoint's folder or a file of weights, got nothing there.")
 
 
 def _copies(names: Iterable[str]) -> Iterator[Stored]:
@@ -271,14 +281,8 @@ def _copies(names: Iterable[str]) -> Iterator[Stored]:
             yield Stored(number_of(name), int(found[1]), parts[2], parts[3])
 
 
-def _folder_in(name: str) -> str:
-    """The copy's folder that the object `name` belongs to."""
-    return "/".join(name.split("/")[:4])
-
-
-def _numbers(names: Iterable[str]) -> Iterator[int]:
-    """Whose objects there are, the last owner's number first."""
-    yield from range(highest_number(names), 0, -1)
+def _digest(manifest: bytes) -> str:
+    return hashlib.sha256(manifest).hexdigest()[:12]
 
 
 def _is_file(name: str) -> bool:
