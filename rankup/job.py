@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from rankup.agent.logs import line_head, setup_logging
+from rankup.agent.logs import line_head, open_log, setup_logging
 from rankup.agent.processes import die_with_parent
 from rankup.agent.status import StatusFile
 from rankup.env.rank_env import read_rank_env
@@ -54,7 +54,8 @@ def init(
     stop.print_through(log)
     launch = read_rank_env(os.environ)
     ends.head = line_head(launch.rank, launch.world_size)
-    setup_logging(rank=launch.rank, world_size=launch.world_size)
+    file = open_log(Path(run) / "logs" / f"rank-{launch.rank}.log")
+    setup_logging(rank=launch.rank, world_size=launch.world_size, file=file)
     if launch.parent_pid:
         die_with_parent(launch.parent_pid)
     group = ends.stack.enter_context(join(

@@ -439,6 +439,9 @@ class Job:
         self.save(wait=True)
         self.group.watch.enter("end", self.settings.save_timeout_s, step=self.position.step)
         if self._ends is not None:
+            if self.group.is_rank0:
+                folder = self.group.run_dir
+                self.group.log.info(f"finished after {self.position.step} steps: {folder}/; rankup status {folder}")
             self._ends.close()
 
 

@@ -63,6 +63,10 @@ def test_killed_rank_costs_no_finished_step_and_changes_no_bit(
     assert codes == [0], output
     assert "no finished step was lost" in output
     assert said(output) == undisturbed
+    assert f"steps: {tmp_path}/run/; rankup status {tmp_path}/run" in output
+    logs = {path.name: path.read_text() for path in (tmp_path / "run" / "logs").iterdir()}
+    assert logs.keys() == {f"rank-{rank}.log" for rank in range(RANKS)}
+    assert all("no finished step was lost" in text for text in logs.values())
 
 
 @pytest.mark.parametrize("launcher", BY)

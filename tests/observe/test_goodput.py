@@ -161,6 +161,7 @@ def test_goodput_of_a_run_that_was_killed_without_a_word_and_resumed(forks: Fork
     assert first.time - first.began == pytest.approx(sum(first.seconds.values()), abs=0.1)
     assert found["wall_s"] == pytest.approx(second.time - first.began, abs=5)
     assert f"  goodput         {found['share']:.0%} of " in output
+    assert f"  next            rankup status {run}\n" in output
 
 
 def test_goodput_does_not_count_the_look_at_a_run_that_is_finished(forks: Forks, tmp_path: Path) -> None:

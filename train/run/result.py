@@ -153,6 +153,9 @@ def _table(result: dict[str, Any], unit: str, *, tensorboard: bool) -> str:
         "weights digest": result["digest"][:16],
         "outputs": f"{result['run']}/ (result.json, checkpoints/{', tensorboard/' if tensorboard else ''})",
     }
+    if "://" not in result["run"]:
+        curves = f", tensorboard --logdir {result['run']}" if tensorboard else ""
+        rows["next"] = f"rankup status {result['run']}{curves}"
     return f"finished after {result['step']} steps\n{two_columns(rows)}"
 
 
