@@ -75,6 +75,8 @@ class Folder:
                 attempt, run = str(record["attempt"]), str(record["run"])
                 if self._of_peer and (line is None or line.run != run):
                     raise ValueError
+                if self._unreadable is None and record["step"] != step_of(path):
+                    raise ValueError  # a folder that somebody renamed: listed first, and said to be damaged
             except (TypeError, LookupError, ValueError):
                 attempt = run = ""
                 if self._unreadable is not None:
