@@ -68,7 +68,7 @@ def test_foreign_script_goes_on_from_its_own_checkpoint_after_a_killed_rank(
     line = ("launch", "--nproc=2", "--run-dir", tmp_path, *script.words(own))
     with forks.running(*line, "--seconds-per-step", "0.3", env=WARN) as job:
         job.wait_until((own / "step-000004" / ".metadata").exists, "the first checkpoint")
-        ranks = psutil.Process(job.processes[0].pid).children()
+        ranks = psutil.Process(job.processes[0].pid).children(recursive=True)
         (victim,) = [process for process in ranks if environ_of(process.pid).get("RANK") == "1"]
         victim.send_signal(signal.SIGKILL)
         assert job.wait() == [0], job.output
