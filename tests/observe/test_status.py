@@ -26,7 +26,7 @@ from rankup.observe.status import screen as _screen
 from rankup.places.files import write_json
 from tests.observe.test_goodput import report
 from tests.rigs.containers import rank_of, wait_for
-from tests.rigs.jobs import MAIN, ROOT, ended, environment, start
+from tests.rigs.jobs import MAIN, ROOT, ended, environ_of, environment, start
 
 LAUNCH = (
     sys.executable, MAIN, "launch", "--nproc=3", MAIN, "--workload", "tests.rigs.faulting_workload:build",
@@ -210,7 +210,7 @@ def test_status_of_somebody_elses_script_while_it_runs(tmp_path: Path) -> None:
 
 
 def process_of_script(launcher: int) -> psutil.Process:
-    return psutil.Process(launcher).children()[-1]
+    return next(child for child in psutil.Process(launcher).children(recursive=True) if "RANK" in environ_of(child.pid))
 
 
 def both_in_the_script(folder: Path) -> Any:
