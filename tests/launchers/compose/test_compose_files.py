@@ -216,7 +216,8 @@ case " $* " in
   *horovod.in*) hashed cffi==2 psutil==1 ;;
   *) grep -q '^torch==1.2' "${@: -1}" || exit 1
     hashed absl-py==1 "nvidia-cublas==1 ; sys_platform == 'linux'"
-    if [[ $* == *"--extra "* ]]; then hashed "only-for-$(sed 's/.*--extra \([a-z0-9]*\).*/\1/' <<< "$*")==2"; fi
+    [[ $* == *" --extra train"* ]] || exit 1  # what the program needs is in the runtime
+    if [[ $* == *"train --extra "* ]]; then hashed "only-for-$(sed 's/.*--extra \([a-z0-9]*\).*/\1/' <<< "$*")==2"; fi
     hashed torch==1.2 ;;
 esac
 """
