@@ -284,6 +284,8 @@ class Run:
             return False
         try:
             problem = rescue.write(self.lineage.run, step, make_files)
+            if self.second is not None:
+                self.second.wait_for_first()
         except Exception as error:
             self.group.log.warning(f"no rescue: {reason(error)}")
             return False

@@ -257,6 +257,11 @@ class SecondCopies:
             files, self._held = self._held[1], None
             self._writing.start(lambda: self._write(step, files, tensors))
 
+    def wait_for_first(self) -> None:
+        """Let the first copy get done that is under way: it also says of which run this node's rescues are."""
+        if self._kept == 0:
+            self._writing.join(self._writing.left_s)
+
     def wait(self) -> None:
         """Let the copy get done, within the deadline of a save, because the training ends. Says if there is none."""
         self._writing.join(self._writing.left_s)
