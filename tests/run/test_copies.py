@@ -5,6 +5,7 @@ Each rank has a working directory of its own, and its run directory in it: a "no
 
 import json
 import shutil
+import time
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,10 +129,20 @@ def no_rescue() -> None:
     rescue.places = list
 
 
+def slow_copy() -> None:
+    """Preloaded: the second copy is not yet written when rank 0 is lost."""
+    from rankup.state.saver import SecondCopies
+
+    write = SecondCopies._write
+    SecondCopies._write = lambda *given: (time.sleep(0.5), write(*given))  # type: ignore[assignment, misc, return-value]
+
+
 def test_rescue_of_the_other_node_is_found_too(nodes: Nodes, undisturbed: dict[str, Any]) -> None:
     order = {"where": "loss", "call": 12, "signal": "SIGKILL", "rank": 0, "saved": True}
-    line = (*LINE, "--save=sync")
-    codes, output = nodes.forks.run(*line, world_size=2, cwds=nodes.folders, env={"PROBE": json.dumps(order)})
+    codes, output = nodes.forks.run(
+        *LINE, "--save=sync", world_size=2, cwds=nodes.folders, env={"PROBE": json.dumps(order)},
+        preload="tests.run.test_copies:slow_copy",
+    )
     assert codes == [-9, 171], output
     nodes.lose()
     assert "resumed from step 9, rescued by rank 1 on " in nodes.run()
