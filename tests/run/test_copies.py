@@ -5,8 +5,8 @@ Each rank has a working directory of its own, and its run directory in it: a "no
 
 import json
 import shutil
-import time
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
