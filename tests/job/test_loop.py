@@ -1,8 +1,8 @@
 """A loop of a user's own keeps the promises: the digest of its state, whoever starts and whatever ends its ranks.
 
-Three ranks: two sum in one order only. The tests that go on from a copy hold the rules of exactness: without the order of
-the samples, the random state, types that JSON does not keep, or buffers as of the last commit, each kill ends with another
-digest. The kill at the end of an epoch alone shows the fixed order of DDP's buckets.
+Three ranks: two sum in one order only. The tests that go on from a copy hold the rules of exactness: without the order
+of the samples, the random state, types that JSON does not keep, or buffers as of the last commit, each kill ends with
+another digest. The kill at the end of an epoch alone shows the fixed order of DDP's buckets.
 """
 
 import json
