@@ -1,4 +1,4 @@
-"""What all ranks find out together, once there is a group: versions, right sums, the speed of links and ranks, clocks.
+"""What all ranks find out together, once there is a group: versions, right sums, the speed of links, clocks.
 
 Each function that takes a group is collective: every rank calls it. Most findings are rank 0's.
 
@@ -29,7 +29,6 @@ from rankup.group.group import Group
 
 SLOWEST_LINK = 12.5e6  # bytes/s: 100 Mbit/s. The gradients of a ResNet-50, 102 MB, take 16 s a step over it
 APART = 5.0  # times slower than the median of its kind
-SLOW_RANK = 3.0  # times the median's time
 MAX_CLOCK_SKEW_S = 2.0
 MAX_NAMED = 4  # links in one report: with one bad switch there would be hundreds
 CLOCK_TRIES = 5
@@ -239,43 +238,6 @@ def _place(link: LinkSpeed, group: Group) -> str:
 def _rate(bandwidth: float) -> str:
     """`bandwidth` in bytes/s."""
     return f"{bandwidth / 1e6:.0f} MB/s" if bandwidth < 1e9 else f"{bandwidth / 1e9:.1f} GB/s"
-
-
-# Ranks --------------------------------------------------------------------------------------------------------------
-
-
-def ranks(group: Group, facts: dict[str, Any]) -> Iterator[Finding]:
-    """How long the same piece of work takes on each rank. Writes the seconds to `facts` on rank 0."""
-    times = group.gather(compute_s(group.device))
-    if group.rank != 0:
-        return
-    slowest = max(range(len(times)), key=times.__getitem__)
-    ratio = times[slowest] / statistics.median(times)
-    facts["compute_s"] = times
-    place = f"rank {slowest} on {group.hosts[slowest]}"
-    yield Finding("ranks", OK, f"slowest: {place}, {ratio:.2f} of the median's time for the same work")
-    if ratio > SLOW_RANK:
-        yield Finding(
-            "ranks", WARNING, f"{place} takes {ratio:.1f} times as long as the median for the same work",
-            "all ranks wait for the slowest at every step.",
-            "Look at its clock, its cooling and its kind of CPU (lscpu).",
-        )
-
-
-def compute_s(device: torch.device) -> float:
-    """Seconds for a fixed piece of work: the best of many short tries.
-
-    What other processes or a CPU limit take away for a moment drops out; a slow clock or another kind of CPU does not.
-    """
-    matrix = torch.ones(192, 192, device=device)
-    best_s = float("inf")
-    for _ in range(50):
-        began_s = time.perf_counter()
-        for _ in range(4):
-            matrix = matrix @ matrix * 1e-3
-        _wait_for_device(device)
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return best_s
 
 
 def _wait_for_device(device: torch.device) -> None:

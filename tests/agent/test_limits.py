@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rankup.agent import limits
-from rankup.agent.limits import cpu_quota, cpu_time, explain_sigkill, memory_left, memory_limit, oom_kills
+from rankup.agent.limits import cpu_quota, explain_sigkill, memory_left, memory_limit, oom_kills
 
 
 def files(root: Path, contents: dict[str, str]) -> Path:
@@ -14,27 +14,6 @@ def files(root: Path, contents: dict[str, str]) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
-
-
-@pytest.mark.parametrize(
-    ("contents", "expected"),
-    [
-        ({"proc/self/cgroup": "0::/job/task\n", "sys/fs/cgroup/job/task/cpu.max": "400000 100000\n",
-          "sys/fs/cgroup/job/cpu.max": "150000 100000\n", "sys/fs/cgroup/job/task/cpu.stat": "usage_usec 1000000\n",
-          "sys/fs/cgroup/job/cpu.stat": "usage_usec 2500000\nuser_usec 2000000\n"}, (2.5, 1.5)),
-        ({"proc/self/cgroup": "3:cpu,cpuacct:/x\n", "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "50000\n",
-          "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n",
-          "sys/fs/cgroup/cpu,cpuacct/x/cpuacct.usage": "7500000000\n"}, (7.5, 0.5)),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n",
-          "sys/fs/cgroup/cpu.stat": "usage_usec 2500000\n"}, None),
-        ({}, None),
-    ],
-    ids=["v2-parent", "v1", "v2-unlimited", "no-cgroup"],
-)
-def test_cpu_time_is_that_of_the_group_with_the_least_quota(
-    tmp_path: Path, contents: dict[str, str], expected: tuple[float, float] | None
-) -> None:
-    assert cpu_time(files(tmp_path, contents)) == expected
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                            pattern=r"^(\d{1,9}:\d{1,9})?$", rule="FIRST:LAST, such as 10:20")
     tensorboard: bool = setting(True, "Write TensorBoard files.")
     # Its choices are in rankup/observe/tracker.py, given in the same way.
-    tracker: str = setting("none", "Also send metrics, settings, pictures and result to a tracker, one run for all "
+    tracker: str = setting("none", "Also send metrics, settings and result to a tracker, one run for all "
                                    "attempts.", rule="the name of a tracker")
     progress: Literal["auto", "bar", "lines", "none"] = setting("auto", "auto: a bar on a terminal, lines elsewhere.")
     advice: bool = setting(True, "After the first steps, say what other settings would gain here, as measured.")
