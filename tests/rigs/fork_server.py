@@ -248,12 +248,12 @@ def _be(job: dict[str, Any]) -> NoReturn:
     os.dup2(output, 2)
     os.environ.update(job["env"])
     os.chdir(job["cwd"])
-    if job["arguments"][:1] == ["launch"]:
-        _warm_the_server()
     sys.argv = ["rankup", *job["arguments"]]
     if job["preload"]:
         module, _, function = job["preload"].partition(":")
         getattr(importlib.import_module(module), function)()
+    if job["arguments"][:1] == ["launch"]:
+        _warm_the_server()
     entry()
     os._exit(99)
 
