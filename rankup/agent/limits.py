@@ -14,19 +14,7 @@ ROOT = Path("/")
 def cpu_quota(root: Path = ROOT) -> float | None:
     """CPUs granted to this process (1.5 is possible): the least of its groups' quotas and its affinity."""
     grants = [float(len(os.sched_getaffinity(0)))] if hasattr(os, "sched_getaffinity") else []
-    return min([*grants, *(cpus for cpus, _ in _cpu_quotas(root))], default=None)
-
-
-def cpu_time(root: Path = ROOT) -> tuple[float, float] | None:
-    """Seconds of CPUs that this container or job has used so far, and the CPUs it may use; None without a quota."""
-    quotas = list(_cpu_quotas(root))
-    if not quotas:
-        return None
-    cpus, folder = min(quotas)
-    if found := re.search(r"^usage_usec (\d+)$", read(folder / "cpu.stat"), re.MULTILINE):
-        return int(found[1]) / 1e6, cpus
-    nanoseconds = read(folder / "cpuacct.usage").strip()  # v1 mounts it together with the quota
-    return (int(nanoseconds) / 1e9, cpus) if nanoseconds else None
+    return min([*grants, *_cpu_quotas(root)], default=None)
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
@@ -80,8 +68,8 @@ def read(path: str | Path) -> str:
         return ""
 
 
-def _cpu_quotas(root: Path) -> Iterator[tuple[float, Path]]:
-    """The quota in CPUs of each group that has one, and the group's folder."""
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """The quota in CPUs of each group that has one."""
     for folder, version in _groups("cpu", root):
         if version == 2:
             quota, period = (read(folder / "cpu.max").split() or ["max", "1"])[:2]
@@ -89,7 +77,7 @@ def _cpu_quotas(root: Path) -> Iterator[tuple[float, Path]]:
             quota = read(folder / "cpu.cfs_quota_us").strip() or "-1"
             period = read(folder / "cpu.cfs_period_us").strip() or "100000"
         if quota not in ("max", "-1"):  # these mean no limit, in v2 and v1
-            yield int(quota) / int(period), folder
+            yield int(quota) / int(period)
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:

@@ -17,8 +17,6 @@ from rankup.agent.limits import read
 from rankup.doctor.report import OK, UNFIT, WARNING, Finding
 from rankup.env.rank_env import ranges
 
-FASTEST = 0  # performance state P0; an idle GPU leaves it, and lowers its link's speed on purpose
-DRAIN_LINKS = 3  # of NVML_GPU_RECOVERY_ACTION_*: the GPU still computes. All others ask for a reset or a restart
 RESET = "Reset it when no job needs it: nvidia-smi -r."
 SLOWEST = "all ranks wait for the slowest at every step."
 Problem = tuple[str, str, str, str]  # level, what is seen, why it matters, what to do
@@ -103,12 +101,6 @@ def _look(nvml: Any, place: str) -> tuple[int, str, list[Problem]]:
 
 
 def _problems(nvml: Any, ask: Callable[..., Any], is_part: bool) -> Iterator[Problem]:
-    fields = ask("FieldValues", [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
-    # A driver older than the field answers all the same, and marks the value as not supported
-    if action := fields[0].value.uiVal if fields is not None and fields[0].nvmlReturn == 0 else 0:
-        level = WARNING if action == DRAIN_LINKS else UNFIT
-        seen = f"after an error the driver asks for a reset or a restart (recovery action {action})"
-        yield level, seen, "what it computes, or sends to other GPUs, is not to be relied on.", RESET
     _, _, pending, failed = ask("RemappedRows") or (0, 0, 0, 0)
     if failed:
         row = "a bad row of its memory could not be replaced by a spare one"
@@ -127,13 +119,6 @@ def _problems(nvml: Any, ask: Callable[..., Any], is_part: bool) -> Iterator[Pro
     elif reasons & (nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown | nvml.nvmlClocksEventReasonHwSlowdown):
         look = "Look at the power supplies of this machine (nvidia-smi -q -d POWER,PERFORMANCE)."
         yield WARNING, "its clock is lowered because the power supply asks for it", SLOWEST, look
-    now, most = ([ask(f"{which}PcieLink{what}") or 0 for what in ("Width", "Generation")] for which in ("Curr", "Max"))
-    why, remedy = "data reach it more slowly.", "Look at its seat, its riser, and the slot's setting in the BIOS."
-    if 0 < now[0] < most[0]:
-        yield WARNING, f"its PCIe link has {now[0]} of {most[0]} lanes", why, remedy
-    if 0 < now[1] < most[1] and ask("PerformanceState") == FASTEST:
-        seen = f"its PCIe link runs at generation {now[1]} of {most[1]}, though the GPU is awake"
-        yield WARNING, seen, why, remedy
     # A container sees the programs of others without a name, or not at all
     others = [] if is_part else [each for each in ask("ComputeRunningProcesses") or [] if each.pid != os.getpid()]
     if others:

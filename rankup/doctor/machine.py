@@ -1,4 +1,4 @@
-"""Checks of one machine, which need no group and no torch: limits, memory, GPUs, disks, its own name.
+"""Checks of one machine, which need no group and no torch: limits, memory, GPUs, disks.
 
 The limits take milliseconds to check: every training looks at them first. The doctor runs all checks.
 """
@@ -8,8 +8,7 @@ import math
 import os
 import resource
 import shutil
-import socket
-import time
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from rankup.agent.limits import cpu_quota, memory_limit, oom_kills
 from rankup.agent.logs import host_name
 from rankup.agent.processes import within
 from rankup.doctor import gpus
-from rankup.doctor.report import CODES, INCOMPLETE, NOTE, OK, UNFIT, VERDICTS, WARNING, Finding, Report
-from rankup.env.addresses import is_loopback
+from rankup.doctor.report import CODES, INCOMPLETE, OK, UNFIT, VERDICTS, WARNING, Finding, Report
 from rankup.errors import FINISHED
 
 MIB = 2**20
@@ -27,10 +25,8 @@ LEAST_MEMORY = 1024 * MIB  # for each rank: torch and the smallest model take ab
 LEAST_SHM, SHM_PER_WORKER = 32 * MIB, 32 * MIB
 LEAST_DISK = 1024 * MIB  # a few checkpoints of a middle-sized model
 LEAST_FILES = 1024
-SLOW_DISK = 5 * MIB  # bytes/s
-WRITTEN = 16 * MIB  # what the check of the disk writes: a second at most on a disk that is not too slow
 ENLARGE_SHM = "Enlarge it (docker run --shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm)"
-NAME_S, DISK_S = 10.0, 30.0  # a resolver and a network disk may never answer,
+DISK_S = 30.0  # a network disk may never answer,
 GPU_S = 60.0  # nor a driver whose GPU hangs; one that nobody keeps loaded takes seconds for each GPU
 
 
@@ -50,7 +46,6 @@ def check_machine(
             found = [Finding(stage, INCOMPLETE, f"no answer within {timeout_s:g} s", silent, remedy)]
         report.add(*found)
 
-    bounded("names", NAME_S, own_name, "the resolver of this machine gives no answer.")
     report.add(*limits(ranks=ranks, threads=threads))
     report.add(*shared_memory(num_workers=num_workers))
     if has_gpus:
@@ -128,7 +123,7 @@ def shared_memory(*, num_workers: int, folder: str = "/dev/shm") -> Iterator[Fin
 
 
 def disk(run_dir: Path) -> Iterator[Finding]:
-    """Whether checkpoints can be written in the run's folder: permission, room and speed."""
+    """Whether checkpoints can be written in the run's folder: permission and room."""
     folder = run_dir / "doctor"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -139,53 +134,18 @@ def disk(run_dir: Path) -> Iterator[Finding]:
                 "a checkpoint that can't be written ends the training (exit code 2).",
                 "Make room, or set --run-dir elsewhere.",
             )
-        if free > 4 * WRITTEN:
-            yield _speed(folder, free)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"seen")
+            file.flush()
+            os.fsync(file.fileno())
+        if free >= LEAST_DISK:
+            yield Finding("storage", OK, f"{folder.parent}: {free / 2**30:.1f} GiB free")
     except OSError as error:
         yield Finding(
             "storage", UNFIT, f"{error.filename or folder} can't be written: {error.strerror}",
             "logs, metrics and checkpoints go there.",
             "Set --run-dir to a directory this user owns, or change its owner.",
         )
-
-
-def _speed(folder: Path, free: int) -> Finding:
-    path, block = folder / f".written-{socket.gethostname()}-{os.getpid()}", os.urandom(MIB)
-    try:
-        began_s = time.monotonic()
-        with path.open("wb") as file:
-            for _ in range(WRITTEN // MIB):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-        speed = WRITTEN / (time.monotonic() - began_s)
-    finally:
-        path.unlink(missing_ok=True)
-    seen = f"{folder.parent}: {free / 2**30:.1f} GiB free, writes {speed / MIB:.0f} MiB/s"
-    if speed > SLOW_DISK:
-        return Finding("storage", OK, seen)
-    return Finding(
-        "storage", WARNING, seen, "every rank waits while a checkpoint is written.",
-        "Set --run-dir on a faster disk, or save less often.",
-    )
-
-
-def own_name() -> Iterator[Finding]:
-    """The addresses of this machine's own name. gloo listens there unless an interface is named, and Debian's default
-    is 127.0.1.1, which no other machine reaches."""
-    name = socket.gethostname()
-    instead = "the interface that routes to the master is used"
-    try:
-        found = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
-    except OSError as error:
-        why = error.strerror or error
-        yield Finding("names", NOTE, f"its own name {name} does not resolve here ({why}); {instead}")
-        return
-    seen = f"its own name {name} leads to {', '.join(found)}"
-    if all(is_loopback(address) for address in found):
-        yield Finding("names", NOTE, f"{seen}, which no other machine reaches; {instead}")
-    else:
-        yield Finding("names", OK, seen)
 
 
 # Before a training -------------------------------------------------------------------------------------------------

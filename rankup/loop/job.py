@@ -83,7 +83,7 @@ class Job:
         if self.is_main:
             facts = Facts(
                 tracker=settings.tracker, run=run.lineage.run, name=self.run_dir.name, run_dir=str(self.run_dir),
-                address=run.address, settings=settings.shown,
+                settings=settings.shown,
             )
             tracker = facts if settings.tracker != "none" else None
             self._reporter = Reporter(group, run.lineage.run, self.course, tracker)

@@ -1,11 +1,9 @@
-"""`--profile 10:20`: a trace of these steps by torch.profiler, one file for each rank, and where their time went."""
+"""`--profile 10:20`: a trace of these steps by torch.profiler, one file for each rank."""
 
 import json
 import logging
 import os
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -14,13 +12,10 @@ from rankup.errors import ConfigError, disk_error
 from rankup.places.files import staged
 
 FOLDER = "profile"
-# How gloo, nccl and torch's own layer above them name their events
-COMMUNICATION = ("gloo:", "nccl:", "ncclDev", "ncclKernel", "c10d::")
-Spans = list[tuple[float, float]]
 
 
 class Profiler:
-    """Traces the steps that `--profile` names; without that setting it does nothing. `shares`: see `shares_of`."""
+    """Traces the steps that `--profile` names; without that setting it does nothing."""
 
     def __init__(
         self, span: str, *, run_dir: Path, rank: int, device: torch.device, step: int, total_steps: int,
@@ -30,7 +25,7 @@ class Profiler:
 
         Raises ConfigError for steps that the run does not have.
         """
-        self.shares, self._folder, self._rank, self._log = dict[str, float](), run_dir / FOLDER, rank, log
+        self._folder, self._rank, self._log = run_dir / FOLDER, rank, log
         self._device = device
         self.first, self.last = span_of(span) if span else (-1, -1)
         self._running: profile | None = None
@@ -56,7 +51,7 @@ class Profiler:
             self.end()
 
     def end(self) -> None:
-        """Write what was traced so far, and compute `shares`. Raises UserError where the disk is full or read-only."""
+        """Write what was traced so far. Raises UserError where the disk is full or read-only."""
         if self._running is None:
             return
         running, self._running = self._running, None
@@ -66,7 +61,7 @@ class Profiler:
         try:
             with staged(path) as staging:
                 running.export_chrome_trace(str(staging))
-                self.shares = shares_of(json.loads(staging.read_bytes())["traceEvents"])
+                json.loads(staging.read_bytes())
         except (OSError, ValueError) as error:  # kineto reports no full disk: the JSON just ends early
             failure = error if isinstance(error, OSError) else OSError(0, "it was cut off: no space left?")
             raise disk_error("profile", self._folder, failure) from None
@@ -80,47 +75,3 @@ class Profiler:
 def span_of(text: str) -> tuple[int, int]:
     first, _, last = text.partition(":")
     return int(first), int(last)
-
-
-def shares_of(events: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Shares, from 0 to 1, of the time that the steps in a trace took. `events`: its "traceEvents", times in us.
-
-    `data`: waiting for the batch. `communication`: while nothing was computed. `compute`: the rest. These three add up
-    to 1. `overlapped`: communication that was hidden behind computing, and is part of `compute`.
-    """
-    kinds: dict[str, Spans] = {"step": [], "data": [], "talk": [], "kernel": [], "work": []}
-    for event in events:
-        if event.get("ph") != "X":
-            continue
-        name, kind = event["name"], event.get("cat", "")
-        span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-        if kind == "user_annotation" and name in ("step", "data"):
-            kinds[name].append(span)
-        elif name.startswith(COMMUNICATION):
-            kinds["talk"].append(span)
-        elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
-            kinds["kernel"].append(span)
-        elif name.startswith("aten::"):
-            kinds["work"].append(span)
-    steps, data, talk, kernels, work = kinds.values()
-    total = _length(steps)
-
-    def inside(spans: Spans) -> float:
-        """How long at least one of `spans` lasts while a step does: both lengths, less that of the two together."""
-        return _length(spans) + total - _length(spans + steps)
-
-    busy = kernels or work  # where there is a GPU, the host only launches kernels
-    waiting = inside(data + kernels) - inside(kernels)
-    exposed = inside(talk + busy + data) - inside(busy + data)
-    found = {"data": waiting, "compute": total - waiting - exposed, "communication": exposed,
-             "overlapped": inside(talk) - exposed}
-    return {name: round(max(0.0, seconds) / max(total, 1e-9), 4) for name, seconds in found.items()}
-
-
-def _length(spans: Spans) -> float:
-    """How long at least one of `spans` lasts."""
-    total, end = 0.0, float("-inf")
-    for first, last in sorted(spans):
-        total += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return total

@@ -75,18 +75,14 @@ class MlflowRun:
         self.address = f"{self.client.tracking_uri.rstrip('/')}/#/experiments/{experiment}/runs/{self.id}"
 
     def _log_settings(self, facts: Facts) -> None:
-        """As parameters, which MLflow never changes: what an attempt has changed, such as epochs, becomes a tag."""
+        """As parameters, which MLflow never changes: a setting that a later attempt changed stays as it was."""
         from mlflow.entities import Param
 
         settings = facts.settings.items()
         texts = {name: (v if isinstance(v, str) else json.dumps(v))[: self.LONGEST] for name, v in settings}
-        there = self.run.data.params
-        new = [Param(name, text) for name, text in texts.items() if name not in there]
+        new = [Param(name, text) for name, text in texts.items() if name not in self.run.data.params]
         for begin in range(0, len(new), 100):  # that a server takes in one request
             self.client.log_batch(self.id, params=new[begin : begin + 100])
-        for name, text in texts.items():
-            if there.get(name, text) != text or f"changed.{name}" in self.run.data.tags:
-                self.note(f"changed.{name}", text)
 
     def sent(self) -> dict[str, int] | None:
         """The last step that the server has of each kind. A request that timed out may have been written or not."""
@@ -111,8 +107,7 @@ class MlflowRun:
         self.client.set_tag(self.id, _allowed(name), value[: self.LONGEST])
 
     def upload(self, path: Path) -> None:
-        """A file: a picture (.png), or anything else."""
-        self.client.log_artifact(self.id, str(path), "pictures" if path.suffix == ".png" else None)
+        self.client.log_artifact(self.id, str(path))
 
     def end(self, state: str) -> None:
         """`state`: finished, stopped or failed."""
@@ -132,7 +127,6 @@ class WandbRun:
     def __init__(self, facts: Facts) -> None:
         import wandb
 
-        self.wandb = wandb
         self.run = wandb.init(
             id=facts.run, resume="allow", name=facts.name, project=os.environ.get("WANDB_PROJECT", "rankup"),
             dir=str(Path(facts.run_dir) / FOLDER),
@@ -163,10 +157,7 @@ class WandbRun:
         self.run.summary[name] = value
 
     def upload(self, path: Path) -> None:
-        if path.suffix == ".png":
-            self.run.log({path.stem: self.wandb.Image(str(path))})
-        else:
-            self.run.save(str(path), base_path=str(path.parent), policy="now")
+        self.run.save(str(path), base_path=str(path.parent), policy="now")
 
     def end(self, state: str) -> None:
         self.run.finish(exit_code=0 if state == "finished" else 1)
@@ -184,7 +175,6 @@ class Sender:
         self.facts, self.folder = facts, Path(facts.run_dir)
         self.tracked: MlflowRun | WandbRun | None = None
         self._sent: dict[str, int] = {}
-        self._checkpoint = ""
         self._file: BinaryIO | None = None
 
     def look(self, state: str = "") -> None:
@@ -202,9 +192,6 @@ class Sender:
                 self._log([])
             while points := self._new_points():
                 self._log(points)
-            if (newest := newest_checkpoint(self.facts)) != self._checkpoint:
-                self.tracked.note("checkpoint", newest)
-                self._checkpoint = newest
             if state == "finished":
                 self._send_result()
             if state:
@@ -227,14 +214,13 @@ class Sender:
             write_json(self.folder / FOLDER / "sent.json", known)
 
     def _send_result(self) -> None:
-        """The files first: where the last values are there, all is."""
+        """The file first: where the last values are there, all is."""
         assert self.tracked is not None
         result = read_json(self.folder / "result.json") or {}
         step = result.get("step", -1)
         if step <= self._sent.get("final", -1):
             return
-        for path in [*sorted((self.folder / FOLDER / "pictures").glob("*.png")), self.folder / "result.json"]:
-            self.tracked.upload(path)
+        self.tracked.upload(self.folder / "result.json")
         self.tracked.note("digest", result["digest"])
         numbers = {name: value for name, value in result.items() if isinstance(value, int | float)} | result["metrics"]
         self._log([Point("final", step, time.time(), {f"final/{name}": float(numbers[name]) for name in numbers})])
@@ -263,17 +249,6 @@ class Sender:
             if values and entry["step"] > self._sent.get(kind, -1):
                 points.append(Point(kind, entry["step"], entry["time"], values))
         return points
-
-
-def newest_checkpoint(facts: Facts) -> str:
-    """Where the newest checkpoint is; empty where there is none. One that has this name is whole."""
-    folder = Path(facts.run_dir).resolve() / "checkpoints"
-    names = [path.name for path in folder.glob("step-*") if "." not in path.name]
-    newest = max(names, key=lambda name: (len(name), name), default="")  # the numbers have eight digits or more
-    if newest and "://" in facts.address:
-        # In a store the name ends in a digest; the copy there may take a little longer
-        return f"{facts.address}/*/checkpoints/{facts.run}/{newest}-*"
-    return str(folder / newest) if newest else ""
 
 
 def without_secrets(text: str) -> str:

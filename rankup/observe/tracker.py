@@ -39,15 +39,13 @@ FOR_PACKAGES = {
 class Facts:
     """What rank 0 tells the sender.
 
-    `run`: the id of the run, which all attempts and checkpoints share. `name`: of the run directory. `address`: of the
-    run in a store of objects, or of its folder.
+    `run`: the id of the run, which all attempts and checkpoints share. `name`: of the run directory.
     """
 
     tracker: str
     run: str
     name: str
     run_dir: str
-    address: str
     settings: dict[str, Any]
 
 

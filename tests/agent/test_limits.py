@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rankup.agent import limits
-from rankup.agent.limits import cpu_quota, cpu_time, explain_sigkill, memory_left, memory_limit, oom_kills
+from rankup.agent.limits import cpu_quota, explain_sigkill, memory_left, oom_kills
 
 
 def files(root: Path, contents: dict[str, str]) -> Path:
@@ -14,27 +14,6 @@ def files(root: Path, contents: dict[str, str]) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
-
-
-@pytest.mark.parametrize(
-    ("contents", "expected"),
-    [
-        ({"proc/self/cgroup": "0::/job/task\n", "sys/fs/cgroup/job/task/cpu.max": "400000 100000\n",
-          "sys/fs/cgroup/job/cpu.max": "150000 100000\n", "sys/fs/cgroup/job/task/cpu.stat": "usage_usec 1000000\n",
-          "sys/fs/cgroup/job/cpu.stat": "usage_usec 2500000\nuser_usec 2000000\n"}, (2.5, 1.5)),
-        ({"proc/self/cgroup": "3:cpu,cpuacct:/x\n", "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "50000\n",
-          "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n",
-          "sys/fs/cgroup/cpu,cpuacct/x/cpuacct.usage": "7500000000\n"}, (7.5, 0.5)),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n",
-          "sys/fs/cgroup/cpu.stat": "usage_usec 2500000\n"}, None),
-        ({}, None),
-    ],
-    ids=["v2-parent", "v1", "v2-unlimited", "no-cgroup"],
-)
-def test_cpu_time_is_that_of_the_group_with_the_least_quota(
-    tmp_path: Path, contents: dict[str, str], expected: tuple[float, float] | None
-) -> None:
-    assert cpu_time(files(tmp_path, contents)) == expected
 
 
 @pytest.mark.parametrize(
@@ -116,15 +95,3 @@ def test_sigkill_is_explained_by_the_kills_that_were_counted_meanwhile(
 ) -> None:
     monkeypatch.setattr(limits, "oom_kills", lambda: now)
     assert explain_sigkill(before).startswith(text)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "limit"),
-    [("memory.max", "max\n", None), ("memory.max", "536870912\n", 2**29),
-     ("memory/memory.limit_in_bytes", "1048576\n", 2**20), ("memory/memory.limit_in_bytes", f"{2**63 - 4096}\n", None)],
-)
-def test_memory_limit_is_read_in_both_kinds_of_control_groups(
-    tmp_path: Path, name: str, text: str, limit: int | None
-) -> None:
-    contents = {"proc/self/cgroup": "0::/\n3:memory:/\n", f"sys/fs/cgroup/{name}": text}
-    assert memory_limit(files(tmp_path, contents)) == limit

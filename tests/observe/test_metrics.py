@@ -98,7 +98,7 @@ def digits(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_scalars_are_those_of_the_run(digits: Path) -> None:
     written = assert_same(digits)
-    assert {name for name in written if not name.startswith(("ranks/", "nodes/"))} == SCALARS
+    assert {name for name in written if not name.startswith("ranks/")} == SCALARS
     assert list(written["train/loss"]) == [10, 20, 30, 40, 44]
     assert list(written["eval/accuracy"]) == [22, 44]
     result = json.loads((digits / "result.json").read_text())
@@ -106,18 +106,12 @@ def test_scalars_are_those_of_the_run(digits: Path) -> None:
     assert 0.5 < result["metrics"]["accuracy"] < result["metrics"]["accuracy_top5"] <= 1.0
 
 
-def test_ranks_and_their_node_are_measured(digits: Path) -> None:
+def test_ranks_are_measured(digits: Path) -> None:
     """At the first report, and then every few seconds."""
     written = lines(digits)
     ranks = {name for name in written if name.startswith("ranks/")}
     assert ranks == {f"ranks/{part}_s/{rank}" for part in ("data", "compute", "waiting") for rank in (0, 1)}
     assert all(written[name][10] > 0 for name in ranks)
-    own = f"nodes/{HOST}/"
-    found = {name.removeprefix(own): points[10] for name, points in written.items() if name.startswith(own)}
-    assert found.keys() >= {"cpu_percent", "memory_percent", "disk_free_gb"}
-    assert found["cpu_percent"] > 0
-    assert 0 < found["memory_percent"] < 100
-    assert found["disk_free_gb"] > 0
 
 
 def test_one_writer_a_run(digits: Path) -> None:

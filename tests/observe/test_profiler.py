@@ -1,4 +1,4 @@
-"""--profile: a trace a rank of the chosen steps, and where their time went. It changes nothing else."""
+"""--profile: a trace a rank of the chosen steps. It changes nothing else."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from rankup.observe.profiler import COMMUNICATION, shares_of
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.config import Config
@@ -41,24 +40,9 @@ def test_profile_traces_the_steps_of_every_rank_and_changes_no_bit(forks: Forks,
         found = events(tmp_path / "traced", rank)
         names = [event["name"] for event in found if event.get("cat") == "user_annotation"]
         assert (names.count("step"), names.count("data")) == (4, 4)
-        assert any(event["name"].startswith(COMMUNICATION) for event in found)
+        assert any(event["name"].startswith(("gloo:", "c10d::")) for event in found)
         assert any(event["name"].startswith("aten::") for event in found)
-    traced = result(tmp_path / "traced" / "run")["profile"]
-    assert traced["steps"] == [3, 7]
-    for shares in traced["ranks"]:
-        assert sum(shares[name] for name in ("data", "compute", "communication")) == pytest.approx(1, abs=1e-3)
-        assert min(shares["compute"], shares["communication"]) > 0
-    own = {name: f"{share:.0%}" for name, share in traced["ranks"][0].items()}
-    row = f"data {own['data']}, compute {own['compute']}, communication {own['communication']} of the time (rank 0)"
-    assert f"steps 3 to 7    {row}" in output
     assert "gpuGetDeviceCount" not in output
-    assert "profile" not in result(tmp_path / "plain" / "run")
-
-
-def test_profile_of_one_process_has_no_communication(forks: Forks, tmp_path: Path) -> None:
-    train(forks, tmp_path, 1, "--max-steps", "4", "--profile", "0:4")
-    (own,) = result(tmp_path / "run")["profile"]["ranks"]
-    assert own["communication"] == own["overlapped"] == 0
 
 
 def test_profile_of_a_run_that_stops_within_is_what_there_is_so_far(forks: Forks, tmp_path: Path) -> None:
@@ -69,10 +53,9 @@ def test_profile_of_a_run_that_stops_within_is_what_there_is_so_far(forks: Forks
     assert 2 <= traced <= 6
     output = train(forks, tmp_path, 2, *line)
     assert "profile  the run goes on at step " in output
-    assert result(tmp_path / "run")["profile"]["steps"][1] == 10
+    assert 0 < sum(event["name"] == "step" for event in events(tmp_path, 0)) <= 8
     more = train(forks, tmp_path, 2, "--max-steps", "14", "--profile", "2:10")
     assert "profile  the run goes on at step 12: traces nothing of 2:10" in more
-    assert "profile" not in result(tmp_path / "run")
 
 
 @pytest.mark.parametrize("span", ["7:3", "5:5", "0:101"])
@@ -92,27 +75,3 @@ def test_profile_past_the_end_of_the_run_is_refused(forks: Forks, tmp_path: Path
     output = train(forks, tmp_path, 2, "--max-steps", "9", "--profile", "5:10", code=2)
     assert output.count("profile must end by step 9, the last of the run, got 5:10.") == 1
     assert "Traceback" not in output
-
-
-def event(name: str, first: float, last: float, cat: str = "cpu_op") -> dict[str, Any]:
-    return {"ph": "X", "name": name, "cat": cat, "ts": first, "dur": last - first}
-
-
-def test_shares_count_what_is_hidden_once() -> None:
-    """Two steps of 10. Waiting for the batch takes 2; half of an all-reduce of 3 is hidden behind a matrix product;
-    time between the steps does not count."""
-    found = [
-        event("step", 0, 10, "user_annotation"), event("data", 0, 2, "user_annotation"), event("aten::copy_", 1, 2),
-        event("aten::mm", 2, 6), event("aten::mul", 3, 4), event("gloo:all_reduce", 4, 7, "user_annotation"),
-        event("c10d::allreduce_", 6, 7), event("gloo:all_reduce", 10, 19, "user_annotation"),
-        event("step", 20, 30, "user_annotation"), {"ph": "M", "name": "process_name"},
-    ]
-    assert shares_of(found) == {"data": 0.1, "compute": 0.85, "communication": 0.05, "overlapped": 0.1}
-
-
-def test_shares_of_a_gpu_are_those_of_its_kernels() -> None:
-    found = [
-        event("step", 0, 10, "user_annotation"), event("data", 0, 4, "user_annotation"), event("aten::mm", 4, 10),
-        event("gemm", 2, 6, "kernel"), event("ncclDevKernel_AllReduce_Sum", 5, 8, "kernel"),
-    ]
-    assert shares_of(found) == {"data": 0.2, "compute": 0.6, "communication": 0.2, "overlapped": 0.1}

@@ -3,7 +3,6 @@
 The functions for the doctor also move the process into the network namespace that the environment names, if any.
 """
 
-import math
 import os
 import resource
 import signal
@@ -14,7 +13,7 @@ import torch
 
 from tests.rigs import namespaces
 
-# links or ranks: whose speed the test judges. Elsewhere it is not judged: on a busy machine it may be anything
+# links: the test judges their speed. Elsewhere it is not judged: on a busy machine it may be anything
 LOOK = "TEST_DOCTOR_LOOKS_AT"
 
 
@@ -23,13 +22,9 @@ def healthy() -> None:
 
 
 def _enter() -> None:
-    from rankup.doctor import group, machine
+    from rankup.doctor import group
 
-    looks = os.environ.get(LOOK)
-    machine.SLOW_DISK = 0
-    machine.WRITTEN = machine.MIB  # by each of forty ranks at once
-    group.SLOWEST_LINK = 3e6 if looks == "links" else 0.0
-    group.SLOW_RANK = group.SLOW_RANK if looks == "ranks" else math.inf
+    group.SLOWEST_LINK = 3e6 if os.environ.get(LOOK) == "links" else 0.0
     if namespaces.NODE in os.environ:
         namespaces.enter()
 
@@ -47,13 +42,6 @@ def broken_gpu() -> None:
     _enter()
     broken = Finding("gpus", UNFIT, "GPU 0: does not answer: GPU is lost", "it hangs.", "Reset it.")
     gpus.gpus = lambda local_rank: iter([broken])  # type: ignore[assignment]
-
-
-def clock_ahead() -> None:
-    """A minute and a half ahead of the others. (A real clock is the machine's, whole.)"""
-    _enter()
-    right = time.time
-    time.time = lambda: right() + 90.0
 
 
 def other_torch() -> None:
@@ -103,23 +91,6 @@ def adds_wrongly() -> None:
         return done
 
     dist.all_reduce = wrong
-
-
-def computes_slowly() -> None:
-    """As on a CPU that needs 27 times as long: here it has that much more to do."""
-    from rankup.doctor import group
-
-    _enter()
-    right, ones = group.compute_s, torch.ones
-
-    def slowly(device: torch.device) -> float:
-        torch.ones = lambda *size, **more: ones(*(3 * side for side in size), **more)
-        try:
-            return right(device)
-        finally:
-            torch.ones = ones
-
-    group.compute_s = slowly
 
 
 def dies_in_step_8() -> None:

@@ -160,7 +160,7 @@ def comparable_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def is_comparable(name: str) -> bool:
     """Whether a value in the metrics must be the same when the run is done again."""
-    return name != "time" and not name.endswith("_per_s") and not name.startswith(("ranks/", "nodes/"))
+    return name != "time" and not name.endswith("_per_s") and not name.startswith("ranks/")
 
 
 def environ_of(pid: int) -> dict[str, str]:

@@ -7,9 +7,7 @@ import pynvml
 H100 = {
     "nvmlDeviceGetName": "NVIDIA H100 80GB HBM3", "nvmlDeviceGetRemappedRows": (0, 0, 0, 0),
     "nvmlDeviceGetTotalEccErrors": 0, "nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonGpuIdle,
-    "nvmlDeviceGetCurrPcieLinkWidth": 16, "nvmlDeviceGetMaxPcieLinkWidth": 16,
-    "nvmlDeviceGetCurrPcieLinkGeneration": 1, "nvmlDeviceGetMaxPcieLinkGeneration": 5,
-    "nvmlDeviceGetPerformanceState": 8, "nvmlDeviceGetComputeRunningProcesses": [], "recovery": 0,
+    "nvmlDeviceGetComputeRunningProcesses": [],
 }
 
 
@@ -63,11 +61,3 @@ class Driver:
 
     def nvmlDeviceGetIndex(self, handle: int) -> int:
         return handle
-
-    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> Any:
-        assert fields == [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
-        values = (pynvml.c_nvmlFieldValue_t * 1)()
-        action = self.gpus[handle]["recovery"]
-        values[0].nvmlReturn = pynvml.NVML_ERROR_NOT_SUPPORTED if action is None else 0
-        values[0].value.uiVal = action or 0
-        return values

@@ -3,7 +3,6 @@
 import json
 import resource
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from ..data.order import Order
 from ..parallel import method_name
 from ..parallel.optimizer import peak_rate
 from ..workloads import Workload
-from ..workloads.pictures import has_numbers
 from . import weights
 from .evaluation import Result
 from .training import Training
@@ -61,7 +59,6 @@ def write_result(t: Training, *, seconds: float) -> None:
     config, job, group, workload, progress = t.config, t.job, t.group, t.workload, t.progress
     state = group.collective(lambda: job.tracked.whole("model"))
     peaks = group.gather(_peak_memory_mb(group.device))
-    shares = group.gather(t.profiler.shares)
     if not group.is_rank0:
         return
     result = {
@@ -74,19 +71,13 @@ def write_result(t: Training, *, seconds: float) -> None:
     }
     if address := address_of(job.run_dir, job.run.lineage.run):
         result["tracker"] = address
-    if any(shares):
-        result["profile"] = {"steps": [t.profiler.first, t.profiler.last], "ranks": shares}
-    if workload.pictures is not None and t.tables and (config.tensorboard or config.tracker != "none"):
+    if workload.pictures is not None and t.tables and config.tensorboard:
         if t.whole is not t.plain:
             t.whole.load_state_dict(state)
         t.whole.eval()
         device = next(t.whole.parameters()).device
         pictures = workload.pictures(t.whole, t.tables, device)
         job.metrics.pictures(progress.step, pictures)
-        if has_numbers(workload.classes):
-            job.metrics.class_list(progress.step, workload.classes)
-        if config.tracker != "none":
-            write_pictures(job.run_dir, pictures)
     shown = shown_settings(config, method=result["parallel"], world_size=group.world_size)
     job.metrics.hyperparameters(shown)
     job.metrics.flush()
@@ -115,20 +106,6 @@ def shown_settings(config: Config, *, method: str, world_size: int) -> dict[str,
     return {name: v if isinstance(v, bool | int | float | str) else json.dumps(v) for name, v in found.items()}
 
 
-def write_pictures(run_dir: Path, pictures: dict[str, torch.Tensor]) -> None:
-    """As files for the tracker. `pictures`: see `Workload.pictures`. Raises UserError where the disk is full."""
-    from PIL import Image  # where it is used
-
-    folder = run_dir / "tracker" / "pictures"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, picture in pictures.items():
-            pixels = picture if picture.dtype == torch.uint8 else (picture * 255).to(torch.uint8)
-            Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(folder / f"{name.replace('/', '-')}.png")
-    except OSError as error:
-        raise disk_error("pictures", folder, error) from None
-
-
 def _peak_memory_mb(device: torch.device) -> float:
     """The most memory, in MB, that this process ever held: of the GPU where it has one, else of the machine."""
     if device.type == "cuda":
@@ -144,10 +121,6 @@ def _table(result: dict[str, Any], unit: str, *, tensorboard: bool) -> str:
         "seconds": f"{result['seconds']:.1f}",
         "world size": f"{result['world_size']} on {', '.join(result['hosts'])}",
     }
-    if "profile" in result:
-        (first, last), own = result["profile"]["steps"], result["profile"]["ranks"][0]
-        parts = ", ".join(f"{name} {own[name]:.0%}" for name in ("data", "compute", "communication"))
-        rows[f"steps {first} to {last}"] = f"{parts} of the time (rank 0)"
     rows |= {
         "goodput": one_line(result["goodput"]),
         "weights digest": result["digest"][:16],
