@@ -36,6 +36,12 @@ push: ; @docker/host/push.sh ## Push the image to REPOSITORY
 slurm-local: ; @slurm/local.sh up ## Start a real Slurm of two nodes on this machine (root; NODES=3 CPUS=8)
 slurm-local-down: ; @slurm/local.sh down ## Remove it again
 
+sbom: ; python3 docker/host/sbom.py > docker/sbom.json ## Write docker/sbom.json from the lock files (CycloneDX)
+audit: ## Ask the index about known vulnerabilities of the locked packages (by pip-audit, in a venv that goes again)
+	@venv=$$(mktemp -d) && trap "rm -rf $$venv" EXIT && $(PYTHON) -m venv "$$venv" && "$$venv/bin/pip" -q install pip-audit && \
+	for lock in docker/requirements*.lock; do echo "$$lock"; "$$venv/bin/pip-audit" --disable-pip --require-hashes -r "$$lock" || bad=1; done; \
+	test -z "$$bad"
+
 test: lint types unit ## All checks: lint, types, tests. This is what CI runs
 check: lint types ## Lint, types and the tests that start no process: under two minutes
 	$(RUN)python -m pytest --pure --ignore tests/launchers --ignore tests/promises --ignore tests/commands $(ARGS)
@@ -57,10 +63,10 @@ throughput: $(TESTED) ; $(RUN)python tests/bench/throughput.py $(ARGS) ## Measur
 race: $(TESTED) ## Race the tutorial's loop, Accelerate, Lightning and a loop tuned by hand (ARGS: --repeats 3)
 	$(RUN)python tests/bench/race.py $(ARGS)
 
-k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it (OVERLAY=gpu): k8s/README.md
+k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it (FILE=job): k8s/README.md
 	@k8s/kube.sh $(@:k8s-%=%)
 
-lock: $(READY) ; @docker/host/lock.sh $(RUN)uv ## Write the lock files anew: the newest versions that pyproject.toml allows
+lock: $(READY) ; @docker/host/lock.sh $(RUN)uv && $(MAKE) -s sbom ## Write the lock files anew: the newest versions that pyproject.toml allows
 horovod: $(READY) ; @docker/horovod.sh $(RUN)python ## Build Horovod, once, and install it: train/parallel/horovod.md
 
 clean: ## Remove .venv and caches; runs/ stays
@@ -76,4 +82,4 @@ $(VENV)/.ready-for-tests: $(VENV)/.ready $(LOCKS:%=docker/requirements%.lock) te
 	@$(INSTALL) tests $(PYTHON)
 	@touch $@
 
-.PHONY: check venv-tests doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down engine help venv demo up down image wheels push test lint types unit soak throughput race lock clean
+.PHONY: check sbom audit venv-tests doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down engine help venv demo up down image wheels push test lint types unit soak throughput race lock clean

@@ -148,8 +148,6 @@ def _launch_options(parser: Parser) -> None:
     add("--restart-args", type=_words, default="", metavar="WORDS", help="append these arguments at each restart")
     add("--stop-grace-s", type=_number, default=110.0, metavar="S",
         help="kill a script so long after SIGTERM or SIGINT (%(default)g)")
-    add("--pass-local-rank", choices=["auto", "no", "local_rank", "local-rank"], default="auto", metavar="HOW",
-        help="give the script its local rank as an argument: no, local_rank, local-rank, or auto: if it declares one")
     add("--work-dir", type=_folder, default="", metavar="DIR", help="run the script there; made if missing (here)")
     add("--name", default="", help="name of the run (the script's)")
     add("--run-dir", default="runs", metavar="DIR", help="folder of all runs (%(default)s)")
@@ -180,7 +178,7 @@ def _launch(given: argparse.Namespace) -> int:
         options = Options(
             join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
             restart_on=given.restart_on, restart_args=given.restart_args, stop_grace_s=given.stop_grace_s,
-            pass_local_rank=given.pass_local_rank, work_dir=given.work_dir, start=given.start,
+            work_dir=given.work_dir, start=given.start,
         )
         for warning in node.warnings:
             log.warning("%s", warning)
@@ -426,6 +424,31 @@ def parser(name: str = "launch") -> Parser:
     return Parser(name, COMMANDS[name])
 
 
+COMPLETION = """_rankup() {{
+  local words=
+  case $COMP_CWORD:${{COMP_WORDS[1]}} in
+    1:*) words="{commands}" ;;
+{cases}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _rankup rankup
+"""
+
+
+def completion(shell: str) -> str:
+    """A script for `eval "$(rankup completion bash)"`: commands and options; files where neither fits. Raises
+    ConfigError."""
+    if shell not in ("bash", "zsh"):
+        raise ConfigError(f"completion must be followed by bash or zsh, got {shell or 'nothing'}.")
+    options = {
+        name: " ".join(word for action in parser(name)._actions for word in action.option_strings) for name in COMMANDS
+    }
+    cases = "\n".join(f'    *:{name}) words="{found}" ;;' for name, found in options.items())
+    script = COMPLETION.format(commands=" ".join([*COMMANDS, *OF_PROGRAM, "completion"]), cases=cases)
+    return ("autoload -U +X compinit bashcompinit && compinit && bashcompinit\n" if shell == "zsh" else "") + script
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code."""
     first, *rest = list(sys.argv[1:] if words is None else words) or [""]
@@ -448,6 +471,9 @@ def _run(name: str, words: Sequence[str]) -> int:
             runpy.run_path(found, run_name="__main__")
         except ModuleNotFoundError as error:
             raise ConfigError(f"`rankup {name}` needs {error.name}: pip install 'rankup[train]'.") from None
+    if name == "completion":
+        print_whole(completion(" ".join(words)))
+        return FINISHED
     if name not in COMMANDS:
         raise ConfigError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
     given = parser(name).parse(words)

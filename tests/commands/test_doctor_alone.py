@@ -63,7 +63,7 @@ def test_doctor_by_launch_gives_the_verdict_of_all_ranks(tmp_path: Path) -> None
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "but MASTER_ADDR MASTER_PORT are not set"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-         "RANK must be 0..1 with WORLD_SIZE=2, got 2."),
+         "RANK must be a whole number from 0 to 1, got '2' (from environment)."),
     ],
 )
 def test_doctor_judges_an_environment_that_describes_no_launch(forks: Forks, env: dict[str, str], what: str) -> None:
