@@ -19,7 +19,6 @@ from tests.rigs.jobs import result
 from tests.rigs.recording_workload import records
 from train.config import Config
 from train.data import TensorSamples
-from train.data.samples import repeated
 from train.run import advice
 from train.run.advice import on_setting, on_workers
 from train.workloads import Workload
@@ -74,11 +73,6 @@ def always() -> None:
     advice.cpu_quota = lambda: 6.0
 
 
-def never_gains() -> None:
-    """In the process of a rank: no number of ranks is worth it, and neither is any setting."""
-    advice.LEAST_GAIN = 1e9
-
-
 def train(forks: Forks, run: Path, *arguments: str, preload: str = "always", world_size: int = 1) -> list[str]:
     """What was advised."""
     codes, output = forks.run(
@@ -110,15 +104,6 @@ def test_advice_on_what_is_set_already_is_not_given(forks: Forks, tmp_path: Path
     """Bounded by what the machine has, too: nothing is said of more threads than CPUs."""
     lines = train(forks, tmp_path / "run", "--max-steps", "24", "--precision", "bf16", "--num-threads", "6")
     assert not lines
-
-
-def test_batch_that_is_too_small_to_divide_is_named(forks: Forks, tmp_path: Path) -> None:
-    lines = train(forks, tmp_path / "run", "--max-steps", "24", preload="never_gains", world_size=2)
-    (line,) = lines
-    assert re.fullmatch(
-        rf"batch_size 16 is too small to divide over 2 ranks: a step takes {MEASURED}, and one rank computes the whole "
-        rf"batch in {MEASURED} \(measured\)\. Raise --batch-size, or start fewer processes\.", line,
-    )
 
 
 def test_data_that_are_waited_for_are_a_reason_for_workers(forks: Forks, tmp_path: Path) -> None:
@@ -166,10 +151,3 @@ def test_random_state_is_kept() -> None:
         first = draw()
     assert draw() == first
 
-
-def test_batch_is_repeated_whatever_it_is_made_of() -> None:
-    batch = {"x": (torch.arange(2), torch.ones(2, 3)), "name": "a", "scale": torch.tensor(2.0)}
-    found = repeated(batch, 5)
-    assert found["x"][0].tolist() == [0, 1, 0, 1, 0]
-    assert found["x"][1].shape == (5, 3)
-    assert (found["name"], float(found["scale"])) == ("a", 2.0)

@@ -162,16 +162,6 @@ def num_bytes(batch: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors(batch))
 
 
-def repeated(batch: Any, count: int) -> Any:
-    """A batch of `count` samples, the same ones again and again: tensors of [B, ...] become [count, ...]."""
-
-    def repeat(leaf: Any) -> Any:
-        several = isinstance(leaf, torch.Tensor) and leaf.ndim > 0
-        return torch.cat([leaf] * -(-count // len(leaf)))[:count] if several else leaf
-
-    return tree_map(repeat, batch)
-
-
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move all tensors of a batch; what is no tensor stays as it is."""
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)

@@ -26,14 +26,14 @@ from rankup.group.group import Group
 from rankup.loop.seeds import random_state_kept
 
 from ..config import Config
-from ..data.samples import num_bytes, repeated
+from ..data.samples import num_bytes
 from ..parallel.method import Method
 from ..parallel.model import autocast, has_bf16
 from ..workloads import Workload
 
 STEPS = 10  # timed before anything is said; a training of twice as many has nothing to gain
 ROUNDS = 3  # the variants take turns: a machine that is busy for a moment slows all of them
-LONGEST_S = 2.0  # of a step, or of the batch of all ranks on one: longer ones are not measured
+LONGEST_S = 2.0  # of a step: longer ones are not measured
 MOST_THREADS = 16  # of a process: few models gain from more
 LARGEST_COPY = 2**29  # bytes of a model
 LEAST_GAIN = 1.1
@@ -105,17 +105,11 @@ class Advice:
         if "threads" in times:
             price = "The last bits of the weights change."
             yield from on_setting(f"--num-threads {threads}", price, step_s, times, "threads")
-        if "alone" in times and times["alone"] < LEAST_GAIN * step_s:
-            yield (
-                f"batch_size {config.batch_size} is too small to divide over {group.world_size} ranks: a step takes "
-                f"{_ms(step_s)}, and one rank computes the whole batch in {_ms(times['alone'])} (measured). Raise "
-                "--batch-size, or start fewer processes."
-            )
 
     def _measure(self, step_s: float, threads: int) -> dict[str, float]:
         """Seconds that forward and backward of a step take: "own", as in the training, and with one change each.
 
-        "bf16", "threads", and "alone", which computes the batch of all ranks; without those that don't apply here.
+        "bf16" and "threads"; without those that don't apply here.
         """
         config, group = self.config, self.group
         # The others wait meanwhile: no longer than a small part of their own deadline
@@ -128,9 +122,6 @@ class Advice:
             changes["bf16"] = lambda: self._run(model, batch, precision="bf16")
         if group.device.type == "cpu" and threads > config.num_threads:
             changes["threads"] = lambda: self._run(model, batch, threads=threads)
-        if group.world_size > 1 and group.world_size * step_s < longest_s:
-            whole = repeated(batch, config.batch_size // config.accumulate)
-            changes["alone"] = lambda: self._run(model, whole)
         times: dict[str, list[float]] = {name: [] for name in changes}
         with random_state_kept(group.device):
             for _ in range(ROUNDS + 1):
