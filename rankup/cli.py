@@ -27,7 +27,7 @@ from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, ConfigError, JoinErro
 log = logging.getLogger("rankup")
 # An installed rankup has the folder `train` inside
 PROGRAMS = (Path(__file__).parent / "program" / "main.py", Path(__file__).parents[1] / "train" / "main.py")
-OF_PROGRAM = ("train", "evaluate", "predict", "export", "show")
+OF_PROGRAM = ("train", "evaluate", "predict", "show")
 
 
 @dataclass(frozen=True)
@@ -314,6 +314,26 @@ def _explain(given: argparse.Namespace) -> int:
     return FAULTY if faulty else FINISHED
 
 
+def _export_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("run", metavar="RUN", help="a run's name or folder, the folder of one checkpoint, or an address")
+    add("file", metavar="FILE", help="where to write")
+    add("--item", default="", metavar="NAME", help="only the state of this tracked object: model")
+    add("--run-dir", default="runs", metavar="DIR", help="folder of all runs, where names are looked up (runs)")
+
+
+def _export(given: argparse.Namespace) -> int:
+    from rankup.loop.record import check_record
+    from rankup.places.urls import is_url
+    from rankup.state.export import export, find_copy
+
+    named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
+    run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else runs_folder(given.run_dir) / given.run
+    copy = find_copy(named, run_dir, warn=log.warning, check=check_record)
+    log.info(export(copy, Path(given.file), item=given.item))
+    return FINISHED
+
+
 def _doctor_options(parser: Parser) -> None:
     add = parser.add_argument
     add("--alone", action="store_true", help="only this machine, as one process, whoever has started it")
@@ -412,9 +432,19 @@ COMMANDS = {
         "what lies between them. Exit code: 0 fit, 10 warnings, 20 not fit, 30 a check that could not be completed.",
         "[OPTIONS]", ("--run-dir /shared/runs", "--alone --json"), _doctor_options, _doctor,
     ),
+    "export": Command(
+        "Write a checkpoint as one file for torch.load. The file holds a dict from the name of each tracked object to "
+        "its state, or the state of one object alone. It takes plain and sharded checkpoints, of any run.",
+        "RUN FILE [OPTIONS]",
+        ("mine mine.pt", "mine weights.pt --item model", "runs/mine/checkpoints/step-00000400 old.pt"),
+        _export_options, _export,
+    ),
 }
-GROUPS = {"start": ("launch", "train"), "watch": ("status", "logs", "stacks"), "diagnose": ("explain", "doctor")}
-TRAIN = "Run our program; also: evaluate, predict, export, show"
+GROUPS = {
+    "start": ("launch", "train"), "watch": ("status", "logs", "stacks"), "diagnose": ("explain", "doctor"),
+    "use": ("export",),
+}
+TRAIN = "Run our program; also: evaluate, predict, show"
 
 
 def overview() -> str:

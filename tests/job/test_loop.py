@@ -15,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from rankup import cli
 from rankup.observe.status import look
 from tests.promises.test_examples import STRUCK
 from tests.rigs.fork_server import Forks
@@ -92,7 +94,15 @@ def test_job_goes_on_with_more_ranks_and_differs_by_the_order_of_sums_alone(fork
     parts = by_hand(forks, tmp_path / "parts", PLAIN="1")
     assert "world size was 2, is 3" in parts
     assert said(parts) != said(whole)
-    assert json.loads(said(parts, "weights")) == pytest.approx(json.loads(said(whole, "weights")), rel=1e-4, abs=1e-6)
+    weights = json.loads(said(whole, "weights"))
+    assert json.loads(said(parts, "weights")) == pytest.approx(weights, rel=1e-4, abs=1e-6)
+    # The copy as one file, with all the types that this loop keeps
+    assert cli.main(["export", "run", str(tmp_path / "all.pt"), "--run-dir", str(tmp_path / "whole")]) == 0
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert [value for name in ("body", "head") for each in found[name].values() for value in each.flatten()] == weights
+    assert found["scheduler"]["milestones"] == {6: 2, 15: 1}
+    assert found.keys() == {"body", "head", "sgd", "adam", "scheduler", "scaler", "best"}
+    assert cli.main(["export", str(tmp_path / "whole" / "run"), str(tmp_path / "x.pt"), "--item", "net"]) == 2
 
 
 def test_loop_that_tracks_nothing_stops_and_says_so(forks: Forks, tmp_path: Path) -> None:
