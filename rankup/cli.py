@@ -166,7 +166,7 @@ def _launch(given: argparse.Namespace) -> int:
     from rankup.agent.agent import Options
     from rankup.agent.logs import guard, setup_logging
     from rankup.agent.script import Script
-    from rankup.agent.status import tell_platform
+    from rankup.agent.status import tell_platform, what_next
     from rankup.env.node_env import read_node_env
 
     guard("stdout", "stderr")
@@ -184,7 +184,7 @@ def _launch(given: argparse.Namespace) -> int:
         )
         for warning in node.warnings:
             log.warning("%s", warning)
-        run_dir = Path(given.run_dir, given.name or node.run_name or Path(script.name.removeprefix("-m ")).stem)
+        run_dir = Path(given.run_dir, given.name or node.run_name or script.run_name)
         if given.preflight:
             from rankup.doctor.machine import preflight
 
@@ -202,7 +202,7 @@ def _launch(given: argparse.Namespace) -> int:
         log.error("%s (exit code %d)", verdict.text, code)
     if not knows_us:
         if code not in (FINISHED, STOPPED, USER_MISTAKE):
-            log.info("`rankup explain %s` says why, `rankup logs %s` has all lines", run_dir, run_dir)
+            log.info("%s", what_next(run_dir))
         tell_platform(verdict.text, code)
     return code
 
