@@ -57,7 +57,7 @@ throughput: $(TESTED) ; $(RUN)python tests/bench/throughput.py $(ARGS) ## Measur
 race: $(TESTED) ## Race the tutorial's loop, Accelerate, Lightning and a loop tuned by hand (ARGS: --repeats 3)
 	$(RUN)python tests/bench/race.py $(ARGS)
 
-k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it (OVERLAY=gpu): k8s/README.md
+k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it (FILE=job): k8s/README.md
 	@k8s/kube.sh $(@:k8s-%=%)
 
 lock: $(READY) ; @docker/host/lock.sh $(RUN)uv ## Write the lock files anew: the newest versions that pyproject.toml allows

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # All steps on a cluster of this machine: kind or minikube, the operator, the image, a job, its log and its end.
-# Run: make k8s-kind      (or k8s-minikube, -render, -logs, -delete; OVERLAY=elastic; OVERLAY=job takes k8s/job.yaml)
+# Run: make k8s-kind      (or k8s-minikube, -render, -logs, -delete; FILE=job takes k8s/job.yaml)
 # Edit: nothing; IMAGE and CLUSTER are set in the environment.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-what=${OVERLAY:-} cluster=${CLUSTER:-rankup}
+what=${FILE:-} cluster=${CLUSTER:-rankup}
 # The default is the image that the manifests name and `make image` builds
 image=${IMAGE:-rankup:$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
 # This release was recorded and tested; others may set other variables
@@ -16,23 +16,21 @@ fail() { printf 'kube: %s\n' "$@" >&2; exit 2; }
 k() { kubectl "${context[@]}" "$@"; }
 need() { command -v "$1" > /dev/null || fail "$1 is not installed: $2"; }
 
-# OVERLAY names an overlay or a manifest: the words of kubectl for it, and the kind of its job
+# By default the job of k8s/kustomization.yaml, as its user has edited it; FILE=job takes k8s/job.yaml as it is
 if [[ -z $what ]]; then
-  source=(-k k8s/base) kind=pytorchjob
-elif [[ -d k8s/overlays/$what ]]; then
-  source=(-k "k8s/overlays/$what") kind=pytorchjob
+  source=(-k k8s)
+  kind=$(sed -n 's/^resources: \[\([a-z]*\).yaml.*/\1/p' k8s/kustomization.yaml)
+  name=$(sed -n 's/.*app.kubernetes.io\/instance: \([a-z0-9-]*\).*/\1/p' k8s/kustomization.yaml)
 elif [[ -f k8s/$what.yaml ]]; then
-  source=(-f "k8s/$what.yaml") kind=$what
+  source=(-f "k8s/$what.yaml") kind=$what name=rankup
 else
-  fail "OVERLAY must be one of $(cd k8s/overlays && echo *), pytorchjob, job, jobset or trainjob, got $what"
+  fail "FILE must be pytorchjob, job, jobset or trainjob, got $what. Components: edit k8s/kustomization.yaml"
 fi
 case $kind in
   job | jobset | trainjob) first=batch.kubernetes.io/job-completion-index=0 ;;
   *) first=training.kubeflow.org/job-role=master ;; # an elastic job has no Master: this is its first Worker
 esac
-first+=,app.kubernetes.io/instance=rankup
-volume=k8s/overlays/$what/volume.yaml
-[[ -n $what && -f $volume ]] || volume=k8s/volume.yaml
+first+=,app.kubernetes.io/instance=$name
 
 render() {
   k8s/setup.sh
@@ -58,7 +56,7 @@ install_operator() {
 }
 
 ended() { # prints the conditions of the job that are true
-  k get "$kind" rankup -o 'jsonpath={range .status.conditions[?(@.status=="True")]}{.type} {end}'
+  k get "$kind" "$name" -o 'jsonpath={range .status.conditions[?(@.status=="True")]}{.type} {end}'
 }
 
 follow() { # prints the log of each pod that is rank 0, until the job has ended
@@ -71,7 +69,7 @@ follow() { # prints the log of each pod that is rank 0, until the job has ended
       seen=$uid
       k logs --follow "$pod" || true # the pod may be removed meanwhile: then another one follows
     elif [[ $conditions == *" Failed "* ]]; then
-      k get pods -l app.kubernetes.io/instance=rankup >&2
+      k get pods -l app.kubernetes.io/instance="$name" >&2
       echo "kube: the job failed: the lines above name the rank and the reason" >&2
       return 1
     elif [[ $conditions == *" Succeeded "* || $conditions == *" Complete "* ]]; then
@@ -85,7 +83,7 @@ follow() { # prints the log of each pod that is rank 0, until the job has ended
 
 start() {
   install_operator
-  k apply -f "$volume"
+  k apply -f k8s/volume.yaml
   k apply "${source[@]}"
   follow
 }
@@ -110,9 +108,8 @@ case ${1:-} in
     ;;
   logs) follow ;;
   delete) # the job and what belongs to it, but not the volume: it holds the checkpoints
-    k delete "$kind/rankup" networkpolicy/rankup service/rankup poddisruptionbudget/rankup \
-      configmap/rankup-code configmap/rankup-data configmap/rankup-script --ignore-not-found
-    say "$volume stays: kubectl delete -f $volume removes all checkpoints"
+    k delete "${source[@]}" --ignore-not-found
+    say "the volume stays: kubectl delete -f k8s/volume.yaml removes all checkpoints"
     ;;
-  *) fail "usage: [OVERLAY=NAME] k8s/kube.sh kind|minikube|render|logs|delete" ;;
+  *) fail "usage: [FILE=NAME] k8s/kube.sh kind|minikube|render|logs|delete" ;;
 esac

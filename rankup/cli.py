@@ -148,8 +148,6 @@ def _launch_options(parser: Parser) -> None:
     add("--restart-args", type=_words, default="", metavar="WORDS", help="append these arguments at each restart")
     add("--stop-grace-s", type=_number, default=110.0, metavar="S",
         help="kill a script so long after SIGTERM or SIGINT (%(default)g)")
-    add("--pass-local-rank", choices=["auto", "no", "local_rank", "local-rank"], default="auto", metavar="HOW",
-        help="give the script its local rank as an argument: no, local_rank, local-rank, or auto: if it declares one")
     add("--work-dir", type=_folder, default="", metavar="DIR", help="run the script there; made if missing (here)")
     add("--name", default="", help="name of the run (the script's)")
     add("--run-dir", default="runs", metavar="DIR", help="folder of all runs (%(default)s)")
@@ -180,7 +178,7 @@ def _launch(given: argparse.Namespace) -> int:
         options = Options(
             join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
             restart_on=given.restart_on, restart_args=given.restart_args, stop_grace_s=given.stop_grace_s,
-            pass_local_rank=given.pass_local_rank, work_dir=given.work_dir, start=given.start,
+            work_dir=given.work_dir, start=given.start,
         )
         for warning in node.warnings:
             log.warning("%s", warning)

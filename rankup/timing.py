@@ -73,10 +73,6 @@ PARTING_S = 3.0  # for the last lines of a rank that was asked to leave: a full 
 
 # What is printed ------------------------------------------------------------------------------------------------------
 PRINT_S = 5.0  # a reader that does not read holds up who prints: after that lines are dropped until it reads again
-BAR_S = 10.0  # a progress bar ends no line for hours: so often its newest state becomes a line in the rank's file
-# The traceback of a rank that lost its peer has twenty lines, and says less than the line about the lost rank, which
-# comes within a second or two. So long a traceback may wait for the rank's end
-HOLD_S = 10.0
 
 # Places ---------------------------------------------------------------------------------------------------------------
 LOCK_S = 4.0  # rank 0 of a killed attempt may take this long to end, and holds its lock until then

@@ -69,7 +69,6 @@ class Options:
     restart_on: frozenset[int] = frozenset()
     restart_args: tuple[str, ...] = ()
     stop_grace_s: float = 110.0
-    pass_local_rank: str = "auto"
     work_dir: str = ""
     start: str = "fork"  # or fresh, spawn: of a script that imports rankup
 
@@ -234,9 +233,7 @@ class Agent:
             record.clear()
             if not self.knows_us:
                 record.enter("script")
-            words = self.script.command(
-                local_rank=self.node.local_rank + rank.local_rank, option=self.options.pass_local_rank
-            )
+            words = self.script.command(local_rank=self.node.local_rank + rank.local_rank)
             if commit["again"]:
                 words += self.options.restart_args
             env, outputs = self._environment(rank), [] if self.knows_us else self._open_outputs(rank)
@@ -356,19 +353,11 @@ class Agent:
         end = End(rank.number, self.host, code, cause, record.step, rank.told, suspect)
         if rank.pump is not None:
             write_end(self.run_dir, self.attempt, end)
-            if end.explains and code != FINISHED:
-                self.begin(self._explain(rank.pump))
-            else:
-                rank.pump.drop_held()  # it stays in the rank's file: the line with the cause shall not be hidden by it
+            if end.explains and code != FINISHED and (advice := self.helpers.advice(rank.pump.tail)):
+                log.warning("%s", advice)
         self.attendance.say("end", n=self._commit["n"], **end.message())
         if not any(each.running for each in self.ranks):
             self._all_ended.set()
-
-    async def _explain(self, pump: Pump) -> None:
-        """Print what the failed script has said of itself, and what is known of that."""
-        await pump.show_held()
-        if advice := self.helpers.advice(pump.tail):
-            log.warning("%s", advice)
 
     # Their ends -----------------------------------------------------------------------------------------------------
 

@@ -8,19 +8,16 @@ import os
 import re
 import sys
 import threading
-import time
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 from rankup.agent.logs import Output, file_head, headed, line_head, show
 from rankup.agent.protocol import in_thread
-from rankup.timing import BAR_S, HOLD_S, PRINT_S
 
 TAIL = 400  # lines that are kept to explain the end of a rank
 LONGEST = 2000  # characters of such a line
 READ = 1 << 16  # bytes that are read at once; a line without an end is cut there too
-TRACEBACK = re.compile(r"(\[rank\d+\]: )?Traceback \(most recent call last\):")  # torch's own prefix
 # The last line of a traceback, or what argparse says of a wrong argument
 EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failure)\b|\S+: error: ")
 
@@ -29,8 +26,7 @@ class Pump:
     """Reads what a rank prints, each of its two pipes in a thread: to its file with a time, to the terminal with rank
     and host.
 
-    A rank that prints faster than the terminal and the disk take it waits at its full pipe. A traceback, and what
-    follows it on standard error, is held back from the terminal for HOLD_S.
+    A rank that prints faster than the terminal and the disk take it waits at its full pipe.
     """
 
     def __init__(
@@ -41,9 +37,6 @@ class Pump:
         self._alone, self._file = world_size == 1, file
         self._terminal_head, self._file_head = line_head(rank, world_size, host), file_head(rank, host)
         self._writing = threading.Lock()  # held for as long as a disk hangs, so never taken by the event loop
-        self._holding = threading.Lock()
-        self._held: list[str] = []
-        self._timer: threading.Timer | None = None
         pipes = ((stdout, "stdout"), (stderr, "stderr"))
         self._threads = [threading.Thread(target=self._read, args=pipe, name=pipe[1], daemon=True) for pipe in pipes]
         for thread in self._threads:
@@ -53,19 +46,6 @@ class Pump:
     def tail(self) -> str:
         """The last lines that it printed."""
         return "\n".join(self._tail.copy())
-
-    async def show_held(self) -> None:
-        """Print the traceback that is held back: nobody says better how the rank ended."""
-        with contextlib.suppress(TimeoutError):
-            await in_thread(self._show_held, timeout_s=PRINT_S)
-
-    def drop_held(self) -> list[str]:
-        """Leave it to the rank's file. Returns its lines."""
-        with self._holding:
-            if self._timer is not None:
-                self._timer.cancel()
-            held, self._held, self._timer = self._held, [], None
-            return held
 
     async def drained(self, timeout_s: float) -> bool:
         """Wait until all that the rank printed is written; False where processes that it left behind hold its output
@@ -79,10 +59,15 @@ class Pump:
             thread.join()
 
     def _read(self, pipe: int, name: str) -> None:
-        lines, data = _Lines(), b"-"
+        rest, data = b"", b"-"
         while data:
             data = os.read(pipe, READ)
-            self._take(data, lines.of(data), name)
+            *whole, rest = (rest + data).split(b"\n")
+            if not data or len(rest) > READ:
+                whole, rest = [*whole, rest], b""
+            # Of a progress bar the newest state alone
+            states = [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in whole]
+            self._take(data, [state for state in states if state.strip()], name)
         os.close(pipe)
 
     def _take(self, data: bytes, lines: list[str], name: str) -> None:
@@ -92,61 +77,14 @@ class Pump:
                 self._file.write(headed(self._file_head, lines).encode(errors="backslashreplace"))
             if self._alone:
                 _pass_on(data, getattr(sys, name))  # as it is: a bar stays a bar
-            else:
-                self._print(self._held_back(lines) if name == "stderr" else lines, name)
-
-    def _held_back(self, lines: list[str]) -> list[str]:
-        """What is to be printed now."""
-        with self._holding:
-            if not self._held and not any(map(TRACEBACK.match, lines)):
-                return lines
-            self._held += lines
-            if self._timer is None:
-                self._timer = threading.Timer(HOLD_S, self._show_held)
-                self._timer.daemon = True
-                self._timer.start()
-            if len(self._held) <= TAIL:
-                return []
-        return self.drop_held()
-
-    def _show_held(self) -> None:
-        self._print(self.drop_held(), "stderr")
-
-    def _print(self, lines: list[str], name: str) -> None:
-        if lines:
-            show(headed(self._terminal_head, lines), getattr(sys, name))
-
+            elif lines:
+                show(headed(self._terminal_head, lines), getattr(sys, name))
 
 def _pass_on(data: bytes, stream: Any) -> None:
     with contextlib.suppress(OSError, ValueError):
         stream.flush()
         stream.buffer.write(data)
         stream.buffer.flush()
-
-
-class _Lines:
-    """What comes through one pipe, cut into lines."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._cut_s = time.monotonic()
-
-    def of(self, data: bytes) -> list[str]:
-        """The lines that are whole by now; at the end (no data) the rest too. Of a bar only its newest state."""
-        *whole, rest = (self._rest + data).split(b"\n")
-        is_bar = b"\r" in rest
-        if is_bar:
-            # Only the newest state is kept, and whether the next one begins
-            rest = b"\r" + rest.rstrip(b"\r").rpartition(b"\r")[2] + b"\r" * rest.endswith(b"\r")
-        is_due = is_bar and not whole and time.monotonic() - self._cut_s > BAR_S
-        if not data or is_due or len(rest) > READ:
-            whole, rest = [*whole, rest], b""
-        if whole:
-            self._cut_s = time.monotonic()
-        self._rest = rest
-        lines = b"\n".join(whole).decode(errors="replace").split("\n")
-        states = [line.rstrip("\r").rpartition("\r")[2] if "\r" in line else line for line in lines]
-        return [state for state in states if state.strip()]
 
 
 # How a rank failed ----------------------------------------------------------------------------------------------------

@@ -16,13 +16,8 @@ from pathlib import Path
 
 from rankup.errors import ConfigError
 
-# As a script declares it for torch.distributed.launch, which gave each process its local rank so
+# As a script of old declares it, which got its local rank as an argument
 DECLARES_LOCAL_RANK = re.compile(r"""["']--(local[_-]rank)["']""")
-# A statement, wherever it stands. Python's own parser needs seconds for the two hundred files of a larger program; what
-# looks like a statement in a text costs a look for a file
-IMPORT = re.compile(
-    rb"(?:^|[;:])[ \t]*(?:from[ \t]+(?P<module>[.\w]+)[ \t]+)?import[ \t]+(?P<names>\([^)]*\)|[^\n;#]+)", re.MULTILINE
-)
 
 # Installed packages that start no threads and open no device while they are imported
 SAFE = {
@@ -81,7 +76,7 @@ class Script:
         return any("rankup" in _packages(each) for each in (imports, *others))
 
     def must_match(self) -> dict[str, str]:
-        """What all nodes must have in common, by name: the script and each file of its own that it imports too."""
+        """What all nodes must have in common, by name: the script and its own imports."""
         try:
             torch = importlib.metadata.version("torch")
         except importlib.metadata.PackageNotFoundError:
@@ -93,35 +88,22 @@ class Script:
             **self._modules(),
         }
 
-    def command(self, *, local_rank: int, option: str = "auto") -> list[str]:
-        """Python's words for it. The file's name works in any folder.
-
-        `option`: how the script is told its local rank: "local_rank", "local-rank", "no", or "auto", as it declares it.
-        """
+    def command(self, *, local_rank: int) -> list[str]:
+        """Python's words for it, with the local rank where it declares such an argument. The file's name works in any
+        folder."""
         script = ["-m", self.words[1]] if self.words[0] == "-m" else [str(Path(self.words[0]).absolute())]
-        arguments = list(self.words[len(script):])
-        if option == "auto":
-            found = DECLARES_LOCAL_RANK.search(_read(self.file).decode(errors="replace"))
-            option = found[1] if found else "no"
-        given = any(re.match(r"--local[_-]rank(=|$)", word) for word in arguments)
-        if option not in ("", "no") and not given:
-            arguments = [f"--{option}={local_rank}", *arguments]
+        arguments = self.words[len(script):]
+        found = DECLARES_LOCAL_RANK.search(_read(self.file).decode(errors="replace"))
+        if found and not any(re.match(r"--local[_-]rank(=|$)", word) for word in arguments):
+            arguments = [f"--{found[1]}={local_rank}", *arguments]
         return [*script, *arguments]
 
     def _modules(self) -> dict[str, str]:
-        """The digest of each file of its own that it imports, directly or not. Found in the sources."""
+        """The digest of each file of its own that it imports itself. Found in its source."""
         script = (self.file or Path()).resolve()
-        found, waiting = {script}, [script]
-        seen: set[tuple[Path, str]] = set()
-        while waiting:
-            importer = waiting.pop()
-            places = set(self._places(_imports_in(_read(importer)), importer)) - seen
-            new = set(self._own_files(places)) - found
-            seen |= places
-            found |= new
-            waiting += new
+        found = {*self._own_files(self._places(_imports_of(_outside_functions(_body(self.file))), script))} - {script}
         root = self._roots[0] if self._roots[0] in script.parents else script.parent
-        return {f"imported {os.path.relpath(each, root)}": _digest(each) for each in sorted(found - {script})}
+        return {f"imported {os.path.relpath(each, root)}": _digest(each) for each in sorted(found)}
 
     @functools.cached_property
     def _roots(self) -> list[Path]:
@@ -189,16 +171,6 @@ def _imports_of(body: Iterable[ast.stmt]) -> Iterator[tuple[int, str]]:
             yield from ((0, alias.name) for alias in found.names)
         elif isinstance(found, ast.ImportFrom):
             yield from ((found.level, f"{found.module or ''}.{alias.name}".strip(".")) for alias in found.names)
-
-
-def _imports_in(source: bytes) -> Iterator[tuple[int, str]]:
-    """The same for a whole source, also in functions."""
-    for found in IMPORT.finditer(source.replace(b"\\\n", b" ")):
-        module = (found["module"] or b"").decode()
-        name = module.lstrip(".")
-        for part in re.sub(rb"#[^\n]*", b"", found["names"]).strip(b"() \t").decode(errors="replace").split(","):
-            if words := part.split():
-                yield len(module) - len(name), f"{name}.{words[0]}".strip(".")
 
 
 def _packages(imports: Iterable[tuple[int, str]]) -> set[str]:

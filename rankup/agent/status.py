@@ -231,7 +231,7 @@ def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> 
     """
     path = run_dir / STACKS / f"rank-{rank}.txt"
     with contextlib.suppress(OSError):
-        (path.parent / "nccl").mkdir(parents=True, exist_ok=True)  # torch makes no folder for its recorder's files
+        path.parent.mkdir(parents=True, exist_ok=True)
     own = [environ["PYTHONPATH"]] if "PYTHONPATH" in environ else []
     site = Path(__file__).with_name("script_site")
     return {"RANKUP_STACKS": str(path.resolve()), "PYTHONPATH": os.pathsep.join([str(site), *own])}

@@ -1,4 +1,4 @@
-"""What all ranks find out together, once there is a group: versions, right sums, the speed of links, clocks.
+"""What all ranks find out together, once there is a group: versions, right sums, the speed of links.
 
 Each function that takes a group is collective: every rank calls it. Most findings are rank 0's.
 
@@ -7,14 +7,12 @@ the pairs follow the circle method of a tournament. So no two measurements share
 measured between its ranks in the same manner.
 """
 
-import contextlib
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice, zip_longest
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +27,7 @@ from rankup.group.group import Group
 
 SLOWEST_LINK = 12.5e6  # bytes/s: 100 Mbit/s. The gradients of a ResNet-50, 102 MB, take 16 s a step over it
 APART = 5.0  # times slower than the median of its kind
-MAX_CLOCK_SKEW_S = 2.0
 MAX_NAMED = 4  # links in one report: with one bad switch there would be hundreds
-CLOCK_TRIES = 5
 PINGS, PING_BYTES = 20, 8  # latency: round trips of this size
 FIRST_BYTES, MAX_BYTES, GROWTH = 64 * 2**10, 16 * 2**20, 4  # bandwidth: larger and larger messages,
 LONG_S = 0.1  # while the next larger one is not expected to take longer than this
@@ -244,46 +240,3 @@ def _wait_for_device(device: torch.device) -> None:
     """Wait until an accelerator has done what it was given: calls only queue work there, and return at once."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def clocks(group: Group) -> Iterator[Finding]:
-    """How far each rank's clock is from rank 0's."""
-    # All leave a barrier at about the same time, so their clocks should agree then. A rank that waits for a CPU leaves
-    # late: the smallest difference of several tries is nearest to the clocks' own.
-    skews = [float("inf")] * group.world_size
-    for _ in range(CLOCK_TRIES):
-        group.barrier()
-        times = group.gather(time.time())
-        skews = [min(skew, now - times[0], key=abs) for skew, now in zip(skews, times, strict=True)]
-    worst = max(range(len(skews)), key=lambda rank: abs(skews[rank]))
-    if group.rank == 0 and abs(skews[worst]) <= MAX_CLOCK_SKEW_S:
-        yield Finding("clocks", OK, f"at most {abs(skews[worst]):.1f} s apart")
-    elif group.rank == 0:
-        yield Finding(
-            "clocks", WARNING, f"rank {worst} on {group.hosts[worst]} is {skews[worst]:+.1f} s from rank 0",
-            "logs of several nodes can't be read side by side, and certificates and tokens look expired.",
-            "Have both machines' clocks set over the network (timedatectl set-ntp true).",
-        )
-
-
-def shared_disk(group: Group, run_dir: Path, *, token: str) -> Iterator[Finding]:
-    """Whether all ranks see the run's directory of rank 0. `token`: the same on all ranks, and new each time."""
-    path = run_dir / "doctor" / "seen"
-    if group.rank == 0:
-        # A disk that can't be written has its own finding already; the others wait below in any case
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(token)
-    group.barrier()
-    blind = [rank for rank, text in enumerate(group.gather(read(path))) if text != token]
-    group.barrier()  # all have read it
-    if group.rank != 0 or 0 in blind:
-        return
-    path.unlink()
-    seen = f"all ranks see the same {run_dir}"
-    if blind:
-        seen = (
-            f"{run_dir} of rank 0 is not seen by rank {ranges(blind)}: rank 0 alone reads and writes checkpoints, "
-            "which is enough for all but sharded ones"
-        )
-    yield Finding("storage", NOTE if blind else OK, seen)

@@ -174,8 +174,6 @@ class _Doctor:
             "versions": together.versions(group),
             "collective": together.collective(group),
             "links": together.links(group, facts, after_round=lambda: group.watch.enter("links", self._stage_s)),
-            "clocks": together.clocks(group),
-            "storage": together.shared_disk(group, self.run_dir, token=group.attempt),
         }
         for stage, findings in checks.items():
             self.stage = stage

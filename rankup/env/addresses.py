@@ -67,20 +67,13 @@ def is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback or address.is_unspecified
 
 
-def host_mistake(host: str) -> str | None:
-    """What is wrong with a host name or address, as the end of a sentence; None if nothing is."""
-    if re.search(r"\s", host):
-        return "must have no spaces or line ends"
-    if host.startswith("[") and host.endswith("]"):
-        return "must be an IPv6 address without brackets"
+def is_host(text: str) -> bool:
+    """Whether that can be a host name, or an address."""
     try:
-        ipaddress.ip_address(host)
+        ipaddress.ip_address(text)
     except ValueError:
-        if re.fullmatch(r"[^:]+:[0-9]+", host):
-            return "must be a host alone; its port belongs in MASTER_PORT"
-        if not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*)", host):
-            return "must be a host name or an address"
-    return None
+        return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", text))
+    return True
 
 
 def parse_url(url: str) -> dict[str, str]:

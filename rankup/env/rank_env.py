@@ -13,24 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankup.env import launchers
-from rankup.env.addresses import ephemeral_range, host_mistake, is_loopback, parse_url
+from rankup.env.addresses import ephemeral_range, is_host, is_loopback, parse_url
 from rankup.env.launchers import FIVE, NAMES, Variables, given
 from rankup.errors import LaunchError
 
 WHO_SETS_THEM = (
     "torchrun, `python -m train.main launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
 )
+MANY = 10**18
 HOW_TO_LAUNCH = (
     "Start {} on every node with the same --nnodes, --master-addr and --master-port, and --node-rank 0, 1, ..."
 )
-# Each number below a count, what the count counts, and how the numbers run
-PAIRS = (
-    ("RANK", "WORLD_SIZE", "all processes of the job",
-     "Ranks count from 0 over all nodes; the last is WORLD_SIZE-1."),
-    ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "this node's processes", "Local ranks count this node's processes from 0."),
-    ("GROUP_RANK", "GROUP_WORLD_SIZE", "the nodes", "Nodes count from 0."),
-)
-
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
@@ -161,34 +154,34 @@ def _without_rank(environ: Mapping[str, str], file: str) -> Variables:
 
 
 def _checked(found: Variables) -> dict[str, Any]:
-    """The numbers among the variables, by their fields in RankEnv. Raises LaunchError with all mistakes."""
-    mistakes: list[str] = []
+    """The numbers among the variables, by their fields in RankEnv. Raises LaunchError with all mistakes, one a line."""
     values = found.values
     if missing := [name for name in FIVE if name not in values and name != "LOCAL_RANK"]:
         shown = [f"{name}={text if re.fullmatch(r'[!-~]+', text) else repr(text)}" for name, text in values.items()]
         gap = f"{' '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
-        mistakes.append(
+        raise LaunchError(
             f"{' '.join(shown)} but {gap}. {WHO_SETS_THEM} For a single process unset {' '.join(values)}."
         )
     found.add("LOCAL_RANK", 0, "default")  # torchrun sets it per process; PyTorchJob, which sets RANK per pod, does not
-    numbers: dict[str, int] = {}
-    for name in NAMES:
-        text = values.get(name, "0")
-        if text == "":
-            mistakes.append(
-                f"{name} must be set or absent, got an empty string. Look for a variable that your launch file left "
-                "empty."
-            )
-        elif name == "MASTER_ADDR":
-            if name in values and (rule := host_mistake(text)):
-                mistakes.append(f"{name} {rule}, got {text!r}. Give the name or address of rank 0's machine.")
-        elif not re.fullmatch(r"-?[0-9]{1,18}", text):
-            rule = "a whole number without spaces" if re.search(r"\s", text) else "a whole number"
-            mistakes.append(f"{name} must be {rule}, got {text!r} (from {found.origins[name]}). "
-                            "Correct it where it is set.")
-        elif name in values:
-            numbers[name] = int(text)
-    mistakes += _contradictions(numbers)
+    numbers = {name: int(text) for name, text in values.items() if re.fullmatch(r"-?[0-9]{1,18}", text)}
+    rank, world, local, groups = (
+        max(0, numbers.get(name, MANY)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    )
+    bounds = {
+        "RANK": (0, world - 1), "LOCAL_RANK": (0, min(rank, local - 1)), "GROUP_RANK": (0, groups - 1),
+        "WORLD_SIZE": (1, MANY), "LOCAL_WORLD_SIZE": (1, world), "GROUP_WORLD_SIZE": (1, world),
+        "MASTER_PORT": (1, 65535),
+    }
+    mistakes = []
+    for name, text in values.items():
+        least, most = bounds.get(name, (0, 0))
+        if name == "MASTER_ADDR":
+            rule = "" if is_host(text) else "a host name or an address, without a port"
+        else:
+            rule = "" if least <= numbers.get(name, -1) <= most else f"a whole number from {least} to {most}"
+        if rule:
+            rule = rule.replace(f" from {least} to {MANY}", f" >= {least}")
+            mistakes.append(f"{name} must be {rule}, got {text!r} (from {found.origins[name]}). {WHO_SETS_THEM}")
     if mistakes:
         raise LaunchError("\n".join(mistakes))
     world_size, local_world_size = numbers["WORLD_SIZE"], numbers.get("LOCAL_WORLD_SIZE")
@@ -203,30 +196,6 @@ def _checked(found: Variables) -> dict[str, Any]:
         "num_nodes": num_nodes, "node_rank": 0 if num_nodes == 1 else numbers.get("GROUP_RANK"),
         "master_port": numbers["MASTER_PORT"],
     }
-
-
-def _contradictions(numbers: dict[str, int]) -> list[str]:
-    """The mistakes in the numbers, alone or together. One that is absent, or could not be read, contradicts nothing."""
-    mistakes: list[str] = []
-    world, rank, local = numbers.get("WORLD_SIZE"), numbers.get("RANK"), numbers.get("LOCAL_RANK")
-    for name, total, counted, hint in PAIRS:
-        number, size = numbers.get(name), numbers.get(total)
-        if size is not None and size < 1:
-            mistakes.append(f"{total} must be >= 1, got {size}. It counts {counted}.")
-        elif size is not None and world is not None and 1 <= world < size:
-            mistakes.append(
-                f"{total} must be <= WORLD_SIZE, got {total}={size} WORLD_SIZE={world}. "
-                "WORLD_SIZE counts all processes on all nodes."
-            )
-        if number is not None and number < 0:
-            mistakes.append(f"{name} must be >= 0, got {number}. {hint}")
-        elif number is not None and size is not None and 1 <= size <= number:
-            mistakes.append(f"{name} must be 0..{size - 1} with {total}={size}, got {number}. {hint}")
-    if rank is not None and local is not None and 0 <= rank < local:
-        mistakes.append(f"LOCAL_RANK must be <= RANK, got LOCAL_RANK={local} RANK={rank}. Are the two exchanged?")
-    if not 1 <= (port := numbers.get("MASTER_PORT", 1)) <= 65535:
-        mistakes.append(f"MASTER_PORT must be 1..65535, got {port}. Take one that is free on rank 0's machine.")
-    return mistakes
 
 
 def check_loopback(env: RankEnv, simulated_nodes: bool) -> None:

@@ -24,7 +24,6 @@ from rankup.errors import JoinError, LaunchError, UserError
 from rankup.group.group import Group
 from rankup.group.line import AgentLine, Line, Suspect, describe
 from rankup.group.meeting import MemberLine, connect_store, digest
-from rankup.group.stacks import record_collectives
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Watchdog
 from rankup.timing import BEHIND_OURS_S, FORM_S, WATCHDOG_LATER_S
@@ -120,8 +119,6 @@ def form(group: Group, *, timeout_s: float, longest_phase_s: float) -> None:
     timeout = timedelta(seconds=longest_phase_s + BEHIND_OURS_S)
     # So far it was what was left of the time to join; nccl waits with it for the id that it exchanges at the first step
     group.store.set_timeout(timeout)
-    if "nccl" in group.backend:
-        record_collectives(group.run_dir)
     try:
         dist.init_process_group(
             group.backend, store=group.store, rank=group.rank, world_size=group.world_size, timeout=timeout

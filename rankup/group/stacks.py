@@ -23,7 +23,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NamedTuple, TextIO
@@ -31,7 +31,7 @@ from typing import NamedTuple, TextIO
 import psutil
 
 from rankup.agent.record import RecordWriter
-from rankup.agent.status import STACKS, announce_stacks
+from rankup.agent.status import announce_stacks
 from rankup.env.rank_env import ranges
 from rankup.timing import WORKERS_S, WORKERS_TICK_S
 
@@ -240,51 +240,3 @@ def compare(places: Mapping[int, str]) -> list[str]:
     for rank, where in sorted(places.items()):
         there.setdefault(where, []).append(rank)
     return [f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}: {where}" for where, ranks in there.items()]
-
-
-# NCCL's flight recorder ----------------------------------------------------------------------------------------------
-# A hang in a collective has its cause on the rank that did not come, or came with something else. torch notes the last
-# collectives of each rank; the stacks show only where the program waits for one.
-
-SIZE, PREFIX = "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"  # torch appends the rank to the file's name
-COMPARE = "python -m torch.distributed.flight_recorder.fr_trace"
-
-
-def record_collectives(run_dir: Path, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Switch the recorder on where the user has not set it, for 2,000 collectives.
-
-    Before nccl's process group is made, which reads the variables. A disk that can't be written to costs only this.
-    """
-    environ.setdefault(SIZE, "2000")
-    environ.setdefault(PREFIX, str((run_dir / STACKS / "nccl").resolve() / "rank-"))
-    environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # torch's own timeout
-    if environ[PREFIX]:
-        with contextlib.suppress(OSError):
-            Path(environ[PREFIX]).parent.mkdir(parents=True, exist_ok=True)
-
-
-def recorded(rank: int) -> Path | None:
-    """The file that `dump_collectives` is going to write; None where it will write none."""
-    prefix = os.environ.get(PREFIX)
-    return Path(f"{prefix}{rank}") if prefix and _recording() else None
-
-
-def dump_collectives(rank: int) -> None:
-    """Write what was recorded, where torch would write it at its own, later timeout.
-
-    For a process that is about to end, as its last word: nobody promises that torch answers while NCCL hangs.
-    """
-    if file := recorded(rank):
-        from torch._C import _distributed_c10d
-
-        with contextlib.suppress(OSError, RuntimeError):
-            file.write_bytes(_distributed_c10d._dump_nccl_trace())  # type: ignore[attr-defined]
-
-
-def _recording() -> bool:
-    """Whether this process has a group of nccl's, and the recorder is on."""
-    if os.environ.get(SIZE) in (None, "", "0") or "torch" not in sys.modules:
-        return False
-    import torch.distributed as dist
-
-    return dist.is_initialized() and "nccl" in str(dist.get_backend_config())

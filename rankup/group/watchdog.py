@@ -21,7 +21,7 @@ from rankup.agent.status import StatusFile, tell_torchrun
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
 from rankup.group import stacks
 from rankup.group.line import Line, Suspect, describe, root_exit_code
-from rankup.group.stacks import COMPARE, compare, moment, own_place
+from rankup.group.stacks import compare, moment, own_place
 from rankup.group.stop import StopRequest
 from rankup.timing import (
     ALIVE_S,
@@ -280,7 +280,6 @@ class Watchdog:
             changed = self.leaving(code, why, suspect)
             if overdue and self.world_size > 1:
                 time.sleep(LINGER_S)
-            stacks.dump_collectives(self.rank)  # last: while NCCL hangs, this may hang too
             return changed
 
         leave(code, last_words, timeout_s=REPORT_END_S)
@@ -295,10 +294,6 @@ class Watchdog:
         lines = ["; ".join(compare({sign["rank"]: sign["place"] for sign in self.signs_of_life()}))] if hung else []
         if file:
             lines.append(f"the stacks of all threads are in {file}")
-        if file := stacks.recorded(self.rank):
-            lines.append(
-                f"The last collectives of NCCL are in {file}; `{COMPARE} {file.parent}` compares those of all ranks"
-            )
         return lines
 
     def _place(self) -> str:

@@ -5,7 +5,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -85,14 +85,6 @@ class Metrics:
             for name, picture in pictures.items():
                 if self._writer is not None:
                     self._writer.add_image(name, picture, step)
-
-    def class_list(self, step: int, classes: Sequence[str]) -> None:
-        """TensorBoard's TEXT tab: the classes by number, for pictures that have numbers instead of names."""
-        if self._writer is not None:
-            # In code's letters, where Markdown has no meaning
-            rows = (f"| {number} | `{' '.join(name.split())}` |" for number, name in enumerate(classes))
-            with self._disk():
-                self._writer.add_text("eval/classes", "\n".join(("| number | class |", "|---|---|", *rows)), step)
 
     def hyperparameters(self, settings: dict[str, Any]) -> None:
         """TensorBoard's HPARAMS tab: `settings`, such as `batch_size`, beside the newest values of the run's curves.

@@ -301,25 +301,6 @@ def test_files_that_a_script_leaves_open_are_written(rig: Rig, tmp_path: Path) -
     assert subprocess.check_output(["gzip", "-dc", tmp_path / "packed"]) == b"left open too"
 
 
-def test_output_goes_to_the_agent_s_own_without_descriptors(tmp_path: Path) -> None:
-    """In a process of its own, whose output can be read."""
-    text = f"""
-import asyncio, os, sys
-from rankup.agent.fork_server import ForkServer
-async def agent():
-    ended = asyncio.Event()
-    server = ForkServer(on_end=lambda *_: ended.set(), on_warning=print, on_gone=print)
-    server.start(env=os.environ, fork=False)
-    server.start_rank(0, [{str(script(tmp_path, "import sys; print('out'); print('err', file=sys.stderr)"))!r}],
-                      env=os.environ, name="rank 0")
-    await ended.wait()
-    await server.close()
-asyncio.run(agent())
-"""
-    ended = fresh(["-c", text], env=environment(), cwd=ROOT)
-    assert (ended.code, ended.out, ended.err) == (0, "out\n", "err\n")
-
-
 # Signals and ends ---------------------------------------------------------------------------------------------------
 
 WAITS = "import time\nprint('ready', flush=True)\ntime.sleep(600)"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rankup.agent import limits
-from rankup.agent.limits import cpu_quota, explain_sigkill, memory_left, memory_limit, oom_kills
+from rankup.agent.limits import cpu_quota, explain_sigkill, memory_left, oom_kills
 
 
 def files(root: Path, contents: dict[str, str]) -> Path:
@@ -95,15 +95,3 @@ def test_sigkill_is_explained_by_the_kills_that_were_counted_meanwhile(
 ) -> None:
     monkeypatch.setattr(limits, "oom_kills", lambda: now)
     assert explain_sigkill(before).startswith(text)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "limit"),
-    [("memory.max", "max\n", None), ("memory.max", "536870912\n", 2**29),
-     ("memory/memory.limit_in_bytes", "1048576\n", 2**20), ("memory/memory.limit_in_bytes", f"{2**63 - 4096}\n", None)],
-)
-def test_memory_limit_is_read_in_both_kinds_of_control_groups(
-    tmp_path: Path, name: str, text: str, limit: int | None
-) -> None:
-    contents = {"proc/self/cgroup": "0::/\n3:memory:/\n", f"sys/fs/cgroup/{name}": text}
-    assert memory_limit(files(tmp_path, contents)) == limit

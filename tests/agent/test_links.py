@@ -44,56 +44,12 @@ def line_of(agents: Links, local_rank: int) -> AgentLine:
     return AgentLine({"socket": agents.address, "local_rank": local_rank}, local_rank, StopRequest())
 
 
-def listen(line: AgentLine) -> list[Mapping[str, Any]]:
-    """What it hears from now on."""
-    told: list[Mapping[str, Any]] = []
-    line.hear = told.append  # type: ignore[method-assign]
-    asyncio.get_running_loop().add_reader(line._socket, line.receive)
-    return told
-
-
 def hang_up(line: AgentLine) -> None:
     """As the end of a rank's process does."""
     asyncio.get_running_loop().remove_reader(line._socket)
     with contextlib.suppress(OSError):
         line._socket.shutdown(socket.SHUT_RDWR)
     line._socket.close()
-
-
-def test_a_rank_is_heard_and_told_by_its_number() -> None:
-    async def scene(agents: Links, heard: Heard) -> None:
-        lines = [line_of(agents, local_rank) for local_rank in (0, 1)]
-        told = {rank: listen(line) for rank, line in enumerate(lines)}
-        for line in lines:
-            assert line.say("stop", signal="SIGTERM")
-        await until(lambda: len(heard) == 2)
-        assert sorted(rank for rank, _ in heard) == [0, 1]
-        assert heard[0][1] == {"is": "stop", "signal": "SIGTERM"}
-        agents.tell("lost", n=1, ranks=[1])
-        await until(lambda: len(told[0] + told[1]) == 2)
-        assert told == {key: [{"is": "lost", "n": 1, "ranks": [1]}] for key in (0, 1)}
-        for line in lines:
-            hang_up(line)
-
-    run(scene)
-
-
-def test_a_rank_that_is_started_again_takes_the_place_of_the_one_before() -> None:
-    async def scene(agents: Links, heard: Heard) -> None:
-        first = line_of(agents, 0)
-        first.say("ask")
-        await until(lambda: heard)
-        second = line_of(agents, 0)
-        told = listen(second)
-        second.say("ask")
-        await until(lambda: len(heard) == 2)
-        hang_up(first)
-        while not told:
-            agents.tell("ranks", ranks=[])
-            await asyncio.sleep(0.01)
-        hang_up(second)
-
-    run(scene)
 
 
 @pytest.mark.parametrize("sent", [b"no json\n", b"[]\n", b'{"is": "rank"}\n', b'{"is": "rank", "local_rank": "x"}\n'])

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 from rankup.agent import attendance, meeting, protocol
-from rankup.agent.attendance import Attendance, explain
+from rankup.agent.attendance import Attendance
 from rankup.agent.meeting import Leader, describe_differences, describe_missing
 from rankup.agent.protocol import LONGEST, VERSION, Link, Member
-from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, LaunchError
+from rankup.errors import USER_MISTAKE, JoinError, LaunchError
 from tests.rigs.jobs import ROOT, free_port
 
 BOUND_S = 60.0  # of each test, on a machine with ten times as much to do
@@ -203,36 +203,6 @@ async def test_members_meet_whatever_the_order_and_the_commit_says_who_they_are(
 
 
 @asynchronous
-async def test_each_is_told_where_the_next_one_listens():
-    async with room() as here:
-        puppets = [await here.enter(member(rank, port=7000 + rank, interface="eth0")) for rank in (0, 1, 2)]
-        said = [(await puppet.hears("propose"))["next"] for puppet in puppets]
-        ring = [["127.0.0.1", 7000 + rank, f"rank {rank} on node{rank}"] for rank in (1, 2, 0)]
-        assert [each[:3] for each in said] == ring
-
-
-@asynchronous
-async def test_one_alone_has_no_route_to_try():
-    async with room(member(0, of=1)) as here:
-        one = await here.enter(member(0, of=1, port=7000))
-        assert (await one.hears("propose"))["next"] is None
-
-
-@asynchronous
-async def test_who_is_beside_the_leader_is_told_the_address_at_which_others_reached_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "is_loopback", lambda ip: ip == "127.0.0.1")
-    async with room() as here:
-        await here.enter(member(1, port=7001))
-        far = await here.enter(member(2, ip="127.0.0.9", port=7002), ip="127.0.0.5")
-        own = await here.enter(member(0, port=7000))
-        said = await own.hears("propose")
-        assert said["ip"] == "127.0.0.5"
-        assert said["next"][:2] == ["127.0.0.5", 7001]
-        said = await far.hears("propose")
-        assert (said["ip"], said["next"][:2]) == ("127.0.0.9", ["127.0.0.5", 7000])
-
-
-@asynchronous
 async def test_a_member_that_goes_voids_the_proposal():
     async with room() as here:
         puppets = await here.three()
@@ -303,19 +273,6 @@ async def test_all_are_refused_where_the_leader_can_not_prepare(error: Exception
 
 
 @asynchronous
-async def test_routes_that_are_closed_are_named_to_all_alike():
-    async with room() as here:
-        puppets = await here.three()
-        for puppet, problem in zip(puppets, ["", "1 can't reach 2", "2 can't reach 0"], strict=True):
-            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem=problem)
-        for puppet in puppets:
-            said = await puppet.hears("refused")
-            assert said["code"] == JOIN_FAILED
-            closed = "all ranks reached the master, but not each other: 1 can't reach 2; 2 can't reach 0. gloo and nccl"
-            assert said["text"].startswith(closed)
-
-
-@asynchronous
 async def test_a_route_to_a_member_that_is_ending_is_no_reason_to_refuse_the_others():
     async with room() as here:
         puppets = await here.three()
@@ -327,35 +284,6 @@ async def test_a_route_to_a_member_that_is_ending_is_no_reason_to_refuse_the_oth
 
 
 # Who can't belong to it ----------------------------------------------------------------------------------------------
-
-
-@asynchronous
-async def test_settings_that_differ_are_named_with_values_and_hosts():
-    async with room() as here:
-        first, last = [
-            await here.enter(member(rank), settings={"setting lr": "0.1", "torch": "2"}) for rank in (0, 2)
-        ]
-        other = await here.enter(member(1, digest="other"), settings={"setting lr": "0.2", "torch": "2"})
-        text = (
-            "setting lr must be the same on all ranks, got 0.1 on ranks 0, 2 (node0, node2) and 0.2 on rank 1 (node1)."
-            "\nStart all ranks with the same program and settings."
-        )
-        for puppet in (first, last, other):
-            said = await puppet.hears("refused")
-            assert (said["code"], said["text"], said["quiet"]) == (USER_MISTAKE, text, False)
-
-
-@asynchronous
-async def test_another_world_size_ends_a_job_that_was_never_whole():
-    async with room() as here:
-        first = await here.enter(member(0))
-        other = await here.enter(member(1, of=4))
-        for puppet in (first, other):
-            said = await puppet.hears("refused")
-            assert said["text"].startswith(
-                "rank 1 on node1 (pid 1001) was started with WORLD_SIZE=4, rank 0 on node0 (pid 1000) with WORLD_SIZE=3"
-            )
-            assert said["code"] == JOIN_FAILED
 
 
 @asynchronous
@@ -475,21 +403,6 @@ async def test_a_member_that_sends_nonsense_is_lost(message: dict[str, Any]):
 
 
 @asynchronous
-async def test_both_living_processes_of_a_rank_are_named_to_all():
-    async with room(member(0, of=4)) as here:
-        first = await here.enter(member(0, of=4))
-        one = await here.enter(member(1, of=4, num_ranks=2))
-        await until(lambda: len(here.leader.members) == 2)
-        async with one.living():
-            two = await here.enter(member(2, of=4, token="two"))
-            for puppet in (first, one, two):
-                assert (await puppet.hears("refused"))["text"] == (
-                    "rank 2 was claimed twice: by node1 (pid 1001) and by node2 (pid 1002). Give each process a RANK "
-                    "of its own, 0 to WORLD_SIZE-1."
-                )
-
-
-@asynchronous
 async def test_a_rank_that_comes_again_takes_the_place_of_its_frozen_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(meeting, "ANSWER_S", 0.05)
     async with room() as here:
@@ -501,31 +414,6 @@ async def test_a_rank_that_comes_again_takes_the_place_of_its_frozen_process(mon
         await here.agree([first, again, last])
         replaced = "rank 1 on node1 (pid 1001) gives no answer: it was replaced by rank 1 on node1 (pid 77)"
         assert here.said == [replaced]
-
-
-@asynchronous
-async def test_a_member_whose_machine_died_is_replaced_at_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "ANSWER_S", 0.05)
-    async with room() as here:
-        first, _, last = await here.job()
-        again = await here.enter(member(1, token="again", pid=77))
-        for puppet in (first, last):
-            said = await puppet.hears("lost")
-            assert said["why"] == "was replaced by rank 1 on node1 (pid 77)"
-            assert (said["n"], said["ranks"], said["host"]) == (1, [1], "node1")
-        assert (await here.agree([first, again, last]))["n"] == 2
-
-
-@asynchronous
-async def test_one_too_many_is_refused_and_the_job_does_not_notice():
-    async with room() as here:
-        first, living, last = await here.job()
-        async with living.living():
-            for stranger in [await here.enter(member(1, token=token)) for token in ("one", "two", "three")]:
-                said = await stranger.hears("refused")
-                assert said["code"] == JOIN_FAILED
-                assert "was complete before this rank came, with rank 1 on node1 (pid 1001): two" in said["text"]
-        await here.nothing_is_said_to(first, living, last)
 
 
 @asynchronous
@@ -669,19 +557,6 @@ async def test_a_new_leader_goes_on_from_the_number_that_its_members_know():
 
 
 @asynchronous
-async def test_a_silent_member_is_lost():
-    async with room() as here:
-        first, silent, last = await here.job()
-        await here.pass_time(meeting.SILENT_S, first, last)
-        await here.nothing_is_said_to(first, last)
-        await silent.hears("mark")
-        await here.pass_time(1, first, last)
-        for puppet in (first, last):
-            assert (await puppet.hears("lost"))["why"] == "gave no sign of life for 31 s"
-        await silent.is_cut()
-
-
-@asynchronous
 async def test_a_leader_that_was_stopped_itself_takes_nobody_for_silent():
     async with room() as here:
         puppets = await here.job()
@@ -692,15 +567,6 @@ async def test_a_leader_that_was_stopped_itself_takes_nobody_for_silent():
         await here.nothing_is_said_to(*puppets[:2])
         await here.pass_time(2, *puppets[:2])
         await puppets[0].hears("lost")
-
-
-@asynchronous
-async def test_the_leader_gives_signs_of_life():
-    async with room() as here:
-        first = await here.enter(member(0))
-        await here.pass_time(2.0, first)
-        assert (await first.link.receive())["is"] == "alive"
-        assert (await first.link.receive())["is"] == "alive"
 
 
 @asynchronous
@@ -730,20 +596,6 @@ async def test_who_is_missing_is_told_to_all_every_ten_seconds():
         await here.pass_time(10.0, *puppets)
         late = "all 3 ranks have joined, but not each is ready after 40 s (late: 1 on node1; 2 on node2)"
         assert (await puppets[0].hears("waiting"))["text"] == late
-
-
-@asynchronous
-async def test_all_learn_who_is_missing_when_their_time_is_over():
-    async with room(member(0, left_s=20.0)) as here:
-        puppets = [await here.enter(member(0)), await here.enter(member(2, host="node0"))]
-        await here.pass_time(21.0, *puppets)
-        text = "rank 1 of 3 has not joined after 21 s (joined: 0, 2 on node0)"
-        for puppet, quiet in zip(puppets, (False, True), strict=True):  # one of each host says why
-            for _ in range(2):
-                await puppet.hears("waiting")
-            said = await puppet.hears("refused")
-            how = "Was every process started, with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
-            assert (said["text"], said["code"], said["quiet"]) == (f"{text}. {how}", JOIN_FAILED, quiet)
 
 
 @asynchronous
@@ -868,66 +720,6 @@ async def greeted(links: "asyncio.Queue[Link]") -> tuple[Link, dict[str, Any]]:
 
 
 @asynchronous
-async def test_members_meet_lose_one_and_meet_again():
-    async with room() as here, attending(*map(member, range(3)), port=lambda: here.port) as all_of_them:
-        first, lost, last = all_of_them
-        for each in all_of_them:
-            await each.hears("propose")
-            assert (await each.hears("commit"))["hosts"] == [["node0", 1], ["node1", 1], ["node2", 1]]
-        assert len({each.attendance.me.port for each in all_of_them}) == 3
-        await lost.leave()
-        for each in (first, last):
-            assert (await each.hears("lost"))["ranks"] == [1]
-        async with attending(member(1, token="again"), port=lambda: here.port) as (again,):
-            for each in (first, again, last):
-                assert (await each.hears("propose"))["n"] == 2
-                assert (await each.hears("commit"))["n"] == 2
-
-
-@asynchronous
-async def test_a_closed_route_is_named():
-    async with room() as here, attending(member(0), member(1), port=lambda: here.port) as (first, other):
-        await until(lambda: len(here.leader.members) == 2)
-        listener = other.attendance._listener
-        assert listener is not None
-        port = listener.getsockname()[1]
-        listener.close()
-        async with attending(member(2), port=lambda: here.port):
-            await first.hears("propose")
-            said = await first.hears("refused")
-        refused = f"rank 0 on node0 was refused by rank 1 on node1 at 127.0.0.1:{port} (interface lo there)"
-        assert refused in said["text"]
-
-
-@pytest.mark.parametrize(
-    ("error", "what"),
-    [
-        (TimeoutError(), "got no answer from"), (ConnectionRefusedError(), "was refused by"),
-        (OSError(113, "No route to host"), "has no route to"),
-        (OSError(1, "not permitted"), "failed ([Errno 1] not permitted) to connect to"),
-    ],
-)
-@asynchronous
-async def test_what_is_wrong_with_a_route_is_told_apart(
-    error: OSError, what: str, monkeypatch: pytest.MonkeyPatch
-):
-    real = Link.connect
-
-    async def connect(ip: str, port: int, **more: Any) -> Link:
-        if port != 7000:
-            return await real(ip, port)
-        raise error
-
-    monkeypatch.setattr(Link, "connect", connect)
-    async with fake_leader() as (port, links), attending(member(1), port=port):
-        link, _ = await greeted(links)
-        link.send("propose", n=1, ip="", next=["10.0.0.1", 7000, "rank 2 on node2", ""])
-        assert await Puppet(link, member(1)).hears("ready") == {
-            "is": "ready", "n": 1, "problem": f"rank 1 on node1 {what} rank 2 on node2 at 10.0.0.1:7000",
-        }
-
-
-@asynchronous
 async def test_connections_of_earlier_memberships_do_not_fill_the_listener(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attendance, "ROUTE_S", 2.0)
     async with fake_leader() as (port, links), attending(member(1), port=port) as (one,):
@@ -1049,20 +841,6 @@ class Steps:
 
 
 @asynchronous
-async def test_a_silent_leader_is_gone(monkeypatch: pytest.MonkeyPatch):
-    clock = Steps(monkeypatch)
-    async with fake_leader() as (port, links), attending(member(1), port=port, clock=clock) as (one,):
-        link, _ = await greeted(links)
-        link.send("commit", n=1, hosts=[])
-        await one.hears("commit")
-        with contextlib.suppress(ConnectionError):
-            while (await link.receive())["is"] == "alive":
-                clock.now_s += 1.0
-                await asyncio.sleep(0)
-        assert (await one.hears("gone"))["why"] == "gave no sign of life for 31 s"
-
-
-@asynchronous
 async def test_a_member_that_was_stopped_itself_does_not_take_the_leader_for_silent(monkeypatch: pytest.MonkeyPatch):
     clock = Steps(monkeypatch)
     async with fake_leader() as (port, links), attending(member(1), port=port, clock=clock) as (one,):
@@ -1117,23 +895,6 @@ async def test_why_there_is_no_leader_is_said_now_and_then_and_in_the_end(
         "machine and port of rank 0 on all ranks."
     )
     assert set(said) == {f"still waiting: {problem}"}
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (socket.gaierror(-2, "Name or service not known"),
-         'the name "node0" does not resolve here (Name or service not known)'),
-        (TimeoutError(), "node0:29400 does not answer: a wrong address, a machine that is down, or a firewall that "
-         "drops packets"),
-        (ConnectionRefusedError(), "node0:29400 refuses the connection: the machine answers, but nothing listens on "
-         "that port (rank 0 not started or already gone, or another port)"),
-        (OSError(101, "Network is unreachable"), "no route to node0 (Network is unreachable)"),
-        (OSError(1, "Operation not permitted"), "node0:29400: Operation not permitted"),
-    ],
-)
-def test_why_a_connection_failed_is_explained(error: OSError, text: str):
-    assert explain(error, "node0", 29400) == text
 
 
 # Processes that are killed and stopped --------------------------------------------------------------------------------
@@ -1255,28 +1016,6 @@ def test_a_stopped_leader_is_gone_and_leads_again_when_it_wakes(agents: Agents):
 
 
 # Words ----------------------------------------------------------------------------------------------------------------
-
-
-def test_who_had_joined_and_is_missing_is_named():
-    gone = [(member(0), "its process has ended"), (member(1), "gave no sign of life for 31 s")]
-    said = describe_missing([member(0, token="again"), member(2)], gone, [], of=member(0), waited_s=5)
-    assert said == (
-        "rank 1 of 3 has not joined after 5 s (joined: 0 on node0; 2 on node2); "
-        "rank 1 on node1 (pid 1001) had joined, but gave no sign of life for 31 s"
-    )
-
-
-@pytest.mark.parametrize(
-    ("present", "num_ranks", "text"),
-    [
-        ([0], 1, "ranks 1-3 of 4 have not joined after 5 s (joined: 0 on node0)"),
-        ([], 1, "ranks 0-3 of 4 have not joined after 5 s (joined: none)"),
-        ([0], 2, "ranks 2-3 of 4 (on node 1 of 2) have not joined after 5 s (joined: 0-1 on node0)"),
-    ],
-)
-def test_missing_ranks_are_named_with_what_is_known(present: list[int], num_ranks: int, text: str):
-    here = [member(rank, of=4, num_ranks=num_ranks) for rank in present]
-    assert describe_missing(here, [], [], of=member(0, of=4, num_ranks=num_ranks), waited_s=5) == text
 
 
 def test_a_message_to_all_names_so_many_machines_and_no_more():

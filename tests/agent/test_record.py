@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -149,28 +148,6 @@ def test_phase_and_its_limit_are_never_mixed() -> None:
                 assert (found.phase, found.timeout_s) in pairs
         finally:
             process.kill()
-
-
-def test_text_is_cut_and_half_a_character_harms_nobody() -> None:
-    records = Records(2)
-    writer = RecordWriter(records.place(0))
-    writer.enter("训练" * 40)
-    writer.set_place("\udcff" + "地" * 400)
-    found = records.read(0)
-    assert found.phase.startswith("训练训练")
-    assert found.place.startswith("?地地")
-    assert records.read(1).place == ""
-
-
-def test_any_bytes_can_be_read() -> None:
-    """A rank can be killed at any moment, or write anywhere."""
-    records = Records(1)
-    chance = random.Random(0)
-    for _ in range(300):
-        records.memory[:] = chance.randbytes(len(records.memory))
-        found = records.read(0)
-        assert isinstance(found.phase, str)
-        assert isinstance(found.waiting, bool)
 
 
 def test_phase_of_a_rank_that_was_killed_while_it_wrote_is_the_one_before() -> None:

@@ -83,21 +83,18 @@ def _inputs(loader: DataLoader[Any]) -> Batches:
         yield batch
 
 
-def ours(
-    root: Path, recipe: str, *, batch_size: int, workers: int, epochs: int = 1, cached: bool = False
-) -> Batches:
-    """So many epochs, as training takes them."""
+def ours(root: Path, recipe: str, *, batch_size: int, workers: int) -> Batches:
+    """One epoch, as training takes it."""
     config = Config(
         dataset="imagefolder", data_dir=str(root), augment=RECIPES[recipe][0], batch_size=batch_size, model="cnn",
-        cache_images=cached,
     )
     samples = images.build(config).train
-    return _normalized(samples, Order(len(samples), batch_size, seed=0), epochs=epochs, workers=workers)
+    return _normalized(samples, Order(len(samples), batch_size, seed=0), workers=workers)
 
 
-def _normalized(samples: Samples, order: Order, *, epochs: int, workers: int) -> Batches:
+def _normalized(samples: Samples, order: Order, *, workers: int) -> Batches:
     normalize = images.Normalize(images.MEAN, images.STD)
-    steps = epochs * order.steps_per_epoch
+    steps = order.steps_per_epoch
     loader = Loader(
         samples, order.batches(0, steps), device=CPU, stop=StopRequest(), num_workers=workers
     )
@@ -124,17 +121,6 @@ def measure_loading(root: Path, *, repeats: int, steps: int, **options: Any) -> 
             row = sides.setdefault(recipe, [[], []])
             row[0].append(images_per_s(torchvisions(root, recipe, **options), steps))
             row[1].append(images_per_s(ours(root, recipe, **options), steps))
-            if recipe != SHIFTED:
-                continue
-            with tempfile.TemporaryDirectory(dir=root) as cache:
-                os.environ["RANKUP_CACHE"] = cache
-                # One epoch more than is measured: what is prepared ahead at the end of the second stands for what was
-                # ready at its start
-                batches = ours(root, recipe, cached=True, epochs=3, **options)
-                for name in ("first", "later"):
-                    cached = sides.setdefault(f"{recipe}, --cache-images, {name} epoch", [row[0], []])
-                    cached[1].append(images_per_s(batches, steps))
-                batches.close()
     return {name: (statistics.median(theirs), statistics.median(own)) for name, (theirs, own) in sides.items()}
 
 

@@ -50,9 +50,9 @@ def test_doctor_by_launch_gives_the_verdict_of_all_ranks(tmp_path: Path) -> None
     (line,) = done.stdout.splitlines()  # the table and torch's words go elsewhere
     report = json.loads(line)
     assert report["exit_code"] == 10
-    # How fast the disk and the link are, on a machine that others use too, is anybody's guess
+    # How fast the link is, on a machine that others use too, is anybody's guess
     warnings = [told for told in report["findings"] if told["level"] == "warning"]
-    (finding,) = [told for told in warnings if told["stage"] not in ("storage", "links")]
+    (finding,) = [told for told in warnings if told["stage"] != "links"]
     assert finding["seen"] == "only 400 open files are allowed (ulimit -n)"
     assert finding["ranks"] == [0, 1]
     assert len(report["links"]) == 1
@@ -63,7 +63,7 @@ def test_doctor_by_launch_gives_the_verdict_of_all_ranks(tmp_path: Path) -> None
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "but MASTER_ADDR MASTER_PORT are not set"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-         "RANK must be 0..1 with WORLD_SIZE=2, got 2."),
+         "RANK must be a whole number from 0 to 1, got '2' (from environment)."),
     ],
 )
 def test_doctor_judges_an_environment_that_describes_no_launch(forks: Forks, env: dict[str, str], what: str) -> None:

@@ -63,7 +63,6 @@ def test_settings_that_may_change_on_resume_are_exactly_these():
         "join_timeout_s", "download_timeout_s", "setup_timeout_s", "step_timeout_s", "eval_timeout_s", "save_timeout_s",
         "name", "run_dir", "fresh", "save", "keep", "save_every_steps", "evaluate_every_epochs", "report_every_s",
         "log_every_steps", "tensorboard", "progress", "simulated_nodes", "labels_file", "eval_split", "max_bad_lines",
-        "cache_images", "cache_max_gb", "train_shards", "eval_shards",
         "parallel", "bert_dir", "bert_download", "checkpoint_format", "profile", "advice", "shares",
         "hf_eval_split", "hf_download", "tracker", "mirror",
     }

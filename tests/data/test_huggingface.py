@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -154,35 +155,17 @@ def test_name_of_the_data_is_the_same_on_another_node_and_another_for_other_rows
     assert load_hf(hf_sets.save(splits, tmp_path / "turned" / "saved"))[0].name != name
 
 
-def test_cache_of_decoded_images_is_filled_and_given_up_when_the_rows_change(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
-        for number, colour in enumerate((40, 200)):
-            rows = table([encoded(kind="bmp", colour=colour)] * 200, [0, 1] * 100)
-            where = hf_sets.save(rows, tmp_path / f"{number}").rename(tmp_path / "rows")
-            train = load_hf(where, cache_images=True)[0]
-            assert train.cache is not None
-            first = pixels(train)
-            assert train.cache.count() == 200
-            assert torch.equal(first, pixels(train))
-            assert torch.equal(first, pixels(load_hf(where)[0]))
-            where.rename(tmp_path / f"old{number}")
-
-
-def test_cache_of_decoded_images_of_one_column_is_not_taken_for_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from datasets import ClassLabel, Dataset, DatasetDict, Features
-    from datasets import Image as ImageColumn
-
-    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
-    rows = {name: [encoded(colour=colour)] * 2 for name, colour in (("photo", 40), ("thumb", 200))} | {"label": [0, 1]}
-    images = Features({"photo": ImageColumn(), "thumb": ImageColumn(), "label": ClassLabel(names=list(CLASSES))})
-    one = Dataset.from_dict(rows, features=images)
-    where = hf_sets.save(DatasetDict({"train": one, "test": one}), tmp_path / "saved")
-    for name in ("photo", "thumb"):
-        cached, plain = (load_hf(where, input_column=name, cache_images=switch)[0] for switch in (True, False))
-        assert torch.equal(pixels(cached), pixels(plain))
+def test_tar_files_of_webdataset_are_rows(folder: Path, tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        with tarfile.open(tmp_path / f"{part}-000000.tar", "w") as archive:
+            for number, path in enumerate(sorted((folder / part).rglob("*.jpg"))):
+                (tmp_path / "cls").write_text(path.parent.name[-1])
+                archive.add(path, f"{number:06}.jpg")
+                archive.add(tmp_path / "cls", f"{number:06}.cls")
+    (tmp_path / "cls").unlink()
+    here, there = load_hf(tmp_path, label_column="cls")[0], load_hf(folder)[0]
+    assert (here.classes, here.labels.tolist()) == (("0", "1"), there.labels.tolist())
+    assert torch.equal(pixels(here), pixels(there))
 
 
 # Splits, columns and what is wrong ------------------------------------------------------------------------------

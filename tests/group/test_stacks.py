@@ -1,9 +1,8 @@
-"""Where a thread is, in a few words; what stands in a file of stacks; and NCCL's recorder."""
+"""Where a thread is, in a few words, and what stands in a file of stacks."""
 
 import faulthandler
 import gc
 import os
-import pickle
 import re
 import signal
 import sys
@@ -123,52 +122,3 @@ def test_file_that_has_grown_large_begins_anew(tmp_path: Path) -> None:
     path.write_text("x" * (MOST_BYTES + 1))
     announce_stacks(tmp_path, 0, 1, os.getpid())
     assert path.stat().st_size < 1000
-
-
-# NCCL's recorder ------------------------------------------------------------------------------------------------
-
-
-def test_flight_recorder_is_switched_on_into_the_runs_folder(tmp_path: Path) -> None:
-    environ: dict[str, str] = {}
-    stacks.record_collectives(tmp_path, environ)
-    assert environ == {
-        "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/stacks/nccl/rank-",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    }
-
-
-@pytest.mark.parametrize(
-    "own", [{"TORCH_FR_BUFFER_SIZE": "7"}, {"TORCH_FR_DUMP_TEMP_FILE": ""}, {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}]
-)
-def test_a_users_own_setting_of_the_recorder_stays(own: dict[str, str], tmp_path: Path) -> None:
-    environ = {**own}
-    stacks.record_collectives(tmp_path, environ)
-    assert {**environ, **own} == environ
-    assert len(environ) == 3
-
-
-def test_recorder_without_nccl_writes_and_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", environ := {**os.environ})
-    stacks.record_collectives(tmp_path, environ)
-    stacks.dump_collectives(0)
-    assert stacks.recorded(0) is None
-    assert not list((tmp_path / "stacks" / "nccl").iterdir())
-
-
-def test_recorders_file_is_the_one_that_is_named_and_torch_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch._C import _distributed_c10d
-
-    # What nccl's group has recorded; there is none without a GPU
-    recorded = pickle.dumps({"version": "2.10", "entries": [], "pg_config": {}})
-    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace", lambda: recorded, raising=False)
-    monkeypatch.setattr(stacks, "_recording", lambda: True)
-    monkeypatch.setattr(os, "environ", environ := {**os.environ})
-    stacks.record_collectives(tmp_path, environ)
-    stacks.dump_collectives(3)
-    file = tmp_path / "stacks" / "nccl" / "rank-3"
-    assert stacks.recorded(3) == file
-    from torch.distributed.flight_recorder.components.loader import read_dump
-
-    assert read_dump("rank-", str(file))["rank"] == 3

@@ -175,27 +175,6 @@ def test_a_store_that_loses_what_it_took_gets_no_manifest(door: Door, bucket: Bu
     assert not [request for request in door.seen if request.name.endswith("manifest.json") and request.method == "PUT"]
 
 
-def test_twenty_damaged_checkpoints_on_s3_give_no_wrong_state(door: Door, bucket: Bucket, tmp_path: Path) -> None:
-    rng = random.Random(1)
-    store = bucket.run()
-    for step in (10, 20):
-        store.upload_copy(save(tmp_path / "here", step), run=RUN, keep=9)
-    newer = [name for name in store.place.names() if "step-00000020" in name]
-    for case in range(20):
-        name = rng.choice(newer)
-        content = store.place.read(name)
-        assert content
-        damaged = rng.choice([None, content[: rng.randrange(len(content))], bytes(len(content))])
-        if damaged is None:
-            store.place.remove([name])
-        else:
-            store.place.write(name, damaged)
-        there = tmp_path / str(case)
-        assert bucket.run().fetch_newest(there, run=RUN) == there / "step-00000010"
-        assert newest(there)[0] == 10
-        store.place.write(name, content)
-
-
 # Who owns the run ----------------------------------------------------------------------------------------------------
 
 

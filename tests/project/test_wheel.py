@@ -11,7 +11,7 @@ import pytest
 
 from tests.rigs.jobs import ROOT, Job, environment, result, start
 
-OWN = "open('imported', 'a').close()\n" + (ROOT / "k8s" / "overlays" / "script" / "train.py").read_text()
+OWN = "open('imported', 'a').close()\n" + (ROOT / "k8s" / "components" / "script" / "train.py").read_text()
 
 
 def pip(*words: str | Path) -> None:

@@ -22,12 +22,9 @@ def healthy() -> None:
 
 
 def _enter() -> None:
-    from rankup.doctor import group, machine
+    from rankup.doctor import group
 
-    looks = os.environ.get(LOOK)
-    machine.SLOW_DISK = 0
-    machine.WRITTEN = machine.MIB  # by each of forty ranks at once
-    group.SLOWEST_LINK = 3e6 if looks == "links" else 0.0
+    group.SLOWEST_LINK = 3e6 if os.environ.get(LOOK) == "links" else 0.0
     if namespaces.NODE in os.environ:
         namespaces.enter()
 
@@ -45,13 +42,6 @@ def broken_gpu() -> None:
     _enter()
     broken = Finding("gpus", UNFIT, "GPU 0: does not answer: GPU is lost", "it hangs.", "Reset it.")
     gpus.gpus = lambda local_rank: iter([broken])  # type: ignore[assignment]
-
-
-def clock_ahead() -> None:
-    """A minute and a half ahead of the others. (A real clock is the machine's, whole.)"""
-    _enter()
-    right = time.time
-    time.time = lambda: right() + 90.0
 
 
 def other_torch() -> None:

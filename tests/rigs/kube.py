@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import tomllib
 from collections.abc import Callable
 from functools import cache
@@ -20,11 +21,11 @@ from tests.rigs.jobs import ROOT
 
 Object = dict[str, Any]
 K8S = ROOT / "k8s"
-OVERLAYS = sorted(path.parent.name for path in (K8S / "overlays").glob("*/kustomization.yaml"))
 FILES = ["pytorchjob.yaml", "trainjob.yaml", "jobset.yaml", "job.yaml"]
-EVERY = [*FILES, *(f"overlays/{name}" for name in OVERLAYS)]
-CLAIMS = ["volume.yaml", "overlays/fsdp/volume.yaml"]
-TRAINING = [what for what in EVERY if what != "overlays/board"]
+CLAIMS = ["volume.yaml", "components/fsdp/volume.yaml"]
+# A file, or a kind and components of k8s/kustomization.yaml. Every mix: test_k8s_mixes.py
+TRAINING = [*FILES, "pytorchjob", "pytorchjob+elastic", "job+gpu", "jobset+fsdp", "job+own", "jobset+script"]
+EVERY = [*TRAINING, "board.yaml"]
 VERSION = "1.32"  # of Kubernetes
 # What `make image` builds, by the program's version
 IMAGE = f"rankup:{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}"
@@ -32,7 +33,6 @@ IMAGE = f"rankup:{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project'
 FACTS = Path(os.environ.get("K8S_FACTS", ROOT.parent / "shared" / "k8s"))
 
 
-@cache
 def kubectl(*words: str) -> str:
     """`kubectl WORDS`; warnings are failures too."""
     if not shutil.which("kubectl"):
@@ -42,10 +42,26 @@ def kubectl(*words: str) -> str:
     return done.stdout
 
 
+def kustomized(what: str, *edits: tuple[str, str]) -> list[Object]:
+    """The objects of k8s/kustomization.yaml once a user has set its kind and components, "job+gpu+own", and replaced
+    the first text of each edit by the second, here or in a component."""
+    kind, *components = what.split("+")
+    changes = [("resources: [pytorchjob.yaml]", f"resources: [{kind}.yaml]")]
+    changes += [(f"# - components/{name} ", f"- components/{name} ") for name in components]
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(K8S, folder, dirs_exist_ok=True)
+        for old, new in (*changes, *edits):
+            files = [path for path in Path(folder).rglob("kustomization.yaml") if old in path.read_text()]
+            assert files, old
+            for path in files:
+                path.write_text(path.read_text().replace(old, new))
+        return list(yaml.load_all(kubectl("kustomize", folder), yaml.CSafeLoader))
+
+
 def rendered(what: str) -> list[Object]:
-    """The objects of a file or an overlay, as kubectl itself reads them: not as Python's YAML does."""
+    """The objects of a file or a mix, as kubectl itself reads them: not as Python's YAML does."""
     if not what.endswith(".yaml"):
-        documents = list(yaml.safe_load_all(kubectl("kustomize", f"k8s/{what}")))
+        documents = kustomized(what)
     else:
         # The one command that reads any kind without asking a cluster about it; it prints one object after the other
         rest = kubectl("label", "--local", "-o", "json", "-f", f"k8s/{what}", "made-by=nobody").strip()
@@ -109,6 +125,7 @@ TRAININGRUNTIME = _object(
 JOBSET = _object(
     ["replicatedJobs"],
     network={"type": "object"}, failurePolicy={"type": "object"}, ttlSecondsAfterFinished=INTEGER,
+    suspend={"type": "boolean"},
     replicatedJobs={"type": "array", "items": _object(["name", "template"], name=NAME, template={"type": "object"})},
 )
 OURS = {"PyTorchJob": PYTORCHJOB, "TrainJob": TRAINJOB, "TrainingRuntime": TRAININGRUNTIME, "JobSet": JOBSET}
@@ -196,13 +213,7 @@ def change(*path: str | int, value: Any) -> Callable[[Object], None]:
     return mutate
 
 
-def claim_of(what: str) -> Object:
-    """The claim that the pods of a file or an overlay mount: it is in a file of its own, for the overlay or for all."""
-    own = f"{what}/volume.yaml"
-    return one(own if own in CLAIMS else "volume.yaml", "PersistentVolumeClaim")
-
-
 def one(what: str, kind: str) -> Object:
-    """A copy of the only object of this kind in a file or an overlay."""
+    """A copy of the only object of this kind in a file or a mix."""
     (found,) = [each for each in rendered(what) if each["kind"] == kind]
     return copy.deepcopy(found)

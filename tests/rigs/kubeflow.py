@@ -3,6 +3,7 @@ PyTorchJob (recorded from v1.9.3), of Trainer for a TrainJob, and of an Indexed 
 
 import copy
 import re
+from collections.abc import Mapping
 from typing import Any
 
 Object = dict[str, Any]
@@ -157,7 +158,7 @@ def pods_of(documents: list[Object]) -> list[Object]:
 
 
 def environment(pod: Object) -> dict[str, str]:
-    """The environment of a pod's only container; a later entry wins."""
+    """The environment of a pod's only container; a later entry wins, $(NAME) is an earlier one."""
     (container,) = pod["spec"]["containers"]
     values = {}
     for entry in container.get("env", []):
@@ -166,7 +167,7 @@ def environment(pod: Object) -> dict[str, str]:
             assert label, entry
             values[entry["name"]] = pod["labels"][label[1]]
         else:
-            values[entry["name"]] = entry.get("value", "")
+            values[entry["name"]] = _expanded(entry.get("value", ""), values)
     return values
 
 
@@ -174,8 +175,11 @@ def command_line(pod: Object) -> list[str]:
     """Command and arguments of a pod's only container. $(NAME) is replaced as by the kubelet: an unknown name stays."""
     (container,) = pod["spec"]["containers"]
     values = environment(pod)
-    return [re.sub(r"\$\((\w+)\)", lambda name: values.get(name[1], name[0]), word)
-            for word in [*container.get("command", []), *container.get("args", [])]]
+    return [_expanded(word, values) for word in [*container.get("command", []), *container.get("args", [])]]
+
+
+def _expanded(text: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"\$\((\w+)\)", lambda name: values.get(name[1], name[0]), text)
 
 
 OWNERS = ("PyTorchJob", "Job", "JobSet", "TrainingRuntime")  # their rules decide what follows the end of a pod

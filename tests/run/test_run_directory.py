@@ -61,12 +61,10 @@ def test_changed_setting_is_refused_by_name(forks: Forks, tmp_path: Path, world_
     assert status(run) == first  # a command that was refused is no end of the run
 
 
-@pytest.mark.parametrize(
-    "more", [("--num-workers", "1"), ("--keep", "1"), ("--save-every-steps", "3"), ("--log-every-steps", "2")]
-)
-def test_setting_without_effect_on_the_weights_may_change(forks: Forks, tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_settings_without_effect_on_the_weights_may_change(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "1")
+    more = ("--num-workers", "1", "--keep", "1", "--save-every-steps", "3", "--log-every-steps", "2")
     assert "resumed from step-00000008" in finished(forks, run, "--epochs", "2", *more)
 
 
@@ -83,7 +81,8 @@ def test_more_epochs_and_more_steps_go_on_as_if_asked_for_at_once(forks: Forks, 
 
 def test_fresh_starts_anew_and_keeps_what_was_there(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    finished(forks, run, "--epochs", "1")
+    finished(forks, run, "--epochs", "1", "--fresh")
+    assert not list(run.glob("before-*"))  # there was nothing
     before = contents(run)
     output = finished(forks, run, "--epochs", "1", "--lr", "0.25", "--fresh", world_size=2)
     assert "resumed" not in output
@@ -91,11 +90,6 @@ def test_fresh_starts_anew_and_keeps_what_was_there(forks: Forks, tmp_path: Path
     assert f"the earlier run was moved to {moved}" in output
     assert {path.replace(str(moved), str(run)): data for path, data in contents(moved).items()} == before
     assert next(json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()) == 1
-
-
-def test_fresh_of_nothing_is_a_plain_start(forks: Forks, tmp_path: Path) -> None:
-    finished(forks, tmp_path / "run", "--epochs", "1", "--fresh")
-    assert not list((tmp_path / "run").glob("before-*"))
 
 
 def test_what_a_kill_left_of_a_checkpoint_is_removed(forks: Forks, tmp_path: Path) -> None:
@@ -108,8 +102,7 @@ def test_what_a_kill_left_of_a_checkpoint_is_removed(forks: Forks, tmp_path: Pat
     assert not [folder for folder in left if folder.exists()]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("epochs", ["2", "1"])
+@pytest.mark.parametrize(("world_size", "epochs"), [(1, "2"), (2, "1")])
 def test_finished_run_says_so_and_changes_nothing(forks: Forks, tmp_path: Path, world_size: int, epochs: str) -> None:
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "2", world_size=world_size)

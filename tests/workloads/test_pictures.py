@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fontTools.fontBuilder import FontBuilder
-from fontTools.pens.ttGlyphPen import TTGlyphPen
 
 from tests.rigs.jobs import ROOT, environment
 from tests.rigs.legible import assert_legible
@@ -21,7 +19,6 @@ from train.workloads.pictures import (
     WIDTH,
     confusion_pictures,
     grid_picture,
-    has_numbers,
     new_figure,
     readable,
     shorten,
@@ -58,40 +55,14 @@ def test_matrix_of_few_classes_has_all_names(classes: tuple[str, ...], samples: 
         assert f"{samples + 1:,}" in found  # a count; 20 classes of a million images have percent
 
 
-@pytest.mark.parametrize("count", [NAMED + 1, 100, 1000])
-def test_matrix_of_many_classes_is_an_overview_and_a_list(count: int) -> None:
-    matrix = confused(count)
-    matrix[3, 5] = 444
-    with new_figure(WIDTH + 60) as figure:
-        pictures.draw_overview(figure, matrix)
-        assert f"{count:,} classes" in " ".join(assert_legible(figure))
-    with new_figure(120 + 58 * pictures.PAIRS) as figure:
-        pictures.draw_pairs(figure, matrix, readable(names(count), limit=LETTERS))
-        found = assert_legible(figure)
-    assert f"444 of {int(matrix[3].sum()):,}" in found
-    # The most frequent one is on top
-    assert next(text for text in found if "→" in text and "true" not in text).startswith("n00000003")
-
-
-@pytest.mark.parametrize("count", [2, NAMED, NAMED + 1, 1000])
+@pytest.mark.parametrize("count", [2, NAMED, NAMED + 1])
 def test_confusion_pictures_are_pictures(count: int) -> None:
     found = confusion_pictures(confused(count), names(count))
-    assert found.keys() == {"eval/confusion"} | ({"eval/most_confused"} if count > NAMED else set())
+    assert found.keys() == ({"eval/confusion"} if count <= NAMED else set())
     for picture in found.values():
         assert picture.dtype == torch.uint8
         assert picture.shape[::2] == (3, WIDTH)
         assert int(picture.float().std()) > 0
-    assert has_numbers(names(count)) == (count > NAMED)
-
-
-def test_one_rare_confusion_of_many_classes_is_seen() -> None:
-    """A picture has fewer points than 1,000 classes have cells."""
-    matrix = torch.eye(1000, dtype=torch.int64) * 50
-    before = confusion_pictures(matrix, names(1000))
-    assert before.keys() == {"eval/confusion"}  # nothing is confused
-    matrix[777, 123] = 5
-    after = confusion_pictures(matrix, names(1000))["eval/confusion"]
-    assert int((after.int() - before["eval/confusion"].int()).abs().max()) > 50
 
 
 @pytest.mark.parametrize(("channels", "count", "side"), [(1, 1, 8), (3, 7, 8), (3, 24, 224)])
@@ -108,7 +79,7 @@ def test_grid_holds_all_images_and_both_names(channels: int, count: int, side: i
 
 def test_pictures_draw_no_random_number() -> None:
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    confusion_pictures(confused(30), names(30))
+    confusion_pictures(confused(20), names(20))
     grid_picture(torch.zeros(3, 1, 8, 8, dtype=torch.uint8), [("a", "b")] * 3)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
@@ -119,13 +90,13 @@ def test_pictures_draw_no_random_number() -> None:
 RARE = "\U00010600"  # Linear A: nobody has read it since the Bronze Age, and no usual font has it
 DRAW = f"""
 import torch
-from train.workloads.pictures import draw_matrix, has_numbers, new_figure, readable, to_tensor
+from train.workloads.pictures import draw_matrix, new_figure, readable, to_tensor
 names = ("plain", {RARE!r} * 2, "a\\tb $_$", "")
 labels = readable(names, limit=12)
 with new_figure(300) as figure:
     draw_matrix(figure, torch.eye(4, dtype=torch.int64), labels)
     # A character that is drawn as an empty box is a warning
-    print(ascii(labels), *to_tensor(figure).shape, has_numbers(names[:2]), flush=True)
+    print(ascii(labels), *to_tensor(figure).shape, flush=True)
 """
 
 def run(code: str, **env: str) -> str:
@@ -139,37 +110,15 @@ def run(code: str, **env: str) -> str:
 
 
 @pytest.mark.parametrize("home", ["/dev/null", "new"])
-def test_figures_need_no_home_and_leave_nothing_behind(home: str, tmp_path: Path) -> None:
+def test_figures_need_no_home_and_leave_nothing_but_the_cache_of_fonts(home: str, tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     env = {name: "" for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR")}
     env |= {"HOME": str(tmp_path / home), "TMPDIR": str(tmp_path / "tmp")}  # an absolute one stays as it is
+    env["RANKUP_CACHE"] = str(tmp_path / "cache")
     drawn = run(f"import os; del os.environ['MPLCONFIGDIR']\n{DRAW}\nos._exit(0)", **env)
-    assert drawn == r"['plain', 'class 1', 'a b $_$', 'class 3'] 3 300 1000 True"
-    assert list((tmp_path / "tmp").iterdir()) == []
-    assert (tmp_path / "new" / ".cache" / "matplotlib").exists() == (home == "new")
-
-
-def test_figures_find_an_installed_font(tmp_path: Path) -> None:
-    """Though the cache of fonts is older than the font."""
-    run(DRAW, HOME=str(tmp_path), XDG_CACHE_HOME="", XDG_CONFIG_HOME="", XDG_DATA_HOME=str(tmp_path / "data"))
-    pen = TTGlyphPen(None)
-    for step, point in enumerate([(0, 0), (0, 900), (900, 900), (900, 0)]):
-        (pen.lineTo if step else pen.moveTo)(point)
-    pen.closePath()
-    builder = FontBuilder(1000, isTTF=True)
-    builder.setupGlyphOrder([".notdef", "rare"])
-    builder.setupCharacterMap({ord(RARE): "rare"})
-    builder.setupGlyf(dict.fromkeys((".notdef", "rare"), pen.glyph()))
-    builder.setupHorizontalMetrics(dict.fromkeys((".notdef", "rare"), (1000, 0)))
-    builder.setupHorizontalHeader(ascent=900, descent=-100)
-    builder.setupNameTable({"familyName": "Minoan", "styleName": "Regular"})
-    builder.setupOS2()
-    builder.setupPost()
-    (tmp_path / "data" / "fonts").mkdir(parents=True)
-    builder.save(tmp_path / "data" / "fonts" / "minoan.ttf")
-    (tmp_path / "data" / "fonts" / "broken.ttf").write_bytes(b"no font")
-    found = run(DRAW, HOME=str(tmp_path), XDG_CACHE_HOME="", XDG_CONFIG_HOME="", XDG_DATA_HOME=str(tmp_path / "data"))
-    assert found == r"['plain', '\U00010600\U00010600', 'a b $_$', 'class 3'] 3 300 1000 False"
+    assert drawn == r"['plain', 'class 1', 'a b $_$', 'class 3'] 3 300 1000"
+    assert sorted(os.listdir(tmp_path)) == ["cache", "tmp"]
+    assert os.listdir(tmp_path / "tmp") == []
 
 
 def test_figures_ignore_settings_of_the_user_and_keep_them(tmp_path: Path) -> None:

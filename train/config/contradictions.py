@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rankup.errors import ConfigError
 from rankup.places.urls import is_url
 
-from .settings import Settings, names_image_files
+from .settings import Settings
 from .shares import divide, weights
 from .yaml_text import describe
 
@@ -74,9 +74,8 @@ def contradictions(c: Settings) -> Iterator[Contradiction]:
     if c.profile and not 0 < int(last) - int(first) <= MAX_PROFILED_STEPS:
         rule = f"FIRST:LAST with FIRST before LAST, at most {MAX_PROFILED_STEPS} steps"
         yield Contradiction(("profile",), rule, "Such as 10:20.")
-    needs = {"imagefolder": "a folder of class folders", "shards": "a folder or URL of shards"}.get(c.dataset)
-    if c.workload == "images" and needs and c.data_dir is None:
-        yield Contradiction(("data_dir", "dataset", "workload"), f"{needs} with dataset {c.dataset}",
+    if c.workload == "images" and c.dataset == "imagefolder" and c.data_dir is None:
+        yield Contradiction(("data_dir", "dataset", "workload"), "a folder of class folders with dataset imagefolder",
                             "Set it with --data-dir.")
     if c.workload in ("images", "text") and c.dataset.startswith("hf:") and c.data_dir is not None:
         yield Contradiction(("data_dir", "dataset", "workload"), "null with dataset hf:PATH_OR_NAME",
@@ -91,17 +90,9 @@ def _place(text: str) -> str:
 def _of_image_files(c: Settings) -> Iterator[Contradiction]:
     """What needs image files as they are."""
     crops = isinstance(c.augment, str)
-    if c.workload == "images" and not names_image_files(c.dataset):
-        others = f"with dataset {c.dataset}"
-        if crops:
-            yield Contradiction(("augment", "dataset", "workload"), f"true or false {others}",
-                                "Its images are small and whole already.")
-        if c.cache_images:
-            yield Contradiction(("cache_images", "dataset", "workload"), f"false {others}",
-                                "It has no files to decode.")
-    if crops and c.cache_images:
-        yield Contradiction(("cache_images", "augment"), f"false with augment {c.augment}",
-                            "Random crops need the whole images, the cache holds their middle. Set --augment=true.")
+    if crops and c.workload == "images" and not c.dataset.startswith(("imagefolder", "hf:")):
+        yield Contradiction(("augment", "dataset", "workload"), f"true or false with dataset {c.dataset}",
+                            "Its images are small and whole already.")
     if crops and c.in_memory == "always":
         yield Contradiction(("in_memory", "augment"), f"auto or never with augment {c.augment}",
                             "Random crops need the whole images, memory would hold their middle.")

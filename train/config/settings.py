@@ -51,8 +51,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                                     rule="a name", min_length=1)
     input_column: str | None = _result(None, "hf: column of the images or texts; null: the only one of that kind.",
                                        rule="a column's name", min_length=1)
-    label_column: str | None = _result(None, "hf: column of the labels; null: the only one of class labels, or label. "
-                                             "shards: their name in JSON; null: label.",
+    label_column: str | None = _result(None, "hf: column of the labels; null: the only one of class labels, or label.",
                                        rule="a column's name", min_length=1)
     hf_train_split: str = _result("train", "hf: rows to train on: a split, or part of one such as train[:90%].",
                                   rule="a split's name", min_length=1)
@@ -60,12 +59,6 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                                         rule="a split's name", min_length=1)
     hf_download: bool = setting(False, "hf: PATH_OR_NAME may be a name at the Hugging Face hub, downloaded once.")
     data_dir: str | None = _path(None, "Folder of the data; null: look in the usual places, then download.")
-    train_shards: str = setting("", "shards: those in data_dir to train on, as 'train-{000000..000146}.tar' or "
-                                    "'train/*.tar'; empty: those whose names begin with train.", rule="a pattern")
-    eval_shards: str = setting("", "shards: those to evaluate on; empty: whose names begin with val, else test.",
-                               rule="a pattern")
-    shuffle_window: Natural = _result(0, "Shuffle blocks of samples that lie together, and so many samples at a time; "
-                                         "0: all samples. For shards that are dear to read at random.", unit="samples")
     model: str = _result("cnn", "cnn, mlp, or a torchvision classifier such as resnet18.", pattern=r"^[A-Za-z]\w*$",
                          rule="cnn, mlp or the name of a torchvision classifier")
     image_size: int | None = _result(None, "Scale images to this height and width; null: as they are.",
@@ -84,7 +77,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     dropout: float = _result(0.0, "Share of activations dropped in training.", unit="fraction", ge=0, lt=1)
     augment: Augment = _result(
         False, "Change the training images at random. true: shift and flip; imagenet: its random crops and flips; "
-        "trivial: TrivialAugmentWide besides. The last two are for imagefolder, shards and hf.")
+        "trivial: TrivialAugmentWide besides. The last two are for imagefolder and hf.")
     limit_train: Natural = _result(0, "Use only the first so many training samples; 0: all.", unit="samples")
     limit_eval: Natural = _result(0, "Evaluate on only the first so many samples; 0: all.", unit="samples")
     fake_samples: Count = _result(1024, "How many images the dataset fake has.", unit="samples")
@@ -142,10 +135,6 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                                unit="threads", ge=1, le=1024)
 
     in_memory: Literal["auto", "always", "never"] = setting("auto", "Hold the data in memory; auto: where they fit.")
-    cache_images: bool = setting(False, "imagefolder, shards: decode and resize each image once, into a file that all "
-                                        "processes of a node share; not with augment imagenet, trivial.")
-    cache_max_gb: float = setting(50.0, "What a node keeps takes at most: decoded images, and shards of a URL, each.",
-                                  unit="GB", gt=0, le=1e6)
     num_workers: int = setting(0, "DataLoader workers of each process, for data not in memory.", unit="processes",
                                ge=0, le=1024)
     eval_batch_size: Count = setting(512, "Samples at a time in evaluation, per process.", unit="samples")
@@ -193,11 +182,6 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
         if not _is_plain(value, levels=20):
             raise ValueError("not plain")
         return value
-
-
-def names_image_files(dataset: str) -> bool:
-    """Whether its images are files, decoded one by one, and not held in memory as they were read."""
-    return dataset.startswith(("imagefolder", "shards", "hf:"))
 
 
 # The first setting of each group -> the group's title

@@ -1,11 +1,8 @@
-"""Image files, also those in shards, as samples: decoded when a batch asks for them, or taken from the node's cache of
-decoded images."""
+"""Image files as samples, also those that lie in the rows of a table: decoded when a batch asks for them."""
 
-import hashlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torchvision.transforms import RandomResizedCrop
@@ -16,38 +13,14 @@ from ..config.settings import Augment
 from .samples import random_numbers
 from .sources.decode import decode, decode_bytes
 
-if TYPE_CHECKING:
-    from .sources.image_cache import ImageCache
-
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of the crops for ImageNet: share of the area, width / height
 
 
-def version_of(path: str) -> int:
-    """A number that differs once the file has been replaced or written again; 0 if there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return 0
-    return version_of_facts(found.st_ino, found.st_size, found.st_mtime_ns)
-
-
-def version_of_facts(*facts: int | str) -> int:
-    """A number of 64 bits for what tells one version of a file from another."""
-    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little")
-
-
 class Contents(Protocol):
-    """Image files that lie in something else, such as shards, by the numbers of their samples."""
-
-    @property
-    def storage(self) -> torch.Tensor:
-        """The numbers of the samples as they lie one after the other, int64 [N]."""
+    """Image files that lie in something else, by the numbers of their samples."""
 
     def read(self, number: int) -> bytearray:
         """The bytes of a file. Raises DataError."""
-
-    def version(self, number: int) -> int:
-        """A number that differs once the file has been replaced."""
 
 
 @dataclass(eq=False)
@@ -56,8 +29,8 @@ class FileSamples:
 
     labels: int64 [N]; mean, std: one per channel, of images / 255; origin: one line. image_size: height and width that
     they get; margin: whether, where nothing is random, the shorter side is resized to 8/7 of it first, as ImageNet's
-    recipe does (256 for 224); cache: where the decoded ones are kept; contents: what reads them where they lie in
-    something else; `paths` are then names for messages alone.
+    recipe does (256 for 224); contents: what reads them where they lie in something else; `paths` are then names for
+    messages alone.
 
     Without augmentation the shorter side is resized, and the middle is cut out. `augment`, for training: True shifts
     and mirrors this middle; imagenet takes a random part of the whole image in its place; trivial does one random
@@ -75,7 +48,6 @@ class FileSamples:
     image_size: int = 224
     mirror: bool = True
     margin: bool = False
-    cache: "ImageCache | None" = None
     contents: Contents | None = None
     augment: Augment = False
     seed: int = 0
@@ -86,14 +58,6 @@ class FileSamples:
 
     def __len__(self) -> int:
         return len(self.paths)
-
-    @property
-    def storage(self) -> torch.Tensor | None:
-        """The numbers of the samples as they lie one after the other, int64 [N]; None: in order."""
-        if self.contents is None:
-            return None
-        stored = self.contents.storage
-        return stored[stored < len(self)]  # after `first`
 
     def first(self, count: int) -> "FileSamples":
         """The first `count` samples, all of them with 0."""
@@ -126,20 +90,7 @@ class FileSamples:
         return images, self.labels[indices]
 
     def _middle(self, index: int) -> torch.Tensor:
-        """The middle of one image, uint8 [3, S, S]: from the cache, or decoded and put there."""
-        cache, contents = self.cache, self.contents
-        if cache is None:
-            return self._decode_middle(index)
-        path = self.paths[index]
-        # Before the file is read: if it changes meanwhile, the entry is out of date
-        version = version_of(path) if contents is None else contents.version(index)
-        image = cache.read(index, path, version)
-        if image is None:
-            image = self._decode_middle(index)
-            cache.write(index, version, image)
-        return image
-
-    def _decode_middle(self, index: int) -> torch.Tensor:
+        """The middle of one image, uint8 [3, S, S]."""
         # ImageNet's recipe says how each pixel is made: nothing is decoded at a reduced size for it
         size = self.image_size
         whole = self._decode(index, at_least=None if self.margin else size)

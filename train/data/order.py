@@ -12,8 +12,6 @@ from ..config.shares import divide, weights
 # The epoch (None: evaluation, no augmentation) and the sample numbers of a batch, int64 [B].
 BatchIndex = tuple[int | None, torch.Tensor]
 
-BLOCKS_PER_WINDOW = 16  # fewer mix less, more are smaller pieces to read
-
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -32,8 +30,6 @@ class Order:
     lengths: torch.Tensor | None = None  # int64 [num_samples]: samples of similar length shall share a batch ...
     pool: int = 0  # ... chosen from this many global batches; 0: lengths are ignored
     shares: str = ""  # the setting: numbers that the ranks' parts are in proportion to, by rank; empty: equal parts
-    window: int = 0  # samples that are shuffled at a time, see `_in_windows`; 0: all
-    storage: torch.Tensor | None = None  # int64 [num_samples]: the numbers as the samples lie; None: 0, 1, 2, ...
 
     @property
     def steps_per_epoch(self) -> int:
@@ -68,7 +64,7 @@ class Order:
     def epoch(self, epoch: int) -> torch.Tensor:
         """All sample numbers in the order of that epoch, int64 [num_samples]."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
-        order = self._in_windows(generator) if self.window else torch.randperm(self.num_samples, generator=generator)
+        order = torch.randperm(self.num_samples, generator=generator)
         if self.lengths is None or self.pool == 0:
             return order
         # The tail that is left out stays a random one. The rest is cut into pools, each is sorted by length and cut
@@ -80,18 +76,6 @@ class Order:
         batches = torch.cat(sorted_pools).view(-1, self.batch_size)
         shuffled = batches[torch.randperm(len(batches), generator=generator)]
         return torch.cat([shuffled.flatten(), order[whole:]])
-
-    def _in_windows(self, generator: torch.Generator) -> torch.Tensor:
-        """All sample numbers, int64 [num_samples]: blocks of samples that lie together come in a random order, and
-        are shuffled in windows of BLOCKS_PER_WINDOW.
-
-        So at any time a reader needs these blocks alone, and reads each in one piece.
-        """
-        stored = torch.arange(self.num_samples) if self.storage is None else self.storage
-        blocks = torch.split(stored, max(1, self.window // BLOCKS_PER_WINDOW))
-        mixed = torch.cat([blocks[i] for i in torch.randperm(len(blocks), generator=generator).tolist()])
-        windows = torch.split(mixed, self.window)
-        return torch.cat([window[torch.randperm(len(window), generator=generator)] for window in windows])
 
     def batches(self, first_step: int, last_step: int) -> Iterator[BatchIndex]:
         """This rank's micro-batches of the steps first_step .. last_step-1, `accumulate` a step."""

@@ -37,8 +37,7 @@ class TensorSamples:
 
     mean, std: one per channel, of images / 255; origin: where the images came from, one line. `augment` shifts the
     images of a training batch, and mirrors half of them unless `mirror` is False. With `in_memory` False, DataLoader
-    workers prepare the batches. storage: the numbers of the samples as they lie where they came from, int64 [N]; None:
-    in order.
+    workers prepare the batches.
     """
 
     images: torch.Tensor
@@ -52,7 +51,6 @@ class TensorSamples:
     augment: bool = False
     seed: int = 0
     in_memory: bool = True
-    storage: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -20,7 +20,6 @@ from ..data.order import Order
 from ..parallel import method_name
 from ..parallel.optimizer import peak_rate
 from ..workloads import Workload
-from ..workloads.pictures import has_numbers
 from . import weights
 from .evaluation import Result
 from .training import Training
@@ -79,8 +78,6 @@ def write_result(t: Training, *, seconds: float) -> None:
         device = next(t.whole.parameters()).device
         pictures = workload.pictures(t.whole, t.tables, device)
         job.metrics.pictures(progress.step, pictures)
-        if has_numbers(workload.classes):
-            job.metrics.class_list(progress.step, workload.classes)
     shown = shown_settings(config, method=result["parallel"], world_size=group.world_size)
     job.metrics.hyperparameters(shown)
     job.metrics.flush()

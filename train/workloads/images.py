@@ -74,9 +74,7 @@ def _samples(found: "TensorSamples | FileSamples", config: Config, *, augment: A
     if config.in_memory != "always":
         return files
     images, labels = files.batch(torch.arange(len(files)), None)
-    return TensorSamples(
-        images, labels, augment=augment is True, mirror=found.mirror, seed=config.seed, storage=found.storage
-    )
+    return TensorSamples(images, labels, augment=augment is True, mirror=found.mirror, seed=config.seed)
 
 
 def _shape(found: "TensorSamples | FileSamples") -> tuple[int, int]:

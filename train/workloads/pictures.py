@@ -6,7 +6,6 @@ lacks. Never pyplot, whose state threads share.
 
 import logging
 import os
-import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,54 +15,39 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ..data.sources.cache import writable_cache
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 1000  # pixels: a phone shows them at a third of this, so TEXT is 10 pixels there
-TEXT, SMALL = 28, 22  # pixels, as a point is one at this resolution
+TEXT = 28  # pixels, as a point is one at this resolution
 DPI = 72
-FONT = "DejaVu Sans"  # matplotlib brings it: Latin, Greek, Cyrillic, Arabic, but neither Chinese nor Japanese
+# The first comes with matplotlib: Latin, Greek, Cyrillic, Arabic. The others are for Chinese and Japanese, if installed
+FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "PingFang SC", "Microsoft YaHei")
 LETTERS = 15  # of a name
 NAMED = 20  # with more classes, the names and counts of a matrix would be too small to read
-CELLS = 400  # rows of a matrix that the picture can tell apart; with more classes, cells are put together
 SMALLEST = 16  # pixels of a count; where counts would be smaller, a cell has its percent of the row
-PAIRS = 15  # classes most often confused that are listed then
 COLUMNS = 4  # of misclassified images
 SIDE, HEAD = WIDTH // COLUMNS - 16, 60  # pixels: of such an image, and of the line of explanation
 ROW = SIDE + 2 * TEXT + 28
-_fallbacks: dict[str, str] = {}  # family -> file, of the fonts found so far for what FONT lacks
 
 
 def confusion_pictures(matrix: torch.Tensor, classes: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Pictures by name of a confusion matrix, int64 [C, C]: true class down, predicted class across.
+    """The picture of a confusion matrix, int64 [C, C], by its name: true class down, predicted class across.
 
-    Up to NAMED classes: the matrix with names and counts. With more: the matrix as an overview, with numbers at its
-    sides, and the pairs of classes that are most often confused, with names.
+    None with more than NAMED classes.
     """
-    labels = readable(classes, limit=LETTERS)
+    if len(classes) > NAMED:
+        return {}
     with new_figure(WIDTH + 60) as figure:
-        if len(classes) <= NAMED:
-            draw_matrix(figure, matrix, labels)
-        else:
-            draw_overview(figure, matrix)
-        pictures = {"eval/confusion": to_tensor(figure)}
-    if len(classes) > NAMED and int(matrix.sum() - matrix.trace()):
-        with new_figure(120 + 58 * PAIRS) as figure:
-            draw_pairs(figure, matrix, labels)
-            pictures["eval/most_confused"] = to_tensor(figure)
-    return pictures
-
-
-def has_numbers(classes: tuple[str, ...]) -> bool:
-    """Whether the pictures of these classes have numbers where names would be."""
-    return len(classes) > NAMED or any(
-        label == f"class {number}" != classes[number] for number, label in enumerate(readable(classes, limit=LETTERS))
-    )
+        draw_matrix(figure, matrix, readable(classes, limit=LETTERS))
+        return {"eval/confusion": to_tensor(figure)}
 
 
 def draw_matrix(figure: "Figure", matrix: torch.Tensor, labels: Sequence[str]) -> None:
     """The matrix with the names of all classes, and the counts in its cells."""
-    count, shares = len(labels), _shares(matrix)
+    count, shares = len(labels), matrix.double() / matrix.sum(1, keepdim=True).clamp(min=1)
     axes = figure.subplots()
     axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
     cell = 0.7 * WIDTH / count
@@ -87,53 +71,6 @@ def draw_matrix(figure: "Figure", matrix: torch.Tensor, labels: Sequence[str]) -
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
     set_title(figure, f"Confusion matrix. Shade: a cell's share of its row; number: {what}")
-
-
-def draw_overview(figure: "Figure", matrix: torch.Tensor) -> None:
-    """The matrix without names. The shade grows with the root of the share, for rare confusions to be seen."""
-    from matplotlib.colors import PowerNorm
-
-    count, shares = len(matrix), _shares(matrix)
-    together = -(-count // CELLS)
-    if together > 1:  # the largest share of each square: a mean would drown it
-        shares = F.max_pool2d(shares[None], together, ceil_mode=True)[0]
-    axes = figure.subplots()
-    image = axes.imshow(
-        shares.numpy(),
-        cmap="Blues",
-        norm=PowerNorm(0.5, 0, 1),
-        interpolation="nearest",
-        extent=(-0.5, len(shares) * together - 0.5, len(shares) * together - 0.5, -0.5),
-    )
-    bar = figure.colorbar(image, ax=axes, location="bottom", fraction=0.04, pad=0.02, ticks=[0, 0.05, 0.25, 0.5, 1])
-    bar.ax.set_xticklabels(["0", "5%", "25%", "50%", "100%"], size=SMALL)
-    bar.set_label("share of the row", size=SMALL)
-    axes.set_xlabel("predicted class, by number")
-    axes.set_ylabel("true class, by number")
-    most = ", each point the largest of its square" if together > 1 else ""
-    set_title(figure, f"Confusion matrix of {count:,} classes{most}")
-
-
-def draw_pairs(figure: "Figure", matrix: torch.Tensor, labels: Sequence[str]) -> None:
-    """The pairs of classes that are most often confused."""
-    count = len(labels)
-    wrong = matrix.clone().fill_diagonal_(0).flatten()
-    most, places = wrong.topk(min(PAIRS, int((wrong > 0).sum())))
-    pairs = [divmod(place, count) for place in places.tolist()]
-    totals = matrix.sum(1)
-    names = [f"{labels[true]} → {labels[guess]}" for true, guess in pairs]
-    texts = [f"{number:,} of {int(totals[true]):,}" for (true, _), number in zip(pairs, most.tolist(), strict=True)]
-    axes = figure.subplots()
-    axes.barh(range(len(pairs)), most.tolist(), color="#2a6fb0", height=0.7)
-    axes.set_xlim(0, max([*most.tolist(), 1]))
-    axes.set_xticks([])
-    # The layout makes room for labels of an axis, whatever their length; texts behind the bars would hang over
-    for side, words in ((axes, names), (axes.twinx(), texts)):
-        side.set_ylim(len(pairs) - 0.5, -0.5)
-        side.set_yticks(range(len(pairs)), words)
-        side.tick_params(length=0, pad=8)
-        side.spines[["top", "right", "bottom"]].set_visible(False)
-    set_title(figure, "Most often confused: true class → predicted class")
 
 
 def grid_picture(images: torch.Tensor, names: list[tuple[str, str]]) -> torch.Tensor:
@@ -160,10 +97,6 @@ def draw_grid(figure: "Figure", images: torch.Tensor, names: list[tuple[str, str
     figure.figimage(sheet)  # all in one, pixel for pixel: an axes for each takes a tenth of a second
 
 
-def _shares(matrix: torch.Tensor) -> torch.Tensor:
-    return matrix.double() / matrix.sum(1, keepdim=True).clamp(min=1)
-
-
 # Figures -------------------------------------------------------------------------------------------------------------
 
 
@@ -179,7 +112,7 @@ def new_figure(height: int) -> Iterator["Figure"]:
     ours = {name: value for name, value in matplotlib.rcParamsDefault.items() if not name.startswith("backend")}
     # A name such as "$5 to $10" is no formula
     ours |= {
-        "font.family": [FONT, *_fallbacks], "font.size": TEXT, "text.parse_math": False, "axes.linewidth": 1.5,
+        "font.family": _families(matplotlib), "font.size": TEXT, "text.parse_math": False, "axes.linewidth": 1.5,
         "axes.edgecolor": "#808080", "figure.constrained_layout.use": True, "figure.constrained_layout.w_pad": 0.15,
         "figure.constrained_layout.h_pad": 0.15, "savefig.dpi": "figure",
     }
@@ -202,12 +135,11 @@ def to_tensor(figure: "Figure") -> torch.Tensor:
 
 
 def readable(names: Sequence[str], *, limit: int) -> list[str]:
-    """Labels for classes: names of at most `limit` characters, and `class 3` where no font has a name's characters.
-
-    Ask before `new_figure`, which takes the fonts found by then.
-    """
+    """Labels for classes: names of at most `limit` characters, and `class 3` where no font has a name's characters."""
     clean = ["".join(c if c.isprintable() else " " for c in name).strip() for name in names]
-    missing = _without_glyphs({c for name in clean for c in name})
+    manager = _import().font_manager
+    fonts = [manager.get_font(manager.findfont(family)) for family in _families(_import())]
+    missing = {c for c in set().union(*clean) if not any(font.get_char_index(ord(c)) for font in fonts)}
     return [
         f"class {number}" if not name or missing & set(name) else shorten(name, limit)
         for number, name in enumerate(clean)
@@ -221,53 +153,16 @@ def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - limit // 3 - 1]}…{text[-(limit // 3) :]}"
 
 
-def _without_glyphs(wanted: set[str]) -> set[str]:
-    """Those of these characters that no font of this machine has. Fonts that are needed go to `_fallbacks`."""
-    manager = _import().font_manager
-    from matplotlib.ft2font import FT2Font
-
-    for file in (manager.findfont(FONT), *_fallbacks.values()):
-        wanted = {c for c in wanted if not manager.get_font(file).get_char_index(ord(c))}
-    # Not the font manager's own list: it is a cache, and a font that was installed since would not be in it
-    for file in sorted(manager.findSystemFonts()) if wanted else ():
-        try:
-            font = FT2Font(file)
-            has = {c for c in wanted if font.get_char_index(ord(c))}
-            if has and font.scalable:  # coloured emoji are pictures of one size
-                manager.fontManager.addfont(file)
-                _fallbacks[font.family_name] = file
-                wanted -= has
-        except (OSError, RuntimeError):
-            continue  # not a font that FreeType can read
-    return wanted
+def _families(matplotlib: Any) -> list[str]:
+    """Those of FONTS that this machine has."""
+    there = {font.name for font in matplotlib.font_manager.fontManager.ttflist}
+    return [family for family in FONTS if family in there]
 
 
 def _import() -> Any:
-    """matplotlib. Its cache of fonts is in the home directory; where that can't be written, it is made for this import.
-
-    matplotlib would do so by itself, but with a warning, and leave a folder behind when a process ends by os._exit.
-    """
+    """matplotlib. Its cache of fonts lies in ours: a home that can't be written would cost a warning and a folder."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it also says that it looks for fonts
-    if "MPLCONFIGDIR" in os.environ or _can_write_home():
-        import matplotlib.font_manager
-    else:
-        with tempfile.TemporaryDirectory(prefix="rankup-fonts-") as folder:
-            os.environ["MPLCONFIGDIR"] = folder
-            try:
-                import matplotlib.font_manager
-            finally:
-                del os.environ["MPLCONFIGDIR"]
+    os.environ.setdefault("MPLCONFIGDIR", str(writable_cache() / "matplotlib"))
+    import matplotlib.font_manager
+
     return matplotlib
-
-
-def _can_write_home() -> bool:
-    """Whether matplotlib can have its folders there."""
-    for variable, usual in (("XDG_CONFIG_HOME", "~/.config"), ("XDG_CACHE_HOME", "~/.cache")):
-        folder = os.path.join(os.environ.get(variable) or os.path.expanduser(usual), "matplotlib")
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError:
-            return False
-        if not os.access(folder, os.W_OK | os.X_OK):
-            return False
-    return True

@@ -102,7 +102,7 @@ def test_board_has_none_of_the_nodes_capabilities() -> None:
 
 def test_script_has_nearly_all_the_time_that_its_launcher_gives() -> None:
     """What is left is for its agent, which says how it ended."""
-    files = ["compose.yaml", "k8s/job.yaml", "k8s/jobset.yaml", "k8s/trainjob.yaml", "k8s/base/pytorchjob.yaml",
+    files = ["compose.yaml", "k8s/job.yaml", "k8s/jobset.yaml", "k8s/trainjob.yaml", "k8s/pytorchjob.yaml",
              "slurm/ddp.sbatch", "slurm/simple.sbatch"]
     given = r"(?:stop_grace_period: |terminationGracePeriodSeconds: |--signal=\S+@|--shutdown-timeout )(\d+)"
     seconds = {name: [int(found) for found in re.findall(given, (ROOT / name).read_text())] for name in files}

@@ -80,11 +80,11 @@ def trained_on_rings(cluster: Cluster) -> None:
 
 
 def test_k8s_own_code_and_data_from_config_maps(pods: Pods) -> None:
-    trained_on_rings(pods("overlays/own", OWN))
+    trained_on_rings(pods("job+own", OWN))
 
 
 def test_k8s_script_of_ones_own_from_a_config_map(pods: Pods) -> None:
-    cluster = pods("overlays/script")
+    cluster = pods("jobset+script")
     cluster.start()
     assert cluster.codes() == [0, 0], cluster.logs()
     assert "epoch 3: loss" in cluster.log(0)
@@ -97,7 +97,7 @@ def test_k8s_fsdp_pods_read_their_shards_back_and_come_to_the_digest_of_the_host
 ) -> None:
     """By the image's own Python: Debian 12's writes them in a way of its own."""
     short = [*SHORT, "--schedule", "constant"]
-    cluster = pods("overlays/fsdp", [*short, "--max-steps", "20"])
+    cluster = pods("pytorchjob+fsdp", [*short, "--max-steps", "20"])
     cluster.start()
     assert cluster.codes() == [0, 0], cluster.logs()
     cluster.settings = short  # applied again, with more steps

@@ -76,7 +76,7 @@ def test_k8s_pod_that_is_stopped_saves_is_no_success_and_the_next_ones_resume_to
 def test_k8s_elastic_worker_that_is_killed_comes_back_and_the_digest_is_the_same(
     pods: Pods, undisturbed: Object
 ) -> None:
-    cluster = pods("overlays/elastic", LONG)
+    cluster = pods("pytorchjob+elastic", LONG)
     cluster.start(0, 1)  # as after: kubectl scale pytorchjob rankup --replicas 2
     cluster.hit(1, signal.SIGKILL)
     assert cluster.codes(0, 1) == [0, 0], cluster.logs()
@@ -89,7 +89,7 @@ def test_k8s_elastic_worker_that_is_killed_comes_back_and_the_digest_is_the_same
 def test_k8s_elastic_workers_wait_for_worker_0_and_go_on_without_one_that_is_drained(
     pods: Pods, undisturbed: Object
 ) -> None:
-    cluster = pods("overlays/elastic", LONG)
+    cluster = pods("pytorchjob+elastic", LONG)
     cluster.start(1, 2)
     said = "waiting for the name rankup-worker-0"
     wait_for("worker-1 to look", lambda: said in cluster.log(1), timeout_s=300, log=cluster.logs)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.rigs.jobs import ROOT
-from tests.rigs.kube import EVERY, IMAGE, rendered
+from tests.rigs.kube import IMAGE, rendered
 
 # Each appends its command to $CALLS. kubectl prints the states in $STATES in turn, and then repeats the last one.
 TOOL = '#!/bin/bash\necho "$(basename "$0") $*" >> "$CALLS"\n'
@@ -50,7 +50,7 @@ class Tools:
 
     def run(self, *words: str, **env: str) -> "subprocess.CompletedProcess[str]":
         path = f"{self.folder}:{os.environ['PATH']}"
-        clean = {k: v for k, v in os.environ.items() if k not in ("OVERLAY", "CLUSTER", "IMAGE")}
+        clean = {k: v for k, v in os.environ.items() if k not in ("FILE", "CLUSTER", "IMAGE")}
         return subprocess.run(
             [ROOT / "k8s" / "kube.sh", *words], env={**clean, **self.env, "PATH": path, **env}, capture_output=True,
             text=True, timeout=240, check=False,
@@ -72,7 +72,7 @@ def test_kube_kind_makes_a_cluster_brings_operator_and_image_and_follows_the_job
     done = tools.run("kind")
     assert done.returncode == 0, done.stderr
     steps = ["kind create cluster --name rankup", f"kind load docker-image {IMAGE} --name rankup",
-             "apply --server-side -k", "apply -f k8s/volume.yaml", "apply -k k8s/base", "logs --follow rankup-master-0"]
+             "apply --server-side -k", "apply -f k8s/volume.yaml", "apply -k k8s", "logs --follow rankup-master-0"]
     calls = [call for call in tools.calls() if "rollout" not in call]
     assert len(calls) == len(steps), calls
     assert all(step in call for step, call in zip(steps, calls, strict=True)), calls
@@ -90,25 +90,19 @@ def test_kube_kind_makes_nothing_twice(tools: Tools) -> None:
 
 
 def test_kube_minikube_does_the_same_in_its_own_profile(tools: Tools) -> None:
-    done = tools.run("minikube", OVERLAY="elastic", CLUSTER="mine", IMAGE="own:1", THERE="own:1")
+    done = tools.run("minikube", CLUSTER="mine", IMAGE="own:1", THERE="own:1")
     assert done.returncode == 0, done.stderr
     calls = tools.calls()
     assert calls[:2] == ["minikube -p mine start", "minikube -p mine image load own:1"]
-    assert "kubectl --context mine apply -k k8s/overlays/elastic" in calls
+    assert "kubectl --context mine apply -k k8s" in calls
 
 
 def test_kube_job_needs_no_operator(tools: Tools) -> None:
     tools.states("Complete|u1 rankup-0-x7k2p Succeeded")
-    assert tools.run("kind", OVERLAY="job").returncode == 0
+    assert tools.run("kind", FILE="job").returncode == 0
     applied = [call for call in tools.calls() if " apply " in call]
     files = ["k8s/volume.yaml", "k8s/job.yaml"]
     assert applied == [f"kubectl --context kind-rankup apply -f {file}" for file in files]
-
-
-def test_kube_brings_the_volume_that_the_overlay_mounts(tools: Tools) -> None:
-    assert tools.run("kind", OVERLAY="fsdp").returncode == 0
-    applied = [call for call in tools.calls() if " apply -f " in call]
-    assert applied == ["kubectl --context kind-rankup apply -f k8s/overlays/fsdp/volume.yaml"]
 
 
 def test_kube_says_that_a_job_failed(tools: Tools) -> None:
@@ -134,8 +128,8 @@ def test_kube_follows_the_next_pod_after_a_lost_one(tools: Tools) -> None:
     ("words", "env", "said"),
     [
         (["kind"], {"IMAGE": "none:1"}, "no image none:1: make image"),
-        (["kind"], {"OVERLAY": "gpus"}, "OVERLAY must be one of board elastic fsdp gpu own script, pytorchjob"),
-        (["kind"], {"OVERLAY": "trainjob"}, "knows no trainjob"),
+        (["kind"], {"FILE": "gpus"}, "FILE must be pytorchjob, job"),
+        (["kind"], {"FILE": "trainjob"}, "knows no trainjob"),
         (["up"], {}, "usage:"),
         ([], {}, "usage:"),
     ],
@@ -150,19 +144,15 @@ def test_kube_refuses_with_a_line_that_says_why(tools: Tools, words: list[str], 
 def test_kube_delete_leaves_the_volume(tools: Tools) -> None:
     assert tools.run("delete").returncode == 0
     (call,) = tools.calls()
-    assert "delete pytorchjob/rankup networkpolicy/rankup" in call
-    maps = [each["metadata"]["name"] for what in EVERY for each in rendered(what) if each["kind"] == "ConfigMap"]
-    assert maps
-    assert {f"configmap/{name}" for name in maps} <= set(call.split())
-    assert "persistentvolumeclaim" not in call
-    assert "pvc" not in call
+    assert "kubectl delete -k k8s" in call
+    assert not [each for each in rendered("pytorchjob+own") if each["kind"] == "PersistentVolumeClaim"]
 
 
-@pytest.mark.parametrize(("overlay", "kind"), [("", "PyTorchJob"), ("gpu", "PyTorchJob"), ("job", "Job")])
-def test_make_renders_what_would_be_applied(overlay: str, kind: str) -> None:
+@pytest.mark.parametrize(("file", "kind"), [("", "PyTorchJob"), ("job", "Job")])
+def test_make_renders_what_would_be_applied(file: str, kind: str) -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl here: k8s/setup.sh installs one")
-    env = {**os.environ, "OVERLAY": overlay}
+    env = {**os.environ, "FILE": file}
     done = subprocess.run(["make", "-s", "k8s-render"], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert kind in {document["kind"] for document in yaml.safe_load_all(done.stdout)}

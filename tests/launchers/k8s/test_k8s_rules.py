@@ -16,7 +16,7 @@ KILLED = 137
 VERDICTS = {code for code in CODES.values() if code > 10}  # of --preflight, in place of a rank's code
 COLUMNS = {
     "PyTorchJob": "pytorchjob.yaml", "Job": "job.yaml", "JobSet": "jobset.yaml", "TrainJob": "trainjob.yaml",
-    "elastic": "overlays/elastic",
+    "elastic": "pytorchjob+elastic",
 }
 WORDS = {"done": "done", "fails": "the job fails", "new": "new pod, not counted", "counted": "new pod, counted"}
 
@@ -59,10 +59,10 @@ def test_k8s_pod_that_is_preempted_costs_nothing_and_a_mistake_stays_one(what: s
 
 
 def test_k8s_every_pytorchjob_but_the_elastic_one_decides_as_the_base() -> None:
-    base = owner("base")
+    base = owner("pytorchjob")
     for what in TRAINING:
         job = owner(what)
-        if job["kind"] == "PyTorchJob" and what != "overlays/elastic":
+        if job["kind"] == "PyTorchJob" and "elastic" not in what:
             assert [verdict(job, code) for code in OURS] == [verdict(base, code) for code in OURS]
 
 
@@ -104,7 +104,7 @@ def test_k8s_pytorchjob_decides_by_exit_codes_that_reach_the_operator() -> None:
 
 
 def test_k8s_preflight_that_says_no_ends_the_job_everywhere() -> None:
-    for name in ("base", "job.yaml", "jobset.yaml", "trainjob.yaml"):
+    for name in ("pytorchjob", "job.yaml", "jobset.yaml", "trainjob.yaml"):
         assert {verdict(owner(name), code) for code in VERDICTS} == {"fails"}, name
 
 

@@ -1,4 +1,4 @@
-"""k8s/: each manifest and overlay is what a cluster accepts, and the check finds what it would not."""
+"""k8s/: each manifest is what a cluster accepts, and the check finds what it would not."""
 
 from collections.abc import Callable
 from typing import Any

@@ -108,7 +108,7 @@ def test_k8s_mistakes_that_schemas_let_pass_are_found(mutate: Callable[[Any], No
     ],
 )
 def test_k8s_mistakes_in_the_board_are_found(mutate: Callable[[Any], None], said: str) -> None:
-    documents = sorted(copy.deepcopy(rendered("overlays/board")), key=lambda each: str(each["kind"]))
+    documents = sorted(copy.deepcopy(rendered("board.yaml")), key=lambda each: str(each["kind"]))
     mutate(documents)
     assert any(said in each for each in mistakes(documents)), mistakes(documents)
 

@@ -6,7 +6,6 @@ No torch here: the command line checks `dataset` against the names below before 
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rankup.errors import ConfigError
@@ -26,7 +25,6 @@ SOURCES = {
     "mnist": "mnist_family",
     "cifar10": "cifar10",
     "imagefolder": "imagefolder",
-    "shards": "shards",
     "digits": "mnist_family",
     "fake": "fake",
     "hf:PATH_OR_NAME": "huggingface",
@@ -41,7 +39,7 @@ def load(
     Looks where the set may be and downloads it if it is nowhere, one process per node; `say` gets a line when that
     takes time. Fashion-MNIST, the default, gives way to the digits that ship with the program if it is neither found
     nor downloaded and no data_dir is given: `.name` says which set it is, and all ranks of a job must compare it.
-    With image_size, images in memory are scaled to that height and width. With cache_images, decoded files are kept.
+    With image_size, images in memory are scaled to that height and width.
     Raises DataError, one line with the file's path, for data that are missing, damaged or not what they claim to be;
     ConfigError for a data set that is not in SOURCES.
     """
@@ -60,16 +58,4 @@ def load(
             "dataset digits needs no download."
         ) from error
     train, test = train.first(config.limit_train), test.first(config.limit_eval)
-    train, test = train.scaled(config.image_size), test.scaled(config.image_size)
-    return _cached(train, test, config) if config.cache_images else (train, test)
-
-
-def _cached(train: FileSamples, test: FileSamples, config: Config) -> tuple[FileSamples, FileSamples]:
-    """The same files, with the node's cache of what they decode to."""
-    from .cache import writable_cache
-    from .image_cache import Plan, open_caches
-
-    plans = [Plan(half.paths, half.image_size) for half in (train, test)]
-    caches = open_caches(plans, writable_cache(), max_bytes=int(config.cache_max_gb * 1e9))
-    here = f"{sum(cache.count() for cache in caches)} of {len(train) + len(test)} decoded in {caches[0].path.parent}"
-    return replace(train, cache=caches[0], origin=f"{train.origin}, {here}"), replace(test, cache=caches[1])
+    return train.scaled(config.image_size), test.scaled(config.image_size)

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from rankup.places.urls import is_url
 
 from ...config import Config
 from ...config.schema import flag
-from ..file_samples import FileSamples, version_of, version_of_facts
+from ..file_samples import FileSamples
 from .cache import writable_cache
 from .fetch import NotFetched, Say, download_lock, print_to_stderr
 from .imagefolder import MEAN, STD
@@ -329,14 +328,9 @@ class ImageColumn:
 
     rows: Rows
 
-    @property
-    def storage(self) -> torch.Tensor:
-        """int64 [N]: as they are numbered."""
-        return torch.arange(len(self.rows))
-
     def read(self, number: int) -> bytearray:
         """The bytes of one. Raises DataError for an image that is a file of its own and can't be read."""
-        cell = self._cell(number)
+        cell = self.rows.table.data.column(self.rows.input)[self.rows.start + number].as_py()
         found = cell["bytes"] if isinstance(cell, dict) else cell
         if found is not None:
             return bytearray(found)
@@ -344,21 +338,6 @@ class ImageColumn:
             return bytearray(Path(cell["path"]).read_bytes())
         except OSError as error:
             raise DataError(f"{cell['path']}: can't be read ({error.strerror}).") from error
-
-    def version(self, number: int) -> int:
-        """That of its own file, or of the column in those that hold the rows."""
-        cell = self._cell(number)
-        if isinstance(cell, dict) and cell["bytes"] is None:
-            return version_of(cell["path"])
-        return self._version
-
-    @cached_property
-    def _version(self) -> int:
-        files = (version_of(file["filename"]) for file in self.rows.table.cache_files)
-        return version_of_facts(self.rows.input, *files)
-
-    def _cell(self, number: int) -> Any:
-        return self.rows.table.data.column(self.rows.input)[self.rows.start + number].as_py()
 
 
 def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSamples:

@@ -1,0 +1,198 @@
+"""k8s/kustomization.yaml: for each kind of job, any mix of components gives pods that a cluster takes and that run."""
+
+import re
+from itertools import product
+from typing import Any
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from rankup import cli
+from rankup.env.node_env import read_node_env
+from tests.rigs.jobs import ROOT
+from tests.rigs.kube import IMAGE, K8S, TRAINING, kustomized, one, problems, rendered
+from tests.rigs.kubeflow import OWNERS, command_line, environment, pods_of
+from tests.rigs.kubelint import mistakes, unrestricted
+from train.config import Config, check_world_size, load_config
+from train.config.command_line import parse_args
+from train.run import CHOICES
+
+Object = dict[str, Any]
+CODE = ("own", "script", "")  # which exclude each other
+KINDS = ("pytorchjob", "job", "jobset", "pytorchjob+elastic")
+
+
+def mixes(kind: str) -> list[str]:
+    codes = [code for code in CODE if code != "script" or "elastic" not in kind]
+    chosen = product([kind], *(("", name) for name in ("gpu", "fsdp", "kueue")), codes)
+    return ["+".join(filter(None, each)) for each in chosen]
+
+
+def test_k8s_every_component_is_in_a_mix() -> None:
+    there = {path.name for path in (K8S / "components").iterdir() if path.is_dir()} - {"begin"}
+    assert there == {name for kind in KINDS for mix in mixes(kind) for name in mix.split("+")[1:]}
+    assert set(re.findall(r"# - components/(\S+) # EDIT", (K8S / "kustomization.yaml").read_text())) == there
+
+
+def test_k8s_nothing_added_is_the_plain_file() -> None:
+    for kind in KINDS[:3]:
+        plain, mixed = ({each["kind"]: each for each in rendered(what)} for what in (f"{kind}.yaml", kind))
+        assert plain == mixed
+
+
+def config_of(words: list[str]) -> Config:
+    """What the program makes of its own words."""
+    parsed = parse_args(words)
+    return load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes, choices=CHOICES)
+
+
+def check_command(pods: list[Object], what: str) -> None:
+    """Each pod runs a command that `launch` or torchrun and the program understand, as the right one of all nodes."""
+    nproc = 2 if "gpu" in what else 1
+    for rank, pod in enumerate(pods):
+        words, values = command_line(pod), environment(pod)
+        if "torchrun" in words:
+            at = words.index("train.main")
+            get_args_parser().parse_args(words[words.index("torchrun") + 1 : at + 1])
+            least, most = (int(count) for count in values["PET_NNODES"].split(":"))
+            for count in range(least, most + 1):
+                check_world_size(config_of(words[at + 1 :]), count * nproc)
+            continue
+        assert words[:3] == ["python", "train/main.py", "launch"]
+        given = cli.parser().parse_args(words[3:])
+        node = read_node_env(values, nproc=given.nproc)
+        assert (node.node_rank, node.num_nodes, node.nproc, given.join_timeout_s) == (rank, len(pods), nproc, 900)
+        if "script" in what:
+            assert (given.script, given.name, given.work_dir) == ("/own/train.py", "rankup", "runs/work")
+        else:
+            assert (given.script, given.arguments[0]) == ("train/main.py", "train")
+            config = config_of(given.arguments)
+            check_world_size(config, node.world_size)
+            assert (config.device, config.parallel) == (
+                "cuda" if "gpu" in what else Config().device, "fsdp" if "fsdp" in what else Config().parallel
+            )
+
+
+def check_pods(pods: list[Object], what: str) -> None:
+    assert len(pods) >= 2
+    for index, pod in enumerate(pods):
+        (container,) = pod["spec"]["containers"]
+        assert (container["image"], container["imagePullPolicy"]) == (IMAGE, "IfNotPresent")
+        assert pod["spec"]["terminationGracePeriodSeconds"] > 60  # time to save
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        (shared,) = [each["name"] for each in container["volumeMounts"] if each["mountPath"] == "/dev/shm"]
+        assert volumes[shared]["emptyDir"]["medium"] == "Memory"
+        if index == 0 or "fsdp" in what or "elastic" in what or not what.startswith("pytorchjob"):
+            claim = "rankup-runs-shared" if "fsdp" in what else "rankup-runs"
+            assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim
+        else:  # rank 0 alone writes
+            assert all("persistentVolumeClaim" not in volume for volume in volumes.values())
+        gone = {each["key"]: each["tolerationSeconds"] for each in pod["spec"]["tolerations"]}
+        assert gone == {"node.kubernetes.io/unreachable": 30, "node.kubernetes.io/not-ready": 30}
+        if "gpu" in what:
+            assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
+            assert list(pod["spec"]["affinity"]) == ["podAntiAffinity"]
+
+
+def check(documents: list[Object], what: str) -> None:
+    assert [problem for document in documents for problem in problems(document)] == []
+    assert mistakes(documents) == []
+    pods = pods_of(documents)
+    for pod in pods:  # the operator's own container: k8s/cluster.md
+        ours = [each for each in pod["spec"].get("initContainers", []) if each["name"] != "init-pytorch"]
+        assert unrestricted({**pod, "spec": {**pod["spec"], "initContainers": ours}}) == []
+    check_pods(pods, what)
+    check_command(pods, what)
+    policy = next(each["spec"] for each in documents if each["kind"] == "NetworkPolicy")
+    wanted = policy["podSelector"]["matchLabels"]
+    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": wanted}}]}]
+    assert all(wanted.items() <= pod["labels"].items() for pod in pods)
+    (job,) = [each for each in documents if each["kind"] in OWNERS]
+    if "kueue" in what:
+        assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+        assert job["spec"].get("suspend") or job["spec"]["runPolicy"]["suspend"]
+    if "gpu" in what and job["kind"] == "PyTorchJob":
+        assert job["spec"]["nprocPerNode"] == "2"
+
+
+@pytest.mark.parametrize("what", [what for what in TRAINING if what.endswith(".yaml")])
+def test_k8s_plain_files_give_pods_that_run(what: str) -> None:
+    check(rendered(what), what)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_k8s_components_combine_in_any_mix(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for what in mixes(kind):
+        check(rendered(what), what)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_k8s_name_image_and_namespace_stand_in_one_place(kind: str) -> None:
+    """Two jobs side by side share no name, and none of them reaches the other."""
+    edits = [("app.kubernetes.io/instance: rankup", "app.kubernetes.io/instance: my-job"),
+             ("newName: rankup", "newName: registry.example.org/me/rankup"),
+             ("# namespace: my-team", "namespace: my-team")]
+    documents = kustomized(f"{kind}+own", *edits)
+    assert [problem for document in documents for problem in problems(document)] == []
+    assert {each["metadata"]["namespace"] for each in documents} == {"my-team"}
+    names = {each["metadata"]["name"] for each in documents if each["kind"] != "ConfigMap"}
+    assert names == {"my-job"}
+    pods = pods_of(documents)
+    for pod in pods:
+        (container,), values = pod["spec"]["containers"], environment(pod)
+        assert container["image"] == f"registry.example.org/me/{IMAGE}"
+        assert "my-job" in command_line(pod)
+        assert pod["name"].startswith("my-job-")
+        if "subdomain" in pod["spec"]:
+            assert values["MASTER_ADDR"] == f"{pods[0]['name']}.{pod['spec']['subdomain']}"
+            assert pod["spec"]["subdomain"] == "my-job"
+    for document in documents:
+        spec = document.get("spec", {})
+        selector = {"Service": spec.get("selector"), "NetworkPolicy": spec.get("podSelector", {}).get("matchLabels"),
+                    "PodDisruptionBudget": spec.get("selector", {}).get("matchLabels")}.get(document["kind"])
+        if selector is not None:
+            assert selector["app.kubernetes.io/instance"] == "my-job"
+            assert all(selector.items() <= pod["labels"].items() for pod in pods)
+    assert "rankup" not in {pod["labels"]["app.kubernetes.io/instance"] for pod in pods}
+
+
+def uncommented(name: str) -> list[tuple[str, str]]:
+    """Edits that remove the # from every line marked EDIT in a block of patches."""
+    lines = re.findall(r"(?m)^( {6,})# (.* # EDIT.*)$", (K8S / name / "kustomization.yaml").read_text())
+    return [(f"{space}# {line}", f"{space}{line}") for space, line in lines]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_k8s_lines_to_remove_a_comment_from_reach_every_pod(kind: str) -> None:
+    edits = uncommented(".") + uncommented("components/gpu")
+    assert len(edits) == 10
+    documents = kustomized(f"{kind}+gpu", *edits)
+    assert [problem for document in documents for problem in problems(document)] == []
+    devices = {"rdma/hca_shared_devices_a": "1", "vpc.amazonaws.com/efa": "4", "hugepages-2Mi": "5120Mi"}
+    for pod in pods_of(documents):
+        spec = pod["spec"]
+        assert spec["imagePullSecrets"] == [{"name": "my-registry"}]
+        assert spec["nodeSelector"]
+        assert spec["priorityClassName"] == "high"
+        assert spec["tolerations"][-1] == {"key": "nvidia.com/gpu", "operator": "Exists"}
+        assert pod["labels"]["sidecar.istio.io/inject"] == "false"
+        assert devices.items() <= spec["containers"][0]["resources"]["limits"].items()
+        assert environment(pod)["NCCL_DEBUG"] == "INFO"
+        assert environment(pod)["NCCL_IB_HCA"] == "=mlx5_0,mlx5_1"
+
+
+def test_k8s_lines_for_volcano_say_what_it_looks_for() -> None:
+    text, count = re.subn(r"(?m)^( *)# (?=.* # EDIT with Volcano)", r"\1", (K8S / "pytorchjob.yaml").read_text())
+    assert count == 2
+    job = next(iter(yaml.safe_load_all(text)))
+    assert problems(job) == []
+    assert job["spec"]["runPolicy"]["schedulingPolicy"] == {"queue": "default"}
+    assert {pod["spec"]["schedulerName"] for pod in pods_of([job])} == {"volcano"}
+
+
+def test_k8s_fsdp_volume_is_mounted_by_every_node() -> None:
+    claim = one("components/fsdp/volume.yaml", "PersistentVolumeClaim")
+    assert claim["metadata"]["name"] == "rankup-runs-shared"  # the other's access mode can't be changed
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
