@@ -447,7 +447,7 @@ TRAIN = "Run our program; also: evaluate, predict, show"
 
 def overview() -> str:
     """What `rankup` alone prints."""
-    lines = ["Start PyTorch jobs anywhere, and keep them alive.", "", _headings("usage: rankup COMMAND [OPTIONS]"), ""]
+    lines = ["Start PyTorch jobs anywhere, and keep them alive.", _headings("usage: rankup COMMAND [OPTIONS]"), ""]
     for title, names in GROUPS.items():
         for name in names:
             text = COMMANDS[name].about.partition(". ")[0] if name in COMMANDS else TRAIN
