@@ -434,7 +434,7 @@ COMMANDS = {
         "Write a checkpoint as one file for torch.load. The file holds a dict from the name of each tracked object to "
         "its state, or the state of one object alone. It takes plain and sharded checkpoints, of any run.",
         "RUN FILE [OPTIONS]",
-        ("mine mine.pt", "mine weights.pt --item model", "runs/mine/checkpoints/step-00000400 old.pt"),
+        ("mine mine.pt", "runs/mine/checkpoints/step-00000400 weights.pt --item model"),
         _export_options, _export,
     ),
 }
