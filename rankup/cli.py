@@ -461,6 +461,31 @@ def parser(name: str = "launch") -> Parser:
     return Parser(name, COMMANDS[name])
 
 
+COMPLETION = """_rankup() {{
+  local words=
+  case $COMP_CWORD:${{COMP_WORDS[1]}} in
+    1:*) words="{commands}" ;;
+{cases}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _rankup rankup
+"""
+
+
+def completion(shell: str) -> str:
+    """A script for `eval "$(rankup completion bash)"`: commands and options; files where neither fits. Raises
+    ConfigError."""
+    if shell not in ("bash", "zsh"):
+        raise ConfigError(f"completion must be followed by bash or zsh, got {shell or 'nothing'}.")
+    options = {
+        name: " ".join(word for action in parser(name)._actions for word in action.option_strings) for name in COMMANDS
+    }
+    cases = "\n".join(f'    *:{name}) words="{found}" ;;' for name, found in options.items())
+    script = COMPLETION.format(commands=" ".join([*COMMANDS, *OF_PROGRAM, "completion"]), cases=cases)
+    return ("autoload -U +X compinit bashcompinit && compinit && bashcompinit\n" if shell == "zsh" else "") + script
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code."""
     first, *rest = list(sys.argv[1:] if words is None else words) or [""]
@@ -483,6 +508,9 @@ def _run(name: str, words: Sequence[str]) -> int:
             runpy.run_path(found, run_name="__main__")
         except ModuleNotFoundError as error:
             raise ConfigError(f"`rankup {name}` needs {error.name}: pip install 'rankup[train]'.") from None
+    if name == "completion":
+        print_whole(completion(" ".join(words)))
+        return FINISHED
     if name not in COMMANDS:
         raise ConfigError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
     given = parser(name).parse(words)

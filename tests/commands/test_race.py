@@ -26,13 +26,13 @@ def lap(entrant: str, repeat: int, images_per_s: float) -> Lap:
 
 def test_race_runs_and_all_entrants_train_the_same(tmp_path: Path) -> None:
     line = ["--repeats", "1", "--processes", "2", "--precision", "fp32", "--data", "random"]
-    line += ["--warm-up", "20", "--steps", "80"]
+    line += ["--warm-up", "10", "--steps", "30"]
     command = [sys.executable, ROOT / "tests/bench/race.py", *line, "--only", *ALONE, "--output", tmp_path]
     with jobs.ended(jobs.start(*command)) as job:
         assert job.wait(timeout_s=800) == [0], job.output
     laps = json.loads((tmp_path / "race.json").read_text())
     assert {(each["entrant"], each["processes"]) for each in laps} == {(name, 2) for name in ALONE}
-    # 80 steps are more than one epoch of the random images: the order of the second one counts too. Other weights or
+    # 30 steps are more than one epoch of the random images: the order of the second one counts too. Other weights or
     # another order would change the loss in its first digits
     for each in laps:
         assert each["loss"] == pytest.approx(laps[0]["loss"], rel=1e-3), laps

@@ -5,7 +5,6 @@ the loss are those of the whole batch.
 """
 
 import json
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from tests.rigs import places
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, comparable_metrics, ended, metrics, result, start
+from tests.rigs.jobs import MAIN, comparable_metrics, metrics, result
 from tests.rigs.places import Fault
 
 STEPS = 14  # of which 11 are an epoch
@@ -199,10 +198,10 @@ def test_launch_of_three_that_loses_a_rank_ends_with_the_weights_of_ranks_starte
     assert [job.wait() for job in jobs] == [[0]] * 3, "".join(job.output for job in jobs)
     faults = places.order(tmp_path / "faults", [[Fault("backward", 1, 8)]])
     words = ("launch", "--nproc=3", MAIN, *line, "--run-dir", tmp_path / "launch")
-    with ended(start(sys.executable, MAIN, *words, env=faults)) as job:
-        assert job.wait() == [0], job.output
+    codes, output = forks.run(*words, env=faults)
+    assert codes == [0], output
     assert len(places.strikes(tmp_path / "faults")) == 1
-    assert "; no finished step was lost" in job.output
+    assert "; no finished step was lost" in output
     digests = {name: result(tmp_path / name / "run")["digest"] for name in ("hand", "file", "launch")}
     assert len(set(digests.values())) == 1, digests
 

@@ -18,7 +18,7 @@ from rankup.state.rescue import places as folders
 from tests.observe.test_metrics import assert_same
 from tests.rigs import places
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, Job, comparable_metrics, ended, free_port, result, start
+from tests.rigs.jobs import MAIN, comparable_metrics, ended, free_port, result, start
 from tests.rigs.places import Fault
 from tests.rigs.small_filesystems import own_tmpfs
 
@@ -58,11 +58,12 @@ def run_id(folder: Path) -> str:
     return str(json.loads((folder / "run" / "run.json").read_text())["run"])
 
 
-def launch(folder: Path, *more: str, faults: Path, groups: places.Groups, max_restarts: int = 3) -> Job:
-    return start(
-        sys.executable, MAIN, "launch", "--nproc=2", f"--max-restarts={max_restarts}", MAIN, *train(folder, *more),
-        env=places.order(faults, groups),
-    )
+def launch(
+    forks: Forks, folder: Path, *more: str, faults: Path, groups: places.Groups, max_restarts: int = 3
+) -> tuple[list[int], str]:
+    """The exit code of the agent, and all output."""
+    line = ("launch", "--nproc=2", f"--max-restarts={max_restarts}", MAIN, *train(folder, *more))
+    return forks.run(*line, env=places.order(faults, groups))
 
 
 @pytest.mark.usefixtures("left")
@@ -71,30 +72,30 @@ def launch(folder: Path, *more: str, faults: Path, groups: places.Groups, max_re
     [("backward", 0, 3), ("forward", 1, 12), ("after the optimizer", 0, 7), ("evaluating", 1, 8), ("saving", 0, 10)],
 )
 def test_numbers_go_on_as_if_nothing_had_happened(
-    tmp_path: Path, undisturbed: dict[str, Any], place: str, rank: int, step: int
+    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any], place: str, rank: int, step: int
 ) -> None:
     """Before the first checkpoint and later; where rank 0 has not written the line of a step that the other finished;
     in an evaluation and in a save, which are then done by the next attempt."""
-    with ended(launch(tmp_path, faults=tmp_path / "faults", groups=[[Fault(place, rank, step)]])) as job:
-        assert job.wait() == [0], job.output
+    codes, output = launch(forks, tmp_path, faults=tmp_path / "faults", groups=[[Fault(place, rank, step)]])
+    assert codes == [0], output
     assert len(places.strikes(tmp_path / "faults")) == 1
-    assert f"rescued by rank {1 - rank} on " in job.output
-    assert "; no finished step was lost" in job.output
+    assert f"rescued by rank {1 - rank} on " in output
+    assert "; no finished step was lost" in output
     assert seen(tmp_path / "run") == undisturbed
     assert_same(tmp_path / "run")  # TensorBoard too has each step once
 
 
 @pytest.mark.usefixtures("left")
 def test_fresh_goes_on_from_its_own_rescue_and_takes_none_of_an_earlier_run(
-    tmp_path: Path, undisturbed: dict[str, Any]
+    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     groups = [[Fault("backward", 1, 3)]]
-    with ended(launch(tmp_path, "--fresh", faults=tmp_path / "first", groups=groups, max_restarts=0)) as job:
-        assert job.wait() == [137], job.output
-    with ended(launch(tmp_path, "--fresh", faults=tmp_path / "second", groups=groups)) as job:
-        assert job.wait() == [0], job.output
-    assert job.output.count("the earlier run was moved to") == 1
-    assert job.output.count("resumed from step ") == 1
+    codes, output = launch(forks, tmp_path, "--fresh", faults=tmp_path / "first", groups=groups, max_restarts=0)
+    assert codes == [137], output
+    codes, output = launch(forks, tmp_path, "--fresh", faults=tmp_path / "second", groups=groups)
+    assert codes == [0], output
+    assert output.count("the earlier run was moved to") == 1
+    assert output.count("resumed from step ") == 1
     assert seen(tmp_path / "run") == undisturbed
     earlier = json.loads((next((tmp_path / "run").glob("before-*")) / "run.json").read_text())["run"]
     for place in folders():
@@ -102,26 +103,26 @@ def test_fresh_goes_on_from_its_own_rescue_and_takes_none_of_an_earlier_run(
 
 
 @pytest.mark.usefixtures("left")
-def test_all_ranks_at_once_leave_no_rescue(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_all_ranks_at_once_leave_no_rescue(forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     groups = [[Fault("backward", 0, 8, saved=True), Fault("backward", 1, 8)]]
-    with ended(launch(tmp_path, faults=tmp_path / "faults", groups=groups)) as job:
-        assert job.wait() == [0], job.output
-    assert "resumed from step-00000005" in job.output
-    assert "rescued" not in job.output
+    codes, output = launch(forks, tmp_path, faults=tmp_path / "faults", groups=groups)
+    assert codes == [0], output
+    assert "resumed from step-00000005" in output
+    assert "rescued" not in output
     assert seen(tmp_path / "run") == undisturbed
 
 
 @pytest.mark.usefixtures("left")
-def test_damaged_rescue_is_passed_over_and_said(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_damaged_rescue_is_passed_over_and_said(forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     groups = [[Fault("backward", 0, 8, saved=True)]]
-    with ended(launch(tmp_path, faults=tmp_path / "f", groups=groups, max_restarts=0)) as job:
-        assert job.wait() == [137], job.output
+    codes, output = launch(forks, tmp_path, faults=tmp_path / "f", groups=groups, max_restarts=0)
+    assert codes == [137], output
     (path,) = (path for place in folders() for path in place.glob(f"rankup-*/{run_id(tmp_path)}/*/model.safetensors"))
     path.write_bytes(path.read_bytes()[:-1])
-    with ended(launch(tmp_path, faults=tmp_path / "none", groups=[])) as job:
-        assert job.wait() == [0], job.output
-    assert f"a rescue was passed over: checkpoint: {path.parent} must be a whole checkpoint" in job.output
-    assert "resumed from step-00000005" in job.output
+    codes, output = launch(forks, tmp_path, faults=tmp_path / "none", groups=[])
+    assert codes == [0], output
+    assert f"a rescue was passed over: checkpoint: {path.parent} must be a whole checkpoint" in output
+    assert "resumed from step-00000005" in output
     assert seen(tmp_path / "run") == undisturbed
 
 

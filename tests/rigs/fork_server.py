@@ -1,13 +1,14 @@
 """Jobs whose processes are forked from one that has imported torch already: 0.3 s instead of 4 to the first step.
 
 Each is a process of its own all the same, with its own signals, session, environment and end; only the start differs.
-Tests of the start itself use `jobs.start`.
+So it is with the process from which an agent forks its ranks. Tests of the start itself use `jobs.start`.
 """
 
 import contextlib
 import importlib
 import json
 import os
+import runpy
 import selectors
 import signal
 import socket
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -183,6 +185,10 @@ class Forks:
 
 # In the process that forks ------------------------------------------------------------------------------------
 
+# What an interpreter reads at its start: an agent with other values has its fork server started afresh
+READ_AT_START = ("PYTHONWARNINGS", "PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCH_LOGS")
+AT_START = dict(os.environ)
+
 
 def serve() -> None:
     """Fork one job a line of stdin; tell on stdout who was started and who ended."""
@@ -246,7 +252,71 @@ def _be(job: dict[str, Any]) -> NoReturn:
     if job["preload"]:
         module, _, function = job["preload"].partition(":")
         getattr(importlib.import_module(module), function)()
+    if job["arguments"][:1] == ["launch"]:
+        _warm_the_server()
     entry()
+    os._exit(99)
+
+
+class _Server:
+    """A fork server that waits for its order, with what the agent wants of a Popen."""
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid, self.channel, self.code = pid, channel, None
+
+    def poll(self) -> int | None:
+        if self.code is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG):
+            self.code = -signal.SIGKILL
+        return self.code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _warm_the_server() -> None:
+    """In an agent: its first fork server is a fork of this process, which has imported torch, not a cold start."""
+    from rankup.agent import fork_server
+
+    ours, theirs = socket.socketpair()
+    if (pid := os.fork()) == 0:
+        ours.close()
+        os.setsid()
+        _be_a_server(theirs)
+    theirs.close()
+    unused = [_Server(pid, ours)]
+
+    def start(command: list[str], *, env: dict[str, str], pass_fds: list[int], **more: Any) -> Any:
+        order = json.loads(command[2])
+        if not order["fork"] or not unused or any(env.get(name) != AT_START.get(name) for name in READ_AT_START):
+            return subprocess.Popen(command, env=env, pass_fds=pass_fds, **more)
+        server = unused.pop()
+        with server.channel as channel:
+            socket.send_fds(channel, [json.dumps([command[1], order, env]).encode()], pass_fds)
+        return server
+
+    vars(fork_server)["subprocess"] = types.SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+
+
+def _be_a_server(channel: socket.socket) -> NoReturn:
+    """Wait for the order, then run as the file of the fork server, which has imported nothing of this project yet."""
+    data, (passed, *_) = b"", [-1]
+    with channel:
+        while True:
+            more, descriptors, *_ = socket.recv_fds(channel, 1 << 20, 1)
+            if not more:
+                break
+            data, passed = data + more, descriptors[0] if descriptors else passed
+    if not data:  # the agent is gone, or starts its ranks as fresh interpreters
+        os._exit(0)
+    file, order, env = json.loads(data)
+    os.environ.clear()
+    os.environ.update(env)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("rankup", "train", "tests")]:
+        del sys.modules[name]
+    del sys.path[0]  # the folder of this file
+    sys.argv = [file, json.dumps({**order, "channel": passed})]
+    runpy.run_path(file, run_name="__main__")
     os._exit(99)
 
 

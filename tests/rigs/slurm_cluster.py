@@ -218,10 +218,13 @@ class SlurmJob:
             return 0
 
     def wait_for_step(self, step: int, run: str = "job") -> None:
+        looks = itertools.count(1)
+
         def seen() -> str:
             if self.step(run) >= step:
                 return "reached"
-            over = self.show()["JobState"] in OVER
+            # Not at each look: asking takes much longer than reading, and a step would be seen late
+            over = next(looks) % 20 == 0 and self.show()["JobState"] in OVER
             return "reached" if self.step(run) >= step else "over" if over else ""
 
         # A look may find a line half written; the next finds it whole

@@ -18,11 +18,21 @@ pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
 JOB = "--dataset digits --model mlp --dropout 0.2 --augment --in-memory never --num-workers 1 --max-steps 60 --name job"
 # Nothing but steps: 10,000 to an epoch
 LONG = "--dataset fake --fake-samples 20000 --batch-size 2 --model mlp --epochs 100 --log-every-steps 1 --name long"
+USER = {"RANKUP_UID": "54321", "RANKUP_GID": "54322"}
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Project]:
-    with project(tmp_path, ARGS=JOB, RANKUP_UID="54321", RANKUP_GID="54322") as made:
+    with project(tmp_path, ARGS=JOB, **USER) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """Two nodes that have trained to the end."""
+    with project(tmp_path_factory.mktemp("trained"), ARGS=JOB, **USER) as made:
+        made.up()
+        assert made.codes() == [0, 0], made.logs()
         yield made
 
 
@@ -32,23 +42,21 @@ def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> str:
     return digest_by_torchrun(tmp_path_factory.mktemp("torchrun"), JOB)
 
 
-def test_two_nodes_train_to_the_weights_that_torchrun_comes_to(nodes: Project, by_torchrun: str) -> None:
-    nodes.up()
-    assert nodes.codes() == [0, 0], nodes.logs()
-    outcome = nodes.result("job")
+def test_two_nodes_train_to_the_weights_that_torchrun_comes_to(trained: Project, by_torchrun: str) -> None:
+    outcome = trained.result("job")
     assert outcome["hosts"] == ["node0", "node1"]
     assert outcome["digest"] == by_torchrun
     # All of it belongs to the user that compose was given, although the engine made runs/ as root
-    written = [path.stat() for path in (nodes.runs, *nodes.runs.rglob("*"))]
+    written = [path.stat() for path in (trained.runs, *trained.runs.rglob("*"))]
     assert {(about.st_uid, about.st_gid) for about in written} == {(54321, 54322)}
-    said = nodes.logs()
+    said = trained.logs()
     assert "epoch 2" in said
     assert "Warning" not in said
 
     # The same command again: nothing to do, and it says so
-    nodes.up()
-    assert nodes.codes() == [0, 0], nodes.logs()
-    assert "is finished" in nodes.logs()
+    trained.up()
+    assert trained.codes() == [0, 0], trained.logs()
+    assert "is finished" in trained.logs()
 
 
 def test_more_nodes_train_as_one_group(nodes: Project) -> None:
@@ -58,15 +66,11 @@ def test_more_nodes_train_as_one_group(nodes: Project) -> None:
     assert nodes.result("job")["hosts"] == ["node0", "node1", "node2"]
 
 
-def test_progress_appears_while_it_is_made(nodes: Project) -> None:
+def test_a_node_shows_its_progress_and_may_do_nothing_that_training_does_not_need(nodes: Project) -> None:
     nodes.up(ARGS=f"{LONG} --report-every-s 0.5")
     wait_for("two lines of progress", lambda: nodes.logs().count("images/s") >= 2, log=nodes.logs)
     assert nodes.state("node0")["Status"] == "running"
 
-
-def test_a_node_may_do_nothing_that_training_does_not_need(nodes: Project) -> None:
-    nodes.up(ARGS=LONG)
-    nodes.wait_for_step("long", 1)
     host = nodes.inspect("node1")["HostConfig"]
     assert host["ReadonlyRootfs"]
     assert host["CapDrop"] == ["ALL"]
@@ -117,12 +121,10 @@ def test_a_dockerfile_of_three_lines_builds_on_the_image(nodes: Project, tmp_pat
         docker("rmi", "-f", name)
 
 
-def test_the_board_shows_a_run_on_loopback_alone(nodes: Project) -> None:
-    nodes.up()
-    assert nodes.codes() == [0, 0], nodes.logs()
-    nodes.add("compose.board.yaml")
-    nodes.up("board", BOARD_PORT="0")
-    port = nodes.compose("port", "board", "6006", BOARD_PORT="0").strip()
+def test_the_board_shows_a_run_on_loopback_alone(trained: Project) -> None:
+    trained.add("compose.board.yaml")
+    trained.up("board", BOARD_PORT="0")
+    port = trained.compose("port", "board", "6006", BOARD_PORT="0").strip()
     assert port.startswith("127.0.0.1:")
 
     def shown() -> bool:
@@ -132,7 +134,7 @@ def test_the_board_shows_a_run_on_loopback_alone(nodes: Project) -> None:
         except OSError:
             return False
 
-    wait_for("the run on the board", shown, log=nodes.logs)
+    wait_for("the run on the board", shown, log=trained.logs)
 
 
 def test_health_tells_a_rank_that_trains_from_a_hung_one(nodes: Project) -> None:
@@ -162,9 +164,9 @@ def test_health_tells_a_rank_that_trains_from_a_hung_one(nodes: Project) -> None
 
 
 def test_compile_is_refused_where_there_is_no_compiler(nodes: Project) -> None:
-    nodes.override('services: {node0: {restart: "no"}, node1: {restart: "no"}}')
-    nodes.up(ARGS=f"{JOB} --compile")
-    assert 2 in nodes.codes(), nodes.logs()
+    nodes.override('services: {node0: {restart: "no"}}')
+    nodes.up("node0", ARGS=f"{JOB} --compile", NNODES="1")
+    assert nodes.codes("node0") == [2], nodes.logs()
     assert "compile needs a C++ compiler and Python's headers" in nodes.logs()
 
 
@@ -175,8 +177,9 @@ def test_compile_works_in_the_image_that_has_one(nodes: Project) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    # One node: its ranks compile the same, which takes a CPU a minute
-    nodes.up("node0", ARGS=JOB.replace("--max-steps 60", "--max-steps 12 --compile"), TARGET="compile", NNODES="1")
+    # One node and as little to compile as can be: it takes a CPU a minute
+    line = "--dataset digits --model mlp --max-steps 2 --compile --name job"
+    nodes.up("node0", ARGS=line, TARGET="compile", NNODES="1")
     assert nodes.codes("node0", timeout_s=900) == [0], nodes.logs()
 
 
