@@ -235,20 +235,13 @@ def _json_option(parser: Parser) -> None:
 
 def _status_options(parser: Parser) -> None:
     _run_options(parser, "all runs, a line each")
-    parser.add_argument("--watch", action="store_true", help="show it again and again until the run ends")
-    parser.add_argument("--interval-s", type=_number, default=2.0, metavar="S", help="seconds between two looks (2)")
     _json_option(parser)
 
 
 def _status(given: argparse.Namespace) -> int:
     from rankup.observe.status import status
 
-    if given.interval_s <= 0:
-        raise ConfigError(f"--interval-s must be > 0, got {given.interval_s:g}.")
-    texts = status(
-        runs_folder(given.run_dir), given.run, watch=given.watch, interval_s=given.interval_s, as_json=given.as_json
-    )
-    all(map(print_whole, texts))
+    print_whole(status(runs_folder(given.run_dir), given.run, as_json=given.as_json))
     return FINISHED
 
 
@@ -409,7 +402,7 @@ COMMANDS = {
     "status": Command(
         "Show how runs stand. Steps, speed, time left, each rank, restarts and goodput, also while the run trains. It "
         "reads files alone, on any machine that sees the run's folder.",
-        "[RUN] [OPTIONS]", ("", "mine --watch"), _status_options, _status,
+        "[RUN] [OPTIONS]", ("", "mine --json"), _status_options, _status,
     ),
     "logs": Command(
         "Print what all ranks wrote, by time. Equal lines of several ranks are one line.",
