@@ -57,6 +57,16 @@ best = {"accuracy": 0.0, "epochs": 0}
 tracked = {"body": body, "head": head, "sgd": sgd, "adam": adam, "scheduler": scheduler, "scaler": scaler, "best": best}
 if "UNTRACKED" not in os.environ:
     job.track(**tracked)
+else:  # two loaders together
+    uneven, even = job.batches(DataLoader(dataset, batch_size=10)), job.batches(loader)
+    for (x, _), (y, _) in zip(uneven, even, strict=False):
+        assert (uneven.weight, even.weight) == (len(x) * job.world_size / 10, 1.0)
+        assert len(y) == 4
+        try:
+            print("one weight for both", job.weight)
+        except rankup.UserError as error:
+            print(error)
+        break
 
 die = os.environ.get("DIE", "")  # "rank:step:signal", once
 mistake = os.environ.get("MISTAKE", "")
