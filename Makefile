@@ -23,18 +23,17 @@ venv-tests: $(TESTED) ## Add what the tests need to .venv (make test does so)
 demo: $(READY) ## Train Fashion-MNIST on two simulated nodes of this machine, about a minute
 	@PATH="$(RUN):$$PATH" bash train/demo.sh $(ARGS)
 
-up: ## Train on two containers as nodes (NNODES=4 NPROC=2); on a bare machine root installs the engine
-	@docker/up.sh
-
-down: ## Remove the nodes' containers; runs/ and the image stay
-	docker compose --profile '*' down --remove-orphans
-
+up: ; @docker/up.sh ## Train on two containers as nodes (NNODES=4 NPROC=2); on a bare machine root installs the engine
+down: ; docker compose --profile '*' down --remove-orphans ## Remove the nodes' containers; runs/ and the image stay
 image: ; @docker/image.sh ## Build the image and try it (TARGET=compile: with a compiler inside)
 wheels: ; @docker/host/wheels.sh ## Fill docker/wheels through this machine's pip, for builds that reach no index
 push: ; @docker/host/push.sh ## Push the image to REPOSITORY
 
 slurm-local: ; @slurm/local.sh up ## Start a real Slurm of two nodes on this machine (root; NODES=3 CPUS=8)
 slurm-local-down: ; @slurm/local.sh down ## Remove it again
+
+sbom: ; python3 docker/host/sbom.py > docker/sbom.json ## Write docker/sbom.json from the lock files (CycloneDX)
+audit: ; @PYTHON=$(PYTHON) docker/host/audit.sh ## Look for known vulnerabilities of the locked packages
 
 test: lint types unit ## All checks: lint, types, tests. This is what CI runs
 check: lint types ## Lint, types and the tests that start no process: under two minutes
@@ -60,7 +59,7 @@ race: $(TESTED) ## Race the tutorial's loop, Accelerate, Lightning and a loop tu
 k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it (FILE=job): k8s/README.md
 	@k8s/kube.sh $(@:k8s-%=%)
 
-lock: $(READY) ; @docker/host/lock.sh $(RUN)uv ## Write the lock files anew: the newest versions that pyproject.toml allows
+lock: $(READY) ; @docker/host/lock.sh $(RUN)uv && python3 docker/host/sbom.py > docker/sbom.json ## Write the lock files anew: the newest versions that pyproject.toml allows
 horovod: $(READY) ; @docker/horovod.sh $(RUN)python ## Build Horovod, once, and install it: train/parallel/horovod.md
 
 clean: ## Remove .venv and caches; runs/ stays
@@ -76,4 +75,4 @@ $(VENV)/.ready-for-tests: $(VENV)/.ready $(LOCKS:%=docker/requirements%.lock) te
 	@$(INSTALL) tests $(PYTHON)
 	@touch $@
 
-.PHONY: check venv-tests doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down engine help venv demo up down image wheels push test lint types unit soak throughput race lock clean
+.PHONY: check sbom audit venv-tests doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down engine help venv demo up down image wheels push test lint types unit soak throughput race lock clean

@@ -27,7 +27,7 @@ from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, ConfigError, JoinErro
 log = logging.getLogger("rankup")
 # An installed rankup has the folder `train` inside
 PROGRAMS = (Path(__file__).parent / "program" / "main.py", Path(__file__).parents[1] / "train" / "main.py")
-OF_PROGRAM = ("train", "evaluate", "predict", "export", "show")
+OF_PROGRAM = ("train", "evaluate", "predict", "show")
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _launch(given: argparse.Namespace) -> int:
     from rankup.agent.agent import Options
     from rankup.agent.logs import guard, setup_logging
     from rankup.agent.script import Script
-    from rankup.agent.status import tell_platform
+    from rankup.agent.status import tell_platform, what_next
     from rankup.env.node_env import read_node_env
 
     guard("stdout", "stderr")
@@ -182,7 +182,7 @@ def _launch(given: argparse.Namespace) -> int:
         )
         for warning in node.warnings:
             log.warning("%s", warning)
-        run_dir = Path(given.run_dir, given.name or node.run_name or Path(script.name.removeprefix("-m ")).stem)
+        run_dir = Path(given.run_dir, given.name or node.run_name or script.run_name)
         if given.preflight:
             from rankup.doctor.machine import preflight
 
@@ -200,7 +200,7 @@ def _launch(given: argparse.Namespace) -> int:
         log.error("%s (exit code %d)", verdict.text, code)
     if not knows_us:
         if code not in (FINISHED, STOPPED, USER_MISTAKE):
-            log.info("`rankup explain %s` says why, `rankup logs %s` has all lines", run_dir, run_dir)
+            log.info("%s", what_next(run_dir))
         tell_platform(verdict.text, code)
     return code
 
@@ -235,20 +235,13 @@ def _json_option(parser: Parser) -> None:
 
 def _status_options(parser: Parser) -> None:
     _run_options(parser, "all runs, a line each")
-    parser.add_argument("--watch", action="store_true", help="show it again and again until the run ends")
-    parser.add_argument("--interval-s", type=_number, default=2.0, metavar="S", help="seconds between two looks (2)")
     _json_option(parser)
 
 
 def _status(given: argparse.Namespace) -> int:
     from rankup.observe.status import status
 
-    if given.interval_s <= 0:
-        raise ConfigError(f"--interval-s must be > 0, got {given.interval_s:g}.")
-    texts = status(
-        runs_folder(given.run_dir), given.run, watch=given.watch, interval_s=given.interval_s, as_json=given.as_json
-    )
-    all(map(print_whole, texts))
+    print_whole(status(runs_folder(given.run_dir), given.run, as_json=given.as_json))
     return FINISHED
 
 
@@ -310,6 +303,26 @@ def _explain(given: argparse.Namespace) -> int:
     text, faulty = explain_logs(paths, as_json=given.as_json, run_dir=runs)
     print_whole(f"{text}\n") if given.as_json else _print_report(text)
     return FAULTY if faulty else FINISHED
+
+
+def _export_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("run", metavar="RUN", help="a run's name or folder, the folder of one checkpoint, or an address")
+    add("file", metavar="FILE", help="where to write")
+    add("--item", default="", metavar="NAME", help="only the state of this tracked object: model")
+    add("--run-dir", default="runs", metavar="DIR", help="folder of all runs, where names are looked up (runs)")
+
+
+def _export(given: argparse.Namespace) -> int:
+    from rankup.loop.record import check_record
+    from rankup.places.urls import is_url
+    from rankup.state.export import export, find_copy
+
+    named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
+    run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else runs_folder(given.run_dir) / given.run
+    copy = find_copy(named, run_dir, warn=log.warning, check=check_record)
+    log.info(export(copy, Path(given.file), item=given.item))
+    return FINISHED
 
 
 def _doctor_options(parser: Parser) -> None:
@@ -389,7 +402,7 @@ COMMANDS = {
     "status": Command(
         "Show how runs stand. Steps, speed, time left, each rank, restarts and goodput, also while the run trains. It "
         "reads files alone, on any machine that sees the run's folder.",
-        "[RUN] [OPTIONS]", ("", "mine --watch"), _status_options, _status,
+        "[RUN] [OPTIONS]", ("", "mine --json"), _status_options, _status,
     ),
     "logs": Command(
         "Print what all ranks wrote, by time. Equal lines of several ranks are one line.",
@@ -410,14 +423,24 @@ COMMANDS = {
         "what lies between them. Exit code: 0 fit, 10 warnings, 20 not fit, 30 a check that could not be completed.",
         "[OPTIONS]", ("--run-dir /shared/runs", "--alone --json"), _doctor_options, _doctor,
     ),
+    "export": Command(
+        "Write a checkpoint as one file for torch.load. The file holds a dict from the name of each tracked object to "
+        "its state, or the state of one object alone. It takes plain and sharded checkpoints, of any run.",
+        "RUN FILE [OPTIONS]",
+        ("mine mine.pt", "runs/mine/checkpoints/step-00000400 weights.pt --item model"),
+        _export_options, _export,
+    ),
 }
-GROUPS = {"start": ("launch", "train"), "watch": ("status", "logs", "stacks"), "diagnose": ("explain", "doctor")}
-TRAIN = "Run our program; also: evaluate, predict, export, show"
+GROUPS = {
+    "start": ("launch", "train"), "watch": ("status", "logs", "stacks"), "diagnose": ("explain", "doctor"),
+    "use": ("export",),
+}
+TRAIN = "Run our program; also: evaluate, predict, show"
 
 
 def overview() -> str:
     """What `rankup` alone prints."""
-    lines = ["Start PyTorch jobs anywhere, and keep them alive.", "", _headings("usage: rankup COMMAND [OPTIONS]"), ""]
+    lines = ["Start PyTorch jobs anywhere, and keep them alive.", _headings("usage: rankup COMMAND [OPTIONS]"), ""]
     for title, names in GROUPS.items():
         for name in names:
             text = COMMANDS[name].about.partition(". ")[0] if name in COMMANDS else TRAIN
@@ -429,6 +452,31 @@ def overview() -> str:
 def parser(name: str = "launch") -> Parser:
     """Of that command."""
     return Parser(name, COMMANDS[name])
+
+
+COMPLETION = """_rankup() {{
+  local words=
+  case $COMP_CWORD:${{COMP_WORDS[1]}} in
+    1:*) words="{commands}" ;;
+{cases}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _rankup rankup
+"""
+
+
+def completion(shell: str) -> str:
+    """A script for `eval "$(rankup completion bash)"`: commands and options; files where neither fits. Raises
+    ConfigError."""
+    if shell not in ("bash", "zsh"):
+        raise ConfigError(f"completion must be followed by bash or zsh, got {shell or 'nothing'}.")
+    options = {
+        name: " ".join(word for action in parser(name)._actions for word in action.option_strings) for name in COMMANDS
+    }
+    cases = "\n".join(f'    *:{name}) words="{found}" ;;' for name, found in options.items())
+    script = COMPLETION.format(commands=" ".join([*COMMANDS, *OF_PROGRAM, "completion"]), cases=cases)
+    return ("autoload -U +X compinit bashcompinit && compinit && bashcompinit\n" if shell == "zsh" else "") + script
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -453,6 +501,9 @@ def _run(name: str, words: Sequence[str]) -> int:
             runpy.run_path(found, run_name="__main__")
         except ModuleNotFoundError as error:
             raise ConfigError(f"`rankup {name}` needs {error.name}: pip install 'rankup[train]'.") from None
+    if name == "completion":
+        print_whole(completion(" ".join(words)))
+        return FINISHED
     if name not in COMMANDS:
         raise ConfigError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
     given = parser(name).parse(words)

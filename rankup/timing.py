@@ -87,7 +87,6 @@ UPLOAD_STATUS_S = 3.0  # for the status of an attempt that ends: a restart does 
 
 # Looking at a run -----------------------------------------------------------------------------------------------------
 RUN_SILENT_S = 5 * REPORT_S  # a network file system shows another machine's writes some seconds later
-ENDED_S = 10.0  # lost ranks are restarted within a second: a run that has ended for so long stays so, for --watch
 NOW_S = 5.0  # younger signs of life are "now"
 LONG_S = 10.0  # in one step, or in a phase without steps: worth a word
 FOLLOW_S = 1.0  # between two looks at logs that are followed: equal lines of several ranks have come by then, mostly

@@ -17,7 +17,7 @@ from .config import Config
 # As they are imported: a rank may be forked from a process that has imported them days ago
 CODE = code_of(Path(__file__).parent)
 # Paths may differ from node to node, and so may what is shown
-OWN = {"data_dir", "labels_file", "run_dir", "tensorboard", "tracker", "progress", "report_every_s", "num_workers"}
+OWN = {"data_dir", "run_dir", "tensorboard", "tracker", "progress", "report_every_s", "num_workers"}
 
 
 def join_group(

@@ -244,6 +244,6 @@ def _warm_up(
     # Of no step: the run's own seeds are not used up
     seed_everything(derive_seed(config.seed, -1, job.rank), job.device)
     warm_up(
-        plain, loss, unused_allowed=config.find_unused_parameters or config.static_graph,
-        graph_ends_in_parameters=method.graph_ends_in_parameters, passes=2 if config.static_graph else 1,
+        plain, loss, unused_allowed=config.find_unused_parameters,
+        graph_ends_in_parameters=method.graph_ends_in_parameters,
     )

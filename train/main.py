@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         return cli.main(argv)
     request = parse_args(argv)
     if request.help or (request.command is None and not request.mistakes and not request.settings):
-        cli.print_whole(help_text(request.command or "", choices=CHOICES))
+        cli.print_whole(help_text(request.command or "", topic=request.topic, choices=CHOICES))
         return FINISHED if request.help else USER_MISTAKE
     setup_logging()
     head = ""

@@ -10,7 +10,6 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +23,7 @@ from rankup.observe.goodput import Report, duration, goodput, one_line, read_rep
 from rankup.observe.logs import find_run
 from rankup.observe.tracker import address_of
 from rankup.places.files import read_json
-from rankup.timing import ENDED_S, LONG_S, NOW_S, RUN_SILENT_S
+from rankup.timing import LONG_S, NOW_S, RUN_SILENT_S
 
 MOST_ROWS = 16  # of ranks; with more of them those that stand alike share a row
 MOST_RESTARTS = 5
@@ -32,42 +31,20 @@ TAIL = 2**20  # bytes of the metrics that are looked at: a line of a thousand ra
 STEP_TIME = re.compile(r"ranks/(\w+)_s/(\d+)")  # a name in the metrics
 
 
-def status(
-    runs: Path, run: str = "", *, watch: bool = False, interval_s: float = 2.0, as_json: bool = False
-) -> Iterator[str]:
-    """What to print, text by text; one that redraws a terminal begins with the control codes for it.
+def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
+    """What to print. `runs`: the folder of all runs. `run`: a run's name or folder; all runs where it is empty.
 
-    `runs`: the folder of all runs. `run`: a run's name or folder; all runs where it is empty. Raises UserError where
-    there is no such run.
+    Raises UserError where there is no such run.
     """
-    folder = find_run(runs, run, _is_run) if run else None
-    redraws = watch and sys.stdout.isatty() and not as_json
-    height = 0
-    while True:
-        now = time.time()
-        found = [look(folder, now=now)] if folder else look_at_all(runs, now=now)
-        if as_json:
-            yield json.dumps(found[0] if folder else found) + "\n"
-        else:
-            text = as_text(screen(found[0], now=now) if folder else overview(found, where=str(runs)))
-            if redraws:  # what has scrolled away can't be drawn over
-                lines = text.splitlines()[: shutil.get_terminal_size().lines - 1]
-                back = f"\x1b[{height}A\x1b[J" if height else ""
-                text, height = back + "".join(f"{line}\n" for line in lines), len(lines)
-            yield text
-        if not watch or (folder is not None and _is_over(found[0])):
-            return
-        time.sleep(interval_s)
-        if not redraws and not as_json:
-            yield "\n"
+    folder, now = find_run(runs, run, _is_run) if run else None, time.time()
+    found = [look(folder, now=now)] if folder else look_at_all(runs, now=now)
+    if as_json:
+        return json.dumps(found[0] if folder else found) + "\n"
+    return as_text(screen(found[0], now=now) if folder else overview(found, where=str(runs)))
 
 
 def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("status.json", "run.json"))
-
-
-def _is_over(run: dict[str, Any]) -> bool:
-    return run["state"] == "finished" or (run["state"] in ("failed", "stopped") and run["last_sign_s"] > ENDED_S)
 
 
 # What the files say ---------------------------------------------------------------------------------------------------

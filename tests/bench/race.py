@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.bench.racers import shared
 from tests.bench.racers.report import ADVISED, ENTRANTS, Entrant, Lap, conditions, draw, table
 from tests.bench.racers.shared import Task
+from tests.rigs.idx_files import write_idx
 from tests.rigs.jobs import MAIN, ROOT, environment
 from train.data.sources import mnist_family
-from train.data.sources.mnist_family import write_idx
 
 PATIENCE_S = 3600.0  # for one training: a ResNet-50 on CPUs takes its time
 # Threads and workers, which it may advise too, would change the conditions of the race

@@ -45,6 +45,21 @@ def test_rankup_alone_shows_every_command_in_a_dozen_lines(capsys: pytest.Captur
     assert said(capsys, "help") == said(capsys, "--help") == (0, out, "")
 
 
+@pytest.mark.parametrize(
+    ("typed", "offered"), [("rankup st", "status stacks"), ("rankup logs --fo", "--follow"), ("rankup launch tr", "")]
+)
+def test_completion_offers_commands_and_their_options(
+    typed: str, offered: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = said(capsys, "completion", "bash")[1]
+    words = typed.split()
+    ask = f"COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _rankup; echo ${{COMPREPLY[*]}}"
+    done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{offered}\n"
+    assert said(capsys, "completion", "zsh")[1].endswith(script)
+    assert said(capsys, "completion", "fish")[0] == 2
+
+
 @pytest.mark.parametrize("width", [80, 200])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_each_command_is_a_screen_with_two_examples(
@@ -94,8 +109,7 @@ MISTAKES = {
     "logs --folow": 'unknown option "--folow"; did you mean --follow? See rankup logs --help.',
     "logs a b": 'unexpected argument "b".',
     "logs --rank": "--rank must be followed by a value.",
-    "status --interval-s 0": "--interval-s must be > 0, got 0.",
-    "status --interval-s soon": "--interval-s must be a number, got soon.",
+    "doctor --join-timeout-s soon": "--join-timeout-s must be a number, got soon.",
     "explain": "no run with logs was found in runs. Name its folder, or set --run-dir.",
     "launch": "SCRIPT must be given. See rankup launch --help.",
     "launch --nporc 2 x.py": 'unknown option "--nporc"; did you mean --nproc?',

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from rankup.errors import ConfigError
 from tests.rigs.refused import mistakes, one
-from train.config import Config, changed_settings, load_config, to_yaml
+from train.config import Config, changed_settings, load_config, refuse_foreign, to_yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,8 +53,8 @@ def test_config_cannot_be_changed():
 
 
 def test_config_built_directly_refuses_contradictions():
-    with pytest.raises(ValidationError, match="static_graph"):
-        Config(static_graph=True, accumulate=2)
+    with pytest.raises(ValidationError, match="accumulate"):
+        Config(batch_size=1, accumulate=2)
 
 
 def test_settings_that_may_change_on_resume_are_exactly_these():
@@ -62,7 +63,7 @@ def test_settings_that_may_change_on_resume_are_exactly_these():
         "data_dir", "epochs", "max_steps", "in_memory", "num_workers", "eval_batch_size",
         "join_timeout_s", "download_timeout_s", "setup_timeout_s", "step_timeout_s", "eval_timeout_s", "save_timeout_s",
         "name", "run_dir", "fresh", "save", "keep", "save_every_steps", "evaluate_every_epochs", "report_every_s",
-        "log_every_steps", "tensorboard", "progress", "simulated_nodes", "labels_file", "eval_split", "max_bad_lines",
+        "log_every_steps", "tensorboard", "progress", "simulated_nodes", "eval_split", "max_bad_lines",
         "parallel", "bert_dir", "bert_download", "checkpoint_format", "profile", "advice", "shares",
         "hf_eval_split", "hf_download", "tracker", "mirror",
     }
@@ -244,16 +245,32 @@ def test_yaml_of_a_config_reads_back_equal(settings, write):
     config = Config(**settings)
     text = to_yaml(config)
     assert load_config({}, file=write(text)) == config
-    assert [line.split(":")[0] for line in text.split("\n") if line[:1] not in ("", "#")] == list(Config.model_fields)
+    shown = [line.split(":")[0] for line in text.split("\n") if line[:1] not in ("", "#")]
+    assert shown == [name for name in Config.model_fields if name in shown]
 
 
 def test_yaml_of_a_config_explains_each_setting():
-    text = to_yaml(Config())
+    text = to_yaml(Config(workload="my.job:build"))
     for name, field in Config.model_fields.items():
         (line,) = re.findall(rf"^{name}: .*$", text, re.MULTILINE)
         assert field.description in line
         assert field.json_schema_extra["unit"] in line
     assert len(re.findall(r"^# ", text, re.MULTILINE)) == 5
+
+
+def test_yaml_has_the_settings_of_this_data_set_and_those_of_others_where_they_were_set():
+    assert "hf_config" not in to_yaml(Config())
+    assert "fake_classes" not in to_yaml(Config())
+    assert "hf_config: null" in to_yaml(Config(dataset="hf:beans"))
+    assert "fake_classes: 3 " in to_yaml(Config(fake_classes=3))
+
+
+def test_setting_of_another_data_set_is_refused():
+    refuse_foreign(Config(dataset="fake", fake_classes=3))
+    refuse_foreign(Config(workload="text", dataset="hf:x", max_seq_len=9, label_column="y"))
+    refuse_foreign(Config(workload="my.job:build", max_seq_len=9))
+    with pytest.raises(ConfigError, match=r"fake_classes must be left out here, got 3\. It is a setting of fake alone"):
+        refuse_foreign(Config(fake_classes=3))
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "train/configs").glob("*.yaml")), ids=lambda f: f.name)

@@ -16,16 +16,11 @@ FOLDER = {"dataset": "imagefolder", "data_dir": "x"}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"static_graph": "true", "accumulate": "2"},
-         "--accumulate must be 1 with static_graph, got 2. Under no_sync *"),
-        ({"static_graph": "true", "find_unused_parameters": "true"},
-         "--find-unused-parameters must be false with static_graph, got true. A static graph finds *"),
         ({"accumulate": "65"}, "batch_size must be >= accumulate=65, got 64. Each micro-batch *"),
         ({"max_steps": "10", "warmup_steps": "10"}, "--warmup-steps must be < max_steps=10, got 10. The run *"),
         ({"sync_bn": "true", "device": "cpu"}, "--sync-bn must be false with device cpu, got true. *"),
         ({"backend": "nccl", "device": "cpu"}, '--backend must be gloo or auto with device cpu, got "nccl". *'),
         ({"device_ids": "1,0"}, '--device-ids must be empty without parallel dp, got "1,0". *'),
-        ({"output_device": "1"}, "--output-device must be null without parallel dp, got 1. *"),
         ({"parallel": "dp", "device_ids": "0", "device": "cpu"},
          '--device-ids must be empty with device cpu, got "0". *'),
         ({"parallel": "dp", "compile": "true"}, "--compile must be false with parallel dp, got true. *"),
@@ -37,7 +32,6 @@ FOLDER = {"dataset": "imagefolder", "data_dir": "x"}
          "--channels-last must be false with parallel fsdp, got true. *"),
         ({"parallel": "fsdp", "find_unused_parameters": "true"},
          "--find-unused-parameters must be false with parallel fsdp, got true. *"),
-        ({"parallel": "fsdp", "static_graph": "true"}, "--static-graph must be false with parallel fsdp, got true. *"),
         ({"parallel": "fsdp", "save": "async"}, '--save must be auto or sync with parallel fsdp, got "async". *'),
         ({"parallel": "none", "compress": "fp16"},
          '--compress must be none with parallel none, got "fp16". Only ddp *'),
@@ -55,9 +49,9 @@ def test_contradiction_is_refused(settings, message):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"static_graph": "true"}, {"accumulate": "3"}, {"accumulate": "64"}, {"shares": "2,1"},
+        {"accumulate": "3"}, {"accumulate": "64"}, {"shares": "2,1"},
         {"max_steps": "10", "warmup_steps": "9"}, {"warmup_steps": "9"},
-        {"parallel": "dp", "device_ids": "1,0", "output_device": "0"},
+        {"parallel": "dp", "device_ids": "1,0"},
         {"sync_bn": "true"}, {"backend": "nccl"}, {"precision": "fp16", "device": "cpu"},
         FOLDER, {**FOLDER, "augment": "imagenet"}, {**FOLDER, "augment": "true"},
         {"dataset": "imagefolder", "workload": "my.job:build"},

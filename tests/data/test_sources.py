@@ -21,13 +21,13 @@ import torch
 from PIL import Image
 
 from rankup.errors import USER_MISTAKE, ConfigError, DataError
-from tests.rigs.idx_files import made_up, write_set
+from tests.rigs.idx_files import made_up, write_idx, write_set
 from train.config import Config
 from train.data import TensorSamples
 from train.data.file_samples import FileSamples
 from train.data.sources import SOURCES, load
 from train.data.sources.cifar10 import FOLDER
-from train.data.sources.mnist_family import FAMILIES, locate, write_idx
+from train.data.sources.mnist_family import FAMILIES, locate
 from train.main import main
 
 

@@ -12,11 +12,10 @@ from PIL import Image
 
 from rankup.errors import DataError
 from tests.rigs.fork_server import Forks
-from tests.rigs.idx_files import made_up, write_set
+from tests.rigs.idx_files import made_up, write_idx, write_set
 from train.config import Config
 from train.data.file_samples import FileSamples
 from train.data.sources import load
-from train.data.sources.mnist_family import write_idx
 
 
 def write_images(folder: Path, count: int, *, size: tuple[int, int] = (40, 30), suffix: str = "png") -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rankup.errors import USER_MISTAKE, DataError
-from tests.rigs.idx_files import made_up
-from train.data.sources.mnist_family import read_idx, write_idx
+from tests.rigs.idx_files import made_up, write_idx
+from train.data.sources.mnist_family import read_idx
 
 
 def refused(*words: str, path: Path, expect: str = "images") -> None:
@@ -41,25 +41,16 @@ def test_idx_tells_gzip_by_content_not_by_name(tmp_path: Path) -> None:
     assert torch.equal(read_idx(tmp_path / "a", "images"), images)
 
 
-def test_idx_writes_the_same_bytes_each_time(tmp_path: Path) -> None:
-    images, _ = made_up(7)
-    for name in ("a.gz", "b.gz"):
-        write_idx(tmp_path / name, images)
-    assert (tmp_path / "a.gz").read_bytes() == (tmp_path / "b.gz").read_bytes()
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", ["truncated"]),
-        (b"\x00\x00\x08", ["truncated"]),
-        (struct.pack(">I", 0x803) + b"\0\0", ["truncated in its header"]),
-        (struct.pack(">4I", 0x803, 2, 3, 3) + bytes(17), ["truncated", "2x3x3"]),
-        (struct.pack(">4I", 0x803, 2, 3, 3) + bytes(19), ["left over"]),
-        (struct.pack(">4I", 0x803, 0, 28, 28), ["holds no images"]),
-        (struct.pack(">4I", 0x803, 5, 0, 28), ["holds no images"]),
-        (struct.pack(">4I", 0x803, *[2**32 - 1] * 3) + bytes(100), ["truncated", "4294967295x4294967295x4294967295"]),
+        (b"", ["is no IDX file"]),
+        (struct.pack(">I", 0x803) + b"\0\0", ["holds 0 values"]),
+        (struct.pack(">4I", 0x803, 2, 3, 3) + bytes(17), ["holds 17 values", "2x3x3"]),
+        (struct.pack(">4I", 0x803, 2, 3, 3) + bytes(19), ["holds 19 values", "2x3x3"]),
+        (struct.pack(">4I", 0x803, 0, 28, 28), ["holds 0 values", "0x28x28"]),
+        (struct.pack(">4I", 0x803, *[2**32 - 1] * 3) + bytes(100), ["holds 100", "4294967295x4294967295x4294967295"]),
         (struct.pack(">2I", 0x801, 4) + bytes(4), ["holds labels where images are expected"]),
         (b"<!DOCTYPE html><html>Please log in", ["is no IDX file of images", "<!DO"]),
         (struct.pack(">4I", 0xD03, 1, 1, 1) + bytes(4), ["is no IDX file of images"]),
@@ -81,7 +72,7 @@ def test_idx_damaged_gzip_is_named(tmp_path: Path) -> None:
     write_idx(path, made_up(50)[0])
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    refused("truncated", path=path)
+    refused("corrupt gzip", path=path)
     middle = len(whole) // 2
     path.write_bytes(whole[:middle] + bytes(b ^ 255 for b in whole[middle : middle + 8]) + whole[middle + 8 :])
     refused("gzip", path=path)

@@ -17,11 +17,11 @@ import torch
 
 from rankup.errors import DataError, UserError
 from rankup.places.cache import cache_root
-from tests.rigs.idx_files import ROWS, everything, small, write_set
+from tests.rigs.idx_files import ROWS, everything, small, write_idx, write_set
 from train.config import Config
 from train.data.sources import cache, fetch, load
 from train.data.sources.fetch import NotFetched, Remote
-from train.data.sources.mnist_family import FAMILIES, locate, read_half, write_idx
+from train.data.sources.mnist_family import FAMILIES, locate, read_half
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0

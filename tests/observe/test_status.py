@@ -1,11 +1,9 @@
 """`status` of runs that train, were killed, have finished, and of runs that report no steps."""
 
-import contextlib
 import json
 import os
 import pty
 import re
-import select
 import subprocess
 import sys
 import time
@@ -267,52 +265,3 @@ def test_status_fits_the_terminal_and_has_colours_there_alone(tmp_path: Path) ->
     assert b"\x1b[1m" in coloured
     assert re.sub(rb"\x1b\[\d*m", b"", coloured).split()[:3] == plain.split()[:3]  # later the run is silent
     assert "\x1b" not in status(tmp_path / "run").stdout
-
-
-def test_status_watch_redraws_a_terminal_until_the_run_has_finished(tmp_path: Path) -> None:
-    stage(tmp_path / "run")
-    ours, theirs = pty.openpty()
-    command = [sys.executable, MAIN, "status", tmp_path / "run", "--watch", "--interval-s", "0.1"]
-    process = subprocess.Popen(command, env=environment(), cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    seen = b""
-
-    def read() -> bytes:
-        nonlocal seen
-        with contextlib.suppress(OSError):  # the other side is closed
-            while select.select([ours], [], [], 0)[0] and (more := os.read(ours, 65536)):
-                seen += more
-        return seen
-
-    try:
-        wait_for("two screens", lambda: read().count(b"\x1b[J") >= 2)
-        StatusFile(tmp_path / "run", RankEnv(attempt="a-0")).write_summary([End(0, "here", 0)])
-        wait_for("the end of --watch", lambda: read() and process.poll() is not None)
-        assert process.returncode == 0
-    finally:
-        process.kill()
-        process.wait()
-        read()
-        os.close(ours)
-    frames = re.split(rb"\x1b\[\d+A\x1b\[J", seen)
-    assert b"running" in frames[0]
-    assert b"finished" in frames[-1]
-    # Each frame goes back by as many lines as the one before has, so that it stands in the same place
-    for frame, back in zip(frames, re.findall(rb"\x1b\[(\d+)A", seen), strict=False):
-        assert frame.count(b"\n") == int(back)
-
-
-def test_status_watch_ends_without_a_word_on_ctrl_c(tmp_path: Path) -> None:
-    stage(tmp_path / "run")
-    command = [sys.executable, MAIN, "status", tmp_path / "run", "--watch", "--interval-s", "0.1"]
-    process = subprocess.Popen(
-        command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    process.send_signal(2)
-    rest, _ = process.communicate(timeout=120)
-    assert process.returncode == -2
-    assert first.startswith("run      ")
-    assert "SIGINT" not in rest
-    assert "\x1b" not in rest  # a block each time where nobody looks at a terminal

@@ -216,7 +216,6 @@ REFUSED = {
     "--channels-last": (
         "--channels-last must be false with parallel horovod, got true. It takes contiguous parameters only."
     ),
-    "--static-graph": "--static-graph must be false with parallel horovod, got true.",
     "--find-unused-parameters": (
         "--find-unused-parameters must be false with parallel horovod, got true. Their weights would"
     ),

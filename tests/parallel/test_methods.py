@@ -60,7 +60,6 @@ VARIANTS: dict[str, tuple[tuple[str, ...], float]] = {
     "bf16": (("--precision", "bf16"), 3e-2),
     "fp16": (("--precision", "fp16"), 2e-2),
     "fp16 accumulated and clipped at 1e9": (("--precision", "fp16", "--accumulate", "2", "--clip-norm", "1e9"), 2e-2),
-    "static graph": (("--static-graph",), 1e-3),
     "contiguous": (("--no-channels-last",), 1e-3),
     "unused parameters looked for": (("--find-unused-parameters",), 1e-3),
     "fsdp": (("--parallel", "fsdp"), 1e-3),
@@ -190,9 +189,8 @@ def test_unused_parameter_is_named_by_fsdp(forks: Forks, tmp_path: Path) -> None
     assert "got none from other_head.weight, other_head.bias. Freeze them (requires_grad=False), or set" in output
 
 
-@pytest.mark.parametrize("switch", ["--find-unused-parameters", "--static-graph"])
-def test_unused_parameter_is_allowed_on_request(forks: Forks, tmp_path: Path, switch: str) -> None:
-    folder = recorded(forks, tmp_path, 2, "--options.model", "unused", switch)
+def test_unused_parameter_is_allowed_on_request(forks: Forks, tmp_path: Path) -> None:
+    folder = recorded(forks, tmp_path, 2, "--options.model", "unused", "--find-unused-parameters")
     assert len({entry["weights"] for rank in records(folder, "evaluate") for entry in rank}) == 1
 
 
@@ -277,7 +275,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, **settings: Any) -> nn.
     return method.wrap(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("settings", [{"device_ids": "0,2"}, {"device_ids": "1,1"}, {"output_device": 2}])
+@pytest.mark.parametrize("settings", [{"device_ids": "0,2"}, {"device_ids": "1,1"}])
 def test_dp_refuses_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="must each name another one of the 2 visible GPUs"):
         on_gpus(monkeypatch, 2, **settings)
@@ -295,7 +293,7 @@ def test_dp_is_for_more_than_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dp_on_two_gpus_in_any_order_follows_one_process(forks: Forks, alone: list[float], tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    run = train(forks, tmp_path / "run", 1, "--parallel", "dp", "--device-ids", "1,0", "--output-device", "0")
+    run = train(forks, tmp_path / "run", 1, "--parallel", "dp", "--device-ids", "1,0")
     assert largest_difference(losses(run), alone) < 1e-2
 
 

@@ -1,9 +1,11 @@
 """What the documents name exists: files, links, commands, flags, settings, messages."""
 
 import ast
+import json
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -27,7 +29,7 @@ from train.workloads import Workload
 TOP_LEVEL = {
     "docker", "k8s", "slurm", "rankup", "train", "tests", "compose.yaml", "Makefile",
     "README.md", "README.zh.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "CITATION.cff", "LICENSE",
-    "pyproject.toml",
+    "SECURITY.md", "pyproject.toml",
 }
 # Flags and words with an underscore that belong to others
 FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank",
@@ -134,7 +136,11 @@ def test_docs_name_commands_and_settings_that_the_program_understands(
             if given.script not in ("train/main.py", "train.main"):
                 continue
             words = given.arguments or ["train"]
-        if words[0] in cli.COMMANDS:
+        if words[0] == "completion":
+            assert cli.completion(words[1])
+            continue
+        own = words[:2] in (["export", "--name"], ["export", "--checkpoint"])  # the program's command of that name
+        if words[0] in cli.COMMANDS and not own:
             if words[1:] != ["--help"]:
                 cli.parser(words[0]).parse(words[1:])
             continue
@@ -397,3 +403,13 @@ def test_docs_lock_fits_the_bounds() -> None:
     for requirement in wanted:
         if requirement.name != "rankup":
             assert locked[requirement.name.lower()] in requirement.specifier, requirement
+
+
+def test_docs_list_of_packages_is_that_of_the_lock_files() -> None:
+    """Whoever changes a lock file runs `make sbom`."""
+    printed = subprocess.run([sys.executable, ROOT / "docker/host/sbom.py"], capture_output=True, text=True, check=True)
+    assert printed.stdout == read("docker/sbom.json")
+    listed = {(each["name"], each["version"]) for each in json.loads(printed.stdout)["components"]}
+    names = {name for name, _ in listed}
+    assert {"torch", "s3fs", "pytest"} <= names
+    assert len(names) == len(listed)

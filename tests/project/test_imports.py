@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.rigs.jobs import ROOT, environment
 from train.commands.table import without_collections
 
-FOLDERS = ["config", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "samples",
+FOLDERS = ["config", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main",
            "examples"]
 # What may import what: the later the earlier
 ORDER = [
@@ -50,7 +50,7 @@ def imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
                 above = path.relative_to(ROOT).parts[: -node.level]
                 base = ".".join([*above, *([node.module] if node.module else [])])
             # The program is also `rankup.program`: it names itself relatively, and the library never does
-            inside = path.is_relative_to(ROOT / "train") and "samples" not in path.parts  # scripts of their own
+            inside = path.is_relative_to(ROOT / "train")
             assert bool(node.level) == (inside and base.startswith("train")), f"{path}: {base}"
             names = [f"{base}.{alias.name}" for alias in node.names]
             found = [name if name in modules else base for name in names]

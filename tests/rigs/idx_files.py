@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import gzip
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from train.data.sources.mnist_family import FAMILIES, Family, write_idx
+from train.data.sources.mnist_family import FAMILIES, MAGIC, Family
 
 ROWS = {"train": 20, "t10k": 10}
+
+
+def write_idx(path: str | Path, values: torch.Tensor) -> None:
+    """Write uint8 [N, H, W] as images or uint8 [N] as labels; gzip if the name ends in .gz.
+
+    The same values give the same bytes: the gzip header carries neither name nor time.
+    """
+    magic = MAGIC["images" if values.dim() == 3 else "labels"]
+    content = magic + struct.pack(f">{values.dim()}I", *values.shape) + values.contiguous().numpy().tobytes()
+    path = Path(path)
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
 def made_up(count: int, *, size: int = 6, classes: int = 10) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,6 @@ from tests.rigs.jobs import MAIN, environment, result
 from train.config import Config
 from train.data.order import Order
 from train.data.sources.texts import SAMPLE, load_texts
-from train.samples.make_texts import main as make_texts
 from train.workloads.classification import class_scores, macro_f1
 from train.workloads.text import CharacterTokenizer, TextEncoder, TextSamples, build
 
@@ -25,7 +24,7 @@ GOOD = "food\ta warm soup\nsports\ta late goal\nfood\t热汤\n"
 
 
 def texts_in(folder: Path, **files: str | bytes) -> Config:
-    """Settings for a folder with those files: `train`, `dev` and so on, or with an ending, `train_csv`."""
+    """Settings for a folder with those files: `train`, `dev` and so on, or with an ending, `train_tsv`."""
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         stem, _, ending = name.partition("_")
@@ -37,11 +36,9 @@ def texts_in(folder: Path, **files: str | bytes) -> Config:
 # Files ----------------------------------------------------------------------------------------------------------
 
 
-def test_texts_that_ship_are_what_their_program_makes(tmp_path: Path) -> None:
-    make_texts(tmp_path)
-    names = sorted(path.name for path in tmp_path.iterdir())
+def test_texts_that_ship_stand_once_each() -> None:
+    names = sorted(path.name for path in SAMPLE.iterdir())
     assert names == ["dev.txt", "test.txt", "train.txt"]
-    assert all((tmp_path / name).read_bytes() == (SAMPLE / name).read_bytes() for name in names)
     lines = [line for name in names for line in (SAMPLE / name).read_text(encoding="utf-8").splitlines()]
     assert len(set(lines)) == len(lines) == 1200  # none to train on is among those to test on
     assert sum(not line.isascii() for line in lines) > 400
@@ -61,30 +58,11 @@ def test_texts_in_windows_files_are_the_same(tmp_path: Path) -> None:
     assert (marked.train.texts, marked.digest) == (plain.train.texts, plain.digest)
 
 
-@pytest.mark.parametrize(
-    "content",
-    ['text,label\na warm soup,food\n"a late\ngoal, at last",sports\n',
-     'food,a warm soup\r\nsports,"a late\ngoal, at last"\r\n'],
-)
-def test_texts_come_from_csv_with_or_without_a_header(tmp_path: Path, content: str) -> None:
-    found = load_texts(texts_in(tmp_path, train_csv=content, test_csv=content))
-    assert found.train.texts == ("a warm soup", "a late\ngoal, at last")
-    assert found.train.labels == (0, 1)
-
-
 def test_texts_in_the_layout_of_cnews_are_found(tmp_path: Path) -> None:
     for name, text in (("train", GOOD), ("val", "food\tval\n"), ("test", "food\ttest\n"), ("vocab", "a\n")):
         (tmp_path / f"cnews.{name}.txt").write_text(text, encoding="utf-8")
     for split, text in (("dev", "val"), ("test", "test")):
         assert load_texts(Config(workload="text", data_dir=str(tmp_path), eval_split=split)).evaluation.texts == (text,)
-
-
-def test_labels_come_from_a_file_where_one_is_given(tmp_path: Path) -> None:
-    (tmp_path / "labels").write_text("sports\nweather\nfood\n")
-    config = texts_in(tmp_path, train=GOOD, dev=GOOD).model_copy(update={"labels_file": str(tmp_path / "labels")})
-    found = load_texts(config)
-    assert found.classes == ("sports", "weather", "food")
-    assert found.train.labels == (2, 0, 2)
 
 
 BAD = GOOD * 10 + "no tab at all\n\tno label\nfood\t\n"
@@ -114,9 +92,7 @@ def test_bad_lines_above_the_bound_are_refused(tmp_path: Path) -> None:
     [({"dev": GOOD}, "got no file train.txt"), ({"train": GOOD}, "got no dev or test beside train.txt"),
      ({"train": "", "dev": GOOD}, "train.txt: holds no lines"),
      ({"train": "food\ta\n", "dev": GOOD}, "at least two labels"),
-     ({"train": GOOD, "train_csv": GOOD, "dev": GOOD}, "must hold one file train, got train.csv and train.txt"),
-     ({"train_csv": b'food,"open\n', "dev": GOOD}, "two labels"),
-     ({"train_csv": b"food,soup\nfood,\xff\n", "dev": GOOD}, "1 of 2 lines are bad .line 2: not UTF-8")],
+     ({"train": GOOD, "train_tsv": GOOD, "dev": GOOD}, "must hold one file train, got train.tsv and train.txt")],
 )
 def test_folder_that_holds_no_texts_is_one_line(tmp_path: Path, files: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:

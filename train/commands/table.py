@@ -15,7 +15,7 @@ from rankup.env.rank_env import RankEnv, check_loopback, describe
 from rankup.errors import LaunchError, UserError
 from rankup.group.stacks import open_stacks
 
-from ..config import check_world_size, options, to_yaml
+from ..config import check_world_size, options, refuse_foreign, to_yaml
 from ..run import CHOICES
 from .context import Context
 
@@ -24,6 +24,7 @@ def _train(context: Context, given: options.TrainOptions) -> None:
     with without_collections():
         from ..loop import train
 
+    refuse_foreign(context.config)
     check_world_size(context.config, context.launch.world_size)
     _start_rank(context)
     open_stacks(context.run_dir, rank=context.launch.rank, world_size=context.launch.world_size)

@@ -13,7 +13,7 @@ from typing import cast
 
 from .options import OPTIONS, Options
 from .schema import fields_of, flag, from_text, kind, nearest, unknown, validate
-from .settings import Settings
+from .settings import TOPICS, Settings
 from .yaml_text import describe
 
 # Fire takes a lone "-" for the end of a call. No argument of a process can be a zero byte: now "-" means nothing to it
@@ -32,6 +32,7 @@ class Request:
     config_file: str | None = None
     options: Options = field(default_factory=Options)
     help: bool = False
+    topic: str = ""  # of the help: a data set, workload or method that has settings of its own
     mistakes: list[str] = field(default_factory=list)
 
 
@@ -45,7 +46,8 @@ def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = O
     if words and (found := re.fullmatch(r"--local[-_]rank(=.*)?", words[0])):
         words = words[1 if found[1] else 2 :]
     if {"-h", "--help"} & set(words):
-        return Request(next((word for word in words if word in commands), None), help=True)
+        topic = next((word for word in words if word in TOPICS), "")
+        return Request(next((word for word in words if word in commands), None), help=True, topic=topic)
     name = "train" if words and _is_flag(words[0]) else words.pop(0) if words else None
     if name is None:
         return Request()

@@ -21,8 +21,7 @@ MAX_PROFILED_STEPS = 100  # a trace holds some hundred lines for each step
 
 # Method -> the switches that it does not have, and why
 _ONLY_DDP = {"compile": "The two together are not tried here. Use ddp.",
-             "channels_last": "It takes contiguous parameters only. Use ddp.",  # so auto is false there
-             "static_graph": "It is a setting of ddp."}
+             "channels_last": "It takes contiguous parameters only. Use ddp."}  # so auto is false there
 NOT_WITH = {
     "dp": {"compile": "DataParallel copies the module in each step. Use ddp.",
            "sync_bn": "Its threads are no ranks. Use ddp."},
@@ -56,12 +55,6 @@ def contradictions(c: Settings) -> Iterator[Contradiction]:
                             "torch's SyncBatchNorm needs an accelerator.")
     if c.backend == "nccl" and c.device == "cpu":
         yield Contradiction(("backend", "device"), "gloo or auto with device cpu", "nccl moves GPU memory only.")
-    if c.static_graph and c.accumulate > 1:
-        yield Contradiction(("accumulate", "static_graph"), "1 with static_graph",
-                            "Under no_sync DDP asserts in its first static pass.")
-    if c.static_graph and c.find_unused_parameters:
-        yield Contradiction(("find_unused_parameters", "static_graph"), "false with static_graph",
-                            "A static graph finds unused parameters by itself.")
     if c.batch_size < c.accumulate:
         yield Contradiction(("batch_size", "accumulate"), f">= accumulate={c.accumulate}",
                             "Each micro-batch needs a sample.")
@@ -104,11 +97,9 @@ def _of_method(c: Settings) -> Iterator[Contradiction]:
     def refuse(field: str, allowed: str, why: str) -> Contradiction:
         return Contradiction((field, "parallel"), f"{allowed} with parallel {c.parallel}", why)
 
-    one_device = "Elsewhere each process has one device, see device."
     if c.parallel != "dp" and c.device_ids:
-        yield Contradiction(("device_ids", "parallel"), "empty without parallel dp", one_device)
-    if c.parallel != "dp" and c.output_device is not None:
-        yield Contradiction(("output_device", "parallel"), "null without parallel dp", one_device)
+        yield Contradiction(("device_ids", "parallel"), "empty without parallel dp",
+                            "Elsewhere each process has one device, see device.")
     for field, why in NOT_WITH.get(c.parallel, {}).items():
         if getattr(c, field) is True:
             yield refuse(field, "false", why)

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from .options import OPTIONS, Options
 from .schema import NO_CHOICES, Choices, facts, fields_of, flag, kind
-from .settings import Settings
+from .settings import TOPICS, Settings
 from .yaml_text import dump_value
 
 PROGRAM = "python -m train.main"
@@ -19,8 +19,9 @@ PROGRAM = "python -m train.main"
 COMMON = ("workload", "dataset", "data_dir", "model", "epochs", "batch_size", "lr", "optimizer", "precision",
           "parallel", "seed", "name", "run_dir", "fresh")
 NOTE = (
-    f"Every setting of a training is a flag too, such as --batch-size 128: `{PROGRAM} show` lists them all. Flags "
-    "outrank --config FILE, the file outranks the defaults. A switch: --augment, --no-augment or --augment=false."
+    f"Every setting of a training is a flag too, such as --batch-size 128: `{PROGRAM} show` lists them. `train --help "
+    f"TOPIC` lists those of one data set, workload or method alone: {', '.join(TOPICS)}. Flags outrank "
+    "--config FILE, the file outranks the defaults. A switch: --augment, --no-augment or --augment=false."
 )
 EXAMPLES = {
     "train": ("train --model resnet18 --epochs 5", "train --config train/configs/tiny.yaml --name mine"),
@@ -33,10 +34,19 @@ EXAMPLES = {
 
 
 def help_text(
-    command: str = "", *, commands: Mapping[str, type[Options]] = OPTIONS, choices: Choices = NO_CHOICES, width: int = 0
+    command: str = "", *, topic: str = "", commands: Mapping[str, type[Options]] = OPTIONS,
+    choices: Choices = NO_CHOICES, width: int = 0,
 ) -> str:
-    """The help of `command`, or of all: at most 40 lines at 80 columns. `width`: 0 takes the terminal's."""
+    """The help of `command`, of all, or of the settings of one of TOPICS: at most 40 lines at 80 columns.
+
+    `width`: 0 takes the terminal's.
+    """
     width = min(width or shutil.get_terminal_size().columns, 120)
+    if topic:
+        own = {name: field for name, field in Settings.model_fields.items() if facts(field)["of"] == topic}
+        rows = [(_setting(name, field, choices)[0], f"[{dump_value(field.default)}] {field.description}")
+                for name, field in own.items()]
+        return "\n".join([f"settings of {topic} alone:", *_table(rows, width)]) + "\n"
     if command not in commands:
         rows = [(name, _first_sentence(model)) for name, model in commands.items()]
         lines = [f"usage: {PROGRAM} COMMAND [--config FILE] [--SETTING VALUE ...]", "", "commands:"]

@@ -91,6 +91,22 @@ def load_config(
     return config
 
 
+def foreign(config: Config) -> list[str]:
+    """The settings of other data sets, workloads and methods than this run's. An own workload may use any of them."""
+    if ":" in config.workload:
+        return []
+    here = {"", config.workload, config.dataset.partition(":")[0], config.parallel}
+    return [name for name, field in Config.model_fields.items() if facts(field)["of"] not in here]
+
+
+def refuse_foreign(config: Config) -> None:
+    """Raises ConfigError for a setting of something else, which would be ignored."""
+    for name in foreign(config):
+        if (value := getattr(config, name)) != Config.model_fields[name].default:
+            of = facts(Config.model_fields[name])["of"]
+            raise ConfigError(f"{name} must be left out here, got {describe(value)}. It is a setting of {of} alone.")
+
+
 def changed_settings(old: Mapping[str, Any], new: Config) -> list[str]:
     """What differs and affects the result, as `lr: 0.1 -> 0.2`. A setting that `old` does not know had its default."""
     changes = []
@@ -111,13 +127,20 @@ def changed_settings(old: Mapping[str, Any], new: Config) -> list[str]:
 
 
 def to_yaml(config: Config, *, choices: Choices = NO_CHOICES) -> str:
-    """All settings in their groups, each with its line of help, range and unit; `--config` reads it back equal."""
+    """The settings in their groups, each with its line of help, range and unit; `--config` reads it back equal.
+
+    Those of other data sets, workloads and methods are left out, unless they were set.
+    """
     lines: list[str] = []
+    others = {name for name in foreign(config) if getattr(config, name) == Config.model_fields[name].default}
     for name, field in Config.model_fields.items():
         if name in GROUPS:
             lines += ["", f"# {GROUPS[name]}"]
+        if name in others:
+            continue
         known = choices.get(name, kind(field)[2])
+        of = f"{facts(field)['of']}: " if facts(field)["of"] else ""
         more = ", ".join(filter(None, [facts(field)["unit"], bounds(field), " | ".join(known)]))
-        line = f"{f'{name}: {dump_value(getattr(config, name))}':<36}  # {field.description}"
+        line = f"{f'{name}: {dump_value(getattr(config, name))}':<36}  # {of}{field.description}"
         lines.append(line + (f" [{more}]" if more else ""))
     return "\n".join(lines[1:]) + "\n"

@@ -19,14 +19,15 @@ Augment = bool | Literal["imagenet", "trivial"]
 
 
 def setting(
-    default: Any, help: str, *, unit: str = "", result: bool = False, rule: str = "", metavar: str = "", **limits: Any
+    default: Any, help: str, *, unit: str = "", result: bool = False, rule: str = "", metavar: str = "", of: str = "",
+    **limits: Any,
 ) -> Any:
     """A field of Settings, or of a command's options.
 
     `result`: it affects the trained weights. `rule`: what a text must be, for messages. `metavar`: what stands for its
-    value in --help. `limits`: pydantic's own (ge, lt, pattern, ...).
+    value in --help. `of`: the data set, workload or method that alone has it. `limits`: pydantic's own (ge, lt, ...).
     """
-    facts: dict[str, Any] = {"unit": unit, "affects_result": result, "rule": rule, "metavar": metavar}
+    facts: dict[str, Any] = {"unit": unit, "affects_result": result, "rule": rule, "metavar": metavar, "of": of}
     return Field(default, description=help, json_schema_extra=facts, **limits)
 
 
@@ -47,31 +48,30 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     # Its choices are the table in train/data/sources/: run/choices.py has them for whatever checks or prints settings.
     dataset: str = _result("fashion-mnist", "The data; digits ships with the program, fake is random.",
                            rule="the name of a data set")
-    hf_config: str | None = _result(None, "hf: which configuration of the data set; null: the only or default one.",
-                                    rule="a name", min_length=1)
-    input_column: str | None = _result(None, "hf: column of the images or texts; null: the only one of that kind.",
-                                       rule="a column's name", min_length=1)
-    label_column: str | None = _result(None, "hf: column of the labels; null: the only one of class labels, or label.",
-                                       rule="a column's name", min_length=1)
-    hf_train_split: str = _result("train", "hf: rows to train on: a split, or part of one such as train[:90%].",
-                                  rule="a split's name", min_length=1)
-    hf_eval_split: str | None = setting(None, "hf: rows to evaluate on; null: validation or test, as eval_split says.",
-                                        rule="a split's name", min_length=1)
-    hf_download: bool = setting(False, "hf: PATH_OR_NAME may be a name at the Hugging Face hub, downloaded once.")
+    hf_config: str | None = _result(None, "Which configuration of the data set; null: the only or default one.",
+                                    rule="a name", min_length=1, of="hf")
+    input_column: str | None = _result(None, "Column of the images or texts; null: the only one of that kind.",
+                                       rule="a column's name", min_length=1, of="hf")
+    label_column: str | None = _result(None, "Column of the labels; null: the only one of class labels, or label.",
+                                       rule="a column's name", min_length=1, of="hf")
+    hf_train_split: str = _result("train", "Rows to train on: a split, or part of one such as train[:90%].",
+                                  rule="a split's name", min_length=1, of="hf")
+    hf_eval_split: str | None = setting(None, "Rows to evaluate on; null: validation or test, as eval_split says.",
+                                        rule="a split's name", min_length=1, of="hf")
+    hf_download: bool = setting(False, "hf:NAME may be a name at the Hugging Face hub, downloaded once.", of="hf")
     data_dir: str | None = _path(None, "Folder of the data; null: look in the usual places, then download.")
     model: str = _result("cnn", "cnn, mlp, or a torchvision classifier such as resnet18.", pattern=r"^[A-Za-z]\w*$",
                          rule="cnn, mlp or the name of a torchvision classifier")
     image_size: int | None = _result(None, "Scale images to this height and width; null: as they are.",
                                      unit="pixels", ge=8, le=1024)
-    max_seq_len: int = _result(128, "text: longer texts are cut to this.", unit="tokens", ge=4, le=65_536)
-    bert_dir: str | None = _path(None, "text: folder of a BERT, config, vocabulary and weights; null: a small encoder.")
-    bert_download: bool = setting(False, "text: bert_dir may be a name at the Hugging Face hub, downloaded once.")
+    max_seq_len: int = _result(128, "Longer texts are cut to this.", unit="tokens", ge=4, le=65_536, of="text")
+    bert_dir: str | None = _path(None, "A BERT's folder: config, vocabulary, weights; null: small encoder.", of="text")
+    bert_download: bool = setting(False, "bert_dir may be a name at the Hugging Face hub, downloaded once.", of="text")
     length_pool: Natural = _result(50, "Batches from which samples of like length are put together; 0: any lengths.",
-                                   unit="batches")
-    labels_file: str | None = _path(None, "text: file of the labels, one a line; null: those of the training data.")
-    eval_split: Literal["dev", "test"] = setting("dev", "text: which part to evaluate on, where there are both.")
-    max_bad_lines: float = setting(0.01, "text: share of a file's lines that may be bad; they are left out.",
-                                   unit="fraction", ge=0, lt=1)
+                                   unit="batches", of="text")
+    eval_split: Literal["dev", "test"] = setting("dev", "text, hf: which part to evaluate on, where there are both.")
+    max_bad_lines: float = setting(0.01, "Share of a file's lines that may be bad; they are left out.",
+                                   unit="fraction", ge=0, lt=1, of="text")
     init_from: str | None = _path(None, "Start from these weights: a checkpoint or a state dict, or its address.",
                                   result=True)
     dropout: float = _result(0.0, "Share of activations dropped in training.", unit="fraction", ge=0, lt=1)
@@ -80,8 +80,8 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
         "trivial: TrivialAugmentWide besides. The last two are for imagefolder and hf.")
     limit_train: Natural = _result(0, "Use only the first so many training samples; 0: all.", unit="samples")
     limit_eval: Natural = _result(0, "Evaluate on only the first so many samples; 0: all.", unit="samples")
-    fake_samples: Count = _result(1024, "How many images the dataset fake has.", unit="samples")
-    fake_classes: int = _result(10, "How many classes the dataset fake has.", unit="classes", ge=2, le=100_000)
+    fake_samples: Count = _result(1024, "How many images it has.", unit="samples", of="fake")
+    fake_classes: int = _result(10, "How many classes it has.", unit="classes", ge=2, le=100_000, of="fake")
     options: dict[str, Any] = _result(
         {}, "Free settings of your own workload: --options.key value.",
         rule="a mapping of words to finite numbers, texts, true, false, null, lists or mappings")
@@ -91,10 +91,8 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
         "auto",
         "auto: ddp where there are several processes; dp: one process, all its GPUs; fsdp: parameters split too.",
         rule="the name of a method")
-    device_ids: str = _result("", "dp: the GPUs, in this order; empty: all that are visible.",
-                              pattern=r"^(\d+(,\d+)*)?$", rule="numbers of GPUs, such as 1,0")
-    output_device: int | None = _result(None, "dp: the GPU that gathers the outputs; null: the first.", unit="number",
-                                        ge=0, le=1023)
+    device_ids: str = _result("", "The GPUs, in this order; empty: all that are visible.",
+                              pattern=r"^(\d+(,\d+)*)?$", rule="numbers of GPUs, such as 1,0", of="dp")
     seed: int = _result(0, "Seed of weights, order and augmentation.", unit="number", ge=0, le=2**32 - 1)
     batch_size: Count = _result(64, "Global batch: samples per step over all processes.", unit="samples")
     accumulate: Count = _result(1, "Micro-batches per step, to fit a large batch in little memory.",
@@ -123,7 +121,6 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     channels_last: bool | Literal["auto"] = _result(
         "auto", "Memory format NHWC, faster for convolutions; auto: where the model has some.")
     sync_bn: bool = _result(False, "Batch norm over all processes; needs an accelerator.")
-    static_graph: bool = _result(False, "Tell DDP that the graph never changes; not with accumulate.")
     find_unused_parameters: bool = _result(False, "Tell DDP that some parameters may get no gradient.")
     compress: Literal["none", "fp16", "bf16"] = _result(
         "none", "What ddp sends of gradients; horovod: none, fp16.")
@@ -184,6 +181,8 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
         return value
 
 
+# What has settings of its own
+TOPICS = ("hf", "text", "fake", "dp")
 # The first setting of each group -> the group's title
 GROUPS = {"workload": "what is trained", "parallel": "how it is trained", "in_memory": "loading",
           "join_timeout_s": "deadlines", "name": "the run"}

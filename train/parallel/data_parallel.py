@@ -18,21 +18,20 @@ class DataParallelMethod(Method):
 
     def refuse(self) -> None:
         """Devices that are not there, or named twice."""
-        config, count, ids = self.config, self._num_devices(), self._device_ids()
+        count, ids = self._num_devices(), self._device_ids()
         on_gpus = self.group.device.type == "cuda"
-        out_of_range = on_gpus and any(number >= count for number in (*ids, config.output_device or 0))
+        out_of_range = on_gpus and any(number >= count for number in ids)
         if out_of_range or len(set(ids)) != len(ids):
             raise ConfigError(
-                f"device_ids and output_device must each name another one of the {count} visible GPUs, got "
-                f"{','.join(map(str, ids))} and {config.output_device}. CUDA_VISIBLE_DEVICES numbers them anew, from 0."
+                f"device_ids must each name another one of the {count} visible GPUs, got {','.join(map(str, ids))}. "
+                "CUDA_VISIBLE_DEVICES numbers them anew, from 0."
             )
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model over `device_ids`, in that order, or as it is where there is one device."""
-        config, group, ids = self.config, self.group, self._device_ids()
+        group, ids = self.group, self._device_ids()
         if group.device.type == "cuda" and len(ids) > 1:
-            output = ids[0] if config.output_device is None else config.output_device
-            return DataParallel(model, device_ids=ids, output_device=output)
+            return DataParallel(model, device_ids=ids)
         group.log.info(f"dp     one device ({group.device}): trains as one process does without DataParallel")
         return model
 

@@ -36,7 +36,6 @@ class DDP(Method):
             # Gradients live in the buckets that are sent: one copy of all gradients less, in memory and in time
             gradient_as_bucket_view=True,
             broadcast_buffers=False,  # the job shares them, at the end of a step
-            static_graph=config.static_graph,
             find_unused_parameters=config.find_unused_parameters,
         )
         if config.compress != "none":

@@ -5,8 +5,6 @@ order when the next forward pass begins. Other buckets mean another order of sum
 warm-up the first step after a resume would use the first buckets, where the uninterrupted run used the rebuilt ones:
 their last bits would differ. One pass is enough: the forward pass of the first step rebuilds the buckets, and its
 backward pass uses them already. Most memory and kernels are set up on the way.
-
-With a static graph DDP learns that order in its second pass only, which needs a warm-up of two.
 """
 
 from collections.abc import Callable
@@ -18,23 +16,21 @@ from rankup.errors import ConfigError
 
 
 def warm_up(
-    plain: nn.Module, loss: Callable[[], torch.Tensor], *, unused_allowed: bool, graph_ends_in_parameters: bool = True,
-    passes: int = 1,
+    plain: nn.Module, loss: Callable[[], torch.Tensor], *, unused_allowed: bool, graph_ends_in_parameters: bool = True
 ) -> None:
-    """Run `loss()`, a scalar, forward and backward `passes` times. Then put back the buffers of `plain` and drop its
+    """Run `loss()`, a scalar, forward and backward once. Then put back the buffers of `plain` and drop its
     gradients.
 
     Raises ConfigError naming parameters without a gradient, unless `unused_allowed`: DDP waits for their gradients, and
     says so a step later, by number.
     """
     buffers = {name: buffer.detach().clone() for name, buffer in plain.named_buffers()}
-    for _ in range(passes):
-        value = loss()
-        if not unused_allowed and graph_ends_in_parameters:
-            _refuse_unused(_not_in_graph(plain, value))  # before backward, in which DDP would wait
-        value.backward()  # type: ignore[no-untyped-call]
-        if not unused_allowed and not graph_ends_in_parameters:
-            _refuse_unused([name for name, p in plain.named_parameters() if p.requires_grad and p.grad is None])
+    value = loss()
+    if not unused_allowed and graph_ends_in_parameters:
+        _refuse_unused(_not_in_graph(plain, value))  # before backward, in which DDP would wait
+    value.backward()  # type: ignore[no-untyped-call]
+    if not unused_allowed and not graph_ends_in_parameters:
+        _refuse_unused([name for name, p in plain.named_parameters() if p.requires_grad and p.grad is None])
     with torch.no_grad():
         for name, buffer in plain.named_buffers():
             buffer.copy_(buffers[name])

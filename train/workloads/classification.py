@@ -36,7 +36,7 @@ class Classification:
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Cross entropy with label smoothing, the mean over the batch: a scalar."""
         logits = self.logits(model, batch[0])
-        labels = batch[1].to(logits.device)  # DataParallel gathers the outputs on output_device
+        labels = batch[1].to(logits.device)  # DataParallel gathers the outputs on its first device
         return functional.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Sums:

@@ -28,7 +28,7 @@ from ..file_samples import FileSamples
 from .cache import writable_cache
 from .fetch import NotFetched, Say, download_lock, print_to_stderr
 from .imagefolder import MEAN, STD
-from .texts import Texts, TextSet, keep_good, labelled_texts, listed_classes
+from .texts import Texts, TextSet, keep_good, labelled_texts
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # organisation/name, or the first data sets' single word
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
@@ -49,14 +49,14 @@ def load(config: Config, say: Say) -> tuple[FileSamples, FileSamples]:
 
 
 def load_texts(config: Config) -> Texts:
-    """The texts of the splits that the settings name. The classes are those of `labels_file`, else those that the
-    column of labels declares, else its values, sorted.
+    """The texts of the splits that the settings name. The classes are those that the column of labels
+    declares, else its values, sorted.
 
     Raises ConfigError without `datasets`; DataError, naming split and column, for what is not there, and for more rows
     without a text or a label than `max_bad_lines` allows.
     """
     halves = open_rows(config, _is_text, what="texts", usual="text", say=print_to_stderr)
-    classes = listed_classes(config) or halves[0].classes
+    classes = halves[0].classes
 
     def read(rows: Rows) -> tuple[TextSet, list[str]]:
         pairs = zip(rows.column(rows.input).to_pylist(), rows.labels, strict=True)

@@ -7,7 +7,6 @@ dimension) followed by the values. http://yann.lecun.com/exdb/mnist describes it
 import gzip
 import hashlib
 import math
-import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -64,7 +63,7 @@ FAMILIES = {
     "mnist": Family(
         "mnist", "MNIST", "MNIST", tuple("0123456789"), mean=0.1307, std=0.3081, counts=(60_000, 10_000), mirror=False
     ),
-    # Handwritten digits that ship with the program, 8 x 8 pixels: samples/make_digits.py made them
+    # Handwritten digits that ship with the program, 8 x 8 pixels
     "digits": Family(
         "digits", "digits", "digits", tuple("0123456789"), mean=0.2873, std=0.3537, counts=(1_438, 359),
         digest="27dce9ae", mirror=False, here=Path(__file__).parents[2] / "samples" / "digits",
@@ -206,46 +205,22 @@ def read_idx(path: Path, expect: Kind) -> torch.Tensor:
     """
     num_sizes = 3 if expect == "images" else 1
     try:
-        with path.open("rb") as raw:
-            packed = raw.read(2) == b"\x1f\x8b"
-            raw.seek(0)
-            file = gzip.open(raw) if packed else raw  # noqa: SIM115 (`raw` is closed)
-            head = file.read(4 + 4 * num_sizes)
-            if len(head) >= 4 and head[:4] != MAGIC[expect]:
-                if head[:4] in MAGIC.values():
-                    other = "labels" if expect == "images" else "images"
-                    what = f"holds {other} where {expect} are expected"
-                    raise DataError(f"{path}: {what}. Are two files swapped or misnamed?")
-                raise DataError(f"{path}: is no IDX file of {expect} (it starts with {head[:4]!r}). {DAMAGED}")
-            if len(head) < 4 + 4 * num_sizes:
-                raise DataError(f"{path}: truncated in its header, it holds {len(head)} bytes. {DAMAGED}")
-            shape = struct.unpack(f">{num_sizes}I", head[4:])
-            claimed = math.prod(shape)
-            # Neither all that there may be nor all that is claimed: gzip packs by a factor of 1032 at most
-            most = path.stat().st_size * (1032 if packed else 1)
-            content = bytearray(file.read(min(claimed + 1, most)))
-    except EOFError as error:
-        raise DataError(f"{path}: truncated gzip data. {DAMAGED}") from error
-    except (gzip.BadGzipFile, zlib.error) as error:
+        content = path.read_bytes()
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: corrupt gzip data ({error}). {DAMAGED}") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
-    written, there = "x".join(map(str, shape)), len(content)
-    if claimed == 0:
-        raise DataError(f"{path}: holds no {expect} (its header says {written}). {DAMAGED}")
-    if there < claimed:
-        raise DataError(f"{path}: truncated, {there} of {claimed} values ({written}) are there. {DAMAGED}")
-    if there > claimed:
-        raise DataError(f"{path}: has bytes left over after its {claimed} values ({written}). {DAMAGED}")
-    return torch.frombuffer(content, dtype=torch.uint8).reshape(shape)
-
-
-def write_idx(path: str | os.PathLike[str], values: torch.Tensor) -> None:
-    """Write uint8 [N, H, W] as images or uint8 [N] as labels; gzip if the name ends in .gz.
-
-    The same values give the same bytes: the gzip header carries neither name nor time.
-    """
-    magic = MAGIC["images" if values.dim() == 3 else "labels"]
-    content = magic + struct.pack(f">{values.dim()}I", *values.shape) + values.contiguous().numpy().tobytes()
-    path = Path(path)
-    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    if content[:4] != MAGIC[expect]:
+        if content[:4] in MAGIC.values():
+            other = "labels" if expect == "images" else "images"
+            raise DataError(f"{path}: holds {other} where {expect} are expected. Are two files swapped or misnamed?")
+        raise DataError(f"{path}: is no IDX file of {expect} (it starts with {content[:4]!r}). {DAMAGED}")
+    values_at = 4 + 4 * num_sizes
+    shape = struct.unpack(f">{num_sizes}I", content[4:values_at].ljust(4 * num_sizes, b"\0"))
+    claimed, there = math.prod(shape), len(content) - values_at
+    if claimed == 0 or claimed != there:
+        written = "x".join(map(str, shape))
+        raise DataError(f"{path}: holds {max(0, there)} values, and its header says {written}. {DAMAGED}")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=values_at).reshape(shape)

@@ -1,8 +1,6 @@
-"""Labelled texts: one `label<TAB>text` a line, or CSV, in files train, dev and test of one folder."""
+"""Labelled texts: one `label<TAB>text` a line, in files train, dev and test of one folder."""
 
-import csv
 import hashlib
-import io
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,14 +11,13 @@ from rankup.errors import DataError
 from ...config import Config
 
 SAMPLE = Path(__file__).parents[2] / "samples" / "texts"
-ENDINGS = (".txt", ".tsv", ".csv")
+ENDINGS = (".txt", ".tsv")
 LAYOUT = (
-    "A folder holds train.txt and dev.txt or test.txt, one label<TAB>text a line, or the same as .csv; names such as "
-    "cnews.train.txt are found too."
+    "A folder holds train.txt and dev.txt or test.txt, one label<TAB>text a line; names such as "
+    "cnews.train.txt are found too. CSV files are read by --dataset hf:FOLDER."
 )
 NAMES = {"train": ("train",), "dev": ("dev", "val", "valid"), "test": ("test",)}
 NAMED = 5  # bad lines that a message names; the others are only counted
-csv.field_size_limit(2**31 - 1)  # the default, 128 KB, is less than a long article
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +49,20 @@ def load_texts(config: Config) -> Texts:
     """The training part in `data_dir` (default: the sample that ships) and the part that `eval_split` names.
 
     Both are cut, to limit_train and limit_eval. If there is no such part to evaluate on, the other of dev and test is
-    taken. The classes are those of `labels_file`, one a line, else those of the training part, sorted. Raises
-    DataError, naming file and lines, for missing or empty files and for more bad lines than `max_bad_lines` allows.
+    taken. The classes are those of the training part, sorted. Raises DataError, naming file and lines, for missing or
+    empty files and for more bad lines than `max_bad_lines` allows.
     """
     folder = SAMPLE if config.data_dir is None else Path(config.data_dir).expanduser()
     train_path = _file(folder, "train")
     if train_path is None:
-        raise DataError(f"{folder}: must hold texts to train on, got no file train.txt, .tsv or .csv. {LAYOUT}")
+        raise DataError(f"{folder}: must hold texts to train on, got no file train.txt or .tsv. {LAYOUT}")
     other = "test" if config.eval_split == "dev" else "dev"
     evaluation_path = _file(folder, config.eval_split) or _file(folder, other)
     if evaluation_path is None:
         problem = f"must hold texts to evaluate on, got no dev or test beside {train_path.name}"
         raise DataError(f"{folder}: {problem}. {LAYOUT}")
-    classes = listed_classes(config)
-    train, found = keep_good(_rows(train_path), train_path, classes, config.max_bad_lines)
-    classes = classes or tuple(sorted(set(found)))
+    train, found = keep_good(_rows(train_path), train_path, (), config.max_bad_lines)
+    classes = tuple(sorted(set(found)))
     if len(classes) < 2:
         raise DataError(f"{train_path}: must have at least two labels to tell apart, got only {classes[0]}.")
     evaluation, labels = keep_good(_rows(evaluation_path), evaluation_path, classes, config.max_bad_lines)
@@ -134,20 +130,6 @@ def _bytes(path: Path) -> bytes:
         raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
-def listed_classes(config: Config) -> tuple[str, ...]:
-    """Those of `labels_file`, none without it. Raises DataError for a file that holds no two of them."""
-    if config.labels_file is None:
-        return ()
-    path = Path(config.labels_file)
-    lines = _bytes(path).decode("utf-8-sig", errors="replace").splitlines()
-    names = [line.strip() for line in lines if line.strip()]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice or len(names) < 2:
-        problem = f"{twice[0]} twice" if twice else f"{len(names)}"
-        raise DataError(f"{path}: must hold two labels or more, one a line, each once, got {problem}.")
-    return tuple(names)
-
-
 Row = tuple[int, str, str, str]  # number of the line, label, text, what is wrong with it or ""
 
 
@@ -181,33 +163,15 @@ def keep_good(
 
 def _rows(path: Path) -> Iterator[Row]:
     content = _bytes(path).decode("utf-8-sig", errors="surrogateescape")
-    for number, cells in _csv_cells(content, path) if path.suffix.lower() == ".csv" else _tab_cells(content):
+    # Split at newlines alone: an article may hold the other characters at which splitlines() splits
+    for number, line in enumerate(content.split("\n"), 1):
+        if not line.strip():
+            continue
+        cells = line.split("\t", 1)
         problem = "no tab" if len(cells) < 2 else ""
         try:
-            "".join(cells).encode()
+            line.encode()
         except UnicodeEncodeError:  # a surrogate stands for a byte that is no UTF-8
             problem = "not UTF-8"
         label, text = (cell.strip() for cell in (*cells, "")[:2])
         yield number, label, text, problem
-
-
-def _tab_cells(content: str) -> Iterator[tuple[int, list[str]]]:
-    # Split at newlines alone: an article may hold the other characters at which splitlines() splits
-    for number, line in enumerate(content.split("\n"), 1):
-        if line.strip():
-            yield number, line.split("\t", 1)
-
-
-def _csv_cells(content: str, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Two columns, label and text, or a header that names them."""
-    reader = csv.reader(io.StringIO(content, newline=""))
-    columns = (0, 1)
-    try:
-        for row in reader:
-            names = [cell.strip().lower() for cell in row]
-            if reader.line_num == 1 and {"label", "text"} <= set(names):
-                columns = names.index("label"), names.index("text")
-            elif any(names):
-                yield reader.line_num, [row[column] if column < len(row) else "" for column in columns]
-    except csv.Error as error:
-        raise DataError(f"{path}: line {reader.line_num} is no CSV ({error}).") from error
