@@ -27,7 +27,7 @@ from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, ConfigError, JoinErro
 log = logging.getLogger("rankup")
 # An installed rankup has the folder `train` inside
 PROGRAMS = (Path(__file__).parent / "program" / "main.py", Path(__file__).parents[1] / "train" / "main.py")
-OF_PROGRAM = ("train", "evaluate", "predict", "export", "show")
+OF_PROGRAM = ("train", "evaluate", "predict", "show")
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _launch(given: argparse.Namespace) -> int:
     from rankup.agent.agent import Options
     from rankup.agent.logs import guard, setup_logging
     from rankup.agent.script import Script
-    from rankup.agent.status import tell_platform
+    from rankup.agent.status import tell_platform, what_next
     from rankup.env.node_env import read_node_env
 
     guard("stdout", "stderr")
@@ -182,7 +182,7 @@ def _launch(given: argparse.Namespace) -> int:
         )
         for warning in node.warnings:
             log.warning("%s", warning)
-        run_dir = Path(given.run_dir, given.name or node.run_name or Path(script.name.removeprefix("-m ")).stem)
+        run_dir = Path(given.run_dir, given.name or node.run_name or script.run_name)
         if given.preflight:
             from rankup.doctor.machine import preflight
 
@@ -200,7 +200,7 @@ def _launch(given: argparse.Namespace) -> int:
         log.error("%s (exit code %d)", verdict.text, code)
     if not knows_us:
         if code not in (FINISHED, STOPPED, USER_MISTAKE):
-            log.info("`rankup explain %s` says why, `rankup logs %s` has all lines", run_dir, run_dir)
+            log.info("%s", what_next(run_dir))
         tell_platform(verdict.text, code)
     return code
 
@@ -305,6 +305,26 @@ def _explain(given: argparse.Namespace) -> int:
     return FAULTY if faulty else FINISHED
 
 
+def _export_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("run", metavar="RUN", help="a run's name or folder, the folder of one checkpoint, or an address")
+    add("file", metavar="FILE", help="where to write")
+    add("--item", default="", metavar="NAME", help="only the state of this tracked object: model")
+    add("--run-dir", default="runs", metavar="DIR", help="folder of all runs, where names are looked up (runs)")
+
+
+def _export(given: argparse.Namespace) -> int:
+    from rankup.loop.record import check_record
+    from rankup.places.urls import is_url
+    from rankup.state.export import export, find_copy
+
+    named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
+    run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else runs_folder(given.run_dir) / given.run
+    copy = find_copy(named, run_dir, warn=log.warning, check=check_record)
+    log.info(export(copy, Path(given.file), item=given.item))
+    return FINISHED
+
+
 def _doctor_options(parser: Parser) -> None:
     add = parser.add_argument
     add("--alone", action="store_true", help="only this machine, as one process, whoever has started it")
@@ -403,14 +423,24 @@ COMMANDS = {
         "what lies between them. Exit code: 0 fit, 10 warnings, 20 not fit, 30 a check that could not be completed.",
         "[OPTIONS]", ("--run-dir /shared/runs", "--alone --json"), _doctor_options, _doctor,
     ),
+    "export": Command(
+        "Write a checkpoint as one file for torch.load. The file holds a dict from the name of each tracked object to "
+        "its state, or the state of one object alone. It takes plain and sharded checkpoints, of any run.",
+        "RUN FILE [OPTIONS]",
+        ("mine mine.pt", "runs/mine/checkpoints/step-00000400 weights.pt --item model"),
+        _export_options, _export,
+    ),
 }
-GROUPS = {"start": ("launch", "train"), "watch": ("status", "logs", "stacks"), "diagnose": ("explain", "doctor")}
-TRAIN = "Run our program; also: evaluate, predict, export, show"
+GROUPS = {
+    "start": ("launch", "train"), "watch": ("status", "logs", "stacks"), "diagnose": ("explain", "doctor"),
+    "use": ("export",),
+}
+TRAIN = "Run our program; also: evaluate, predict, show"
 
 
 def overview() -> str:
     """What `rankup` alone prints."""
-    lines = ["Start PyTorch jobs anywhere, and keep them alive.", "", _headings("usage: rankup COMMAND [OPTIONS]"), ""]
+    lines = ["Start PyTorch jobs anywhere, and keep them alive.", _headings("usage: rankup COMMAND [OPTIONS]"), ""]
     for title, names in GROUPS.items():
         for name in names:
             text = COMMANDS[name].about.partition(". ")[0] if name in COMMANDS else TRAIN

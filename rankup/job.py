@@ -8,6 +8,7 @@ and the position of the last commit, whenever it is made.
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
@@ -31,15 +32,16 @@ log = logging.getLogger("rankup")
 
 
 def init(
-    run: str | PathLike[str] = "runs/default", *, seed: int = 0, device: str = "auto", fresh: bool = False,
+    run: str | PathLike[str] = "", *, seed: int = 0, device: str = "auto", fresh: bool = False,
     save_every_steps: int | None = None, keep: int = 2, log_every_steps: int = 10, tensorboard: bool = True,
     join_timeout_s: float = 300.0, setup_timeout_s: float = 1800.0, step_timeout_s: float = 600.0,
     save_timeout_s: float = 600.0,
 ) -> "Job":
     """Meet the other ranks, and own the run: process group, device, seeds, signals. Once a process, before the model.
 
-    `run`: the folder of the run; the same call goes on from what it finds there. `seed`: of orders and random numbers;
-    models are built equal on all ranks. `device`: "auto" takes the accelerator of this local rank, else the CPU.
+    `run`: the folder of the run, by default `runs/` and the name of the script or module; the same call goes on from
+    what it finds there. `seed`: of orders and random numbers; models are built equal on all ranks. `device`: "auto"
+    takes the accelerator of this local rank, else the CPU.
     `fresh`: put aside what is in the folder, and begin anew. `save_every_steps`: None saves at each end of an epoch, or
     each 1,000 steps without `job.epochs`; 0 leaves it to `job.save`. `keep`: so many copies stay. `log_every_steps`: so
     often the values of `job.step` are written. The deadlines are in seconds; past one the stacks are written, and the
@@ -49,18 +51,19 @@ def init(
     where the run can't be gone on with.
     """
     given = {name: value for name, value in locals().items() if name not in ("run", "device")}
-    settings, ends = Settings(**given), Ends()
+    run = Path(run or Path("runs", script_name()))
+    settings, ends = Settings(**given), Ends(run)
     stop = StopRequest().install()
     stop.print_through(log)
     launch = read_rank_env(os.environ)
     ends.head = line_head(launch.rank, launch.world_size)
-    file = open_log(Path(run) / "logs" / f"rank-{launch.rank}.log")
+    file = open_log(run / "logs" / f"rank-{launch.rank}.log")
     setup_logging(rank=launch.rank, world_size=launch.world_size, file=file)
     if launch.parent_pid:
         die_with_parent(launch.parent_pid)
     group = ends.stack.enter_context(join(
         launch, settings={f"setting {name}": str(value) for name, value in given.items()}, timeout_s=join_timeout_s,
-        status=StatusFile(Path(run), launch), stop=stop, log=log, device=None if device == "auto" else device,
+        status=StatusFile(run, launch), stop=stop, log=log, device=None if device == "auto" else device,
         longest_phase_s=max(setup_timeout_s, step_timeout_s, save_timeout_s),
         needs_process_group=True,  # DistributedDataParallel needs one, even of one rank
     ))
@@ -76,6 +79,14 @@ def init(
     seed_everything(derive_seed(seed), group.device)
     group.watch.enter("setup", setup_timeout_s)
     return job
+
+
+def script_name() -> str:
+    """Of the script or the module that Python runs; "default" where there is none, as in a notebook."""
+    main = sys.modules["__main__"]
+    if (spec := getattr(main, "__spec__", None)) is not None:
+        return str(spec.name).removesuffix(".__main__")
+    return Path(getattr(main, "__file__", None) or "default").stem
 
 
 def _check_seed(path: Path, record: dict[str, Any], seed: int) -> None:

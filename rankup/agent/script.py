@@ -47,6 +47,11 @@ class Script:
         """For messages."""
         return f"-m {self.words[1]}" if self.words[0] == "-m" else Path(self.words[0]).name
 
+    @property
+    def run_name(self) -> str:
+        """Of a run that got no other name."""
+        return self.words[1] if self.words[0] == "-m" else Path(self.words[0]).stem
+
     def check(self, environ: Mapping[str, str], *, world_size: int) -> None:
         """Raises ConfigError for a script that no node has, and for one whose ranks would not find each other.
 

@@ -216,6 +216,11 @@ def tell_end(error: BaseException, head: str, *, log: logging.Logger, advice: Ca
     return code
 
 
+def what_next(run_dir: Path) -> str:
+    """What to type after a script has failed."""
+    return f"`rankup explain {run_dir}` says why, `rankup logs {run_dir}` has all lines"
+
+
 # Stacks ---------------------------------------------------------------------------------------------------------------
 
 

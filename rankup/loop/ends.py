@@ -6,22 +6,25 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 from rankup.agent.processes import finish
-from rankup.agent.status import tell_end
+from rankup.agent.status import tell_end, what_next
 
 log = logging.getLogger("rankup")
 
 
 class Ends:
     """Takes over the end of this process. `stack`: closed with the error that ends it. `head`: who this rank is.
+    `run_dir`: the run's folder.
 
     `over`: the loop came to its end, so that `finish`, which the script may leave out, is called when Python ends.
     `behind`: whether the run went on behind an epoch's last batch, and no step has come since.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
         self.stack = contextlib.ExitStack()
         self.over, self.head = False, ""
         self.finish: Callable[[], None] = lambda: None
@@ -67,10 +70,9 @@ class Ends:
             self.stack.__exit__(type(error), error, error.__traceback__)
         except BaseException as failure:  # the cause, where another rank is to blame
             error = failure
-        finish(tell_end(error, self.head, log=log, advice=_advice))
+        finish(tell_end(error, self.head, log=log, advice=self._advice))
 
+    def _advice(self, text: str) -> str:
+        from rankup.explain import advice  # it compiles the patterns of all known faults, a twentieth of a second
 
-def _advice(text: str) -> str:
-    from rankup.explain import advice  # it compiles the patterns of all known faults, a twentieth of a second
-
-    return advice(text)
+        return f"{advice(text)}\n{what_next(self.run_dir)}".lstrip()

@@ -115,8 +115,14 @@ class Job:
     @property
     def weight(self) -> float:
         """What to multiply a mean loss of this rank's part of the batch with, so that the mean over the ranks is that
-        of the global batch: 1.0 where all parts are equal."""
+        of the global batch: 1.0 where all parts are equal. Raises UserError where the loop reads several loaders
+        together whose parts differ: each has its own `weight` then, see `batches`."""
         self.live.weight_asked = True
+        if self.live.unequal:
+            raise UserError(
+                "weight: the batches that are read together must have one weight, got several. Keep what job.batches "
+                "returns, as in real = job.batches(loader), and multiply by real.weight."
+            )
         return self.live.weight
 
     # State ----------------------------------------------------------------------------------------------------
@@ -249,7 +255,7 @@ class Job:
         for batch, weight in evaluation_batches(loader, self.settings.seed, self.rank, self.world_size, pad=pad):
             if self.world_size == 1:
                 self.stop_here()
-            self.live.weight = weight
+            self.live.weight, self.live.unequal = weight, False
             yield batch
 
     @contextlib.contextmanager
@@ -258,7 +264,8 @@ class Job:
         schedule's, the scaler's update, EMA. Only inside may tracked state change. All ranks enter it.
 
         `values`: scalars of this rank, for `metrics.jsonl` and TensorBoard as `train/<name>`: the mean over the ranks,
-        each `log_every_steps` steps. Only then is the device waited for.
+        each `log_every_steps` steps. Only then do ranks exchange something, and only for values is the device waited
+        for. All ranks give the same names.
 
         At its end the step is finished; then a copy is saved where one is due, and random numbers are seeded from seed,
         step and rank. Raises Stopped where the job was asked to stop, after a save. A block that raises leaves no
@@ -323,7 +330,7 @@ class Job:
         Made before the step is finished: whoever goes on from the state of a rank that finished it can write the line.
         """
         number = self.position.step + 1
-        if not values or (number % self.settings.log_every_steps and number != self.course.total):
+        if number % self.settings.log_every_steps and number != self.course.total:
             return self.position.line
         own = [_number(value) for value in values.values()]  # this waits for the device
         if not self.reports.load:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from rankup.loop.batches import Source, source_of
+from rankup.loop.batches import Source, Split, source_of
 from rankup.loop.record import Position
 from rankup.loop.seeds import derive_seed
 from rankup.observe.stragglers import DATA
@@ -13,7 +13,7 @@ class Live:
     """What the loop has done since the last commit, and what it has yet to do again after a resume.
 
     `fetched`: batches since then. `weight`: of the last one. `active`: how many loops over batches or steps are
-    running.
+    running. `unequal`: the newest batches of loops that run together have different weights.
     """
 
     def __init__(self, position: Position, states: list[Any]) -> None:
@@ -21,11 +21,12 @@ class Live:
         self.epoch = position.epoch
         self.streams: list[int] = []
         self.fetched = self.active = 0
-        self.weight, self.weight_asked, self.weight_said = 1.0, False, False
+        self.weight, self.weight_asked, self.weight_said, self.unequal = 1.0, False, False, False
         self.changes_to_repeat = position.changes
         self.line: dict[str, Any] | None = position.line
         self.has_epochs = False
         self.behind = False  # the run went on behind an epoch's last batch, and no step has come since
+        self.running: list[Batches] = []
         self._sources: list[Source] = []
         self._skip, self._states = [*position.streams], states
 
@@ -49,7 +50,8 @@ class Live:
 
 
 class Batches:
-    """What `job.batches` returns: to be iterated once an epoch. `len()` is the number of batches of a whole epoch."""
+    """What `job.batches` returns: to be iterated once an epoch. `len()` is the number of batches of a whole epoch.
+    `weight`: `job.weight` for the newest batch of this loader, where several are read together."""
 
     def __init__(self, job: Any, loader: Any, *, any_order: bool) -> None:
         """`job`: a `rankup.loop.job.Job`, which imports this."""
@@ -58,7 +60,7 @@ class Batches:
         known = job._sources.get(id(loader))
         source = known[1] if known else source_of(loader, job.rank, job.world_size, any_order=any_order)
         job._sources[id(loader)] = (loader, source)
-        self._source = source
+        self._source, self.weight = source, 1.0
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -78,6 +80,7 @@ class Batches:
                 "A sampler must draw the same on all ranks, or split by itself as DistributedSampler does."
             ))
         live.active += 1
+        live.running.append(self)
         try:
             while True:
                 job.stop_here()
@@ -92,10 +95,14 @@ class Batches:
                         group.log.info("resumed behind the last batch: the code after the loop over batches runs again")
                     return
                 job.tracked.check_unchanged()
-                batch, live.weight = found
+                batch, self.weight = found
+                live.weight = self.weight
+                together = [each for each in live.running if isinstance(each._source, Split)]
+                live.unequal = any(each.weight != self.weight for each in together)
                 live.fetched += 1
                 streams[number] += 1
                 job._seed()
                 yield batch
         finally:
             live.active -= 1
+            live.running.remove(self)

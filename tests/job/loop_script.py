@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import sys
+import warnings
 
 import torch
 from torch import nn
@@ -43,7 +44,11 @@ noise = Noise()
 net = nn.Sequential(
     nn.Linear(8, 16), nn.Identity() if plain else nn.BatchNorm1d(16), nn.Dropout(0.0 if plain else 0.2), nn.ReLU()
 )
-body, head = (DistributedDataParallel(each.to(job.device)) for each in (net, nn.Linear(16, 2)))
+last = nn.Linear(16, 2)
+if os.environ.get("COMPILE") == str(job.rank):
+    warnings.filterwarnings("ignore", "The .grad attribute")  # its tracer looks at every tensor's
+    last = torch.compile(last, backend="eager")
+body, head = (DistributedDataParallel(each.to(job.device)) for each in (net, last))
 sgd = torch.optim.SGD(body.parameters(), lr=0.1, momentum=0.9)
 adam = torch.optim.AdamW(head.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.MultiStepLR(sgd, [6, 6, 15], 0.5)  # keeps a Counter with numbers as keys
@@ -52,6 +57,16 @@ best = {"accuracy": 0.0, "epochs": 0}
 tracked = {"body": body, "head": head, "sgd": sgd, "adam": adam, "scheduler": scheduler, "scaler": scaler, "best": best}
 if "UNTRACKED" not in os.environ:
     job.track(**tracked)
+else:  # two loaders together
+    uneven, even = job.batches(DataLoader(dataset, batch_size=10)), job.batches(loader)
+    for (x, _), (y, _) in zip(uneven, even, strict=False):
+        assert (uneven.weight, even.weight) == (len(x) * job.world_size / 10, 1.0)
+        assert len(y) == 4
+        try:
+            print("one weight for both", job.weight)
+        except rankup.UserError as error:
+            print(error)
+        break
 
 die = os.environ.get("DIE", "")  # "rank:step:signal", once
 mistake = os.environ.get("MISTAKE", "")

@@ -1,6 +1,5 @@
 """A loop that counts steps, in which rank 1 computes more slowly: it sleeps, which takes no CPU from the others."""
 
-import sys
 import time
 
 import torch
@@ -10,7 +9,7 @@ import rankup
 from rankup.observe import rank_reports
 
 rank_reports.WINDOW_S = 0.1  # in place of 5
-job = rankup.init(sys.argv[1], log_every_steps=2)
+job = rankup.init(log_every_steps=2)
 model = DistributedDataParallel(torch.nn.Linear(8, 2).to(job.device))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 job.track(model=model, optimizer=optimizer)
@@ -19,5 +18,5 @@ for step in job.steps(100):
     loss = model(torch.full((4, 8), step / 100, device=job.device)).square().mean()
     optimizer.zero_grad()
     loss.backward()
-    with job.step(loss=loss):
+    with job.step():
         optimizer.step()

@@ -1,4 +1,4 @@
-"""transformers' Trainer and Accelerate with rankup's callbacks: the promises that their pages make."""
+"""The Trainers of transformers and Lightning with rankup's callbacks, and Accelerate: the promises of their pages."""
 
 import importlib.util
 import random
@@ -13,7 +13,9 @@ from tests.rigs.jobs import ROOT
 
 FOLDER = ROOT / "tests" / "rigs" / "integrations"
 # What a script needs, and optimizer steps in a run
-LOOPS = {"trainer_loop": ("transformers", 45), "accelerate_loop": ("accelerate", 30)}
+LOOPS = {
+    "trainer_loop": ("transformers", 45), "lightning_loop": ("lightning", 30), "accelerate_loop": ("accelerate", 30),
+}
 PACKAGES = {package: importlib.util.find_spec(package) is not None for package, _ in LOOPS.values()}
 WARN = {"PYTHONWARNINGS": ""}  # these libraries warn
 each = pytest.mark.parametrize("name", [
@@ -52,8 +54,14 @@ def test_integrations_go_on_to_the_same_weights(
 
     expected = once(f"integration-{name}", undisturbed)
     blow = {"rank": 1, "call": random.randrange(2, LOOPS[name][1] - 12), "hold_s": 0.15}
-    codes, output = run(loaded, tmp_path, name, **strike(tmp_path, signal=name_of_signal, **blow))
-    assert codes == ([143, 143] if name_of_signal == "SIGTERM" else [171, -9]), f"{blow}\n{output}"
-    codes, output = run(loaded, tmp_path, name)
-    assert codes == [0, 0], f"{blow}\n{output}"
+    struck = strike(tmp_path, signal=name_of_signal, **blow)
+    if name == "lightning_loop" and name_of_signal == "SIGKILL":  # by an agent, which starts the ranks again itself
+        line = ("launch", "--nproc=2", STRUCK, FOLDER / f"{name}.py")
+        codes, output = loaded.run(*line, cwds=[tmp_path], env=WARN | struck)
+        assert "no finished step was lost" in output, f"{blow}\n{output}"
+    else:
+        codes, output = run(loaded, tmp_path, name, **struck)
+        assert codes == ([143, 143] if name_of_signal == "SIGTERM" else [171, -9]), f"{blow}\n{output}"
+        codes, output = run(loaded, tmp_path, name)
+    assert {*codes} == {0}, f"{blow}\n{output}"
     assert digest(tmp_path, name) == expected, f"{blow}\n{output}"

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from rankup import cli
 from rankup.errors import UserError
 from rankup.state import copies, shards
 from rankup.state.copies import STATE, find_problem, fingerprint, list_copies, to_json
@@ -201,6 +202,10 @@ def test_export_is_one_plain_file(forks: Forks, trained: Path, tmp_path: Path, n
     model.load_state_dict(torch.load(tmp_path / "new" / "w.pt"))
     assert weights.digest(model.state_dict()) == digest(trained)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["w.pt"]
+    assert cli.main(["export", str(newest(trained) if named else trained / "run"), str(tmp_path / "all.pt")]) == 0
+    whole = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert weights.digest(whole["model"]) == digest(trained)
+    assert whole.keys() == {"model", "optimizer", "scaler"}
 
 
 @pytest.mark.parametrize(
@@ -208,7 +213,7 @@ def test_export_is_one_plain_file(forks: Forks, trained: Path, tmp_path: Path, n
     [
         (("--checkpoint", "/nowhere"), "/nowhere must be a whole checkpoint, got a damaged one: manifest.json is"),
         (("--run-dir", "/nowhere"), "checkpoints must hold one, got none. Train first, or name one."),
-        (("--output", "/dev/null/w.pt"), "--output must be a file that can be written, got /dev/null/w.pt: "),
+        (("--output", "/dev/null/w.pt"), "export: the file must be one that can be written, got /dev/null/w.pt: "),
     ],
 )
 def test_export_of_nothing_is_one_line(forks: Forks, trained: Path, line: tuple[str, str], message: str) -> None:

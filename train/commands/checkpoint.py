@@ -1,10 +1,9 @@
 """A trained model from its checkpoint, and the commands `evaluate` and `export` of it."""
 
-import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,17 +12,17 @@ from rankup.agent.status import StatusFile
 from rankup.errors import Stopped, UserError
 from rankup.group.group import Group, on_rank0
 from rankup.loop.seeds import derive_seed, seed_everything
-from rankup.places.files import write_atomically
 from rankup.places.urls import is_url
+from rankup.state.export import export as export_copy
+from rankup.state.export import find_copy
 from rankup.state.reading import Copy, share
-from rankup.state.stored_run import fetched
 
 from ..config import Config
 from ..config.options import EvaluateOptions, ExportOptions
 from ..group import join_group
 from ..parallel.model import prepare
 from ..run import weights
-from ..run.checkpoints import load_checkpoint, load_newest
+from ..run.checkpoints import check
 from ..run.evaluation import evaluate
 from ..run.result import evaluation_table
 from ..workloads import Workload, load
@@ -49,15 +48,7 @@ def read_checkpoint(place: str, context: Context) -> Copy:
     config, log, run_dir = context.config, context.log, context.run_dir
     if not place and is_url(config.run_dir):
         place = f"{config.run_dir.rstrip('/')}/{run_dir.name}"
-    if is_url(place):
-        with fetched(place, warn=log.warning, timeout_s=config.setup_timeout_s) as path:
-            return replace(load_checkpoint(path).as_plain(), path=Path(path.name))  # the copy is gone afterwards
-    if place:
-        return load_checkpoint(Path(place)).as_plain()
-    found = load_newest(run_dir / "checkpoints", log.warning)
-    if found is None:
-        raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
-    return found.as_plain()
+    return find_copy(place, run_dir, warn=log.warning, check=check, timeout_s=config.setup_timeout_s)
 
 
 @contextmanager
@@ -140,19 +131,7 @@ def evaluate_checkpoint(context: Context, options: EvaluateOptions) -> None:
 
 
 def export(context: Context, options: ExportOptions) -> None:
-    """Write a state dict that `load_state_dict` of the plain module takes, for `torch.load` with weights_only=True.
-
-    Raises UserError.
-    """
-    output = Path(options.output)
+    """Write a state dict that `load_state_dict` of the plain module takes. See `rankup.state.export`."""
     checkpoint = read_checkpoint(options.checkpoint, context)
-    model = checkpoint.tracked["model"]
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    try:
-        write_atomically(output, buffer.getvalue())
-    except OSError as error:
-        raise UserError(f"--output must be a file that can be written, got {output}: {error.strerror}.") from None
-    size = f"{len(model)} tensors, {buffer.tell() / 1e6:.1f} MB"
-    digest = weights.digest(model)[:16]
-    context.log.info(f"{output}: the weights of step {checkpoint.step}, {size}, digest {digest}")
+    written = export_copy(checkpoint, Path(options.output), item="model")
+    context.log.info(f"{written}, digest {weights.digest(checkpoint.tracked['model'])[:16]}")

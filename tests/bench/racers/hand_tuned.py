@@ -5,8 +5,10 @@ static graph was slower), no buffers to send, no loss read in the loop. Besides:
 (of the GPU, where there is one), taken by index.
 The guide also advises another malloc, for the page faults of each step. Here glibc's is set up instead, as by rankup:
 see train/parallel/allocator.py.
+As variant "rankup" it has the lines of rankup/loop.md in it: what these cost is the difference between the two.
 """
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from itertools import count
@@ -16,25 +18,33 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import rankup
 from rankup.loop.seeds import derive_seed
 from tests.bench.racers import shared
 from train.parallel.allocator import keep_freed_memory
 
 
-def shares(task: shared.Task, num_samples: int) -> Iterator[torch.Tensor]:
+class Shares:
     """This process's sample numbers of each step, int64 [B] on the device, without an end."""
-    for epoch in count():
-        generator = torch.Generator().manual_seed(derive_seed(shared.SEED, epoch))
-        order = torch.randperm(num_samples, generator=generator).to(task.here)
-        for chosen in order[: num_samples // task.batch_size * task.batch_size].split(task.batch_size):
-            yield chosen[shared.rank() :: shared.world_size()]
+
+    def __init__(self, task: shared.Task, num_samples: int) -> None:
+        self.task, self.num_samples = task, num_samples
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        size, end = self.task.batch_size, self.num_samples // self.task.batch_size * self.task.batch_size
+        for epoch in count():
+            generator = torch.Generator().manual_seed(derive_seed(shared.SEED, epoch))
+            order = torch.randperm(self.num_samples, generator=generator).to(self.task.here)
+            for chosen in order[:end].split(size):
+                yield chosen[shared.rank() :: shared.world_size()]
 
 
 def main() -> None:
     task = shared.read_task()
     keep_freed_memory()
     on_gpu = task.device == "cuda"
-    if shared.world_size() > 1:
+    job = rankup.init(f"{task.result}.run", fresh=True, save_every_steps=0) if task.variant == "rankup" else None
+    if shared.world_size() > 1 and job is None:
         dist.init_process_group("nccl" if on_gpu else "gloo")
     images, labels = (tensor.to(task.here) for tensor in shared.load_images(task.data, task.model, train=True))
     plain = shared.build_model(task.model).to(task.here, memory_format=torch.channels_last)
@@ -46,17 +56,22 @@ def main() -> None:
             gradient_as_bucket_view=True, broadcast_buffers=False,
         )
     optimizer = torch.optim.SGD(plain.parameters(), shared.LR, shared.MOMENTUM, fused=True)
-    clock = shared.Clock(task)
-    for chosen in shares(task, len(labels)):
+    if job is not None:
+        job.track(model=model, optimizer=optimizer)
+    clock, own = shared.Clock(task), Shares(task, len(labels))
+    for chosen in own if job is None else job.batches(own):
         with torch.autocast(task.here.type, torch.bfloat16, enabled=task.precision == "bf16"):
             loss = nn.functional.cross_entropy(model(shared.normalize(images[chosen])), labels[chosen])
         loss.backward()
-        optimizer.step()
+        with contextlib.nullcontext() if job is None else job.step(loss=loss):
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if clock.step():
             break
     shared.finish(task, clock, plain)
-    if shared.world_size() > 1:
+    if job is not None:
+        job.finish()
+    elif shared.world_size() > 1:
         dist.destroy_process_group()
 
 

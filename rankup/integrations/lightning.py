@@ -1,0 +1,97 @@
+"""Lightning's Trainer with a job's promises.
+
+    job = rankup.init("runs/mine")
+    trainer = L.Trainer(..., strategy="ddp", callbacks=[RankupCallback(job)])
+    trainer.fit(module, job.batches(loader))
+    job.finish()
+
+| promise                                                    | holds                                                 |
+|------------------------------------------------------------|-------------------------------------------------------|
+| stop on request, agreed among the ranks, and resume        | yes; the Trainer must have max_epochs                 |
+| the last finished step after a lost rank                   | yes with one device and with ddp; not with FSDP       |
+| the same weights, to the bit                               | yes with a loader that has a length                   |
+| deadlines with stacks, status, slow ranks, metrics         | yes; a validation counts as part of a step            |
+| several optimizers (manual optimization)                   | all their steps for one batch are one step            |
+| a validation during which a rank was lost                  | is left out, and so is the step of ReduceLROnPlateau  |
+| Lightning's own checkpoints, loggers and other callbacks   | stay as they are; their state is in no copy of ours   |
+"""
+
+import copy
+from contextlib import AbstractContextManager
+from typing import Any
+
+try:
+    import lightning.pytorch as L
+except ModuleNotFoundError:  # the same library under its older name
+    import pytorch_lightning as L  # type: ignore[no-redef, unused-ignore]
+
+from rankup import Job
+
+
+class RankupCallback(L.Callback):  # type: ignore[misc, unused-ignore]
+    """Tracks what the Trainer trains, and makes the optimizer's step for each batch a step of `job`.
+
+    Raises rankup.errors.Stopped out of `Trainer.fit` when the job is asked to stop; do not catch it.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._step: AbstractContextManager[None] | None = None
+        self._values: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self._progress = Progress(trainer.fit_loop)
+        optimizers = {f"optimizer{n}": each for n, each in enumerate(trainer.optimizers)}
+        schedulers = {f"scheduler{n}": each.scheduler for n, each in enumerate(trainer.lr_scheduler_configs)}
+        self.job.track(model=trainer.strategy.model, progress=self._progress, **optimizers, **schedulers)
+        self._epochs = self.job.epochs(trainer.max_epochs)
+        next(self._epochs, None)
+        self._follow(trainer)
+
+    def _follow(self, trainer: Any, *_: Any) -> None:
+        """The job enters the epoch that the Trainer is in, and saves at the end of the one before."""
+        while self.job.epoch < trainer.fit_loop.epoch_progress.current.processed:
+            next(self._epochs, None)
+
+    on_train_epoch_start = on_train_end = _follow
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        self._values = {"loss": loss.detach()}
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if self._step is None:  # a second optimizer of the same batch belongs to the same step
+            self._step = self.job.step(**self._values)
+            self._step.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._step is not None:
+            self._progress.commit()
+            step, self._step = self._step, None
+            step.__exit__(None, None, None)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.job.log(**trainer.callback_metrics)
+
+
+class Progress:
+    """Where Lightning's loop stood at the last finished step."""
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+        self.commit()
+
+    def commit(self) -> None:
+        self._committed: dict[str, Any] = copy.deepcopy(self._loop.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._committed
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The loop, which has begun already, goes on as it does from a checkpoint of its own."""
+        self._loop.load_state_dict(state)
+        self._loop.reset()
+        self._loop.epoch_progress.current.completed = self._loop.epoch_progress.current.processed
+        if self._loop.epoch_loop.batch_progress.is_last_batch:
+            self._loop.reset_restart_stage()  # the next epoch begins as any other
+        self.commit()
