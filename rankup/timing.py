@@ -30,6 +30,7 @@ ENDING_S = 0.5  # a member that was not reached may be ending, which its connect
 STOPPED_S = 10.0  # a rank in state T (SIGSTOP) answers nobody
 
 # Leaving --------------------------------------------------------------------------------------------------------------
+DECIDE_S = 1.0  # for a comparison of states that may show that this rank's is wrong, before it is rescued
 LAST_WORD_S = 2.0  # for what a process that ends, or a peer that may be gone, still has to say
 SAY_S = 2.0  # how long a message to the agent may take: one that is stopped reads nothing
 UNNOTICED_S = 2.0  # ranks notice within a second that a peer is gone; one that waits for it to join is told after this

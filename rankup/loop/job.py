@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankup.errors import Stopped, UserError
 from rankup.group.group import Group
+from rankup.loop.agreement import Agreement
 from rankup.loop.batches import Source, evaluation_batches
 from rankup.loop.ends import Ends
 from rankup.loop.layout import fix_bucket_order
@@ -43,6 +44,7 @@ class Settings:
     save_every_steps: int | None = None
     keep: int = 2
     log_every_steps: int = 10
+    compare_every_steps: int | None = None
     tensorboard: bool = True
     join_timeout_s: float = 300.0
     setup_timeout_s: float = 1800.0
@@ -74,6 +76,11 @@ class Job:
             group, run, self.tracked, self.position, seed=settings.seed, begin_anew=settings.begin_anew,
             again=settings.again,
         )
+        self.agreement = Agreement(
+            group, self.tracked.items, run=run.lineage.run, every=settings.compare_every_steps,
+            wrong=self.saving.distrust, deciding=self.saving.deciding,
+        )
+        self.saving.agree = self.agreement.compare
         self.changing = self.saving.changing
         self.course = Course(self.position, self.position.step)
         self.clock = StepClock(group.device, world_size=group.world_size)
@@ -276,6 +283,7 @@ class Job:
             raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
         self.tracked.check_unchanged()
         position, live = self.position, self.live
+        self.agreement.look(position.step)
         live.changes_to_repeat = 0
         self.clock.end_of_backward()
         self.group.watch.wait_for_others(True)
@@ -371,6 +379,7 @@ class Job:
         if self.tracked.items:
             self.group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
         self.group.stop.finish_step_first()
+        self.agreement.begin(self.position.step, again=self.group.restarted or newest is not None)
         self.group.step = self.position.step
         self._seed()
         self._enter_step()

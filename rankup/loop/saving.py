@@ -1,6 +1,8 @@
 """The tracked state as copies: one is restored at the start, others are saved beside the training, and the last one is
 written when the process has to end."""
 
+import threading
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -16,6 +18,7 @@ from rankup.state.reading import Copy
 from rankup.state.rescue import beside_a_blocked_stream
 from rankup.state.run import Run
 from rankup.state.shards import INDEX, Shards
+from rankup.timing import DECIDE_S
 
 LOADERS = "rankup_loaders"  # the states of loaders that can be asked for them, beside the tracked items
 
@@ -25,7 +28,8 @@ class Saving:
 
     It is the watchdog's `Keeper` too. `about`: what the program says of itself in each copy. `can_rescue`: whether this
     rank alone holds all that the next attempt needs. `loader_states`: as of the last commit. `total`: steps of the
-    whole run, None where nobody knows.
+    whole run, None where nobody knows. `agree`: called with the step before its state is saved, see
+    `rankup.loop.agreement`.
     """
 
     def __init__(
@@ -39,6 +43,8 @@ class Saving:
         self.can_rescue = True
         self.total: int | None = None
         self.loader_states: list[Any] = []
+        self.deciding = threading.Lock()  # held while the ranks find out whether their states are sound
+        self.agree: Callable[[int], None] = lambda step: None
         self._seed, self._again = seed, again
         self._way_out = f"{begin_anew[0].upper()}{begin_anew[1:]}."
         # What lies in rank 0's folder: a rescue, from which the run may go on, is in memory alone
@@ -100,6 +106,7 @@ class Saving:
             if wait:
                 run.settle()
             return False
+        self.agree(position.step)
         run.look(wait=True)  # before the state is put together
         state = self.group.collective(self.tracked.state)
         if any(each is not None for each in self.loader_states):
@@ -132,6 +139,10 @@ class Saving:
         of = "" if self.total is None else f" of {self.total}"
         return f"{why}: {where}{of}. {self._again} goes on from it."
 
+    def distrust(self) -> None:
+        """What this rank holds may be wrong: it rescues nothing."""
+        self.can_rescue = False
+
     # The end of a process: any thread ---------------------------------------------------------------------------
 
     def keep(self) -> None:
@@ -139,6 +150,8 @@ class Saving:
 
         Where that can't be, the copy that rank 0 may be writing is all that will be left: it gets done first.
         """
+        if self.deciding.acquire(timeout=DECIDE_S):  # another rank may know already that they are not
+            self.deciding.release()
         position = None
         if self.can_rescue and self.position.step > max(0, self.run.saved_step):
             position = self.changing.stop()

@@ -1,0 +1,209 @@
+"""Silent corruption is found: ranks that must hold the same state compare a digest of it, every so many steps.
+
+A processor or a memory that computes wrongly raises no error. Data parallel ranks make the same steps from the same
+gradients, so their weights and optimizer states are equal to the bit; where they are not, a rank went wrong. All ranks
+then end, and the next attempt goes on from the newest copy. No copy was written without a comparison, so it is sound.
+
+| ranks        | who went wrong                                                                                   |
+|--------------|--------------------------------------------------------------------------------------------------|
+| three, more  | those whose digest is not that of the majority                                                   |
+| two          | not known from one comparison. The next attempt compares after each step until it is past that   |
+|              | place: where a fault comes again, a further attempt shows which rank differs from its repetition |
+
+What a comparison does not see: a gradient that is wrong before the exchange, as it reaches all ranks alike; tensors
+that are split among ranks without another replica (FSDP2 without hybrid sharding); what one rank rescued after it had
+gone wrong, since the last comparison.
+"""
+
+import json
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from rankup.errors import PeerLost
+from rankup.group.group import Group
+
+SHARE = 0.005  # of the time of the steps that comparisons may take
+FIRST = 10  # steps before the first comparison, and between two at least
+RECORD = "disagreements.jsonl"  # in the folder of the run, where there was one
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes of an element
+NONE = 0  # a rank without tensors of that kind
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Of one rank's state. `whole`: of tensors that all ranks hold. `part`: of those that are split, equal on all ranks
+    of the same `place` in the mesh."""
+
+    whole: int = NONE
+    part: int = NONE
+    place: int = NONE
+
+
+def digests_of(items: dict[str, Any]) -> Digests:
+    """Of the parameters of all modules and the tensors of all optimizers in `items`. Waits for the device."""
+    whole, part, places = list[torch.Tensor](), list[torch.Tensor](), set[tuple[int, ...]]()
+    for tensor in _tensors(items):
+        if not hasattr(tensor, "to_local"):
+            whole.append(tensor)
+            continue
+        split = [at for at, kind in zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=False)
+                 if not kind.is_replicate()]
+        (part if split else whole).append(tensor.to_local())
+        places |= {tuple(split)} if split else set()
+    return Digests(_digest(whole), _digest(part), hash(tuple(sorted(places))) if places else NONE)
+
+
+def _tensors(items: dict[str, Any]) -> Iterator[Any]:
+    for item in items.values():
+        if isinstance(item, nn.Module):
+            yield from item.parameters()
+        elif isinstance(item, Optimizer):
+            for group in item.param_groups:
+                for parameter in group["params"]:
+                    state = item.state.get(parameter, {})
+                    yield from (state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor))
+
+
+def _digest(tensors: list[torch.Tensor]) -> int:
+    """A number of 64 bits. One flipped bit always changes it: `torch.hash_tensor` is the exclusive or of all elements;
+    an odd factor for each tensor keeps two of them from being exchanged unseen."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            bits = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
+            hashed = torch.hash_tensor(bits).view(torch.int64) * (2 * number + 1)
+            by_device.setdefault(tensor.device, []).append(hashed)
+    return sum(int(torch.stack(each).sum()) for each in by_device.values()) % 2**63
+
+
+def odd_ones(values: list[int]) -> list[int]:
+    """The ranks whose value is not that of the majority; all that differ from rank 0's where there is none, with it."""
+    (common, count), *_ = Counter(values).most_common()
+    if count == len(values):
+        return []
+    return [rank for rank, value in enumerate(values) if value != common or 2 * count <= len(values)]
+
+
+class Agreement:
+    """Compares the state of the ranks. All ranks make the same calls at the same steps.
+
+    `every`: steps between two comparisons; 0 for none, None so that they take half a percent of the time.
+    """
+
+    def __init__(
+        self, group: Group, items: dict[str, Any], *, run: str, every: int | None,
+        wrong: Callable[[], None], deciding: threading.Lock,
+    ) -> None:
+        """`items`: the tracked ones. `run`: the id of the run, whose record counts. `wrong`: called where there is a
+        difference, while `deciding` is held."""
+        self._be_wrong, self._deciding = wrong, deciding
+        self.group, self._items, self._run = group, items, run
+        self._every = 0 if group.world_size == 1 else every
+        self._earlier: dict[int, dict[str, Any]] = {}  # what the attempts before left in the record, by step
+        self._compared = self._next = -1
+        self._since_s = 0.0
+
+    @property
+    def _path(self) -> Path:
+        return self.group.run_dir / RECORD
+
+    def begin(self, step: int, *, again: bool) -> None:
+        """The run stands at `step`. `again`: an earlier attempt may have left a record."""
+        self._next, self._since_s, self._compared = step + (self._every or FIRST), time.monotonic(), step
+        if self._every != 0 and again:
+            earlier = self.group.broadcast(self._read() if self.group.is_rank0 else None)
+            self._earlier = {row["step"]: row for row in earlier if row["step"] > step}
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The rows of this run and number of ranks."""
+        try:
+            rows = [json.loads(line) for line in self._path.read_text().splitlines()]
+        except (OSError, ValueError):
+            return []
+        return [row for row in rows if row["run"] == self._run and len(row["digests"]) == self.group.world_size]
+
+    def look(self, step: int) -> None:
+        """Compare where it is time to: `step` is that of the last commit. Raises PeerLost as `compare` does."""
+        if self._every != 0 and (step >= self._next or self._earlier):
+            self.compare(step)
+
+    def compare(self, step: int) -> None:
+        """Compare the state of the last commit. Raises PeerLost, which names who is wrong, where it differs."""
+        if self._every == 0 or step == self._compared:
+            return
+        if self.group.device.type == "cuda":
+            torch.cuda.synchronize(self.group.device)  # what was queued before is not the cost of this
+        began_s = time.monotonic()
+        own, steps = digests_of(self._items), step - self._compared
+        took_s, each_s = time.monotonic() - began_s, (began_s - self._since_s) / steps
+        pause = self._every or max(FIRST, math.ceil(took_s / (SHARE * max(each_s, 1e-6))))
+        with self._deciding:
+            rows = self._exchange([own.whole, own.part, own.place, pause])
+            if odd := self._differing(rows):
+                self._be_wrong()
+        values, sound, before = [hash((whole, part)) for whole, part, _, _ in rows], self._compared, None
+        self._compared, self._next, self._since_s = step, step + max(row[3] for row in rows), time.monotonic()
+        if (before := self._earlier.pop(step, None)) is not None and before["sound"] == step - 1:
+            # The states before this step were sound, so that each rank's own is compared with its repetition
+            before["odd"] = [rank for rank, value in enumerate(before["digests"]) if value != values[rank]]
+        if odd:
+            raise self._wrong(step, odd, before, {"digests": values, "sound": sound})
+        if before is not None and self.group.is_rank0:
+            self.group.log.warning(
+                f"silent corruption: step {step} came out well this time. {self._names(before['odd'], ' or ')} was "
+                "wrong before: watch that machine, and run rankup doctor there"
+            )
+
+    def _exchange(self, own: list[int]) -> list[list[int]]:
+        """Every rank's numbers, by rank."""
+        rows = [torch.zeros(len(own), dtype=torch.int64) for _ in range(self.group.world_size)]
+        self.group.collective(lambda: dist.all_gather(rows, torch.tensor(own)))
+        return [row.tolist() for row in rows]
+
+    @staticmethod
+    def _differing(rows: list[list[int]]) -> list[int]:
+        odd = {*odd_ones([row[0] for row in rows])}
+        for place in {row[2] for row in rows} - {NONE}:
+            replicas = [rank for rank, row in enumerate(rows) if row[2] == place]
+            odd |= {replicas[n] for n in odd_ones([rows[rank][1] for rank in replicas])}
+        return sorted(odd)
+
+    def _names(self, ranks: list[int], between: str = ", ") -> str:
+        return between.join(f"rank {rank} on {self.group.hosts[rank]}" for rank in ranks)
+
+    def _wrong(self, step: int, odd: list[int], before: dict[str, Any] | None, more: dict[str, Any]) -> PeerLost:
+        """What to raise where the ranks `odd` differ from the others. `before`: the row of an earlier attempt."""
+        group, again = self.group, ""
+        if before is not None:
+            again = (
+                " It has been so before: a lasting fault, or machines of different kinds, for which "
+                "compare_every_steps=0 turns the comparison off."
+            )
+            if before["odd"] and len(odd) > 1:
+                odd = before["odd"]
+        alone = len(odd) == 1
+        if group.is_rank0:
+            row = {"run": self._run, "step": step, "odd": odd, **more, "hosts": [*group.hosts],
+                   "device": str(group.device), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+            try:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(f"{json.dumps(row)}\n")
+            except OSError as error:  # then the next attempt knows nothing of it
+                group.log.warning(f"{self._path}: {error.strerror}")
+        verb = "is not in the state of the other ranks" if alone else "are in different states"
+        return PeerLost(
+            f"silent corruption after step {step}: {self._names(odd)} {verb}. The job goes on from the newest copy, "
+            f"which was compared.{again}",
+            suspect=odd[0] if alone else None, nobody_died=True,
+        )

@@ -1,0 +1,55 @@
+"""A loop in which one bit of one rank changes once, as a broken machine would: a weight, an entry of the optimizer or a
+gradient after the exchange. FLIP is `kind:rank:step:bit`. It prints the digest of its weights."""
+
+import hashlib
+import os
+import sys
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import rankup
+
+STEPS = 40
+kind, *where = os.environ.get("FLIP", "none:0:0:0").split(":")
+rank, step, bit = map(int, where)
+job = rankup.init(sys.argv[1], save_every_steps=12, log_every_steps=20, compare_every_steps=6)
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+if "HYBRID" in os.environ:  # split among the ranks of a node, with the same on each of two nodes
+    mesh = init_device_mesh("cpu", (2, job.world_size // 2), mesh_dim_names=("nodes", "ranks"))
+    model = fully_shard(net, mesh=mesh)
+else:
+    model = DistributedDataParallel(net)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+job.track(model=model, optimizer=optimizer)
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Once in the run; where LASTING says so in each attempt, another bit."""
+    marker, lasting = f"{sys.argv[1]}.flipped", "LASTING" in os.environ
+    if job.rank == rank and job.step_number == step and (lasting or not os.path.exists(marker)):
+        open(marker, "w").close()
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        tensor.detach().view(torch.int32).flatten()[3] ^= 1 << (os.urandom(1)[0] % 24 if lasting else bit)
+
+
+for number in job.steps(STEPS):
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(number)).chunk(job.world_size)[job.rank]
+    loss = nn.functional.cross_entropy(model(x), x.sum(1).sign().long().clamp(0))
+    optimizer.zero_grad()
+    loss.backward()
+    if kind == "gradient":
+        flip(net[0].weight.grad)
+    with job.step(loss=loss):
+        optimizer.step()
+        if kind == "weight":
+            flip(net[0].weight)
+        elif kind == "optimizer":
+            flip(optimizer.state[net[0].weight]["exp_avg"])
+job.finish()
+if job.is_main:  # only now all is compared
+    local = [each.to_local() if hasattr(each, "to_local") else each for each in net.parameters()]
+    print("digest", hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in local)).hexdigest())

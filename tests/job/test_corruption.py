@@ -1,0 +1,105 @@
+"""A rank that computes wrongly, without an error, is found and named, and the run ends as if nothing had been."""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rankup.loop.agreement import RECORD, digests_of, odd_ones
+from tests.job.test_loop import said
+from tests.rigs.fork_server import Forks
+
+SCRIPT = Path(__file__).with_name("corrupt_script.py")
+Once = Callable[[str, Callable[[], str]], str]
+
+
+def run(forks: Forks, folder: Path, ranks: int, code: int = 0, **env: str) -> str:
+    folder.mkdir(exist_ok=True)
+    codes, output = forks.run("launch", f"--nproc={ranks}", SCRIPT, folder / "run", cwds=[folder], env=env)
+    assert codes == [code], output
+    return output
+
+
+@pytest.mark.parametrize("ranks", [3, 2])
+@pytest.mark.parametrize("kind", ["weight", "optimizer", "gradient"])
+def test_flipped_bit_is_found_named_and_undone(
+    once: Once, forks: Forks, tmp_path: Path, kind: str, ranks: int
+) -> None:
+    undisturbed = once(f"corruption-{ranks}", lambda: said(run(forks, tmp_path / "undisturbed", ranks)))
+    rank, step, bit = random.randrange(ranks), random.randrange(2, 38), random.randrange(24)
+    output = run(forks, tmp_path / "flipped", ranks, FLIP=f"{kind}:{rank}:{step}:{bit}")
+    assert said(output) == undisturbed
+    if "silent corruption" not in output:  # a low bit of a gradient may be lost in the rounding of all it changes
+        assert kind == "gradient", output
+        return
+    wrong = [rank] if ranks > 2 else [0, 1]
+    (record,) = map(json.loads, (tmp_path / "flipped" / "run" / RECORD).read_text().splitlines())
+    assert step < record["step"] <= step + 6
+    assert record["odd"] == wrong
+    named = " or ".join(rf"rank {each} on \S+" for each in wrong)
+    assert re.search(f"step {record['step']} came out well this time. {named} was wrong before", output)
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(3, [24, 21, 21, 21]), (2, [24, 21, 21, 21])])
+def test_fault_that_comes_again_ends_the_job_and_names_the_rank(
+    forks: Forks, tmp_path: Path, ranks: int, steps: list[int]
+) -> None:
+    """Another bit each time, as of a broken machine."""
+    output = run(forks, tmp_path, ranks, code=171, FLIP="weight:1:20:9", LASTING="1")
+    assert "a lasting fault" in output
+    rows = [json.loads(line) for line in (tmp_path / "run" / RECORD).read_text().splitlines()]
+    assert [row["step"] for row in rows] == steps
+    assert rows[-1]["odd"] == [1]
+    ends = [json.loads(path.read_text()) for path in (tmp_path / "run" / "status").glob("*/rank-*.json")]
+    assert 1 in {end["suspect"] for end in ends if "silent" in end["why"]}
+
+
+def test_flipped_bit_in_a_split_weight_is_found_where_there_is_a_replica(
+    once: Once, forks: Forks, tmp_path: Path
+) -> None:
+    """Of hybrid sharding: ranks 1 and 3 hold the same part."""
+    undisturbed = once("corruption-hybrid", lambda: said(run(forks, tmp_path / "undisturbed", 4, HYBRID="1")))
+    output = run(forks, tmp_path / "flipped", 4, FLIP=f"weight:3:{random.randrange(2, 38)}:9", HYBRID="1")
+    assert said(output) == undisturbed
+    (record,) = map(json.loads, (tmp_path / "flipped" / "run" / RECORD).read_text().splitlines())
+    assert record["odd"] == [1, 3]
+
+
+def test_each_flipped_bit_changes_the_digest() -> None:
+    net = nn.Sequential(nn.Linear(9, 7), nn.BatchNorm1d(7), nn.Linear(7, 3, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW(net.parameters())
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    items = {"net": net, "optimizer": optimizer}
+    sound = digests_of(items)
+    tensors = [*net.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
+    for tensor in tensors:
+        bits = tensor.detach().reshape(-1).view(torch.int16)  # of one element too: a counter of steps
+        for place in random.sample(range(len(bits)), min(5, len(bits))):
+            bit = random.randrange(16)
+            bits[place] ^= torch.tensor(1 << bit).to(torch.int16)
+            assert digests_of(items) != sound
+            bits[place] ^= torch.tensor(1 << bit).to(torch.int16)
+    assert digests_of(items) == sound
+    with torch.no_grad():  # two tensors in each other's place
+        first, second = optimizer.state[net[1].weight]["exp_avg"], optimizer.state[net[1].bias]["exp_avg"]
+        second.mul_(2)
+        doubled = digests_of(items)
+        kept = first.clone()
+        first.copy_(second)
+        second.copy_(kept)
+    assert digests_of(items) != doubled
+
+
+@pytest.mark.parametrize(("values", "odd"), [
+    ([7, 7, 7], []), ([7, 8, 7], [1]), ([8, 7, 7], [0]), ([7, 8], [0, 1]), ([1, 2, 3], [0, 1, 2]),
+    ([1, 1, 2, 2], [0, 1, 2, 3]), ([1, 1, 1, 2, 3], [3, 4]),
+])
+def test_odd_ones_are_those_outside_the_majority(values: list[int], odd: list[int]) -> None:
+    assert odd_ones(values) == odd
