@@ -164,9 +164,6 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     compare_every_steps: Natural | Literal["auto"] = setting(
         "auto", "Compare the ranks' states each so many steps; auto: in half a percent of the time; 0: never.",
         unit="steps")
-    profile: str = setting("",
-                           "Trace these steps with torch.profiler, as 10:20: from the end of step 10 to that of 20.",
-                           pattern=r"^(\d{1,9}:\d{1,9})?$", rule="FIRST:LAST, such as 10:20")
     tensorboard: bool = setting(True, "Write TensorBoard files.")
     # Its choices are in rankup/observe/tracker.py, given in the same way.
     tracker: str = setting("none", "Also send metrics, settings and result to a tracker, one run for all "
