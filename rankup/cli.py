@@ -440,13 +440,13 @@ TRAIN = "Run our program; also: evaluate, predict, show"
 
 def overview() -> str:
     """What `rankup` alone prints."""
-    lines = ["Start PyTorch jobs anywhere, and keep them alive.", _headings("usage: rankup COMMAND [OPTIONS]"), ""]
+    lines = ["Start PyTorch jobs anywhere, and keep them alive: rankup COMMAND [OPTIONS]"]
     for title, names in GROUPS.items():
         for name in names:
             text = COMMANDS[name].about.partition(". ")[0] if name in COMMANDS else TRAIN
             lines.append(f"  {_colour('1', f'{title:10}')}{_colour('36', f'{name:9}')}{text}")
             title = ""
-    return "\n".join([*lines, "", "`rankup COMMAND --help` shows options and examples; `rankup --version`.\n"])
+    return "\n".join([*lines, "`rankup COMMAND --help` shows options and examples; `rankup --version`.\n"])
 
 
 def parser(name: str = "launch") -> Parser:
