@@ -10,16 +10,13 @@ from typing import Any
 import torch
 import torch._dynamo  # torch.optim imports it anyway, 0.4 s, at the first optimizer: too late for the fork server
 from torch import nn
-from torch.profiler import record_function
 
 from rankup.agent.status import StatusFile
 from rankup.doctor import machine
 from rankup.env.rank_env import RankEnv
-from rankup.errors import Stopped
 from rankup.group.stop import StopRequest
 from rankup.loop.job import Job
 from rankup.loop.seeds import derive_seed, seed_everything
-from rankup.observe.profiler import Profiler
 from rankup.observe.stragglers import DATA, WAITING
 from rankup.state.shards import check_shared
 
@@ -73,16 +70,11 @@ def train(config: Config, launch: RankEnv, *, run_dir: Path, log: logging.Logger
         try:
             evaluate_and_save(t)  # where the attempt before had no time to
             for _ in job.steps(t.total_steps):
-                with record_function("step"):
-                    finished = step(t)
-                if not finished:
+                if not step(t):
                     continue  # to stop
                 t.advice.after_step()
                 evaluate_and_save(t)
                 bar.show(job.step_number, lambda: job.metrics.line(job.step_number, t.total_steps))
-        except Stopped:
-            t.profiler.end()
-            raise
         finally:
             t.loader.close()
             bar.close()
@@ -164,10 +156,6 @@ def build(config: Config, job: Job, method: Method) -> Training:
         config=config, job=job, method=method, workload=workload, plain=plain, model=model, whole=whole,
         optimizer=optimizer, scaler=scaler, loader=loader, divisors=order.divisors,
         steps_per_epoch=order.steps_per_epoch, total_steps=total_steps,
-        profiler=Profiler(
-            config.profile, run_dir=job.run_dir, rank=job.rank, device=device, step=position.step,
-            total_steps=total_steps, log=log,
-        ),
         advice=Advice(config, group, method, workload, plain, batch, step=position.step, total_steps=total_steps),
     )
 
@@ -181,7 +169,7 @@ def step(t: Training) -> bool:
     config, job, group, clock = t.config, t.job, t.group, t.job.clock
     clock.start()
     batches: list[Any] = []
-    with record_function("data"), group.watch.clock.during("data"), t.advice.waiting():
+    with group.watch.clock.during("data"), t.advice.waiting():
         alone = group.world_size == 1
         while len(batches) < config.accumulate and (batch := t.loader.next(until_stop=alone)) is not None:
             batches.append(batch)
@@ -217,7 +205,6 @@ def evaluate_and_save(t: Training) -> None:
         evaluate_and_report(t)
     if progress.step < t.total_steps and (due or progress.step % (config.save_every_steps or t.steps_per_epoch) == 0):
         job.save()  # the last one is `job.finish`'s
-    t.profiler.at(progress.step)
 
 
 def evaluate_and_report(t: Training) -> None:

@@ -105,9 +105,5 @@ def _others(values: Sequence[float]) -> list[float]:
     """For each value the median of all others. With itself a rank would be compared with a part of itself: of two
     ranks, by half of the difference."""
     ordered = sorted(values)
-    low, high = (len(values) - 2) // 2, (len(values) - 1) // 2  # the middle of one less
-    found = []
-    for value in values:
-        place = bisect.bisect_left(ordered, value)
-        found.append((ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2)
-    return found
+    places = (bisect.bisect_left(ordered, value) for value in values)
+    return [statistics.median([*ordered[:place], *ordered[place + 1 :]]) for place in places]

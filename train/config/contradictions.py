@@ -17,8 +17,6 @@ from .settings import Settings
 from .shares import divide, weights
 from .yaml_text import describe
 
-MAX_PROFILED_STEPS = 100  # a trace holds some hundred lines for each step
-
 # Method -> the switches that it does not have, and why
 _ONLY_DDP = {"compile": "The two together are not tried here. Use ddp.",
              "channels_last": "It takes contiguous parameters only. Use ddp."}  # so auto is false there
@@ -63,10 +61,6 @@ def contradictions(c: Settings) -> Iterator[Contradiction]:
                             "The run would end before the warm-up does.")
     if c.mirror and _place(c.mirror) == _place(c.run_dir):
         yield Contradiction(("mirror", "run_dir"), "another place than run_dir", "A copy there would be lost with it.")
-    first, _, last = c.profile.partition(":")
-    if c.profile and not 0 < int(last) - int(first) <= MAX_PROFILED_STEPS:
-        rule = f"FIRST:LAST with FIRST before LAST, at most {MAX_PROFILED_STEPS} steps"
-        yield Contradiction(("profile",), rule, "Such as 10:20.")
     if c.workload == "images" and c.dataset == "imagefolder" and c.data_dir is None:
         yield Contradiction(("data_dir", "dataset", "workload"), "a folder of class folders with dataset imagefolder",
                             "Set it with --data-dir.")

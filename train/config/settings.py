@@ -161,9 +161,6 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     report_every_s: float = setting(5.0, "One progress line each so many seconds where there is no bar.", unit="s",
                                     gt=0, le=WEEK_S)
     log_every_steps: Count = setting(50, "Write metrics each so many steps.", unit="steps")
-    profile: str = setting("",
-                           "Trace these steps with torch.profiler, as 10:20: from the end of step 10 to that of 20.",
-                           pattern=r"^(\d{1,9}:\d{1,9})?$", rule="FIRST:LAST, such as 10:20")
     tensorboard: bool = setting(True, "Write TensorBoard files.")
     # Its choices are in rankup/observe/tracker.py, given in the same way.
     tracker: str = setting("none", "Also send metrics, settings and result to a tracker, one run for all "

@@ -53,7 +53,7 @@ class Advice:
         """`plain`: the user's module. `batch`: a micro-batch of this rank, on the device. `step`: where the run is."""
         self.config, self.group, self.workload = config, group, workload
         new = step == 0 and not group.restarted and total_steps > 2 * STEPS
-        self._active = config.advice and group.is_rank0 and new and not config.profile
+        self._active = config.advice and group.is_rank0 and new
         # Where forward waits for other ranks, or may do so in code that is not ours, rank 0 can't run it alone. A
         # compiled model would be compiled again for the copy
         alone = method.replicates_state and method.one_device_per_rank and not config.sync_bn and not config.compile

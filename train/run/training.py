@@ -8,7 +8,6 @@ from torch import nn
 from rankup.group.group import Group
 from rankup.loop.job import Job
 from rankup.loop.record import Position
-from rankup.observe.profiler import Profiler
 
 from ..config import Config
 from ..data.loader import Loader
@@ -35,7 +34,6 @@ class Training:
     steps_per_epoch: int
     total_steps: int
     advice: Advice
-    profiler: Profiler
     tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
 
     @property
