@@ -497,7 +497,7 @@ def test_port_of_another_is_named(tmp_path: Path) -> None:
     ("options", "mistake"),
     [
         (["nofile.py"], "SCRIPT must be a file, got nofile.py: there is none."),
-        (["--restart-on=2", "nofile.py"], "--restart-on must name neither 0"),
+        (["--restart-on=2", "nofile.py"], "--restart-on must be exit codes such as 1,75, and neither 0"),
         (["--restart-args='", "nofile.py"], "--restart-args must be words as a shell splits them"),
         (["-m"], "SCRIPT"),
     ],
