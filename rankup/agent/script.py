@@ -184,7 +184,7 @@ def safe_imports(script: str | Path) -> list[str]:
     """What the server may import in place of `script`: of its first imports, up to another statement, those of SAFE.
 
     Nothing is imported here. A name may also be a class of a module. A package is left out where the script would find
-    one of the user's: in the script's folder, in the current one, or below them outside an environment.
+    one of the user's: in the script's folder, or in the current one.
     """
     names: list[str] = []
     for statement in _body(Path(script)):
@@ -227,12 +227,6 @@ def _is_boilerplate(statement: ast.stmt) -> bool:
 
 
 def _installed(package: str, folders: set[str]) -> bool:
+    """Whether it lies somewhere on Python's path, and in none of the script's folders."""
     path = [entry for entry in sys.path if os.path.realpath(entry) not in folders]
-    if PathFinder.find_spec(package, sorted(folders)) is not None:
-        return False
-    spec = PathFinder.find_spec(package, path)
-    if spec is None or spec.origin is None:
-        return False
-    place = Path(spec.origin).resolve()
-    of_an_environment = {"site-packages", "dist-packages"} & {*place.parts}
-    return bool(of_an_environment) or not any(place.is_relative_to(folder) for folder in folders)
+    return PathFinder.find_spec(package, sorted(folders)) is None and PathFinder.find_spec(package, path) is not None
