@@ -77,6 +77,11 @@ PARTING_S = 3.0  # for the last lines of a rank that was asked to leave: a full 
 # What is printed ------------------------------------------------------------------------------------------------------
 PRINT_S = 5.0  # a reader that does not read holds up who prints: after that lines are dropped until it reads again
 
+# Copies of the state --------------------------------------------------------------------------------------------------
+HURRY_S = 3.0  # for parts of a sharded copy that are nearly done, when a rank was lost
+VISIBLE_S = 10.0  # NFS caches directories: a node may see another node's new file this much later
+RESCUE_OLD_S = 7 * 24 * 3600.0  # a rescue that no run went on with for so long is removed
+
 # Places ---------------------------------------------------------------------------------------------------------------
 LOCK_S = 4.0  # rank 0 of a killed attempt may take this long to end, and holds its lock until then
 REQUEST_S = 60.0  # for one small request: a frozen store, or a firewall, never answers at all
@@ -89,6 +94,7 @@ UPLOAD_END_S, UPLOAD_STOP_S = 60.0, 15.0
 UPLOAD_STATUS_S = 3.0  # for the status of an attempt that ends: a restart does not wait longer for a dead store
 
 # Looking at a run -----------------------------------------------------------------------------------------------------
+LAST_REPORT_S = 1.0  # how long the end of an attempt may wait for the last report: a disk may hang
 RUN_SILENT_S = 5 * REPORT_S  # a network file system shows another machine's writes some seconds later
 NOW_S = 5.0  # younger signs of life are "now"
 LONG_S = 10.0  # in one step, or in a phase without steps: worth a word
