@@ -401,7 +401,7 @@ def overview() -> str:
     about["train"] = f"Run our program; also: {', '.join(OF_PROGRAM[1:])}"
     lines = "".join(f"  {name:9}{text}\n" for name, text in about.items())
     return (
-        f"Start PyTorch jobs anywhere, and keep them alive.\nusage: rankup COMMAND [OPTIONS]\n\n{lines}\n"
+        f"Start PyTorch jobs anywhere, and keep them alive: rankup COMMAND [OPTIONS]\n{lines}"
         "`rankup COMMAND --help` shows options and examples; `rankup --version`.\n"
     )
 
