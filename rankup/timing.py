@@ -70,6 +70,9 @@ WORKERS_S, WORKERS_TICK_S = 0.5, 0.02  # for the stacks of DataLoader workers, a
 
 # The end of a rank ----------------------------------------------------------------------------------------------------
 DUMP_S = 2.0  # before the kernel's deadline: the thread that dumps the stacks needs its turn on a busy machine
+# Keeps a victim from being named the root cause: torchrun's summary takes the earliest time, which has whole seconds,
+# then the lowest rank; and for a rank that left no file the time at which the others had ended.
+VICTIM_LATER_S = 3
 PARTING_S = 3.0  # for the last lines of a rank that was asked to leave: a full pipe or a stuck disk must not keep it
 
 # What is printed ------------------------------------------------------------------------------------------------------
@@ -109,5 +112,5 @@ ANSWER_TICK_S = 0.05  # between two looks for the answer
 # its sender goes on alone, if it can
 TRACKER_S = {"finished": 32.0, "stopped": 4.0, "failed": 0.0}
 SENDER_LOOK_S = 2.0  # between two looks into the run directory
-SENDER_PAUSE_S = 60.0  # the longest between two attempts to reach a server that does not answer
+SENDER_PAUSE_S = 10.0  # between two attempts to reach a server that does not answer
 SENDER_END_S = 30  # how long the sender may go on once it knows that rank 0 has ended
