@@ -161,9 +161,9 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     report_every_s: float = setting(5.0, "One progress line each so many seconds where there is no bar.", unit="s",
                                     gt=0, le=WEEK_S)
     log_every_steps: Count = setting(50, "Write metrics each so many steps.", unit="steps")
-    compare_every_steps: Natural | Literal["auto"] = setting(
-        "auto", "Compare the ranks' states each so many steps; auto: in half a percent of the time; 0: never.",
-        unit="steps")
+    compare_every_steps: int = setting(
+        -1, "Compare the ranks' states each so many steps; -1: in half a percent of the time; 0: never.",
+        unit="steps", ge=-1, le=1_000_000_000)
     tensorboard: bool = setting(True, "Write TensorBoard files.")
     # Its choices are in rankup/observe/tracker.py, given in the same way.
     tracker: str = setting("none", "Also send metrics, settings and result to a tracker, one run for all "

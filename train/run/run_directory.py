@@ -48,7 +48,7 @@ def open_run_directory(config: Config, group: Group, method: Method) -> Iterator
     )
     settings = Settings(
         seed=config.seed, save_every_steps=0, log_every_steps=config.log_every_steps, tensorboard=config.tensorboard,
-        compare_every_steps=None if config.compare_every_steps == "auto" else config.compare_every_steps,
+        compare_every_steps=None if config.compare_every_steps < 0 else config.compare_every_steps,
         setup_timeout_s=config.setup_timeout_s, step_timeout_s=config.step_timeout_s,
         save_timeout_s=config.save_timeout_s, begin_anew=BEGIN_ANEW,
         again=f"The same command{' without --fresh' if config.fresh else ''}", gather=not sharded, share_all=True,
