@@ -31,8 +31,9 @@ def draw(title: str, bars: Sequence[Bar]) -> str:
         parts.append(f'<text y="{y + 13}">{escape(name.removeprefix("~"))}</text>')
         parts.append(f'<rect class="{kind}" x="{NAMES}" y="{y}" width="{width:.1f}" height="{LINE - 6}" rx="2"/>')
         parts.append(f'<text x="{NAMES + width + 6:.1f}" y="{y + 13}">{text}</text>')
+    height = LINE * (len(bars) + 1) + 8
     return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="640" viewBox="0 0 {WIDTH} {LINE * (len(bars) + 1) + 8}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="640" viewBox="0 0 {WIDTH} {height}" role="img">',
         f"<title>{escape(title)}</title><style>",
         "text{font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#1f2328}",
         ".title{font-weight:bold}.own{fill:#1a7f37}.other{fill:#8c959f}",
