@@ -69,6 +69,9 @@ WORKERS_S, WORKERS_TICK_S = 0.5, 0.02  # for the stacks of DataLoader workers, a
 
 # The end of a rank ----------------------------------------------------------------------------------------------------
 DUMP_S = 2.0  # before the kernel's deadline: the thread that dumps the stacks needs its turn on a busy machine
+# Keeps a victim from being named the root cause: torchrun's summary takes the earliest time, which has whole seconds,
+# then the lowest rank; and for a rank that left no file the time at which the others had ended.
+VICTIM_LATER_S = 3
 PARTING_S = 3.0  # for the last lines of a rank that was asked to leave: a full pipe or a stuck disk must not keep it
 
 # What is printed ------------------------------------------------------------------------------------------------------
