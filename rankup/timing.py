@@ -111,5 +111,5 @@ ANSWER_TICK_S = 0.05  # between two looks for the answer
 # its sender goes on alone, if it can
 TRACKER_S = {"finished": 32.0, "stopped": 4.0, "failed": 0.0}
 SENDER_LOOK_S = 2.0  # between two looks into the run directory
-SENDER_PAUSE_S = 60.0  # the longest between two attempts to reach a server that does not answer
+SENDER_PAUSE_S = 10.0  # between two attempts to reach a server that does not answer
 SENDER_END_S = 30  # how long the sender may go on once it knows that rank 0 has ended
