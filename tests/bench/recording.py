@@ -2,8 +2,9 @@
 
     python tests/bench/recording.py [--output docker/kill.svg]      # as root; make image comes first
 
-The lines are those that `make up` prints, each at the time at which it came. Left out is what comes before the first
-line of a rank: the image, the containers. A second terminal's command stands between them, marked with a $.
+The lines are those that `make up` prints, without `[node0 r0/2]`, each at the time at which it came, from three seconds
+before the kill to three after the resume. What follows is cut to its most important lines. A second terminal's command
+stands between them, marked with a $. The picture follows the reader's scheme, light or dark, and fits a phone.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import os
 import re
 import signal
 import subprocess
+import textwrap
 import threading
 import time
 from collections.abc import Sequence
@@ -20,8 +22,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ARGS = "--epochs 3 --name recording --fresh --report-every-s 1"
 KILL_AFTER = "epoch 1:"
-COMMAND = "$ kill -9 $(docker inspect -f '{{.State.Pid}}' rankup-node1-1)     # node 1, by root in a second terminal"
-COLUMNS, ROWS = 118, 24
+COMMAND = "$ kill -9 $(docker inspect -f '{{.State.Pid}}' rankup-node1-1)"
+BEFORE_S, AFTER_S = 3.0, 3.0  # what is shown at its own times: from before the kill to after the resume
+LATER = re.compile(r"epoch \d|finished after|weights digest|^up: ")
+LATER_S = 0.5  # between two lines of what follows
+UNSAID = re.compile(r"^(data|model|batch|ready|advice|waiting|rank 0 of|the stacks|\[node1\]|node\d-1)")
+COLUMNS, ROWS = 56, 19
 CHARACTER, LINE = 7.2, 17.0  # pixels, of a fixed-width font of 12 pixels
 MARGIN = 12.0
 HOLD_S = 6.0  # the end stays for so long before the picture begins anew
@@ -58,36 +64,49 @@ def record() -> list[Line]:
     return lines
 
 
+def abridged(lines: Sequence[Line]) -> list[Line]:
+    """The lines to show. See the top of this file."""
+    lines = [(at_s, text.removeprefix("[node0 r0/2] ")) for at_s, text in lines]
+    killed_s = next(at_s for at_s, text in lines if text == COMMAND)
+    resumed_s = next(at_s for at_s, text in lines if at_s > killed_s and text.startswith("resumed from"))
+    from_s, to_s = killed_s - BEFORE_S, resumed_s + AFTER_S
+    shown = [(at_s - from_s, text) for at_s, text in lines if from_s <= at_s <= to_s and not UNSAID.search(text)]
+    later = ["...", *(text for at_s, text in lines if at_s > to_s and LATER.search(text))]
+    return shown + [(to_s - from_s + LATER_S * (number + 1), text) for number, text in enumerate(later)]
+
+
 def draw(lines: Sequence[Line]) -> str:
-    """The lines as an animated SVG, which shows its last screen where nothing may move."""
-    cut = [(at_s, text if len(text) <= COLUMNS else f"{text[: COLUMNS - 3]}...") for at_s, text in lines]
+    """The lines, wrapped, as an animated SVG, which shows its last screen where nothing may move."""
+    cut = [(at_s, part, _kind(text)) for at_s, text in lines
+           for part in textwrap.wrap(text, COLUMNS, subsequent_indent="    ", break_on_hyphens=False)]
     whole_s = cut[-1][0] + HOLD_S
     width, height = COLUMNS * CHARACTER + 2 * MARGIN, ROWS * LINE + 2 * MARGIN
     styles, texts, scrolled = [], [], []
-    for number, (at_s, text) in enumerate(cut):
+    for number, (at_s, text, kind) in enumerate(cut):
         percent = 100 * at_s / whole_s
         moved = LINE * max(0, number + 1 - ROWS)
         scrolled.append(f"{percent:.2f}%{{transform:translateY({-moved:g}px)}}")
         if number < ROWS:  # later ones come into sight by the scrolling
             styles.append(f"@keyframes l{number}{{0%{{opacity:0}}{percent:.2f}%,100%{{opacity:1}}}}")
         name = f' style="animation-name:l{number}"' if number < ROWS else ""
-        kind = _kind(text)
         texts.append(f'<text class="{kind}"{name} y="{LINE * (number + 0.75):g}">{escape(text)}</text>')
     last = LINE * max(0, len(cut) - ROWS)
     scrolled.append(f"100%{{transform:translateY({-last:g}px)}}")
     return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="640" viewBox="0 0 {width:g} {height:g}" role="img">',
         "<title>make up on two nodes; node 1 is killed, comes back, and the run goes on</title>",
         "<style>",
         "text{font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;white-space:pre;fill:#c9d1d9}",
-        ".typed{fill:#7ee787;font-weight:bold}.lost{fill:#ff7b72}.back{fill:#7ee787}",
+        "rect{fill:#0d1117;stroke:#3d444d}.typed{fill:#fff;font-weight:bold}.lost{fill:#ff7b72}.back{fill:#7ee787}",
+        "@media (prefers-color-scheme:light){text{fill:#1f2328}rect{fill:#f6f8fa;stroke:#d1d9e0}",
+        ".typed{fill:#000}.lost{fill:#cf222e}.back{fill:#116329}}",
         f"#all{{transform:translateY({-last:g}px)}}",
         "@media (prefers-reduced-motion:no-preference){",
         f"text,#all{{animation:{whole_s:.2f}s step-end infinite}}#all{{animation-name:scroll}}",
         f"@keyframes scroll{{{''.join(scrolled)}}}",
         *styles,
         "}</style>",
-        f'<rect width="{width:g}" height="{height:g}" rx="6" fill="#0d1117"/>',
+        f'<rect width="{width:g}" height="{height:g}" rx="6"/>',
         f'<svg x="{MARGIN:g}" y="{MARGIN:g}" width="{COLUMNS * CHARACTER:g}" height="{ROWS * LINE:g}"><g id="all">',
         *texts,
         "</g></svg></svg>",
@@ -108,7 +127,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "docker" / "kill.svg", help="the picture to write")
     output = parser.parse_args().output
     lines = record()
-    output.write_text(draw(lines), encoding="utf-8")
+    output.write_text(draw(abridged(lines)), encoding="utf-8")
     print(f"{output}: {len(lines)} lines, {lines[-1][0]:.0f} s, {output.stat().st_size / 1000:.0f} kB")
 
 
