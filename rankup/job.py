@@ -35,7 +35,7 @@ def init(
     run: str | PathLike[str] = "", *, seed: int = 0, device: str = "auto", fresh: bool = False,
     save_every_steps: int | None = None, keep: int = 2, log_every_steps: int = 10, tensorboard: bool = True,
     join_timeout_s: float = 300.0, setup_timeout_s: float = 1800.0, step_timeout_s: float = 600.0,
-    save_timeout_s: float = 600.0,
+    save_timeout_s: float = 600.0, memory_every_steps: int | None = None,
 ) -> "Job":
     """Meet the other ranks, and own the run: process group, device, seeds, signals. Once a process, before the model.
 
@@ -44,15 +44,17 @@ def init(
     takes the accelerator of this local rank, else the CPU.
     `fresh`: put aside what is in the folder, and begin anew. `save_every_steps`: None saves at each end of an epoch, or
     each 1,000 steps without `job.epochs`; 0 leaves it to `job.save`. `keep`: so many copies stay. `log_every_steps`: so
-    often the values of `job.step` are written. The deadlines are in seconds; past one the stacks are written, and the
-    process ends.
+    often the values of `job.step` are written. `memory_every_steps`: so often each rank keeps its part of split state
+    (FSDP2) in its node's memory; None for as often as it costs half a percent, 0 for never. The deadlines are in
+    seconds; past one the stacks are written, and the process ends.
 
     Raises LaunchError where the environment describes no rank, JoinError where the ranks do not meet, and UserError
     where the run can't be gone on with.
     """
     given = {name: value for name, value in locals().items() if name not in ("run", "device")}
     run = Path(run or Path("runs", script_name()))
-    settings, ends = Settings(**given), Ends(run)
+    settings = Settings(**{name: value for name, value in given.items() if name != "memory_every_steps"})
+    ends = Ends(run)
     stop = StopRequest().install()
     stop.print_through(log)
     launch = read_rank_env(os.environ)
@@ -69,8 +71,9 @@ def init(
     ))
     ends.take_errors()
     options = Options(
-        sharded=True, fresh=fresh, keep=keep, setup_s=setup_timeout_s, save_s=save_timeout_s, start=launch.start,
-        check=check_record, fits=lambda path, record: _check_seed(path, record, seed),
+        sharded=True, fresh=fresh, keep=keep, memory_every=memory_every_steps, setup_s=setup_timeout_s,
+        save_s=save_timeout_s, start=launch.start, check=check_record,
+        fits=lambda path, record: _check_seed(path, record, seed),
         wanted=lambda other: group.restarted,
     )
     job = ends.stack.enter_context(open_job(group, settings, options, owned=group.status.claim))
