@@ -89,7 +89,9 @@ class Parts:
         if file.layout != self._layout:
             self._layout = file.layout
             self._offsets = {name: [*local_part(name, t)[1]] for name, t in tensors.items() if local[name].numel()}
-            self._same = hashlib.sha256(file.layout + json.dumps(self._offsets).encode()).hexdigest()
+            # The state of a rank's own loader is in nobody else's part
+            names = [sorted(node) for node in nodes.values() if isinstance(node, dict)]
+            self._same = hashlib.sha256(file.layout + json.dumps([self._offsets, names]).encode()).hexdigest()
             free = [(place, min(shutil.disk_usage(place).free, memory_available())) for place in rescue.places()]
         failure = self._writing.failure
         gap = self._gap(step, began_s) if failure is None else 0
