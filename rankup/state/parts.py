@@ -85,14 +85,13 @@ class Parts:
         record, state = make()
         nodes, tensors = encode(state)
         local = {name: t.to_local() if hasattr(t, "to_local") else t for name, t in tensors.items()}
-        file, free = TensorFile({name: t for name, t in local.items() if t.numel()}), []
+        file = TensorFile({name: t for name, t in local.items() if t.numel()})
         if file.layout != self._layout:
             self._layout = file.layout
             self._offsets = {name: [*local_part(name, t)[1]] for name, t in tensors.items() if local[name].numel()}
             # The state of a rank's own loader is in nobody else's part
             names = [sorted(node) for node in nodes.values() if isinstance(node, dict)]
             self._same = hashlib.sha256(file.layout + json.dumps([self._offsets, names]).encode()).hexdigest()
-            free = [(place, min(shutil.disk_usage(place).free, memory_available())) for place in rescue.places()]
         failure = self._writing.failure
         gap = self._gap(step, began_s) if failure is None else 0
         alone_s = time.perf_counter() - began_s
@@ -100,7 +99,7 @@ class Parts:
         known, problem = list(zip(*about, strict=True)), reason(failure) if failure is not None else ""
         if min(gaps) > 0 and known != self._known:
             self._known = known
-            problem = self._make_room(free)
+            problem = self._make_room()
             gaps = (*gaps, 1 - group.max(int(bool(problem))))
         if min(gaps) == 0:
             self.wanted, self._held = False, {}
@@ -142,7 +141,7 @@ class Parts:
         step_s = (now_s - self._taken_s) / max(1, step - self._taken)
         return min(max(1, math.ceil((self._cost_s + self._beside_s) / SHARE / step_s)), 2**30)
 
-    def _make_room(self, free: list[tuple[Path, int]]) -> str:
+    def _make_room(self) -> str:
         """Memory for the parts that this rank holds, twice. All ranks call this. Returns why there is none, or ""."""
         group, known = self.group, self._known
         peers = [peer_of(rank, known) for rank in range(group.world_size)]
@@ -152,9 +151,9 @@ class Parts:
         sizes = {rank: known[rank][2] for rank, peer in enumerate(peers) if group.rank in (rank, peer)}
         here = sum(node == known[group.rank][0] for node, _, _ in known)
         needed, problems = ROOM * here * 2 * sum(sizes.values()), []
-        for place, left in free or [(place, shutil.disk_usage(place).free) for place in rescue.places()]:
+        for place in rescue.places():
             try:
-                if left < needed:
+                if (left := min(shutil.disk_usage(place).free, memory_available())) < needed:
                     problems.append(f"{place} has {left / 2**20:.0f} MiB free, {needed / 2**20:.0f} are needed")
                     continue
                 rescue.remove_old(place)
@@ -183,10 +182,8 @@ class Parts:
             for event in self._events[1:]:
                 event.synchronize()
                 copying_s = self._events[0].elapsed_time(event) / 1000
-            entry = fingerprint(mapped.bytes)
-            mapped.publish(step, files, entry)
-            texts = {name: content.decode() for name, content in files.items()}
-            note = json.dumps([step, texts, entry]).encode()
+            mapped.publish(step, files, fingerprint(mapped.bytes))
+            note = _read(mapped.path)[0]
         finally:  # a rank that fails has to say so: the others wait for its part
             self._exchange(note, mapped)
         used_s = time.thread_time() - used_s
@@ -199,13 +196,7 @@ class Parts:
             return
         sent = [] if self._peer is None else _send(note, mapped.content, self._peer, self._link)
         for rank in self._held.keys() - {self.group.rank}:
-            if text := _receive_note(rank, self._link):
-                step, texts, entry = json.loads(text)
-                there = self._turn(rank)
-                dist.recv(there.content, rank, group=self._link)
-                if fingerprint(there.bytes) != entry:
-                    raise UserError(f"the part of rank {rank} arrived damaged")
-                there.publish(step, {name: content.encode() for name, content in texts.items()}, entry)
+            _receive(rank, lambda name, size, rank=rank: self._turn(rank), self._link)  # type: ignore[misc]
         for work, _ in sent:
             work.wait()
 
@@ -263,6 +254,14 @@ def remove(run: str, *, but: int = -1) -> None:
 
 def _name(run: str, rank: int) -> str:
     return f"{run}.rank-{rank:05d}"
+
+
+def _new(folder: str, name: str, size: int) -> _Mapped | None:
+    """Room for one part, None where there is none."""
+    for place in rescue.places():
+        with contextlib.suppress(OSError, UserError):
+            return _Mapped(rescue.make_folder(place, folder), name, size, torch.device("cpu"))
+    return None
 
 
 def _found() -> Iterator[Path]:
@@ -328,11 +327,13 @@ class PartsInMemory:
             for rank, part in plan.items():
                 moved, source = part.node != self._nodes[rank], self._nodes.index(part.node)
                 if moved and group.rank == source:
-                    group.collective(partial(_send_part, Path(part.path), rank))
+                    for work, _ in _send(*_read(Path(part.path)), rank):
+                        group.collective(work.wait)
                 if group.rank == rank:
                     path = Path(part.path)
                     if moved:
-                        path, problem = group.collective(partial(_receive_part, path, source))
+                        found = _receive(source, partial(_new, path.parent.name))
+                        path, problem = found or path, "" if found else "it can't be read, or there is no room here"
             if group.rank in plan and not problem:
                 files, problem = verify(path)
                 if problem:
@@ -346,55 +347,42 @@ class PartsInMemory:
         return Copy(path, record, {}, True, {name: files[name] for name in (STATE, INDEX)}), ""
 
 
-def _send_part(path: Path, to: int) -> None:
-    """Send the folder of a part, or b"" where it can't be read: whether it is whole the receiver looks."""
-    note, content = b"", torch.empty(0, dtype=torch.uint8)
+# Between ranks --------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> tuple[bytes, torch.Tensor]:
+    """A part as `_send` takes it, b"" where it can't be read: whether it is whole the receiver looks."""
+    content = torch.empty(0, dtype=torch.uint8)
     try:
-        files = {file.name: file for file in path.iterdir()}
-        with files.pop(next(name for name in files if copies.is_shard(name))).open("rb") as file:
+        small = {name: (path / name).read_text() for name in (STATE, INDEX)}
+        (name,) = entries = {n: e for n, e in copies.read_manifest(path)["files"].items() if copies.is_shard(n)}
+        with (path / name).open("rb") as file:
             content = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-        small = {name: each.read_bytes().decode("latin-1") for name, each in files.items()}
-        note = json.dumps([Path(file.name).name, len(content), small]).encode()
-    except (OSError, ValueError, StopIteration):
-        pass
-    for work, _ in _send(note, content, to):
-        work.wait()
-
-
-def _receive_part(path: Path, source: int) -> tuple[Path, str]:
-    """Put what `_send_part` sends, which lies at `path` there, into this node's memory. Returns where, or why not."""
-    text = _receive_note(source)
-    if not text:
-        return path, "it can't be read"
-    name, size, small = json.loads(text)
-    content = torch.empty(size, dtype=torch.uint8)
-    dist.recv(content, source)
-    problem = ""
-    for place in rescue.places():
-        try:
-            folder = rescue.make_folder(place, path.parent.name)
-            staging = copies.create_staging(copies.staging_in(folder, 0))
-            (staging / name).write_bytes(content.numpy().data)
-            for each, data in small.items():
-                (staging / each).write_bytes(data.encode("latin-1"))
-            copies.remove(folder / path.name)
-            return staging.rename(folder / path.name), ""
-        except (OSError, UserError) as error:
-            problem = str(error)
-    return path, problem
+        return json.dumps([step_of(path), small, name, len(content), entries[name]]).encode(), content
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return b"", content
 
 
 def _send(note: bytes, content: torch.Tensor, to: int, link: Any = None) -> list[tuple[Any, torch.Tensor]]:
     """Begin to send both, the content if there is a note. Returns what to wait for, and what has to live until then."""
     told = torch.frombuffer(bytearray(note), dtype=torch.uint8) if note else content[:0]
-    all_of_it = [torch.tensor(len(note)), *([told, content] if note else [])]
-    return [(dist.isend(tensor, to, group=link), tensor) for tensor in all_of_it]
+    whole = [torch.tensor(len(note)), *([told, content] if note else [])]
+    return [(dist.isend(tensor, to, group=link), tensor) for tensor in whole]
 
 
-def _receive_note(source: int, link: Any = None) -> bytes:
+def _receive(source: int, place: Callable[[str, int], _Mapped | None], link: Any = None) -> Path | None:
+    """Put what `_send` sends where `place` says, which is given a file's name and size. Returns where it is, if it is.
+    """
     size = torch.zeros((), dtype=torch.int64)
     dist.recv(size, source, group=link)
+    if not size:
+        return None
     note = torch.empty(int(size), dtype=torch.uint8)
-    if len(note):
-        dist.recv(note, source, group=link)
-    return note.numpy().tobytes()
+    dist.recv(note, source, group=link)
+    step, small, name, length, entry = json.loads(note.numpy().tobytes())
+    mapped = place(name, length)
+    dist.recv(mapped.content if mapped else torch.empty(length, dtype=torch.uint8), source, group=link)
+    if mapped is None:
+        return None
+    mapped.publish(step, {each: text.encode() for each, text in small.items()}, entry)
+    return mapped.path
